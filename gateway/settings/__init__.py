@@ -1,6 +1,6 @@
-"""The settings of a gateway: their schema, where each value comes from, and what is wrong with one.
+"""The settings of a gateway: their schema, the source of each value, and checks.
 
-`overload_of` and the module `warnings` import the policies, which takes a fifth of a second, when they are used.
+`overload_of` and the module `warnings` import the policies when they are used, which takes a fifth of a second.
 """
 
 from .derived import (

@@ -1,4 +1,4 @@
-"""What no setting can be judged by alone: files that are named, addresses, and settings that do not go together."""
+"""Checks that need more than one setting's value: named files, addresses, and settings that exclude each other."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .errors import ConfigError, UnusableFile
 from .fields import ACTING_LEGS
 from .schema import Settings
 
-# Settings that `load` can leave out where their files cannot be used, since whoever works without a gateway reads them.
+# Settings that `load` can leave out where their files cannot be used, for commands that work without a gateway.
 LEFT_OUT = frozenset(("admin_token", "engine_api_key", "replica_ca", "chat_template", "replica_file", "discover"))
 
 
 def check_all(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:
-    """Return by setting why the file that it names cannot be used. Raises ConfigError for what else is wrong."""
+    """Return, by setting, why the file that it names cannot be used. Raises ConfigError for any other fault."""
     unusable: dict[str, str] = {}
     for check in CHECKS:
         try:
@@ -42,7 +42,10 @@ def check_all(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def unreadable(settings: Settings, unusable: Mapping[str, str]) -> frozenset[str]:
-    """Return the settings of LEFT_OUT whose files cannot be read. A file of replicas that cannot be written can be."""
+    """Return the settings of LEFT_OUT whose files cannot be read.
+
+    A replica file that cannot be written but can be read is not among them.
+    """
     found = LEFT_OUT & unusable.keys()
     with suppress(UnusableFile):
         added_replicas(settings)
@@ -70,11 +73,11 @@ def _check_admin_host(settings: Settings) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches what listens there."""
+    """Return whether only this machine can reach that address."""
     try:
         return host.rstrip(".").lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # another name may mean any address
+        return False  # any other name may stand for any address
 
 
 def _check_workers(settings: Settings) -> None:
@@ -101,7 +104,7 @@ def _check_routes(settings: Settings) -> None:
 
 @contextmanager
 def _naming(setting: str, part: str = "") -> Iterator[None]:
-    """Take a ValueError for one about the file that this setting names, or the one that the error itself names."""
+    """Turn a ValueError into an UnusableFile for this setting, or for the one that the error itself names."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The two secrets that an operator gives: in the environment, in the configuration file, or as @FILE."""
+"""The two secret settings, given in the environment, in the configuration file, or as @FILE."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MAKE_TOKEN = "`openssl rand -hex 32` makes one"
 
 
 class Secret(NamedTuple):
-    """A setting that holds a secret, and what that looks like."""
+    """A setting that holds a secret, and the form of that secret."""
 
     setting: str
     what: str
     allowed: re.Pattern[str]
-    refusal: str  # of a text that does not look so
-    remedy: str  # for a file that does not hold one
+    refusal: str  # for a text of another form
+    remedy: str  # what to do instead
 
     def check(self, given: str) -> str:
-        """Return the setting as it is given. Raises ValueError."""
+        """Return the setting unchanged. Raises ValueError if it cannot be a secret or an @FILE."""
         if given == HIDDEN:
             raise ValueError(
                 f"the {self.what} is hidden here, as `hitherto config` prints it; write the real one, or @FILE"
@@ -39,7 +39,7 @@ class Secret(NamedTuple):
         return given
 
     def read(self, given: str | None) -> str | None:
-        """Return the secret itself, from its file if it is in one; None where none is given. Raises UnusableFile."""
+        """Return the secret, from its file if it is in one, or None where none is given. Raises UnusableFile."""
         if given is None or not given.startswith("@"):
             return given
         try:

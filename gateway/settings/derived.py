@@ -1,4 +1,4 @@
-"""What follows from the settings: secrets, engines that run already, the admin side, classes and the queue."""
+"""Values derived from the settings: secrets, running engines, the admin side, classes and the queue."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
-ADMIN_SIDE = "x-hitherto-admin"  # a header that every answer of a gateway's admin side has, and no other server's
+ADMIN_SIDE = "x-hitherto-admin"  # a header of every answer of a gateway's admin side, and of no other server
 
 
 class Secrets(NamedTuple):
-    """The secrets of the settings themselves, wherever they are."""
+    """The values of the secret settings, read from their files where they are in one."""
 
     admin_token: str | None
     engine_key: str | None
@@ -61,14 +61,19 @@ def added_replicas(settings: Settings) -> dict[str, str]:
 
 
 def known_urls(settings: Settings) -> tuple[str, ...]:
-    """Return the engines that run already: those given, and those that operators added before the last restart. What
-    operators said of an engine that is both came later, and is used. Raises UnusableFile."""
+    """Return the URLs of the engines that run already. Raises UnusableFile.
+
+    These are the ones in the settings and those that operators added before the last restart. For an engine that is
+    both, the operators' URL is used, because it came later.
+    """
     return tuple(({parse_url(url).id: url for url in settings.replica_url} | added_replicas(settings)).values())
 
 
 def kept_replicas(settings: Settings) -> KeptReplicas | None:
-    """Return the file of replicas that operators added, if there is to be one. What it overrules of the settings is
-    logged. Raises UnusableFile."""
+    """Return the file of replicas that operators added, or None if the settings name none. Raises UnusableFile.
+
+    Logs what it overrides in the settings.
+    """
     if settings.replica_file is None:
         return None
     kept = KeptReplicas(settings.replica_file)
@@ -83,18 +88,18 @@ def kept_replicas(settings: Settings) -> KeptReplicas | None:
 
 
 def admin_url(settings: Settings) -> str:
-    """Return where the gateway with these settings has its admin side, for a client on the same machine."""
+    """Return the URL of the admin side of a gateway with these settings, for a client on the same machine."""
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.admin_host, settings.admin_host)
     return f"http://{f'[{host}]' if ':' in host and host[0] != '[' else host}:{settings.admin_port}"
 
 
 def admin_headers(settings: Settings) -> dict[str, str]:
-    """Return what a request to that admin side needs. Raises UnusableFile."""
+    """Return the headers that a request to that admin side needs. Raises UnusableFile."""
     return bearer(read_token(settings))
 
 
 def overload_of(settings: Settings) -> Overload | None:
-    """Return what `slo`, `scheduler`, `request_router` and `admission` say, or None if none of them is set."""
+    """Return the overload control of `slo`, `scheduler`, `request_router` and `admission`, or None if none is set."""
     if not settings.has_overload:
         return None
     import policies  # importing them takes a fifth of a second

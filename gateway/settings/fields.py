@@ -1,4 +1,4 @@
-"""Types of single settings: how each is read from text, and what is refused."""
+"""The types of single settings: how each is read from text, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PolicyName = Literal[
     "least_time", "overlap_cost", "prefix_affinity", "consistent_hash",
     "least_load", "power_of_two", "round_robin", "random",
 ]  # fmt: skip
-OWN = ".py"  # in the name of a policy that is a class of a file
-LEGS = "legs:"  # before a rule for legs, among the policies in shadow
+OWN = ".py"  # occurs in the name of a policy that is a class in a file
+LEGS = "legs:"  # precedes a rule for legs, among the shadow policies
 ACTING_LEGS = "legs:seconds"  # the rule that acts, whatever the policy
 
 
 def parse_bytes(value: Any, least: int = 1) -> int:
-    """Return the bytes of a size like `64MiB`, `1.5 G` or `65536`. Raises ValueError."""
+    """Return the bytes of a size like `64MiB`, `1.5 G` or `65536`. Raises ValueError if it is under `least`."""
     if value is None or value == "":
         raise ValueError(f"it has no value; write a size {LIKE}")
     size = parse_size(value) if isinstance(value, str) else value
@@ -38,12 +38,12 @@ def parse_bytes(value: Any, least: int = 1) -> int:
 
 
 def split_names(value: Any) -> Any:
-    """Return the names of a text, which commas or spaces separate."""
+    """Return the names in a text, separated by commas or spaces."""
     return re.findall(r"[^,\s]+", value) if isinstance(value, str) else value
 
 
 def _split_urls(value: Any) -> Any:
-    """Return the URLs of texts (of the environment, of a flag, in YAML), each of which may hold several."""
+    """Return the URLs in texts (of the environment, a flag or YAML), each of which may hold several."""
     if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
         return [url for one in value for url in _split_urls(one)]
     return re.split(r",?\s+|,(?=https?://)", value.strip()) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Limits, classes, routes and the queue: the tables `slo`, `scheduler`, `request_router` and `admission`."""
+"""The tables `slo`, `scheduler`, `request_router` and `admission`: limits, classes, routes and the queue."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
 
 
 def read_mapping(value: Any) -> Any:
-    """Return the table of a flag or a variable, which has it as one line of YAML. A file has it as a table."""
+    """Return the table of a flag or a variable, which is one line of YAML; a file has it as a table."""
     return yaml_text.load(value) if isinstance(value, str) else value
 
 
 def _as_list(value: Any) -> Any:
-    """Return one step as a list of steps, in which it stands for itself."""
+    """Return the list of steps; a single step stands for a list of one."""
     if value is None or value == "":
         raise ValueError(f"it has no value; write {_STEPS}")
     return value if isinstance(value, list | tuple) else [value]
 
 
 def _has_entries(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not entries:  # `min_length` would count only the entries that are right
+    if not entries:  # `min_length` would count only the valid entries
         raise ValueError("it must be a list with one entry or more, each on a line that begins with a dash")
     return entries
 
@@ -64,7 +64,7 @@ def _parse_window(value: Any) -> float | None:
 
 
 def _split_header(value: Any) -> Any:
-    """Return the name in small letters, and behind a colon the value, of a condition like `x-tier: gold`."""
+    """Return a condition like `X-Tier: gold` with the name in lower case and the value, if any, after a colon."""
     if not isinstance(value, str) or not value:
         return value
     name, colon, wanted = value.partition(":")
@@ -73,6 +73,7 @@ def _split_header(value: Any) -> Any:
 
 
 def check_header(name: str) -> str:
+    """Return a header's name in lower case. Raises ValueError."""
     if not _TOKEN.fullmatch(name):
         raise ValueError(f"{name[:100]!r} is not a header; write its name, and for a condition a colon and the value")
     return name.lower()
@@ -87,7 +88,7 @@ Steps = Annotated[tuple[Step, ...], BeforeValidator(_as_list), AfterValidator(_c
 
 
 class Slo(Table):
-    """What requests are to be answered within, in seconds; None: no limit."""
+    """The latency limits of requests in seconds; None: no limit."""
 
     ttft: Duration | None = None
     tpot: Duration | None = None
@@ -105,7 +106,7 @@ class Slo(Table):
 
 
 class QosClass(Table):
-    """A class of service, as `policies.QosClass` explains it."""
+    """A class of service, as `policies.QosClass` describes it."""
 
     name: Name
     reserved_fraction: float = Field(0.0, ge=0.0, le=1.0, strict=True)
@@ -147,10 +148,10 @@ class Match(Table):
 
 
 class Route(Table):
-    """Which class a request is of that meets some conditions."""
+    """The class of the requests that meet some conditions."""
 
     match: Match = Match()
-    qos: str = Field("", alias="class")  # "": none, which `Router.unfit` reports with the classes that there are
+    qos: str = Field("", alias="class")  # "": none, which `Router.unfit` reports along with the known classes
 
     @model_validator(mode="before")
     @classmethod
@@ -167,7 +168,7 @@ class Route(Table):
 
 
 class Router(Table):
-    """The routes, of which the first that matches says a request's class."""
+    """The routes, of which the first that matches decides a request's class."""
 
     routes: Annotated[tuple[Route, ...], AfterValidator(_has_entries)]
 
@@ -179,7 +180,7 @@ class Router(Table):
         return self
 
     def unfit(self, classes: Sequence[str]) -> str:
-        """Return why the routes cannot lead to these classes, or ""."""
+        """Return why the routes do not fit these classes, or ""."""
         if not classes:
             return "its routes lead to classes, and there are none; name them under scheduler.qos_classes"
         for index, route in enumerate(self.routes):
@@ -190,7 +191,7 @@ class Router(Table):
 
 
 class Admission(Table):
-    """What happens while all replicas are full, as `policies.Rules` explains it; times in seconds."""
+    """The handling of requests while all replicas are full, as `policies.Rules` describes it; times in seconds."""
 
     when_full: Steps = Field(("wait",), description=_STEPS)
     max_tokens_floor: Count = 128
@@ -202,6 +203,6 @@ class Admission(Table):
     control_window: Window = 30.0
 
     def of_one_worker(self, count: int) -> Admission:
-        """Return what one of so many workers has: each has a queue of its own, so its bounds are divided."""
+        """Return the share of one of `count` workers: each has a queue of its own, so its bounds are divided."""
         divided = {"max_requests": self.max_requests // count or 1, "max_bytes": self.max_bytes // count or 1}
         return self.model_copy(update=divided)

@@ -1,4 +1,4 @@
-"""Pools: several kinds of engine that one gateway launches, for the parts of a request or for several models."""
+"""Pools: several kinds of engine that one gateway launches, for the phases of a request or for several models."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Role = Literal["prefill", "decode", "both"]
 
 
 class Pool(Table):
-    """Engines that are launched alike."""
+    """Engines that are launched in the same way."""
 
     profile: str
-    launch: int = Field(ge=1, le=256, strict=True)  # not `yes`
+    launch: int = Field(ge=1, le=256, strict=True)  # strict: `yes` is refused
     role: Role | None = None  # None: the profile's
     model: str | None = None  # None: the gateway's
     served_model_name: str | None = None
-    spill: bool = False  # takes the requests that no other replica can answer in time
+    spill: bool = False  # an overflow pool, for requests that no other replica can answer in time
     may_be_empty = frozenset(("role", "model", "served_model_name"))
 
     @model_validator(mode="after")
@@ -40,7 +40,7 @@ class Pool(Table):
 
 
 class Kind(NamedTuple):
-    """Engines that are launched alike: a pool's name, its role, how they are launched, and with which model."""
+    """Engines that are launched in the same way: their pool's name, role, launch profile and model folder."""
 
     name: str
     role: str
@@ -49,14 +49,17 @@ class Kind(NamedTuple):
 
 
 def incompatibilities(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[str]:
-    """Return why pools cannot work together in their roles, each reason with its remedy. `kinds`: the pools by the
-    model that they serve; `adopted`: the roles of replicas that are not launched, whose model is not known yet."""
+    """Return why pools cannot work together in their roles, each reason with its remedy.
+
+    `kinds`: the pools by the model that they serve; `adopted`: the roles of replicas that are not launched, whose model
+    is not known yet.
+    """
     elsewhere = {role for role in adopted if role != BOTH}
     found = []
     for pools in kinds.values():
         roles = {one.role for one in pools}
         if roles == {BOTH}:
-            continue  # what is adopted may be of another model, and whole requests are what these can take
+            continue  # these take whole requests, and adopted replicas may be of another model
         found += [f"{one.name}: {why}" for one in pools if (why := one.profile.no_transfer)]
         if what := lacks(roles | elsewhere):
             found.append(f"{' and '.join(one.name for one in pools)}: {what}. Add a pool with the role that is missing, of the same model, "
@@ -66,7 +69,7 @@ def incompatibilities(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -
 
 
 def _unlike(pools: list[Kind]) -> list[str]:
-    """Return why a pool cannot fetch what another one computed for it, for each such pair."""
+    """Return, for each pair of pools, why one cannot fetch what the other computed for it."""
     found: dict[frozenset[str], str] = {}
     for one, other in product(pools, pools):
         if one is other or one.role not in PREFILLERS or other.role not in DECODERS or one.profile.no_transfer:

@@ -1,4 +1,4 @@
-"""One typed schema for everything an operator may set: names, types, defaults and help of all settings."""
+"""The typed schema of all settings: names, types, defaults and help."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .fields import (
 from .overload import Admission, Router, Scheduler, Slo, read_mapping
 from .pools import Pool
 
-SIZES = "cache_budget continue_budget max_body_bytes request_budget".split()  # bytes, which read best with a unit
+SIZES = "cache_budget continue_budget max_body_bytes request_budget".split()  # in bytes, shown with a unit
 Yaml = BeforeValidator(read_mapping)
 
 
 class Settings(BaseModel):
-    """What the gateway runs with. Times in seconds, sizes in bytes."""
+    """The settings that the gateway runs with. Times in seconds, sizes in bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -217,7 +217,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _has_no_nul(cls, given: Any) -> Any:
-        """No name of a file or host may have one, and what opens these raises no OSError for it."""
+        """Refuse NUL characters: no file or host name may have one, and opening such a name raises no OSError."""
         if any("\0" in text for text in texts(given)):
             raise ValueError("there is a NUL character in it; leave it out")
         return given
@@ -238,12 +238,12 @@ class Settings(BaseModel):
         return self.scheduler.names if self.scheduler is not None else []
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all values as JSON has them, of tables those that were set: it validates to these settings again."""
+        """Return all values in JSON's types, of tables those that were set; they validate to the same settings."""
         return Settings().model_dump(mode="json") | self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 def texts(given: Any) -> Iterator[str]:
-    """Yield all texts in a value, as YAML or a command line has it."""
+    """Yield all texts in a value from YAML or a command line."""
     if isinstance(given, str):
         yield given
     elif isinstance(given, Mapping):

@@ -1,8 +1,8 @@
-"""The settings in force: read from flags, environment and file, checked, and where each came from.
+"""The effective settings: read from flags, environment and file, checked, and the source of each.
 
-A value comes from the first of these that names it: flag, environment (`HITHERTO_*`), YAML file, default. Where it
-came from is kept as well, because "which of my four settings won?" is the question every operator asks. All settings
-are judged before anything starts, and one message says what is wrong, where, and what would be right.
+A value comes from the first of these that names it: flag, environment (`HITHERTO_*`), YAML file, default. Its source is
+kept as well, because "which of my four settings won?" is the question every operator asks. All settings are checked
+before anything starts, and one message says what is wrong, where, and what would be right.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Config:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Return those of `unusable` that `settings` is without."""
+        """The entries of `unusable` whose settings were left out of `settings`."""
         return {setting: why for setting, why in self.unusable.items() if getattr(self.settings, setting) is None}
 
     def to_yaml(self) -> str:
@@ -67,7 +67,10 @@ class Config:
 
 
 def _yaml_value(value: Any) -> str:
-    """Return a value on one line. PyYAML ends the document of a bare scalar with '...', which is cut off."""
+    """Return a value on one line.
+
+    PyYAML ends the document of a bare scalar with '...', which is cut off.
+    """
     return (
         yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
         .removesuffix("...\n")
@@ -81,11 +84,12 @@ def load(
     file: str | Path | None = None,
     without_files: bool = False,
 ) -> Config:
-    """Merge default < file < environment < flags, check the settings, and return them with where each came from.
+    """Merge default < file < environment < flags, check the settings, and return them with their sources.
 
-    `flags`: the values given, by field name. `file`: the one to read, else that of HITHERTO_CONFIG, else
-    ./hitherto.yaml if there is one. `without_files`: a file that a setting names and that cannot be used is no error;
-    `Config.unusable` has it, and the setting is left out. Raises ConfigError."""
+    `flags`: the given values, by field name. `file`: the file to read, else that of HITHERTO_CONFIG, else
+    ./hitherto.yaml if it exists. `without_files`: an unusable file that a setting names is no error but is listed in
+    `Config.unusable`, and its setting is left out. Raises ConfigError.
+    """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     sources = dict.fromkeys(Settings.model_fields, "default")
@@ -153,7 +157,7 @@ def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> 
         annotation = Settings.model_fields[name].annotation
         kinds = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and not kinds.isdisjoint((int, float)):
-            value = value_node.value  # which is refused as no number, while True would be 1
+            value = value_node.value  # which is refused as no number; True would count as 1
         elif isinstance(value, bool) and bool not in kinds:
             raise ConfigError(
                 f"file {path}:{line}: {name}: {value_node.value!r} is yes or no to YAML. It takes {DESCRIPTIONS[name]}; "
@@ -164,8 +168,7 @@ def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> 
 
 
 def scheduled_classes(file: Path | None, environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the classes in the settings of a gateway, of which nothing else is judged. Raises
-    ConfigError."""
+    """Return the names of the classes in a gateway's settings, without checking other settings. Raises ConfigError."""
     given, source = environ.get(ENV_PREFIX + "SCHEDULER"), f"environment {ENV_PREFIX}SCHEDULER"
     named = file or environ.get(ENV_PREFIX + "CONFIG") or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else None)
     if given is None and named is not None:
@@ -177,14 +180,16 @@ def scheduled_classes(file: Path | None, environ: Mapping[str, str]) -> list[str
         raise ConfigError(explain(error, {"scheduler": source})) from None
 
 
-# The variables that Kubernetes sets in every pod for a Service called hitherto or hitherto-something, apart from links
+# The variables that Kubernetes sets in every pod for a Service called hitherto or hitherto-something, except for links
 # like tcp://10.0.0.1:8080.
 _OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?))$")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the HITHERTO_* that name no setting, each with the variable that it misspells, or "". Empty ones, and
-    those that Kubernetes sets for a Service, are not among them."""
+    """Return the variables HITHERTO_* that name no setting, each with the variable that it misspells, or "".
+
+    Empty variables, and those that Kubernetes sets for a Service, are not among them.
+    """
     found: dict[str, str] = {}
     for variable, value in environ.items():
         name = variable.removeprefix(ENV_PREFIX)
@@ -199,8 +204,11 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of variables by setting. A misspelt variable is an error, any other name may be somebody
-    else's. An empty variable counts as unset: `X: ${X:-}` in a compose file makes one."""
+    """Return the values of variables by setting. Raises ConfigError for a misspelt variable.
+
+    Any other unknown name may belong to another program. An empty variable counts as unset: `X: ${X:-}` in a compose
+    file makes one.
+    """
     for variable, near in unknown_variables(environ).items():
         if near:
             raise ConfigError(f"environment {variable}: unknown setting. Did you mean {near}?")

@@ -1,4 +1,7 @@
-"""Warnings about settings that have no effect as they are. They are no errors, since what is missing may still come."""
+"""Warnings about settings that have no effect as they are.
+
+They are no errors, because the missing part may still come.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from .schema import Settings
 
 
 class SettingWarning(NamedTuple):
-    """What has no effect, as a sentence without its dot, and what to do."""
+    """A setting without effect, as a sentence without its full stop, and what to do about it."""
 
     what: str
     remedy: str
@@ -37,7 +40,7 @@ def find_warnings(settings: Settings) -> list[SettingWarning]:
 
 
 def _spills_nowhere(settings: Settings, found: Overload) -> list[SettingWarning]:
-    """Warn of requests that are to be spilled where no slow pool is named."""
+    """Warn of spilling where no overflow pool is named."""
     places = ["admission.when_full"] if SPILL in found.rules.when_full else []
     places += [
         f"scheduler.qos_classes.{one.name}.when_full" for one in found.classes.all if SPILL in (one.when_full or ())
@@ -53,7 +56,7 @@ def _spills_nowhere(settings: Settings, found: Overload) -> list[SettingWarning]
 
 
 def _unused_routes(settings: Settings) -> list[SettingWarning]:
-    """Warn of routes that no request takes: one by a key where there are no keys, and those behind one for all."""
+    """Warn of routes that no request takes: by a key where there are no keys, or after a route that matches all."""
     routes = settings.request_router.routes if settings.request_router is not None else ()
     said = []
     for index, route in enumerate(routes):
@@ -75,7 +78,7 @@ def _without_classes(settings: Settings) -> list[SettingWarning]:
     try:
         named = {tenant.qos_class for tenant in read(settings.api_keys).values()} - {None}
     except KeyFileError:
-        return []  # which is an error of its own
+        return []  # reported as an error elsewhere
     if not named:
         return []
     what = f"{settings.api_keys}: class: {', '.join(sorted(map(str, named)))} says nothing, since there are no classes"
@@ -83,13 +86,13 @@ def _without_classes(settings: Settings) -> list[SettingWarning]:
 
 
 def _unreached(settings: Settings, found: Overload) -> list[SettingWarning]:
-    """Warn of classes that no request is of, by the routes and by the file of keys as it is now."""
+    """Warn of classes that no request can have, by the routes and by the key file as it is now."""
     named: set[str | None] = set()
     if settings.api_keys is not None:
         try:
             named = {tenant.qos_class for tenant in read(settings.api_keys).values()}
         except KeyFileError:
-            return []  # which is an error of its own, and what the file will say is unknown
+            return []  # reported as an error elsewhere, and the classes in the file are unknown
     names = [one.name for one in found.classes.unreached(named, keys=settings.api_keys is not None)]
     if not names:
         return []

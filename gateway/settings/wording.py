@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with settings, in words that say where each was set and what would be right."""
+"""Messages for pydantic's errors, which say where each setting was set and what would be right."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ DESCRIPTIONS = {name: field.description or "" for name, field in Settings.model_
 
 
 def misspelt(name: str, known: Iterable[str]) -> str:
-    """Return the setting that this name misspells, or "". Likeness has to be high, since `replicas` and `admin_url` may
-    be somebody else's variables; the same letters in another order are a slip however short the name is."""
+    """Return the setting that this name misspells, or "".
+
+    The names must be very similar, because `replicas` and `admin_url` may be other programs' variables; the same
+    letters in another order count as a misspelling, however short the name is.
+    """
     names = list(known)
     swapped = [one for one in names if sorted(one) == sorted(name)]
     return swapped[0] if swapped else closest(name, names, 0.8)
@@ -64,7 +67,7 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
 
 
 def _field_at(parts: Iterable[str | int]) -> FieldInfo | None:
-    """Return the field at a place within the settings, which may be one of a table, or None for an entry of a list."""
+    """Return the field at a place within the settings, which may be in a table, or None for a list entry."""
     table: type[BaseModel] = Settings
     field = None
     for part in parts:
@@ -82,5 +85,5 @@ def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _choices(item: Any) -> list[str]:
-    """Return the words of which one belongs there."""
+    """Return the words that are allowed there."""
     return item["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")

@@ -1,8 +1,7 @@
-"""Serving engines: launched, adopted, watched, drained.
+"""Serving engines: launching, adopting, watching and draining them.
 
-What the rest of the house uses: a `Fleet` of `Replica`s, each in one `State`, of which those in
-`TAKES_TRAFFIC` may get requests; `Facts` is what an engine at a URL told about itself. Nothing here
-knows prompts, policies or the gateway.
+The rest of the project uses a `Fleet` of `Replica`s, each in one `State`; those in `TAKES_TRAFFIC` may get requests.
+`Facts` is what an engine at a URL reports about itself. Nothing here knows prompts, policies or the gateway.
 """
 
 from typing import TYPE_CHECKING
@@ -19,8 +18,11 @@ _HOME = {"Facts": "adopt", "Fleet": "fleet", "Replica": "replica", "State": "lif
 
 
 def __getattr__(name: str):
-    """Import on first use: aiohttp and pydantic cost 0.2 s, and the simulated engine and the load
-    generator, which live in or import this package too, need not pay for the fleet."""
+    """Import a public name on first use.
+
+    aiohttp and pydantic take 0.2 s to import; the simulated engine and the load generator, which import this package,
+    need not wait for them.
+    """
     if name not in _HOME:
         raise AttributeError(f"module 'replicas' has no attribute {name!r}")
     from importlib import import_module

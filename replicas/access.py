@@ -1,4 +1,4 @@
-"""The way to one engine: the address that its name leads to, and a session that connects to no other."""
+"""The connection to one engine: its resolved address, and a session pinned to that address."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from replicas.event_source import EventSource
 from replicas.names import HostName
 from replicas.problems import Problem
 
-PROBE_SECONDS = 2.0  # the deadline of who looks once: for a name to be resolved, and for each answer
+PROBE_SECONDS = 2.0  # the deadline of a single look at an engine: for resolving its name, and for each answer
 
 
 class Access:
-    """`find` looks for the engine; then `address` is where it answered last and `session` goes there."""
+    """The address and the session of one engine.
+
+    `find` looks for the engine; then `address` is where it answered last, and `session` connects there.
+    """
 
     def __init__(
         self,
@@ -32,7 +35,11 @@ class Access:
         events: EventSource | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        """`events`: where it publishes, as the operator wrote it. `headers`: what each request to it carries."""
+        """Take the engine's URL and host name; nothing is looked up yet.
+
+        `events`: where the engine publishes KV events, as the operator wrote it. `headers`: sent with each request to
+        the engine.
+        """
         self.url, self._name, self._tls, self._events = url, HostName(host), tls, events
         self._headers = dict(headers or {})
         self._publishers = {one: HostName(one) for one in (events.hosts if events else ()) if one != host}
@@ -40,7 +47,7 @@ class Access:
 
     @property
     def address(self) -> str:
-        """ "" until the name was resolved and something answered there."""
+        """The engine's IP address; "" until its name was resolved and something answered there."""
         return self._name.address
 
     @property
@@ -53,7 +60,7 @@ class Access:
 
     @property
     def events(self) -> EventSource | None:
-        """Where it publishes, as the operator knows it, by address."""
+        """The operator's event source with host names replaced by addresses, or None if the operator gave none."""
         known = {self._name.host: self.address} | {host: name.address for host, name in self._publishers.items()}
         return self._events and self._events.at({host: address for host, address in known.items() if address})
 
@@ -63,9 +70,12 @@ class Access:
             self._session = None
 
     async def find(self, deadline: float, in_use: bool = False, patience: float = 0.0) -> Facts:
-        """Probe the engine at its address. Where it does not answer, look its name up and probe the addresses that this
-        leads to. `in_use`: the engine is thought to be well, so its address is kept while the name leads there.
-        `deadline`: seconds for each name and for each answer, `patience`: beyond that for /health. Never raises."""
+        """Probe the engine, and look its name up again if it does not answer.
+
+        The last known address is probed first; then all addresses that the name resolves to. `in_use`: the engine is
+        thought to be healthy, so its address is kept while the name still resolves to it. `deadline`: seconds for each
+        name lookup and for each answer; `patience`: further seconds for /health. Never raises.
+        """
         await asyncio.gather(*(_follow(one, deadline) for one in self._publishers.values()))
         known = None
         if self.address:
@@ -90,7 +100,7 @@ class Access:
         return known or next((facts for facts in tried if facts.fault != "connect"), tried[-1])
 
     async def _try(self, address: str, deadline: float, patience: float) -> Facts:
-        """Probe the engine at an address, which is in use from then on if it answers there."""
+        """Probe the engine at `address`; use that address from then on if it answers."""
         session = session_to(address, self._tls, headers=self._headers)
         try:
             facts = await probe(self.url, session, deadline, address, patience)
@@ -104,7 +114,7 @@ class Access:
 
     @property
     def problem(self) -> Problem | None:
-        """A name that leads to several machines, of which one is used."""
+        """The problem that the host name resolves to several machines, of which one is used; None if it does not."""
         others = self._name.others
         if not others:
             return None
@@ -116,7 +126,7 @@ class Access:
 
 
 async def _follow(publisher: HostName, deadline: float) -> None:
-    """Look up where KV events come from; the address stays where the name still leads there, or to nowhere."""
+    """Look up an event publisher's host; keep its address if the name still resolves to it, or does not resolve."""
     with suppress(OSError):
         addresses = await publisher.look_up(deadline)
         if publisher.address not in addresses:
@@ -124,7 +134,7 @@ async def _follow(publisher: HostName, deadline: float) -> None:
 
 
 class _Pinned(AbstractResolver):
-    """Resolves every name to one address."""
+    """A resolver that resolves every name to one address."""
 
     def __init__(self, address: str):
         self._address = address
@@ -144,16 +154,18 @@ class _Pinned(AbstractResolver):
 
 
 def connector(address: str, tls: ssl.SSLContext | None = None) -> Connector:
-    """For a session whose every request goes to `address`, whatever host its URL names; with `tls` for https."""
-    # vLLM closes a connection that is idle for 5 s
+    """Return a connector whose connections all go to `address`, whatever host a URL names; `tls` is used for https."""
+    # vLLM closes a connection that is idle for 5 s.
     return Connector(limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True)
 
 
 def session_to(
     address: str, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] | None = None, **more: Any
 ) -> aiohttp.ClientSession:
-    """A session over such a connector, for looking at an engine, which is asked for answers that are not compressed;
-    `more` as aiohttp.ClientSession takes it."""
+    """Return a session pinned to `address` for requests to an engine; it asks for uncompressed answers.
+
+    `more`: further arguments of `aiohttp.ClientSession`.
+    """
     return aiohttp.ClientSession(
         connector=connector(address, tls),
         cookie_jar=aiohttp.DummyCookieJar(),

@@ -1,7 +1,7 @@
-"""What a host name and a ZMQ endpoint may look like, wherever an operator or an engine names one.
+"""Validation of host names and ZMQ endpoints that an operator or an engine names.
 
-Names go into request heads, metric labels, logs and keys of a shared Redis, so what is no name is refused where it
-comes in, and not where it first does harm.
+Names go into request headers, metric labels, logs and keys of a shared Redis, so an invalid name is refused where it
+comes in.
 """
 
 import ipaddress
@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 
 MAX_HOST = 253  # RFC 1035, in text
-MAX_IPC = 107  # what sockaddr_un has room for
-# As RFC 1123 has it, and with the underscore that container networks allow.
+MAX_IPC = 107  # length of sockaddr_un's path
+# As in RFC 1123, plus the underscore, which container networks allow.
 LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 NAME = re.compile(rf"{LABEL}(?:\.{LABEL})*\.?")
 TCP = re.compile(r"tcp://(\[[^\[\]]*\]|[^\[\]:/]*):(\d{1,5})")
@@ -24,7 +24,7 @@ def _check_address(read: Callable[[str], object], host: str, how: str) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError, with the reason, for what is neither a host name nor an address; IPv6 without brackets."""
+    """Raise ValueError, with the reason, unless `host` is a host name or an address (IPv6 without brackets)."""
     if ":" in host:
         _check_address(ipaddress.IPv6Address, host, "in brackets, like [::1]")
         if "%" in host:
@@ -36,13 +36,16 @@ def check_host(host: str) -> None:
         raise ValueError(f"{host[:100]!r} is not a host name")
     if re.fullmatch(
         r"\d+|0[xX][0-9a-fA-F]*", host.rstrip(".").rpartition(".")[2]
-    ):  # inet_aton reads 1.2, too, as an address
+    ):  # inet_aton reads 1.2 as an address too
         _check_address(ipaddress.IPv4Address, host, "as four numbers from 0 to 255, like 127.0.0.1")
 
 
 def one_spelling(host: str) -> str:
-    """An address as everybody spells it, so that one engine has one name: `0:0:0:0:0:0:0:1` is `::1`, and what IPv6
-    calls `::ffff:10.0.0.7` is 10.0.0.7. Host names stay."""
+    """Return an address in its canonical spelling, so that one engine has one name.
+
+    `0:0:0:0:0:0:0:1` becomes `::1`, and the IPv4-mapped `::ffff:10.0.0.7` becomes 10.0.0.7. Host names are returned
+    unchanged.
+    """
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host)
@@ -50,7 +53,7 @@ def one_spelling(host: str) -> str:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise ValueError, with the reason, for what no ZMQ subscriber can connect to from another process."""
+    """Raise ValueError, with the reason, if a ZMQ subscriber in another process cannot connect to `endpoint`."""
     if endpoint.startswith("ipc://"):
         if not 0 < len(endpoint.removeprefix("ipc://").encode()) <= MAX_IPC or not endpoint.isprintable():
             raise ValueError(f"{endpoint[:120]!r} names no socket; write ipc:///PATH, of {MAX_IPC} bytes at most")

@@ -1,7 +1,7 @@
-"""What a running engine tells about itself over HTTP.
+"""Facts that a running engine reports about itself over HTTP.
 
-Nothing but a healthy /health and a model in /v1/models is required. Whatever else is missing is
-named in `Facts.problems`, with the flag that would fix it, and the gateway goes on without it.
+Only a healthy /health and a model in /v1/models are required. Anything else that is missing is named in
+`Facts.problems`, with the flag that would fix it, and the gateway works without it.
 """
 
 import asyncio
@@ -22,20 +22,23 @@ from replicas.metrics import MOST_RANKS, Scrape, missing, parse
 from replicas.problems import NO_REPLAY, TIERS_UNKNOWN, Problem, unfit
 from replicas.replica import Address, Replica
 
-PATHS = ("/v1/models", "/version", "/metrics")  # what any engine is asked
+PATHS = ("/v1/models", "/version", "/metrics")  # read from every engine
 NOTHING = Told()
-# Of models and adapters that one engine serves, and their characters: each is looked at whenever replicas change.
+# Limits on the models and adapters of one engine, and on their characters: all are read whenever replicas change.
 MOST_NAMES, MOST_LETTERS = 10_000, 1 << 19
-MOST_NAME = 1024  # characters of one, and of the folder that it was loaded from
-MOST_LENGTH = 1 << 31  # tokens of a context
+MOST_NAME = 1024  # characters of one name, and of the folder that it was loaded from
+MOST_LENGTH = 1 << 31  # tokens of context
 IS_GATEWAY = "a gateway of this kind answers there, which is no engine: name its engines instead"
 
 
 @dataclass(slots=True)
 class Facts:
-    """`alive`: /health is 200. `serving`: a model is listed as well. If not both, `fault` is the
-    kind of failure (connect, timeout, closed, 5xx, own: the gateway's own, refused: what answers is no engine) and
-    `error` says it in words."""
+    """The result of probing an engine.
+
+    `alive`: /health answers 200. `serving`: a model is listed as well. If either is false, `fault` is the kind of
+    failure (connect, timeout, closed, 5xx, own: an error of the gateway itself, refused: what answers is not an engine)
+    and `error` describes it.
+    """
 
     dialect: EngineDialect = DEFAULT
     alive: bool = False
@@ -43,37 +46,40 @@ class Facts:
     fault: str = ""
     error: str = ""
     models: dict[str, str | None] = field(default_factory=dict)
-    # name of an adapter -> the folder that it was loaded from
+    # adapter name -> the folder that it was loaded from
     adapter_roots: dict[str, str] = field(default_factory=dict)
-    root: str | None = None  # where the engine has its model from: a folder, or a name on the hub
+    root: str | None = None  # where the engine loaded its model from: a folder, or a name on the hub
     max_model_len: int | None = None
     told: Told = NOTHING
     # by data-parallel rank; None: /kv_event_sources did not answer
     sources: dict[int, EventSource | None] | None = None
     scrape: Scrape | None = None
-    locked: bool = False  # its models are for those who have an API key
-    silent: set[str] = field(default_factory=set)  # what could not be asked for: version, metrics
-    closes: bool = False  # it closes the connection after each answer
-    large: bool = False  # an answer of its was so large that it should not be asked for often
-    turns_away: bool = False  # of a fault: nobody listens any more, or /health answers 503
-    # the connection over which /health was answered before all else was asked; None where it would show nothing
+    locked: bool = False  # /v1/models requires an API key
+    silent: set[str] = field(default_factory=set)  # what could not be read: version, metrics
+    closes: bool = False  # the engine closes the connection after each answer
+    large: bool = False  # one of its answers was so large that the engine should be probed less often
+    turns_away: bool = False  # with a fault: the connection is refused, or /health answers 503
+    # the connection of the /health request; None where it proves nothing
     over: asyncio.BaseTransport | None = None
-    problems: dict[str, Problem] = field(default_factory=dict)  # by what is amiss: models, metrics, events ...
+    problems: dict[str, Problem] = field(default_factory=dict)  # by subject: models, metrics, events ...
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """The data-parallel ranks behind the URL by the engine's own numbers; () where it tells none."""
+        """The engine's own numbers of the data-parallel ranks behind the URL; () if it reports none."""
         told = self.scrape.engines if self.scrape else ()
         return max(told, tuple(sorted(self.sources or ())), key=len)
 
     def events(self, given: EventSource | None = None, ranks: int = 1) -> list[EventSource | None]:
-        """Where each rank publishes. `given`: where the first one does, as the operator knows; `ranks`: how many there
-        are, for an engine that tells none."""
+        """Return where each rank publishes KV events, None for a rank of which that is unknown.
+
+        `given`: the first rank's source, if the operator gave it; `ranks`: how many there are if the engine reports
+        none.
+        """
         numbers = self.engines or range(ranks)
         if given:
             return [given.at_rank(rank) for rank in range(len(numbers))]
         sources = self.sources or {}
-        if len(numbers) == 1:  # one of several, each with a URL of its own, keeps its number
+        if len(numbers) == 1:  # one rank of several that have URLs of their own keeps its number
             return [next(iter(sources.values()), None)]
         return [sources.get(number) for number in numbers]
 
@@ -86,15 +92,21 @@ class Facts:
         return self.block_of(1)
 
     def block_of(self, context_parallel: int) -> int | None:
-        """Tokens of a block of its cache. `context_parallel`: of how many GPUs' shares it consists, where the engine
-        tells one GPU's alone (vLLM before 0.32)."""
+        """Return the tokens of a KV cache block, or None if unknown.
+
+        `context_parallel`: the GPUs that share a block, used if the engine reports one GPU's share only (vLLM before
+        0.32).
+        """
         if self.told.block_size or self.scrape is None:
             return self.told.block_size
         whole, share = self.scrape.attention_block_size, self.scrape.block_size
         return whole or (share * context_parallel if share else None)
 
     def unfit(self, block_size: int | None, given: EventSource | None = None) -> Problem | None:
-        """What is wrong with the block size that the operator gave; `given`: where they say that it publishes."""
+        """Return what is wrong with the block size that the operator gave, or None.
+
+        `given`: the operator's event source.
+        """
         whole = self.told.block_size or (self.scrape.attention_block_size if self.scrape else None)
         return unfit(block_size, self.block_size, whole, self.told.page_size, any(self.events(given)))
 
@@ -104,8 +116,10 @@ class Facts:
 
 
 async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
-    """GET /health; an answer other than 200 gets a fault, and so does any of a gateway. Engines without /health
-    (404, 405) are judged by /v1/models."""
+    """Read /health; an answer other than 200, or a gateway's, gets a fault.
+
+    Engines without /health (404, 405) are judged by /v1/models.
+    """
     answer = await get(session, f"{url}/health", deadline)
     if answer.gateway:
         answer.fault = "refused"
@@ -127,9 +141,11 @@ async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> A
 async def probe(
     url: str, session: aiohttp.ClientSession, deadline: float = 2.0, address: str = "", patience: float = 0.0
 ) -> Facts:
-    """Ask the engine at `url` (no trailing slash) for everything it tells. Never raises. `address`: where `session`
-    reaches it, and so where its events are; by default the URL's host. `patience`: seconds that /health may take beyond
-    the deadline."""
+    """Read all that the engine at `url` (without a trailing slash) reports. Never raises.
+
+    `deadline`: seconds for each answer; `patience`: further seconds for /health. `address`: where `session` connects
+    to, and so the host of the engine's events; by default the URL's host.
+    """
     alive = await health(session, url, deadline + patience)
     if alive.fault:
         return Facts(fault=alive.fault, error=alive.error, turns_away=alive.turns_away)
@@ -140,7 +156,7 @@ async def probe(
     facts.told = facts.dialect.told(answers)
     if any(not answers[path].status or answers[path].status >= 500 for path in ("/version", *facts.dialect.paths)):
         facts.silent.add("version")
-    if not any(answer.fault == "timeout" for answer in answers.values()):  # else it may be we who closed it
+    if not any(answer.fault == "timeout" for answer in answers.values()):  # else we may have closed it ourselves
         facts.over = alive.over
     _models(facts, answers["/v1/models"])
     facts.root = facts.told.root or facts.root
@@ -156,8 +172,10 @@ async def probe(
 
 
 async def engine_ids(session: aiohttp.ClientSession, replica: Replica, deadline: float) -> Problem | None:
-    """Learn the ids by which engines that fetch caches from this one ask for its own, where they are needed. Returns
-    what is amiss, and keeps what was known before where there is no answer."""
+    """Learn the engine ids that other engines need to fetch KV cache from this one, where its transfer uses them.
+
+    Returns the problem if the ids cannot be read; those known before are kept then.
+    """
     transfer, url = replica.transfer, replica.ids_url
     if not isinstance(transfer, MeetingTransfer) or not url:
         return None
@@ -172,7 +190,7 @@ async def engine_ids(session: aiohttp.ClientSession, replica: Replica, deadline:
 
 
 async def served_models(session: aiohttp.ClientSession, url: str, deadline: float) -> Facts:
-    """What the engine tells of models and adapters, and nothing else."""
+    """Return facts with the engine's models and adapters only."""
     facts = Facts()
     _models(facts, await get(session, f"{url}/v1/models", deadline))
     return facts
@@ -213,7 +231,7 @@ def _models(facts: Facts, answer: Answer) -> None:
         facts.fault = answer.fault or "5xx"
         facts.error = answer.error or f"/health is fine but /v1/models answers {answer.status}"
     else:
-        # Mocks and engines behind an API key: let requests through and let traffic judge.
+        # Mocks and engines behind an API key: allow requests and judge the engine by their results.
         facts.serving = True
         facts.locked = answer.status in (401, 403)
         if facts.locked:
@@ -279,7 +297,10 @@ def _metrics(facts: Facts, answer: Answer) -> None:
 
 
 def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSource | None]) -> dict[str, Problem]:
-    """What is amiss, once it is known where events come from: `given` by the operator, in all `sources`, one a rank."""
+    """Return the problems once the event sources are known.
+
+    `given`: the operator's source; `sources`: one for each rank, None where unknown.
+    """
     found = dict(facts.problems)
     if given:
         found.pop("events", None)
@@ -298,7 +319,7 @@ def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSour
 
 
 def described(address: Address, facts: Facts) -> list[Replica]:
-    """The replicas that an engine counts as by its own account, for those who look once and do not watch it."""
+    """Return the replicas that an engine counts as by its own report, for a single look without watching."""
     sources = facts.events(address.source)
     lead = Replica(
         address.id, address.url, address.host, address.port, dialect=facts.dialect, models=facts.models, root=facts.root,

@@ -1,27 +1,30 @@
-"""What came of one GET to an engine."""
+"""The result of one GET to an engine."""
 
 import asyncio
 from dataclasses import dataclass
 
 import orjson
 
-# Values in an answer's JSON. Reading it holds the interpreter, in a thread too: 0.2 us for each, at the most. Server
-# arguments of SGLang for 128 ranks have 51,000.
+# Limit of values in an answer's JSON. Parsing it holds the interpreter lock, in a thread too, for up to 0.2 us per
+# value. SGLang's server arguments for 128 ranks have 51,000.
 MOST_VALUES = 1 << 16
-_STRUCTURE = bytes({*range(256)} - {*b",[{"})  # all but what begins a value, or stands between two
+_STRUCTURE = bytes({*range(256)} - {*b",[{"})  # all bytes but those that begin a value or separate two
 
 
 def count_values(text: bytes) -> int:
-    """Return an upper bound of the values in a JSON text, short of one."""
+    """Return an upper bound of the number of values in a JSON text, less one."""
     return len(text.translate(None, _STRUCTURE))
 
 
 @dataclass(slots=True)
 class Answer:
-    """One GET. `status` 0 means no answer came; then `fault` and `error` say why. `over`: the connection that
-    it came over; `closes`: the server announced that it closes that one after this answer. `gateway`: a gateway gave
-    it. `turns_away`: nobody listens any more, or it says itself that it takes nothing now. `most_values`: JSON
-    of more is not read. `large`: it had more than 64 KiB, or a limit ended it."""
+    """The result of one GET.
+
+    `status` 0 means that no answer came; then `fault` and `error` say why. `over`: its connection; `closes`: the server
+    announced that it closes the connection after this answer. `gateway`: the answer is from a gateway. `turns_away`:
+    the connection was refused, or the engine says that it takes no requests now. `most_values`: JSON with more values
+    is not parsed. `large`: the body has more than 64 KiB, or exceeded a limit.
+    """
 
     status: int
     body: bytes = b""
@@ -31,20 +34,20 @@ class Answer:
     closes: bool = False
     gateway: bool = False
     turns_away: bool = False
-    unreadable: str = ""  # why the body cannot be read as JSON, although it begins like JSON
+    unreadable: str = ""  # why the body cannot be read as JSON although it begins like it
     most_values: int = MOST_VALUES
     large: bool = False
     _parsed: dict | None = None
 
     def json(self) -> dict:
-        """The body as an object; {} when it is anything else."""
+        """Return the body as an object; {} if it is anything else."""
         if self._parsed is None:
             value = None
             try:
                 if count_values(self.body) > self.most_values:
                     self.unreadable = f"it has more than {self.most_values:,} values"
                 else:
-                    # `json` would take half of a surrogate pair, which breaks every page that has to show it.
+                    # `json` would accept half of a surrogate pair, which breaks every page that shows it.
                     value = orjson.loads(self.body)
             except orjson.JSONDecodeError as error:
                 self.unreadable = error.msg

@@ -1,4 +1,4 @@
-"""How numbers on a command line are read, for argparse's `type`."""
+"""Number types for argparse arguments."""
 
 import argparse
 import math
@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 
 def number(text: str, fits: Callable[[float], bool], otherwise: str) -> float:
-    """Return `text` as a number. Raises ArgumentTypeError: if it does not fit, the message says that it is
-    `otherwise`."""
+    """Return `text` as a number.
+
+    Raises ArgumentTypeError; if the number does not satisfy `fits`, the message says that it is `otherwise`.
+    """
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""One GET to an engine, with a deadline, and its answer. Never raises: what went wrong is in the answer, in words."""
+"""One GET to an engine with a deadline. Errors are described in the answer and not raised."""
 
 import asyncio
 import errno
@@ -15,23 +15,25 @@ from replicas.deadline import within
 
 T = TypeVar("T")
 
-# Bytes of an answer: a page of /metrics of 64 ranks has 2 MB, and 10,000 names in /v1/models have 2.
+# Limit of an answer's bytes: a /metrics page of 64 ranks has 2 MB, and so do 10,000 names in /v1/models.
 MOST_BYTES = 1 << 23
-BIG = 1 << 16  # a page of /metrics that is read in a thread
-MODELS_VALUES = 1 << 18  # in /v1/models: 10,000 names have 220,000 in vLLM's answer
-# Bytes that an answer may have besides its body (its head and the framing of its chunks), on top of a quarter of the
-# body's length. 256 KiB of interim heads (1xx), or of chunks of one byte, are parsed in 0.3 s, and aiohttp takes them
-# without end; so an answer is looked at each time that so many more bytes of it have come.
+BIG = 1 << 16  # a /metrics page larger than this is parsed in a thread
+MODELS_VALUES = 1 << 18  # limit for /v1/models: 10,000 names have 220,000 values in vLLM's answer
+# Bytes that an answer may have besides its body (headers, chunk framing), on top of a quarter of the body's length.
+# aiohttp sets no limit there, and parsing 256 KiB of interim responses (1xx) or of one-byte chunks takes 0.3 s, so an
+# answer is checked after every LOOK_BYTES.
 MOST_FRAMING, LOOK_BYTES = 1 << 14, 1 << 12
 PLAIN = {"accept-encoding": "identity"}  # 9 MB of gzip were seen to unpack to 4 GB
-GATEWAY = "x-hitherto-gateway"  # a header of /health that gateways have, and engines have not
+GATEWAY = "x-hitherto-gateway"  # a header of /health that gateways send and engines do not
 # These errors are the gateway's own and say nothing about the engine.
 OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 
 
 async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
-    """GET with a deadline over connect, head and body, in seconds in which our own event loop ran. Never raises but on
-    cancel."""
+    """GET a URL; `deadline` covers connect, headers and body, in seconds in which our event loop ran.
+
+    Never raises, except when cancelled.
+    """
     where = urlsplit(url)
     try:
         return await within(deadline, _get(session, url))
@@ -82,18 +84,22 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
 
 
 async def read(body: bytes, reader: Callable[..., T], *arguments: Any) -> T:
-    """Parse an answer with this function, in a thread if the answer is big: for what is written in Python, which lets
-    the event loop run in between."""
+    """Call `reader` to parse an answer, in a thread if `body` is big.
+
+    Only a parser written in Python lets the event loop run meanwhile.
+    """
     return await asyncio.to_thread(reader, *arguments) if len(body) > BIG else reader(*arguments)
 
 
 class TooLong(aiohttp.ClientPayloadError):
-    """An answer that nobody can have meant for us."""
+    """An answer that is too large or encoded in a way that was not asked for."""
 
 
 async def body_of(response: aiohttp.ClientResponse, most: int = MOST_BYTES) -> bytes:
-    """Read an answer to a question that was asked with `PLAIN`. Raises TooLong for one of more than `most` bytes, or
-    that is encoded all the same."""
+    """Read the body of an answer to a request with the headers `PLAIN`.
+
+    Raises TooLong if it has more than `most` bytes or is compressed.
+    """
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise TooLong("it is compressed, though it was asked for as it is")
     pieces, size = [], 0
@@ -106,9 +112,9 @@ async def body_of(response: aiohttp.ClientResponse, most: int = MOST_BYTES) -> b
 
 
 class Bounded(ResponseHandler):
-    """A connection that breaks off an answer of which too little is body."""
+    """A connection that closes itself when headers and framing exceed an answer's body by too much."""
 
-    _came = 0  # bytes since the question
+    _came = 0  # bytes since the request was sent
 
     def set_response_params(self, **options: Any) -> None:
         self._came = 0
@@ -121,7 +127,7 @@ class Bounded(ResponseHandler):
             if not self.is_connected():
                 return
             body = self._payload.total_bytes if self._payload is not None else 0
-            # while reading is paused the parser keeps what it was given, which may be body
+            # while reading is paused the parser buffers data, which may be body
             if not self._reading_paused and self._came > MOST_FRAMING + body + body // 4:
                 error = TooLong("it is hardly more than heads and the frames of chunks")
                 if self._payload is not None:
@@ -132,7 +138,7 @@ class Bounded(ResponseHandler):
 
 
 class Connector(aiohttp.TCPConnector):
-    """Makes connections that are `Bounded`."""
+    """A connector that makes `Bounded` connections."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -140,7 +146,7 @@ class Connector(aiohttp.TCPConnector):
 
 
 class Response(aiohttp.ClientResponse):
-    """Knows the connection that it came over, also when that has been given back."""
+    """A response that knows its connection, also after the connection was released."""
 
     over: asyncio.BaseTransport | None = None
 
@@ -150,7 +156,7 @@ class Response(aiohttp.ClientResponse):
 
 
 def _closes(response: aiohttp.ClientResponse) -> bool:
-    """By the rules of HTTP/1.1, and of HTTP/1.0, where a connection is kept only by agreement."""
+    """Return whether the server closes the connection, by the rules of HTTP/1.1 and HTTP/1.0."""
     options = {one.strip().lower() for line in response.headers.getall("Connection", []) for one in line.split(",")}
     return "close" in options or (response.version == aiohttp.HttpVersion10 and "keep-alive" not in options)
 

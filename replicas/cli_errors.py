@@ -1,7 +1,7 @@
-"""Messages about a wrong command line, for every command of the house: each says what would be right.
+"""Messages about a wrong command line, for every command of the project: each says what would be right.
 
-argparse itself names the type that it could not make ("invalid int value"), lists choices without the one that was
-probably meant, and does not mention an unknown flag where another argument is missing.
+argparse itself names the type that it could not convert to ("invalid int value"), lists choices without the likely one,
+and does not mention an unknown flag if another argument is missing.
 """
 
 import argparse
@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 from replicas.spelling import did_you_mean, none_of
 
-_MISPLACED = re.compile(" required|invalid choice")  # what a misspelt flag, or the value after it, may be the cause of
+_MISPLACED = re.compile(" required|invalid choice")  # errors that a misspelt flag may cause
 _VALUELESS = re.compile(r"flag (--[\w-]+): ignored explicit argument .*")
 _FLAG = re.compile(r"argument (-[\w/-]+)")
 _NUMBER = re.compile(r"invalid (int|float) value: (.+)")
 _NOTHING = re.compile(r"flag (--[\w-]+): expected (?:one|at least one) argument")
 _NEGATIVE = re.compile(r"-\.?\d")  # argparse takes -80 for a value, and -80GiB for a flag
-_ELSEWHERE = {"--replicas": "--launch", "--launch": "--replicas"}  # what another command calls the same thing
+_ELSEWHERE = {"--replicas": "--launch", "--launch": "--replicas"}  # another command's name for the same thing
 _CHOICE = re.compile(r"invalid choice: (.+) \(choose from (.+)\)")
 
 
@@ -74,7 +74,7 @@ def in_words(message: str, given: Sequence[str] = (), options: Sequence[str] = (
 
 
 def _as_given(names: Sequence[str], given: Sequence[str]) -> str:
-    """Return that name of a flag which was used."""
+    """Return the name of a flag that was used, of all its `names`."""
     used = {word.partition("=")[0] for word in given}
     return next((name for name in names if name in used), names[0])
 
@@ -92,8 +92,10 @@ def unknown(word: str, parser: argparse.ArgumentParser) -> str:
 
 
 def first_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """Return the first given flag that the command does not take. argparse reports missing arguments before unknown
-    ones, and one misspelt flag makes both."""
+    """Return the first given flag that the command does not take, or None.
+
+    argparse reports missing arguments before unknown ones, and one misspelt flag causes both.
+    """
     options = [*parser._option_string_actions, *options_of(parser)]
     for word in argv:
         if word == "--":

@@ -1,6 +1,6 @@
-"""What a Kubernetes API tells of its pods.
+"""The pods of a Kubernetes cluster, read from its API.
 
-Two of its calls are used: the list of pods that a selector finds, in pages, and the stream of changes since that list.
+Two calls are used: the list of pods that match a selector, in pages, and the stream of changes since that list.
 """
 
 import asyncio
@@ -18,24 +18,24 @@ from replicas.ask import PLAIN, Connector, body_of
 from replicas.pods import Discover, Place, Pod
 
 ENDED = ("Succeeded", "Failed")  # phases of pods that never serve again
-WATCH_SECONDS = 60  # the API ends a stream of changes after these ...
-SILENT_SECONDS = 90.0  # ... and one that is silent for so long is dead
+WATCH_SECONDS = 60  # the API ends a stream of changes after this time ...
+SILENT_SECONDS = 90.0  # ... and a stream that is silent for this long is dead
 PAUSE_SECONDS = 0.5  # between two such streams
-TELL_SECONDS = 0.25  # between two times at which all pods are told: to look at 1,024 of them takes 20 ms
-LONGEST_LINE = 2**20  # bytes of one change, twice that at most
-PAGE = 100  # pods that are asked for at once
-MOST_PAGE, PAGE_VALUES = 2**24, 2**19  # bytes and values of such a page: a pod has some 10 kB and 1,000 values
-MOST_KNOWN = 2**14  # pods that a selector finds
-LONGEST_NAME, LONGEST_TOKEN = 253, 4096  # characters of a name, an address or a label, and of what asks for a next page
+TELL_SECONDS = 0.25  # between two reports of all pods: handling 1,024 of them takes 20 ms
+LONGEST_LINE = 2**20  # bytes of one change; up to twice that is accepted
+PAGE = 100  # pods per request
+MOST_PAGE, PAGE_VALUES = 2**24, 2**19  # bytes and values of such a page: a pod has about 10 kB and 1,000 values
+MOST_KNOWN = 2**14  # pods that a selector may find
+LONGEST_NAME, LONGEST_TOKEN = 253, 4096  # characters of a name, an address or a label, and of the next page's token
 FORGOTTEN = 410  # the status for a version that the API no longer knows
 
 
 class PodsError(Exception):
-    """The API did not tell of its pods. The text says why, and what would help."""
+    """The API did not answer as expected; the text says why and what would help."""
 
 
 class Pods:
-    """The pods that can be replicas, as the API tells of them: `changed` hears of all of them after each change."""
+    """The pods that can be replicas; `changed` is called with all of them after each change."""
 
     def __init__(self, discover: Discover, where: Place, changed: Callable[[list[Pod]], None]):
         self._path = f"{where.api}/api/v1/namespaces/{where.namespace}/pods"
@@ -46,14 +46,17 @@ class Pods:
         self._told_at = float("-inf")
 
     async def list(self) -> list[Pod]:
-        """Those that there are now. Raises PodsError."""
+        """Return the present pods. Raises PodsError."""
         async with self._session() as session:
             await self._list(session)
         return [*self._known.values()]
 
     async def follow(self) -> None:
-        """Tell of all pods now, and soon after each change. Returns when the API has forgotten what was told: ask it
-        all over again. Raises PodsError; what was told then stays true until it is asked again."""
+        """Call `changed` with all pods now, and soon after each change.
+
+        Returns when the API no longer knows our version: call it again then. Raises PodsError; what was reported stays
+        valid until the API answers again.
+        """
         try:
             async with self._session() as session:
                 version = await self._list(session)
@@ -71,7 +74,7 @@ class Pods:
             raise
 
     def _tell_soon(self) -> None:
-        """Changes that come one upon the other are told together."""
+        """Schedule one report for changes that arrive close together."""
         if self._due is None:
             self._due = asyncio.get_running_loop().call_at(self._told_at + TELL_SECONDS, self._tell)
 
@@ -103,14 +106,14 @@ class Pods:
         raise PodsError(self._too_many())
 
     def _read_page(self, body: bytes, known: dict[str, Pod]) -> tuple[str, str]:
-        """Take the pods of one page of the list. Return the version, and what asks for the next page, "" at the end."""
+        """Add the pods of one page to `known`; return the version and the token of the next page ("" on the last)."""
         told = _read(body, PAGE_VALUES)
         for one in told.get("items") or ():
             self._take(known, "ADDED", one)
         return _version(told), _text(told["metadata"].get("continue") or "", LONGEST_TOKEN)
 
     async def _watch(self, session: aiohttp.ClientSession, version: str) -> str:
-        """Take changes since `version`, until the API ends the stream; the version then, "" for none to go on from."""
+        """Apply changes since `version` until the API ends the stream; return the version then, "" to list again."""
         asked = {
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -121,7 +124,7 @@ class Pods:
             if answer.status == FORGOTTEN:
                 return ""
             async for line in answer.content:
-                await asyncio.sleep(0)  # lines that came together are read without a pause else
+                await asyncio.sleep(0)  # lines that came together are otherwise read without yielding
                 change = _read(line, MOST_VALUES)
                 kind, what = change["type"], change["object"]
                 if kind == "ERROR":
@@ -132,10 +135,13 @@ class Pods:
         return version
 
     def _take(self, known: dict[str, Pod], kind: str, told: dict[str, Any]) -> bool:
-        """Whether one pod is another than before. A pod that is to end is gone: what it computes it may finish."""
+        """Apply one change to `known` and return whether it changed anything.
+
+        A pod that is being deleted counts as gone; requests that it computes may finish.
+        """
         metadata, status = told["metadata"], told.get("status") or {}
         uid = _text(metadata["uid"])
-        before, now = known.get(uid), None  # one that changes keeps its place before those behind it
+        before, now = known.get(uid), None  # a pod that changes keeps its place in the order
         ended = kind == "DELETED" or metadata.get("deletionTimestamp") or status.get("phase") in ENDED
         if not ended and status.get("podIP"):
             if before is None and len(known) >= MOST_KNOWN:
@@ -167,7 +173,7 @@ class Pods:
         except (aiohttp.ClientError, OSError) as error:
             raise PodsError(f"{self._path} does not answer: {str(error) or type(error).__name__}") from None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, HttpProcessingError) as error:
-            # also of a line that is too long
+            # raised for a line that is too long as well
             raise PodsError(
                 f"{self._path} tells what no Kubernetes API tells ({repr(error)[:300]}); see discover.api"
             ) from None
@@ -187,7 +193,7 @@ def _version(told: dict[str, Any]) -> str:
 
 
 def _text(found: Any, most: int = LONGEST_NAME) -> str:
-    """Raises TypeError for what is no text, or more of it than the API writes there."""
+    """Return `found`; raise TypeError if it is not a text of at most `most` characters."""
     if not isinstance(found, str) or len(found) > most:
         raise TypeError(repr(found)[:100] + f" is no text of at most {most} characters")
     return found

@@ -1,8 +1,8 @@
 """Deadlines that count only the time in which the event loop ran.
 
-While the loop is held up (a long call, a thread that keeps the interpreter, a machine with too few cores, a stopped
-process) no answer is read, and when it goes on its timers come before its sockets: an answer that lies there would be
-taken for late.
+While the loop is blocked (by a long call, a thread that holds the interpreter lock, a machine with too few cores, a
+stopped process) no answer is read, and afterwards its timers run before its sockets: an answer that has already arrived
+would count as late.
 """
 
 import asyncio
@@ -10,12 +10,12 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Waited for at a time. However long the loop was held up within one, it counts as one.
+# Seconds of one wait. However long the loop was blocked within one, it counts as one.
 SLICE = 0.1
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises. After `seconds` in which the loop ran it is cancelled, and TimeoutError raised."""
+    """Return or raise what `work` does; cancel it and raise TimeoutError after `seconds` in which the loop ran."""
     task = asyncio.ensure_future(work)
     try:
         while seconds > 0 and not task.done():
@@ -28,8 +28,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
-        # whoever was cancelled, or given up, just as the work failed does not ask for its error
+        # Retrieve the error if we were cancelled or gave up just as the work failed; asyncio would log it otherwise.
         if not task.cancelled():
             task.exception()
-        # it holds the error, whose traceback holds this frame: a cycle, and all that waits for the error in it
+        # The task holds the error, whose traceback holds this frame: a reference cycle that would keep all of it alive.
         del task

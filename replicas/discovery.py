@@ -1,4 +1,4 @@
-"""Replicas that come and go with the pods of a cluster: added, drained and removed as labels and pods change."""
+"""Replicas that come and go with a cluster's pods: added, drained and removed as labels and pods change."""
 
 import asyncio
 import logging
@@ -12,29 +12,32 @@ from replicas.replica import Replica, parse_url
 
 log = logging.getLogger("replicas")
 
-MOST_PODS = 1024  # of one selector, each of which is asked what it is: 100,000 would leave no time for clients
-RETRY_SECONDS = 1.0  # before the API is asked again that did not answer
+MOST_PODS = 1024  # of one selector; each is probed, and 100,000 would leave no time for clients
+RETRY_SECONDS = 1.0  # between two attempts to reach the API
 
 
 class Discovery:
-    """Keeps a fleet as the pods are. What an operator removes stays out until its pod is another; replicas that were
-    given by URL are not touched."""
+    """Keeps a fleet's replicas in step with the pods.
+
+    A replica that an operator removed stays out until its pod is replaced; replicas that were given by URL are not
+    touched.
+    """
 
     def __init__(self, fleet: Fleet, discover: Discover, where: Place):
         self._fleet, self._discover = fleet, discover
         self._pods = Pods(discover, where, self.changed)
-        self._wanted: dict[str, tuple[str, str]] = {}  # by replicas' ids, see `wanted`
-        self._added: dict[str, tuple[str, str]] = {}  # those that are in the fleet because of their pods
-        self._said: set[str] = set()  # of pods that cannot be replicas
+        self._wanted: dict[str, tuple[str, str]] = {}  # by replica id, see `wanted`
+        self._added: dict[str, tuple[str, str]] = {}  # replicas that are in the fleet because of their pods
+        self._said: set[str] = set()  # messages already logged about pods that cannot be replicas
         self._left_out: frozenset[str] = frozenset()  # see `resume`
         self._pods_before: frozenset[str] = frozenset()
-        self.leaving: Callable[[Sequence[Replica]], None] = lambda replicas: None  # before they go with their pod
-        # Told a replica's id once its pod is gone or says something else: what operators asked of it holds no longer.
+        self.leaving: Callable[[Sequence[Replica]], None] = lambda replicas: None  # called before their removal
+        # Called with a replica's id once its pod is gone or changed: operators' requests about it no longer hold.
         self.gone: Callable[[str], None] = lambda id: None
-        self.problem = "not asked yet"  # why the API tells nothing; "" while it does
+        self.problem = "not asked yet"  # why the API reports nothing; "" while it does
 
     async def run(self) -> None:
-        """Until cancelled. While the API is away, what it told last stays true."""
+        """Follow the pods until cancelled. While the API is away, its last report stays valid."""
         while True:
             try:
                 await self._pods.follow()
@@ -45,7 +48,7 @@ class Discovery:
             await asyncio.sleep(RETRY_SECONDS)
 
     def changed(self, pods: Sequence[Pod]) -> None:
-        """These pods there are now."""
+        """Reconcile the fleet with the present pods."""
         if self.problem:
             log.info("pods: the API tells of %d", len(pods))
         self.problem = ""
@@ -60,12 +63,11 @@ class Discovery:
         return {"selector": self._discover.selector, "replicas": len(self._wanted), "problem": self.problem or None}
 
     def resume(self, left_out: Iterable[str], pods: Iterable[str]) -> None:
-        """Begin where another process stands, before any pod is known: see `handed_on`."""
+        """Take over from another process before any pod is known; see `handed_on`."""
         self._left_out, self._pods_before = frozenset(left_out), frozenset(pods)
 
     def handed_on(self) -> dict[str, list[str]]:
-        """What another process goes on with, the arguments of `resume`: the pods that are known here, and those of them
-        that operators have removed."""
+        """Return the arguments of `resume` for another process: the known pods, and those that operators removed."""
         engines = self._fleet.engines
         pods = {*self._added, *self._pods_before, *self._left_out}
         removable = {*self._added, *self._left_out}
@@ -73,7 +75,7 @@ class Discovery:
         return {"pods": sorted(pods), "left_out": sorted(left_out)}
 
     def _resume(self) -> None:
-        """Once it is known which pods there are."""
+        """Apply what another process handed on, once the present pods are known."""
         for id in sorted(self._left_out & self._wanted.keys()):
             self._added[id] = self._wanted[id]
         for id in sorted(self._pods_before - self._wanted.keys()):
@@ -81,14 +83,16 @@ class Discovery:
         self._left_out = self._pods_before = frozenset()
 
     def _reconcile(self) -> None:
-        """Let go of what is not wanted, or wanted otherwise, and add what is missing. One that goes has to be gone
-        before its place is taken again."""
+        """Remove replicas whose pod is gone or changed, and add missing ones.
+
+        A replica has to be gone before its pod's successor can be added under the same id.
+        """
         for id in [id for id, pod in self._added.items() if self._wanted.get(id) != pod]:
             del self._added[id]
             self.gone(id)
             if (engine := self._fleet.engines.get(id)) is not None:
                 log.info("replica %s: its pod is gone, is to end, or says something else now", id)
-                if engine.removal is None:  # else an operator wants it gone for good
+                if engine.removal is None:  # else an operator wants it removed permanently
                     self.leaving(engine.replicas)
                 self._fleet.remove(id).add_done_callback(self._removed)
         for id, (url, uid) in self._wanted.items():

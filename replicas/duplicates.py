@@ -1,8 +1,9 @@
-"""Engines that were given under several names: each name is a replica, so their load and cache count more than once.
+"""Engines that were given under several names.
 
-What is sure is a counter's creation time in /metrics: it has microseconds, so two names that tell the same one lead to
-one process. An address and port are not, since a proxy there may tell engines apart by name, and neither is the start
-of a process, which has hundredths of a second: a host starts several engines in one.
+Each name is a replica, so the engine's load and cache count more than once. A counter's creation time in /metrics
+identifies a process: it has microseconds, so two names with the same one lead to one process. An address and port do
+not, since a proxy there may tell engines apart by name, nor does the start time of a process, which has hundredths of a
+second: a host can start several engines in one.
 """
 
 from collections.abc import Iterable
@@ -12,12 +13,12 @@ from .problems import Problem
 
 
 class Name(NamedTuple):
-    """One name of an engine, and what is known of the engine that it leads to."""
+    """One name of an engine, and what is known of the engine behind it."""
 
     id: str
     address: str  # IP address; "" if it is not known
     port: int
-    created: float | None  # as of `Scrape`
+    created: float | None  # see `Scrape`
 
 
 def _is_same(one: Name, other: Name) -> bool:
@@ -27,7 +28,7 @@ def _is_same(one: Name, other: Name) -> bool:
 
 
 def duplicate(one: Name, names: Iterable[Name]) -> Problem | None:
-    """Return the problem that other ones of `names` lead to the same engine, None if none does."""
+    """Return the problem that other `names` lead to the same engine as `one`, or None."""
     same = sorted((other for other in names if other.id != one.id and _is_same(one, other)), key=lambda other: other.id)
     if not same:
         return None

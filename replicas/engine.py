@@ -1,7 +1,7 @@
-"""One engine behind one URL, and the replicas it counts as: itself, or one for each data-parallel rank.
+"""One engine behind one URL, and its replicas: itself, or one for each data-parallel rank.
 
-Ranks share a process, so health, restarts and what the engine tells are looked after once, on the `lead`; each rank
-has its own cache, so it is a replica of its own to everybody else. `follow` hands on what the lead knows.
+Ranks share a process, so health, restarts and the engine's reports are handled once, on the `lead`. Each rank has its
+own cache, so the rest of the project sees it as a replica of its own. `follow` copies the lead's state to the ranks.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ class Engine:
     watch: Watch
     task: asyncio.Task  # the watch's
     supervisor: Supervisor | None = None
-    ports: range = range(0)  # all that it listens on, where we chose them
-    devices: tuple[str, ...] = ()  # all that it may use, where we chose them
+    ports: range = range(0)  # all ports that it listens on, if we chose them
+    devices: tuple[str, ...] = ()  # all devices that it may use, if we chose them
     drain: asyncio.Task | None = None
     removal: asyncio.Task | None = None
     replicas: list[Replica] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """The URL from which `parse_url` reads all that is given of it."""
+        """The URL with all settings that `parse_url` reads."""
         lead = self.lead
         return url_of(
             lead.url,
@@ -48,7 +48,7 @@ class Engine:
         return self.replicas != [self.lead]
 
     def resize(self, count: int) -> None:
-        """Count as so many replicas from now on. Ranks that stay are the same replicas as before."""
+        """Set the number of ranks. Ranks that stay keep their replicas."""
         if count == 1:
             self.replicas = [self.lead]
         else:
@@ -56,7 +56,7 @@ class Engine:
             self.replicas = kept + [self.lead.at_rank(rank, monotonic()) for rank in range(len(kept), count)]
 
     def follow(self) -> None:
-        """Hand on to the ranks what is known of the engine."""
+        """Copy what is known of the engine to its ranks."""
         if self.ranked:
             sources: list[EventSource | None] = self.watch.sources
             for replica in self.replicas:

@@ -1,4 +1,4 @@
-"""Where an engine publishes its KV events."""
+"""The ZMQ endpoints of an engine's KV events."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,15 +7,18 @@ from replicas.names import bracketed
 
 
 class EventSource(NamedTuple):
-    """Where a replica publishes KV events: ZMQ endpoints one can connect to."""
+    """The ZMQ endpoints at which a replica publishes KV events, as clients connect to them."""
 
     endpoint: str
     replay: str | None
     topic: str
-    snapshot: str | None = None  # tells all that it holds
+    snapshot: str | None = None  # endpoint that reports all blocks that the engine holds
 
     def at_rank(self, rank: int) -> "EventSource | None":
-        """Where data-parallel rank `rank` publishes if the first one does here: vLLM adds the rank to both ports."""
+        """Return where data-parallel rank `rank` publishes if the first one publishes here.
+
+        vLLM adds the rank to both ports. None if an endpoint has no port.
+        """
         if rank == 0:
             return self
         endpoint = _port_plus(self.endpoint, rank)
@@ -32,13 +35,13 @@ class EventSource(NamedTuple):
         }
 
     def at(self, addresses: Mapping[str, str]) -> "EventSource":
-        """With each host in its endpoints replaced by its address, where that is known."""
+        """Return this source with each host in its endpoints replaced by its address, where that is known."""
         replay, snapshot = (where and _at(where, addresses) for where in (self.replay, self.snapshot))
         return EventSource(_at(self.endpoint, addresses), replay, self.topic, snapshot)
 
 
 def _host(endpoint: str) -> str:
-    """The host of a TCP endpoint; "" for any other."""
+    """Return the host of a TCP endpoint; "" for any other."""
     return endpoint[6:].rpartition(":")[0].strip("[]") if endpoint.startswith("tcp://") else ""
 
 
@@ -48,6 +51,6 @@ def _at(endpoint: str, addresses: Mapping[str, str]) -> str:
 
 
 def _port_plus(endpoint: str, rank: int) -> str | None:
-    """None where there is no port to add to (ipc)."""
+    """Return the endpoint with `rank` added to its port; None if it has no port (ipc)."""
     where, _, port = endpoint.rpartition(":")
     return f"{where}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else None

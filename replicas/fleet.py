@@ -7,13 +7,13 @@
     ...
     await fleet.stop()
 
-Callbacks run in the event loop, at once, in the order of the changes; the replica already is in
-its new state. A restart that nobody saw as a failure shows as READY -> WARMING -> READY with a
-new `incarnation`; READY -> READY means that it serves other models or publishes elsewhere than before.
+Callbacks run in the event loop, immediately, in the order of the changes; the replica is already in its new state. A
+restart that was not seen as a failure shows as READY -> WARMING -> READY with a new `incarnation`; READY -> READY means
+that the replica serves other models or publishes elsewhere than before.
 
-An engine with data-parallel ranks is one replica for each of them, known once it has answered. What happens to the
-process happens to all its ranks, and `on_changed` is called once after `on_change` of each. A replica that is called
-back about and no longer in `replicas` is gone: the engine came back with other ranks.
+An engine with data-parallel ranks is one replica for each rank, known once it has answered. What happens to the process
+happens to all its ranks, and `on_changed` is called once after `on_change` of each. If a callback's replica is no
+longer in `replicas`, the engine came back with other ranks.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ from replicas.watch import Watch
 log = logging.getLogger("replicas")
 
 Change = Callable[[Replica, State, State], None]
-HOST = "127.0.0.1"  # where our own engines listen
-ENGINE_SECONDS = 600.0  # an operator's request to an engine may take: /wake_up loads weights
+HOST = "127.0.0.1"  # where engines that we launch listen
+ENGINE_SECONDS = 600.0  # deadline of an operator's request to an engine: /wake_up loads weights
 STOP_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-# What a rank that joins late has missed, by the state its engine is in.
+# The events that a rank which joins late has missed, by the state of its engine.
 MISSED = {
     State.WARMING: (Event.ANSWERS,),
     State.READY: (Event.ANSWERS, Event.SERVES),
@@ -74,12 +74,14 @@ class Fleet:
         engine_key: str | None = None,
         pulse: Pulse | None = None,
     ):
-        """`inflight(id)`: the gateway's open requests to a replica; `waited(id)`: for how long the oldest of its
-        prompts there has had no answer; `hear(id)` calls `succeeded` for those of its requests that were answered and
-        not told of yet; `holds(engine)`: whether requests are on connections to it that stand. `model`: the name that
-        adopted engines have to serve. `authorities`: as of `tls.context`.
-        `engine_key`: the API key that adopted engines ask for. `pulse`: when this process was held up. Times in
-        seconds."""
+        """Create an empty fleet. Times are in seconds.
+
+        `inflight(id)`: the gateway's open requests to a replica. `waited(id)`: how long the oldest prompt there has
+        been without an answer. `hear(id)`: calls `succeeded` for requests that were answered and not reported yet.
+        `holds(engine)`: whether requests are on open connections to it. `model`: the name that adopted engines have to
+        serve. `authorities`: see `tls.context`. `engine_key`: the API key for adopted engines. `pulse`: tells when this
+        process was stalled.
+        """
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
         self.on_changed: list[Callable[[], None]] = []
@@ -91,14 +93,14 @@ class Fleet:
         self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
         self._drains: dict[str, asyncio.Task] = {}  # of single ranks
         self._launching = asyncio.Lock()
-        self._duplicates: set[tuple[str, str]] = set()  # engines under several names, and what was logged of each
+        self._duplicates: set[tuple[str, str]] = set()  # engines under several names, and the message logged of each
 
     async def stop(self) -> None:
-        """Stop every engine of our own (no drain: `drain` is for that) and all watching."""
+        """Stop every engine that we launched, without draining, and all watching."""
         self.pulse.stop()
         engines = list(self.engines.values())
         for engine in engines:
-            engine.task.cancel()  # what they would see from here on is our own doing, and no failure
+            engine.task.cancel()  # what they would see from here on is our doing and no failure
         await asyncio.gather(*(one.supervisor.stop(STOP_GRACE) for one in engines if one.supervisor))
         tasks = [*(one.task for one in engines), *(one.drain for one in engines if one.drain), *self._drains.values()]
         for task in tasks:
@@ -110,9 +112,11 @@ class Fleet:
             self._tell(engine.lead, Event.STOPPED, why)
 
     def add(self, url: str) -> Replica:
-        """Adopt an engine that may or may not run yet; see `parse_url` for what a URL may carry.
-        One that is known already is returned (its first rank), and wanted again if it was stopped. Raises
-        ValueError for a URL nobody could use."""
+        """Adopt an engine that may or may not run yet, and return its first rank.
+
+        A known engine is returned, and resumed if it was stopped. Raises ValueError for an unusable URL; see
+        `parse_url` for what a URL may carry.
+        """
         address = parse_url(url)
         if known := self.engines.get(address.id):
             self.resume(known.lead.id)
@@ -136,16 +140,17 @@ class Fleet:
         role: str | None = None,
         spill: bool = False,
     ) -> list[Replica]:
-        """Start `count` engines; returns their replicas STARTING. `role`: theirs; None: the profile's. `spill`: whether
-        they are a slow pool.
+        """Start `count` engines and return their replicas, in STARTING.
 
-        Raises ProfileError (also for too few devices), and OSError when no ports are free."""
+        `role`: None for the profile's. `spill`: whether they belong to the overflow pool. Raises ProfileError (also for
+        too few devices), and OSError when no ports are free.
+        """
         if isinstance(profile, str):
             profile = profiles.load(profile)
         async with self._launching:
-            # also of stopped ones: they may come back
+            # stopped engines count too: they may come back
             used = [device for engine in self.engines.values() for device in engine.devices]
-            profile, places = await asyncio.to_thread(profile.place, count, used)  # asks the driver
+            profile, places = await asyncio.to_thread(profile.place, count, used)  # calls the GPU driver's tool
             taken = {port for engine in self.engines.values() for port in (engine.lead.port, *engine.ports)}
             firsts = pick(count, HOST, taken, run=Ports.width(profile.ranks))
             model = Model(Path(model_dir) if model_dir else None, served_name)
@@ -178,8 +183,8 @@ class Fleet:
             self._tell(replica, Event.LAUNCHED, f"process {pid} started")
 
         def exited(reason: str) -> None:
-            news = [] if replica.state is not State.FAILED else [reason]  # else the change of state tells it
-            replica.pid, replica.fault = None, ""  # of a hang it was cured by its end
+            news = [] if replica.state is not State.FAILED else [reason]  # else the change of state logs it
+            replica.pid, replica.fault = None, ""  # a hang ends with the process
             self._tell(replica, Event.GONE, reason)
             if last := supervisor.tail.lines[-10:]:
                 news.append("its last lines:\n  " + "\n  ".join(last))
@@ -233,8 +238,10 @@ class Fleet:
         return engine
 
     def _duplicate(self, engine: Engine, created: float | None) -> Problem | None:
-        """Return the problem that the engine was given under another name too. It is logged once, and the other one is
-        looked at, which finds the same."""
+        """Return the problem that the engine was given under another name too, or None.
+
+        It is logged once, and all engines are probed again, so the other name gets the same problem.
+        """
         others = [
             Name(one.id, one.address, one.port, one.scrape.created if one.scrape else None)
             for one in (other.lead for other in self.engines.values())
@@ -250,31 +257,35 @@ class Fleet:
         return problem
 
     def _engine(self, id: str) -> Engine:
-        """Of a replica, or by its own id. Raises KeyError."""
+        """Return the engine of a replica or engine id. Raises KeyError."""
         return self.engines.get(id) or self.engines[self.replicas[id].engine]
 
     def succeeded(self, id: str, count: int = 1) -> None:
-        """So many requests were answered by the replica, with whatever status below 500."""
+        """Count `count` requests that the replica answered with any status below 500."""
         if id in self.replicas:
             self._engine(id).watch.succeeded(self.pulse.clock(), count)
 
     def failed(self, id: str, kind: str) -> None:
-        """A request failed by the engine's fault: connect, closed (before the answer's end), timeout, 5xx, or foreign
-        (what answered was no engine). Not for 4xx, and not for a 503 that says "full": those say nothing about
-        health."""
+        """Count a request that failed by the engine's fault.
+
+        `kind`: connect, closed (before the answer's end), timeout, 5xx, or foreign (what answered was no engine). Not
+        for 4xx or a 503 that says "full": those say nothing about health.
+        """
         if id in self.replicas:
             engine, now = self._engine(id), self.pulse.clock()
             engine.watch.failed(now, kind)
             self._compare(engine, now)
 
     def unconfirmed(self, id: str) -> None:
-        """The replica answered a request with an error, and whether by its own fault is not known (yet)."""
+        """Count a request answered with an error, when it is not known (yet) whether it is the replica's fault."""
         if id in self.replicas:
             self._engine(id).watch.unconfirmed(self.pulse.clock())
 
     def _compare(self, engine: Engine, now: float) -> None:
-        """Whether its requests fail where those of its siblings do not. With no other there is nothing to compare it
-        with, nor to send its requests to."""
+        """Compare the engine's failures with its siblings'.
+
+        With no other engine there is nothing to compare with, and nowhere else to send requests.
+        """
         models = engine.lead.models.keys()
         siblings = [
             one.watch.health.recent.totals(now)
@@ -287,11 +298,11 @@ class Fleet:
             engine.watch.compare(now, *map(sum, zip(*siblings)))
 
     async def prove(self, id: str) -> bool:
-        """Look at all of a replica's engine now; what it shows is told of before this returns: whether it answered."""
+        """Probe a replica's engine completely, now; return whether it answered. Callbacks have run by then."""
         return id in self.replicas and await self._engine(id).watch.prove()
 
     async def ask_models(self) -> None:
-        """Ask every ready engine what it serves, now; what changed is told of before this returns."""
+        """Ask every ready engine for its models, now. Callbacks about changes have run on return."""
         await asyncio.gather(
             *(one.watch.ask_models() for one in self.engines.values() if one.lead.state is State.READY)
         )
@@ -299,8 +310,10 @@ class Fleet:
     async def ask_engine(
         self, id: str, method: str, target: str, body: bytes, content_type: str
     ) -> tuple[int, str, bytes]:
-        """Pass an operator's request on to the engine of a replica: the answer's status, Content-Type and body. Raises
-        KeyError for an unknown id, OSError or aiohttp.ClientError when the engine does not answer."""
+        """Forward an operator's request to a replica's engine; return the answer's status, Content-Type and body.
+
+        Raises KeyError for an unknown id, OSError or aiohttp.ClientError when the engine does not answer.
+        """
         engine = self._engine(id)
         url, session = engine.lead.url + target, engine.watch.access.session
         options = {"data": body, "headers": {"Content-Type": content_type}} if body else {}
@@ -312,14 +325,16 @@ class Fleet:
         return told
 
     def logs(self, id: str) -> list[str]:
-        """The last lines an engine of our own wrote; [] for adopted ones."""
+        """Return the last lines that an engine which we launched wrote; [] for adopted ones."""
         supervisor = self._engine(id).supervisor
         return supervisor.tail.lines if supervisor else []
 
     def drain(self, id: str) -> asyncio.Task:
-        """No new traffic now; STOPPED when its requests are done, or after the drain timeout. An engine of
-        our own is then stopped; one of several ranks only gets no more traffic. `id`: a replica's, or an engine's for
-        all its ranks. Raises KeyError for an unknown id. The task need not be awaited."""
+        """Stop new traffic; STOPPED when all requests are done, or after the drain timeout.
+
+        An engine that we launched is then stopped; a single rank of several only gets no more traffic. `id`: a
+        replica's, or an engine's for all its ranks. Raises KeyError for an unknown id. The task need not be awaited.
+        """
         engine = self._engine(id)
         if id != engine.lead.id:
             return self._drain_rank(self.replicas[id])
@@ -348,7 +363,7 @@ class Fleet:
         return running
 
     async def _emptied(self, watched: Replica, replicas: list[Replica]) -> int:
-        """Wait until the requests to these replicas are done; how many were left at the deadline."""
+        """Wait until the requests to these replicas are done; return how many were left at the deadline."""
         deadline = monotonic() + self._drain_timeout
         while (left := sum(self._inflight(one.id) for one in replicas)) and monotonic() < deadline:
             if watched.state is not State.DRAINING:
@@ -363,7 +378,7 @@ class Fleet:
         )
 
     def resume(self, id: str) -> None:
-        """Take a stopped replica or engine back. Raises KeyError for an unknown id."""
+        """Resume a stopped replica or engine. Raises KeyError for an unknown id."""
         engine = self._engine(id)
         if engine.lead.state is State.STOPPED:
             if engine.supervisor:
@@ -375,8 +390,10 @@ class Fleet:
             self._catch_up(self.replicas[id], engine.lead)
 
     def remove(self, id: str) -> asyncio.Task:
-        """Drain and forget. Raises KeyError for an unknown id, ValueError for one of several ranks. The task need not
-        be awaited."""
+        """Drain an engine and forget it. The task need not be awaited.
+
+        Raises KeyError for an unknown id, ValueError for one of several ranks.
+        """
         engine = self._engine(id)
         if id != engine.lead.id:
             raise ValueError(
@@ -387,7 +404,7 @@ class Fleet:
         return engine.removal
 
     async def quiet(self, id: str) -> None:
-        """Wait until no drain or removal of this engine or of its ranks is under way. It need not be known."""
+        """Wait until no drain or removal of this engine or its ranks is in progress. The id may be unknown."""
         while (engine := self.engines.get(id)) is not None:
             tasks = engine.removal, engine.drain, *(self._drains.get(one.id) for one in engine.replicas)
             under_way = [task for task in tasks if task is not None and not task.done()]
@@ -406,7 +423,7 @@ class Fleet:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Call `on_changed` once for all changes within the block, such as those of 128 ranks that go together."""
+        """Call `on_changed` once for all changes within the block, such as those of 128 ranks."""
         self._changing += 1
         try:
             yield
@@ -417,7 +434,7 @@ class Fleet:
                 self._try(self.on_changed)
 
     def _looked(self, engine: Engine) -> None:
-        """Something new may be known of an engine."""
+        """Update an engine's ranks after a look at it."""
         with self._together():
             self._look_at(engine)
 
@@ -439,14 +456,14 @@ class Fleet:
         engine.follow()
 
     def _catch_up(self, replica: Replica, lead: Replica) -> None:
-        """One that joins is in the state its engine is in."""
+        """Bring a rank that joins to the state of its engine."""
         if replica is lead:
             return self._call_back(replica, replica.state)
         for event in MISSED.get(lead.state, ()):
             self._apply(replica, event, lead.reason)
 
     def _changed(self, engine: Engine) -> None:
-        """What a READY engine serves, or where it publishes."""
+        """Report that a READY engine serves other models or publishes elsewhere."""
         with self._together():
             self._looked(engine)
             for replica in engine.replicas:
@@ -454,8 +471,10 @@ class Fleet:
                     self._call_back(replica, replica.state)
 
     def _tell(self, lead: Replica, event: Event, reason: str) -> None:
-        """What happens to an engine happens to each of its ranks, but for those that an operator took out: they
-        stay out when the process starts again."""
+        """Apply an event of an engine to each of its ranks.
+
+        Ranks that an operator stopped stay stopped when the process starts again.
+        """
         engine = self.engines.get(lead.id)
         was_stopped = lead.state is State.STOPPED
         if engine and engine.ranked:
@@ -471,7 +490,7 @@ class Fleet:
             engine.watch.nudge()
 
     def _apply(self, replica: Replica, event: Event, reason: str) -> None:
-        """The one place where a replica changes state."""
+        """Apply an event to a replica and report its change of state; no other code changes states."""
         before = replica.apply(event, reason, monotonic())
         if before is None:
             return

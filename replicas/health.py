@@ -1,26 +1,27 @@
-"""Whether a replica can be trusted with requests: traffic's word first, probes' second.
+"""The health of a replica: whether it can be trusted with requests, first by its traffic, then by probes.
 
-Pure: `now` is passed in, monotonic seconds. Only faults of the engine count: a 4xx is the client's,
-and a 503 that means "full, try another" is load; the caller reports neither.
+Pure: `now` is passed in, in monotonic seconds. Only faults of the engine count: a 4xx is the client's, and a 503 that
+means "full, try another" is load; the caller reports neither.
 
 Rules, in this order:
-  0. Two looks in a row were turned away (nobody listens, or /health says 503) while requests are on connections to it
-     that stand: LEAVING. It finishes those, and takes nothing new. Such a look is no silence by rule 2. If rule 6 had
-     already made it LEAVING, being turned away counts as silence: vLLM 0.32 has then ended its core and closed its
-     port, and only waits for idle connections.
-  1. Two connection refusals in a row (from probes or traffic) mean nobody is there: LOST.
-  2. Nothing but failed probes, `fall` at least, for `lost_after` seconds and no request answered: LOST (hung).
-     (One before and one after a time in which we did not probe show nothing.)
-  3. `fall` requests in a row failed: TROUBLE, held for 2 s, then 4, 8 ... 30 as long as every try
-     after the hold fails again. One answered request ends it at once.
-  4. `fall` probes in a row failed and no request was answered meanwhile: TROUBLE, until `rise`
-     probes in a row succeed. A busy engine may answer probes late; while it answers requests, it is fine.
-  5. A share of its requests failed that its siblings' do not come near (`Health.compare`; only the fleet knows the
-     siblings, so it compares): TROUBLE for 2 s, then 4, 8 ... 30 as long as that happens again. An answered request
-     does not end it: of an engine that fails every second one, the next is as likely to be answered as not.
-  6. `fall` answers in a row were errors, and no other engine answered those requests, so nobody knows whether the
-     engine or the requests are at fault. The watcher then sends the engine a request of its own (`in_question`), at
-     most one in QUESTION_SECONDS, and none while clients' requests are answered. If that request fails as well, rule 3
+
+  0. Two probes in a row were turned away (connection refused, or /health says 503) while requests are on open
+     connections to the engine: LEAVING. It finishes those and takes nothing new. Such a probe does not count as
+     silence for rule 2. If rule 6 had already made it LEAVING, being turned away does count as silence: vLLM 0.32
+     has then ended its core and closed its port, and only waits for idle connections.
+  1. Two connection refusals in a row (from probes or traffic) mean that no process listens: LOST.
+  2. Only failed probes, at least `fall`, for `lost_after` seconds, and no request answered: LOST (hung).
+     (One before and one after a time without probes show nothing.)
+  3. `fall` requests in a row failed: TROUBLE, held for 2 s, then 4, 8 ... 30 while the first try after each hold fails
+     too. One answered request ends it at once.
+  4. `fall` probes in a row failed and no request was answered meanwhile: TROUBLE, until `rise` probes in a row succeed.
+     A busy engine may answer probes late; while it answers requests, it is healthy.
+  5. The share of its requests that fail is far above its siblings' (`Health.compare`; only the fleet knows the
+     siblings, so it calls this): TROUBLE for 2 s, then 4, 8 ... 30 while that happens again. An answered request does
+     not end it: an engine that fails every second request answers the next one with even odds.
+  6. `fall` answers in a row were errors, and no other engine answered those requests, so either the engine or the
+     requests may be at fault. The watcher then sends the engine a request of its own (`in_question`), at most one per
+     QUESTION_SECONDS, and none while clients' requests are answered. If that request fails as well, rule 3
      holds. While the engine still computes earlier requests, one error is enough for the watcher to ask; if its request
      then fails, the engine is LEAVING until it answers such a request. An engine that is shutting down exits soon after
      its last request. One that is still there `lost_after` seconds after that is not shutting down: rule 3 holds from
@@ -33,10 +34,10 @@ from typing import NamedTuple
 
 FAULTS = ("connect", "closed", "timeout", "5xx", "refused", "foreign")
 FIRST_HOLD, LONGEST_HOLD = 2.0, 30.0
-QUESTION_SECONDS = 2.0  # between two requests of the gateway's own
-WINDOW = 10.0  # seconds; requests of one to two of these count for rule 5
-# Failed requests before a replica is compared with its siblings, and once it has been found worse; the share of its
-# requests that they must be, and how many times its siblings' share that must be.
+QUESTION_SECONDS = 2.0  # between two requests of the watcher
+WINDOW = 10.0  # seconds; the requests of the last one to two windows count for rule 5
+# Rule 5: failed requests before a replica is compared with its siblings the first time, and again; the least share of
+# its requests that must fail, and the least multiple of its siblings' share.
 FAILED_AT_FIRST, FAILED_AGAIN, FAILED_SHARE, TIMES_SIBLINGS = 5, 1, 0.2, 3.0
 
 
@@ -60,7 +61,7 @@ class Limits:
 
 
 class Recent:
-    """How requests of late ended: counts of this window and the one before, without a list of them."""
+    """Counts of answered and failed requests in this window and the one before."""
 
     __slots__ = ("_answered", "_failed", "_until")
 
@@ -68,7 +69,7 @@ class Recent:
         self._answered, self._failed, self._until = [0, 0], [0, 0], 0.0
 
     def _turn(self, now: float) -> None:
-        gone = now >= self._until + WINDOW  # nothing for a whole window: what was before that is too old
+        gone = now >= self._until + WINDOW  # nothing for a whole window: the counts before it are too old
         self._answered = [0, 0 if gone else self._answered[0]]
         self._failed = [0, 0 if gone else self._failed[0]]
         self._until = now + WINDOW
@@ -80,7 +81,7 @@ class Recent:
         self._failed[0] += failed
 
     def totals(self, now: float) -> tuple[int, int]:
-        """Requests answered, and failed."""
+        """Return how many requests were answered and how many failed."""
         if now >= self._until:
             self._turn(now)
         return sum(self._answered), sum(self._failed)
@@ -103,27 +104,27 @@ class Health:
         self._turned_away = 0  # rule 0
         self._unconfirmed, self._asked_at = 0, float("-inf")  # rule 6
         self._fails_newcomers = False
-        self.stayed = False  # it fails newcomers by rule 6, and did not end
+        self.stayed = False  # rule 6 made it LEAVING, and it did not exit
         self._computed_at = float("-inf")
         self.recent = Recent()
         self._out_for, self._out_until, self._out_reason = 0.0, float("-inf"), ""  # by rule 5
 
     def succeeded(self, now: float, count: int = 1) -> None:
-        """So many requests were answered: first byte seen, whatever the status below 500."""
+        """Count `count` requests whose first byte arrived, with any status below 500."""
         self.recent.count(now, count, 0)
         self._refusals = self._traffic_failures = self._probe_failures = self._unconfirmed = 0
         self._hold, self._held_until, self._silent_since = 0.0, None, None
         self._trouble = False
 
     def failed(self, now: float, kind: str) -> None:
-        """A request failed by the engine's fault; kind is one of FAULTS. Raises ValueError else."""
+        """Count a request that failed by the engine's fault. Raises ValueError if `kind` is not one of FAULTS."""
         if kind not in FAULTS:
             raise ValueError(f"{kind!r} is not a fault of the engine; one of {', '.join(FAULTS)}")
         self.recent.count(now, 0, 1)
         self._traffic_failures += 1
         self._refusals = self._refusals + 1 if kind == "connect" else 0
         self._last_error = f"requests fail ({kind})"
-        again = self._hold and self._held_until is None  # the try after a hold
+        again = self._hold and self._held_until is None  # the first try after a hold
         if self._traffic_failures >= self.limits.fall or again:
             if self._held_until is None:
                 self._hold = min(self._hold * 2 or FIRST_HOLD, LONGEST_HOLD)
@@ -131,21 +132,27 @@ class Health:
             self._trouble = True
 
     def unconfirmed(self) -> None:
-        """Count an answer that was an error, when it is not known whether the engine or the request is at fault. The
-        caller also calls `failed` once it is known to be the engine."""
+        """Count an answer that was an error, when either the engine or the request may be at fault.
+
+        The caller also calls `failed` once it is known to be the engine.
+        """
         self._unconfirmed += 1
 
     def in_question(self, now: float, computes: bool = False) -> bool:
         """Return whether rule 6 wants a request of the watcher sent now; the caller reports its answer to `asked`.
-        `computes`: whether the engine has work, and goes on with it."""
+
+        `computes`: whether the engine has work and makes progress.
+        """
         # One error is also enough for an engine that failed the watcher's last request.
         enough = 1 if self._hold or computes else self.limits.fall
         in_question = self._unconfirmed >= enough or self._fails_newcomers
         return in_question and now - self._asked_at >= QUESTION_SECONDS
 
     def asked(self, now: float, fails: bool | None, computes: bool = False) -> None:
-        """Take the answer to the watcher's request. `fails`: whether it was an error; None if there was no answer,
-        which says nothing about a busy engine."""
+        """Take the answer to the watcher's request.
+
+        `fails`: whether it was an error; None if there was no answer, which says nothing about a busy engine.
+        """
         self._asked_at, was_leaving = now, self._fails_newcomers
         if computes:
             self._computed_at = now
@@ -162,8 +169,10 @@ class Health:
                 self.failed(now, "5xx")
 
     def probed(self, now: float, fault: str = "", error: str = "", turned_away: bool = False) -> None:
-        """A probe ended; `fault` is "" when it was answered well. `turned_away`: by an engine that has requests of
-        ours, as of rule 0."""
+        """Count a probe; `fault` is "" if it was answered well.
+
+        `turned_away`: rule 0 applies, since the engine has requests of ours.
+        """
         turned_away = turned_away and not self._fails_newcomers
         self._turned_away = self._turned_away + 1 if turned_away else 0
         if fault:
@@ -183,7 +192,7 @@ class Health:
             self._trouble, self._held_until, self._traffic_failures = False, None, 0
 
     def compare(self, now: float, answered: int, failed: int) -> bool:
-        """Rule 5, with what the siblings' requests of late came to; whether it applies."""
+        """Apply rule 5 with the recent counts of the siblings' requests; return whether it makes this one TROUBLE."""
         own_answered, own_failed = self.recent.totals(now)
         if now < self._out_until or own_failed < (FAILED_AGAIN if now < self._out_until + WINDOW else FAILED_AT_FIRST):
             return False
@@ -194,11 +203,11 @@ class Health:
         self._out_for = min(self._out_for * 2, LONGEST_HOLD) if again else FIRST_HOLD
         self._out_until = now + self._out_for
         self._out_reason = f"{share:.0%} of its requests fail ({self._last_error}), {siblings:.0%} of its siblings'"
-        self.recent = Recent()  # when it is tried again, what counts is how it does then
+        self.recent = Recent()  # the next comparison starts from fresh counts
         return True
 
     def hung(self, now: float) -> bool:
-        """Whether rule 2 holds."""
+        """Return whether rule 2 holds."""
         return (
             self._silent_since is not None
             and self._probe_failures >= self.limits.fall
@@ -206,7 +215,7 @@ class Health:
         )
 
     def silence(self, now: float) -> str:
-        """For how long no probe has been answered, and why the last one was not."""
+        """Return for how long no probe has been answered, and why the last one was not."""
         since = now if self._silent_since is None else self._silent_since
         return f"no answer for {now - since:.0f} s: {self._last_error}"
 

@@ -1,11 +1,13 @@
-"""The message where a model's files cannot be fetched from the hub of Hugging Face."""
+"""The message that a model's files cannot be fetched from the Hugging Face hub."""
 
 import re
 
 
 def cannot_fetch(name: str, error: Exception, otherwise: str) -> str:
-    """Return why a model cannot be fetched, by the error that huggingface_hub raised, and what to do. `otherwise` says
-    what can be given instead."""
+    """Return why a model cannot be fetched, from huggingface_hub's error, and what to do.
+
+    `otherwise` says what can be given instead.
+    """
     missing = type(error).__name__ == "LocalEntryNotFoundError"  # importing its class takes seconds
     cause = error.__cause__ if missing else error
     if missing and getattr(cause, "response", None) is None:
@@ -17,8 +19,10 @@ def cannot_fetch(name: str, error: Exception, otherwise: str) -> str:
 
 
 def _hubs_words(error: BaseException | None) -> str:
-    """Return the hub's message in one line: the status, and after its blank line what was refused. The request's number
-    and the advice that follows are left out."""
+    """Return the hub's message in one line: the status, and what was refused.
+
+    The request id and the advice that follows are left out.
+    """
     head, _, rest = str(error).partition("\n\n")
     status = re.sub(r"\s*\(Request ID: [^)]*\)", "", head.partition("\n")[0])
     return f"{status} {rest.partition(chr(10))[0]}".strip()

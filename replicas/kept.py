@@ -1,7 +1,7 @@
-"""The file of replicas that operators added while the gateway ran, so that they are there after a restart.
+"""The file of replicas that operators added while the gateway ran, so that a restart keeps them.
 
-One URL a line, as it was given. The file is written before a replica is added or removed, whole and by renaming, so
-that a gateway killed at any moment leaves either the old one or the new one behind.
+One URL per line, as it was given. The file is written before a replica is added or removed, and replaced by renaming,
+so a gateway killed at any moment leaves either the old or the new one.
 """
 
 import os
@@ -12,19 +12,21 @@ from replicas.replica import parse_url
 
 
 class KeptReplicas:
-    """The URLs in the file at `path`, which need not be there yet. Methods raise OSError where it cannot be read or
-    written."""
+    """The URLs in the file at `path`, which need not exist yet.
+
+    Methods raise OSError if it cannot be read or written.
+    """
 
     def __init__(self, path: Path):
         self.path = path
 
     @property
     def new(self) -> Path:
-        """The file that is written and then renamed to `path`, which must not be a folder."""
+        """The file that is written and then renamed to `path`; it must not be a folder."""
         return self.path.with_name(self.path.name + ".new")
 
     def urls(self) -> tuple[str, ...]:
-        """Raises ValueError for one that is no replica's URL."""
+        """Return all URLs, one for each replica id. Raises ValueError for one that is no replica's URL."""
         found: dict[str, str] = {}
         for line in self._lines():
             try:
@@ -34,15 +36,17 @@ class KeptReplicas:
         return tuple(found.values())
 
     def add(self, url: str) -> str | None:
-        """Keep this URL, unless there is one of the same id, which is returned. Raises ValueError for what is no
-        replica's URL."""
+        """Add a URL, unless there is one of the same id; return that one, else None.
+
+        Raises ValueError if it is no replica's URL.
+        """
         lines, had = self._lines(), self._of(parse_url(url).id)
         if had is None:
             self._write([*lines, url.strip()])
         return had
 
     def remove(self, id: str) -> str | None:
-        """Forget the replica of this id; the URL it had, None if it is not there."""
+        """Remove the replica of this id; return its URL, or None if it is not in the file."""
         lines, had = self._lines(), self._of(id)
         if had is not None:
             self._write([line for line in lines if _id(line) != id])
@@ -70,7 +74,7 @@ class KeptReplicas:
         new.replace(self.path)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # a rename is on the disk once its folder is
+            os.fsync(folder)  # a rename is durable once its folder is
         finally:
             os.close(folder)
 

@@ -1,16 +1,16 @@
-"""A replica's life as a table: which state follows which event.
+"""The life cycle of a replica as a table: which state follows which event.
 
-Pure: no clock, no I/O. A pair that is not in the table leaves the state as it is, so late news (a
-probe's answer about a replica that is draining) can do no harm.
+Pure: no clock, no I/O. A pair that is not in the table leaves the state as it is, so late news (a probe's answer about
+a replica that is draining) does no harm.
 
-  STARTING  launched, or adopted and not heard yet        no traffic
-  WARMING   answers, but has not said it serves its model  no traffic
-  READY     answers and serves                             traffic
-  DEGRADED  up, but requests or probes fail, or nothing    traffic only if no replica is READY
+  STARTING  launched, or adopted and not answering yet    no traffic
+  WARMING   answers, but does not list its model yet      no traffic
+  READY     answers and serves                            traffic
+  DEGRADED  up, but requests or probes fail, or nothing   traffic only if no replica is READY
             is computed though requests wait
-  LEAVING   its engine ends gracefully: it finishes what    no new traffic
-            it has, and takes nothing new
-  DRAINING  finishes what it has                           no new traffic
+  LEAVING   its engine shuts down gracefully: it finishes no new traffic
+            its requests and takes nothing new
+  DRAINING  finishes its requests                         no new traffic
   STOPPED   drained, on purpose; comes back only when asked
   FAILED    exited, unreachable or hung; comes back by itself when it answers again
 """
@@ -29,22 +29,22 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-TAKES_TRAFFIC = (State.READY, State.DEGRADED)  # in this order: the second only where no replica is in the first
-# The engine that was adopted still runs, and is looked at; in the second one a draining one as well, which may get what
-# it was chosen for before.
+TAKES_TRAFFIC = (State.READY, State.DEGRADED)  # in this order: DEGRADED only if no replica is READY
+# IN_USE: the adopted engine still runs and is probed. ENGINE_THERE has DRAINING too: such a replica may still get
+# requests that were placed there before.
 IN_USE = (*TAKES_TRAFFIC, State.LEAVING)
 ENGINE_THERE = (*IN_USE, State.DRAINING)
 
 
 class Event(StrEnum):
-    LAUNCHED = "launched"  # a process was started, or a stopped replica is wanted again
+    LAUNCHED = "launched"  # a process was started, or a stopped replica is resumed
     ANSWERS = "answers"  # /health is 200
     SERVES = "serves"  # /health is 200 and /v1/models lists the model
-    TROUBLE = "trouble"  # traffic or probes fail, or requests only wait, yet somebody is there
-    LEAVES = "leaves"  # it turns newcomers away, and goes on with what it has
-    GONE = "gone"  # exited, nobody listens, or silent for too long
-    RESTARTED = "restarted"  # answers, but it is another process than before
-    DOUBTED = "doubted"  # something answers, but not as the engine did that was there
+    TROUBLE = "trouble"  # traffic or probes fail, or requests only wait, yet something answers
+    LEAVES = "leaves"  # it refuses new requests and continues those it has
+    GONE = "gone"  # exited, connection refused, or silent for too long
+    RESTARTED = "restarted"  # answers, but as another process than before
+    DOUBTED = "doubted"  # something answers, but not as the former engine did
     DRAIN = "drain"
     STOPPED = "stopped"
 
@@ -114,5 +114,5 @@ TABLE: dict[State, dict[Event, State]] = {
 
 
 def follows(state: State, event: Event) -> State | None:
-    """The state after `event`, or None where the event means nothing in this state."""
+    """Return the state after `event`, or None if the event has no effect in this state."""
     return TABLE[state].get(event)

@@ -1,8 +1,8 @@
 """The few series that routing needs, cut out of a /metrics page under the names that an engine gives them.
 
-A full parse of an engine's page takes milliseconds, and a gateway reads one per replica and second.
-So: search for the names wanted and read those lines only. Names that are missing or have
-changed give None; older names are tried after today's.
+A full parse of an engine's page takes milliseconds, and a gateway reads one per replica and second. So only the lines
+of the names wanted are searched and read. Names that are missing or have changed give None; older names are tried after
+current ones.
 """
 
 import re
@@ -10,33 +10,36 @@ from typing import NamedTuple
 
 
 class Scrape(NamedTuple):
-    """What one server tells. With several data-parallel ranks `ranks` has one scrape for each, in their order;
-    here counts are summed over them and use is the fullest one's."""
+    """The figures of one server's /metrics page.
+
+    With several data-parallel ranks `ranks` has one scrape for each, in order; then counts are summed over them, and
+    the usage is that of the fullest rank.
+    """
 
     at: float  # monotonic seconds
     running: int | None
     waiting: int | None
     kv_usage: float | None  # 0 to 1
     prefix_queries: int | None  # tokens looked up since the process began
-    prefix_hits: int | None  # of these, found
+    prefix_hits: int | None  # of these, found in the cache
     started: float | None  # unix time at which the process began
     block_size: int | None
     num_blocks: int | None
     prefix_caching: bool | None = None
     ranks: tuple["Scrape", ...] = ()
     engines: tuple[int, ...] = ()  # the ranks' numbers as the engine counts them
-    prompted: int | None = None  # prompt tokens of requests that came to their first token
+    prompted: int | None = None  # prompt tokens of requests that reached their first token
     generated: int | None = None  # tokens
-    external_queries: int | None = None  # tokens looked up in slower tiers; of an engine without those none
-    cache_dtype: str | None = None  # the type of what is cached, by the engine's own name
-    too_many: int = 0  # ranks told, where these are more than there can be, so that the engine counts as one
-    created: float | None = None  # unix time at which one of its counters was made, to the microsecond: no two share it
-    # tokens of a block of full attention, where the engine tells them apart from `block_size`, which is one GPU's share
+    external_queries: int | None = None  # tokens looked up in slower tiers; None for an engine without those
+    cache_dtype: str | None = None  # data type of the KV cache, by the engine's own name
+    too_many: int = 0  # ranks reported, if they exceed the limit; the engine then counts as one
+    created: float | None = None  # unix time of a counter's creation, to the microsecond: unique to a process
+    # tokens of a full-attention block, if the engine reports them apart from `block_size`, which is one GPU's share
     attention_block_size: int | None = None
 
     @property
     def counters(self) -> tuple[float | None, ...]:
-        """What changes with every step of an engine that has work."""
+        """The values that change with every step of an engine that has work."""
         return (
             self.running,
             self.waiting,
@@ -49,8 +52,10 @@ class Scrape(NamedTuple):
 
 
 class MetricNames(NamedTuple):
-    """What one kind of engine calls the series. A name is a tuple of today's and older ones, which are tried in
-    turn."""
+    """The names of the series in one kind of engine.
+
+    A tuple has the current name and older ones, which are tried in turn.
+    """
 
     prefix: str  # of all its series
     running: tuple[bytes, ...]
@@ -62,19 +67,19 @@ class MetricNames(NamedTuple):
     generated: tuple[bytes, ...]
     # Some deployments export no process metrics; a counter's creation time moves with a restart too.
     started: tuple[bytes, ...]
-    cache_config: bytes  # its labels tell the cache's size:
+    cache_config: bytes  # the series whose labels give the cache's size:
     block_size: bytes
-    num_blocks: bytes  # may be of all ranks together
+    num_blocks: bytes  # may be for all ranks together
     rank_tokens: bytes  # of one rank
     prefix_caching: bytes  # True or False
-    rank: bytes  # the label that every series has, in digits
+    rank: bytes  # the label of every series with the rank in digits
     external_queries: tuple[bytes, ...] = ()
     cache_dtype: bytes = b""
     created: tuple[bytes, ...] = ()
     attention_block_size: bytes = b""
 
 
-# How the ranks' values of a field are put together.
+# How the ranks' values of a field are combined.
 COMBINED = {
     "running": sum,
     "waiting": sum,
@@ -85,20 +90,20 @@ COMBINED = {
     "generated": sum,
     "external_queries": sum,
 }
-# Only for whether they change: nobody misses them.
+# Read only to see whether they change; not reported as missing.
 MOVING = ("prompted", "generated", "external_queries")
-# What the cache configuration's labels tell.
+# Fields read from the labels of the cache configuration.
 CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching", "cache_dtype", "attention_block_size")
 
-MOST_RANKS = 128  # that one page tells of: each becomes a replica
-MOST_SAMPLES = 4096  # lines that begin with one name: of all ranks, and of what else labels tell apart
-MOST_LINE = 1 << 14  # bytes; the longest, the cache configuration's, has some 2,000
-# The start of a name only: from within a long word without a value each letter would be tried to its end.
+MOST_RANKS = 128  # ranks of one page: each becomes a replica
+MOST_SAMPLES = 4096  # lines that begin with one name: all ranks, times other labels
+MOST_LINE = 1 << 14  # bytes; the longest line, the cache configuration's, has some 2,000
+# Only at the start of a name: starting within a long word without a value would scan it from each letter.
 _LABEL = re.compile(rb'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
-    """(labels, value) of each sample of exactly this name."""
+    """Return (labels, value) of each sample of exactly this name."""
     found, at, lines = [], 0, 0
     if page.startswith(name):
         page = b"\n" + page
@@ -112,7 +117,7 @@ def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
         if line[:1] == b"{":
             labels, _, value = line[1:].rpartition(b"}")
         elif line[:1] not in (b" ", b"\t"):
-            continue  # a longer name that begins alike
+            continue  # a longer name with the same beginning
         try:
             found.append((labels, float(value.split()[0])))
         except (ValueError, IndexError):
@@ -121,7 +126,7 @@ def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
 
 
 def _found(page: bytes, names: tuple[bytes, ...], rank: bytes) -> list[tuple[int | None, float]]:
-    """(rank, value) of each sample of the first of these names that has any."""
+    """Return (rank, value) of each sample, for the first of these names that has any."""
     for name in names:
         if samples := _lines(page, name):
             return [(_rank(labels, rank), value) for labels, value in samples]
@@ -134,12 +139,12 @@ def _rank(labels: bytes, label: bytes) -> int | None:
 
 
 def _count(value: float | None) -> int | None:
-    """None also for NaN and infinities, which a page may hold."""
+    """Return the value as an integer; None for NaN and infinities as well, which a page may hold."""
     return int(value) if value is not None and abs(value) < 2**63 else None
 
 
 def _cache_configs(page: bytes, names: MetricNames) -> list[tuple[int | None, dict[str, bytes]]]:
-    """(rank, what its labels say of the cache), of each that tells its block size."""
+    """Return (rank, cache configuration by field) of each configuration with a block size."""
     found = []
     for labels, _ in _lines(page, names.cache_config):
         told = dict(_LABEL.findall(labels))
@@ -150,17 +155,15 @@ def _cache_configs(page: bytes, names: MetricNames) -> list[tuple[int | None, di
 
 
 def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
-    """Read a Prometheus text page. Never raises: what is not there is None."""
+    """Read a Prometheus text page. Never raises: missing values are None."""
     samples = {field: _found(page, getattr(names, field), names.rank) for field in COMBINED}
     configs = _cache_configs(page, names)
     began = _found(page, names.started, names.rank)
     started = min((value for _, value in began), default=None)
     made = _found(page, names.created, names.rank)
-    created = min(
-        (value for _, value in made if value % 1.0), default=None
-    )  # whole seconds tell no process from others
-    # With several API servers gauges come with a rank's first request; counters and the configuration are there at
-    # once.
+    created = min((value for _, value in made if value % 1.0), default=None)  # whole seconds do not identify a process
+    # With several API servers, gauges of a rank appear with its first request; counters and the configuration are there
+    # from the start.
     numbers = sorted({rank for one in (configs, *samples.values()) for rank, _ in one if rank is not None})
     whole = _scrape(now, started, created, samples, configs)
     if len(numbers) > MOST_RANKS:
@@ -173,7 +176,7 @@ def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
     for field, values in samples.items():
         for one in values:
             of_rank[one[0]][field].append(one)
-    first: dict[int | None, int] = {}  # where each rank's configuration is, and one of no rank
+    first: dict[int | None, int] = {}  # index of each rank's configuration, and of one without a rank
     for at, (rank, _) in enumerate(configs):
         first.setdefault(rank, at)
     ranks = []
@@ -192,7 +195,7 @@ def _scrape(
     configs: list,
     share: int | None = None,
 ) -> Scrape:
-    """`share`: blocks of one rank, should the configuration not tell its tokens."""
+    """Combine the samples; `share`: the blocks of one rank if the configuration does not give its tokens."""
     told = {
         field: combine(value for _, value in samples[field]) if samples[field] else None
         for field, combine in COMBINED.items()
@@ -215,25 +218,34 @@ def _scrape(
 
 
 def _rank_blocks(config: dict[str, bytes], share: int) -> int:
-    """vLLM (0.28, 0.32) adds the blocks of the ranks up as they report: with two of 256 blocks their labels say 256 and
-    512, or 512 both. The size in tokens is one rank's."""
+    """Return the blocks of one rank.
+
+    vLLM (0.28, 0.32) sums the blocks over the ranks as they report: with two ranks of 256 blocks their labels say 256
+    and 512, or 512 both. The size in tokens is one rank's.
+    """
     tokens = config.get("rank_tokens", b"")
     size = _attention_block(config) or _number(config["block_size"]) if config else 0
     return _number(tokens) // size if size and _number(tokens) else share
 
 
 def _attention_block(config: dict[str, bytes]) -> int | None:
-    """With decode context parallelism one GPU's block of 64 tokens is an eighth of one of 512, say."""
+    """Return the tokens of a full-attention block, or None.
+
+    With decode context parallelism one GPU holds a share of each block, such as 64 tokens of 512.
+    """
     return _number(config.get("attention_block_size", b"")) or None
 
 
 def _number(digits: bytes) -> int:
-    """0 for what is none of at most ten digits."""
+    """Return the number; 0 if the text is no number of at most ten digits."""
     return int(digits) if digits.isdigit() and len(digits) <= 10 else 0
 
 
 def missing(page: bytes, names: MetricNames) -> list[str]:
-    """Names of the series wanted that the page does not know, under any name. One that is only described counts as
-    known: with several API servers a gauge has no sample before the first request."""
+    """Return the names of the wanted series that the page lacks under any name.
+
+    A series that is only described counts as present: with several API servers a gauge has no sample before the first
+    request.
+    """
     wanted = [getattr(names, field) for field in COMBINED if field not in MOVING]
     return [known[0].decode() for known in wanted if not any(name in page for name in known)]

@@ -1,8 +1,8 @@
 """The one address at which an engine is reached: by probes, by requests and for its KV events.
 
-A host name may lead to several machines, and to others tomorrow. A gateway that resolved it for each connection would
-send prompts to one machine and believe the cache events of another. So the engine's watcher resolves a name, once, and
-everybody else connects to the address that it found. The name is resolved again when the engine does not answer there.
+A host name may resolve to several machines, and to others later. A gateway that resolved it for each connection would
+send prompts to one machine and take the cache events of another. So the engine's watcher resolves a name once, and
+everything else connects to the address that it found. The name is resolved again when the engine does not answer there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ipaddress import ip_address
 
 from replicas.deadline import within
 
-MOST_ADDRESSES = 8  # of one name, tried one after the other
+MOST_ADDRESSES = 8  # tried per name, one after the other
 
 
 def is_address(host: str) -> bool:
@@ -28,16 +28,16 @@ def is_address(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands in a URL before the port."""
+    """Return a host as it is written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
 class HostName:
-    """A host name, the addresses that it had when it was last looked up, and the one in use, which the caller sets."""
+    """A host name, its addresses at the last lookup, and the one in use, which the caller sets."""
 
     def __init__(self, host: str):
         self.host = host
-        self.address = host if is_address(host) else ""  # in use; "" before the first one was found
+        self.address = host if is_address(host) else ""  # in use; "" until one was found
         self.addresses: tuple[str, ...] = (host,) if self.address else ()
         self._asking: asyncio.Future[tuple[str, ...]] | None = None
 
@@ -47,12 +47,15 @@ class HostName:
         return self.address == self.host
 
     async def look_up(self, deadline: float) -> tuple[str, ...]:
-        """Return all addresses of the host, IPv4 first, each family in numeric order so that every gateway prefers the
-        same one. Raises OSError, of which TimeoutError is one, when none is known within `deadline` seconds.
+        """Return all addresses of the host, IPv4 first, each family in numeric order.
 
-        IPv4 comes first because an engine that binds its event sockets to `tcp://*` has them on IPv4 alone. The
-        question runs in a thread of its own, and never in two at a time: a name server that does not answer costs one
-        thread for each name, and keeps nobody else waiting."""
+        The order makes every gateway prefer the same address. IPv4 comes first because an engine that binds its event
+        sockets to `tcp://*` has them on IPv4 alone. Raises OSError (TimeoutError is one) when none is known within
+        `deadline` seconds.
+
+        The lookup runs in a thread of its own, one at a time: a name server that does not answer costs one thread per
+        name and blocks nothing else.
+        """
         if self.fixed:
             return self.addresses
         if self._asking is None:
@@ -71,13 +74,13 @@ class HostName:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The addresses beside the one in use, of its family: these must be other machines."""
+        """The other addresses of the same family as the one in use: these must be other machines."""
         family = ":" in self.address
         return tuple(one for one in self.addresses if one != self.address and (":" in one) is family)
 
 
 def _ask(host: str, asking: asyncio.Future[tuple[str, ...]]) -> None:
-    """In a thread: ask the system, and tell the event loop of `asking`."""
+    """Resolve `host` in this thread, and pass the result to `asking` in its event loop."""
     answer: tuple[str, ...] | OSError
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -93,10 +96,10 @@ def _ask(host: str, asking: asyncio.Future[tuple[str, ...]]) -> None:
         else:
             asking.set_result(answer)
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+    with contextlib.suppress(RuntimeError):  # the loop is closed, nothing waits
         asking.get_loop().call_soon_threadsafe(tell)
 
 
 def _in_order(found: Iterable[str]) -> tuple[str, ...]:
-    """IPv4 before IPv6. A scope id, as in fe80::1%eth0, is kept."""
+    """Return the addresses, IPv4 before IPv6. A scope id, as in fe80::1%eth0, is kept."""
     return tuple(sorted(set(found), key=lambda one: (":" in one, ip_address(one))))[:MOST_ADDRESSES]

@@ -1,8 +1,8 @@
-"""Which replicas can fetch the cache of a prompt that another one computed. Pure.
+"""Which replicas can fetch the KV cache of a prompt that another one computed. Pure.
 
-Engines compare what decides that themselves, when two of them first meet, and where it differs they fail the request.
-What an engine tells of itself, and what it was launched with, says most of it before: the same functions pair replicas
-in the gateway and in `explain`, refuse pools before they are started, and tell operators what to change.
+Engines compare their settings when two of them first meet, and fail the request where these differ. Most of that is
+known before, from an engine's report and its launch profile: the same functions pair replicas in the gateway and in
+`explain`, refuse pools before they start, and tell operators what to change.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from .roles import DECODERS, PREFILLERS
 if TYPE_CHECKING:
     from replicas.engines.transfer import Transfer
 
-NAMED = 3  # replicas that a complaint names on each side, the others it counts
+NAMED = 3  # replicas that a complaint names on each side; the others are counted
 REMEDY = "start the engines of a model alike; those that differ get no request together"
 
 
 class Traits(NamedTuple):
-    """What decides whether two engines can exchange caches. None: not known, which speaks against nothing."""
+    """The settings that decide whether two engines can exchange caches.
+
+    None means unknown, which excludes nothing.
+    """
 
     version: str | None = None
-    model: str | None = None  # the folder or the name on the hub that it was started with
+    model: str | None = None  # the folder or hub name that it was started with
     dtype: str | None = None
     kv_cache_dtype: str | None = None
     attention_backend: str | None = None
     speculative_config: str | None = None
     block_size: int | None = None
-    unable: frozenset[str] = frozenset()  # ids of the ways of moving caches for which it has no connector
+    unable: frozenset[str] = frozenset()  # ids of the transfers for which it has no connector
 
     def known(self, other: Traits) -> Traits:
-        """The same, with what `other` knows of what is not known here."""
+        """Return these traits with unknown fields filled in from `other`."""
         return Traits(*(ours if ours is not None else theirs for ours, theirs in zip(self, other, strict=True)))
 
 
@@ -40,8 +43,10 @@ ALIKE = ("version", "model", "dtype", "kv_cache_dtype", "attention_backend", "sp
 
 
 def refusals(prefiller: Traits, decoder: Traits, compared: Iterable[str] = ALIKE) -> list[str]:
-    """Why an engine of the traits `decoder` cannot fetch from one of `prefiller`, each in words; [] if nothing that is
-    known speaks against it. `compared`: those of the traits that have to be the same."""
+    """Return the reasons why `decoder` cannot fetch from `prefiller`; [] if no known trait excludes it.
+
+    `compared`: the traits that have to be the same.
+    """
     found = []
     for name in compared:
         one, other = getattr(prefiller, name), getattr(decoder, name)
@@ -54,7 +59,7 @@ def refusals(prefiller: Traits, decoder: Traits, compared: Iterable[str] = ALIKE
 
 
 def obstacles(prefiller: Traits, decoder: Traits, transfer: Transfer) -> list[str]:
-    """The same of engines that move caches by `transfer`."""
+    """Return the reasons why `decoder` cannot fetch from `prefiller` by `transfer`; [] if none is known."""
     lacking = [
         f"the {side} has no connector for {transfer.name}"
         for side, one in (("prefiller", prefiller), ("decoder", decoder))
@@ -64,7 +69,7 @@ def obstacles(prefiller: Traits, decoder: Traits, transfer: Transfer) -> list[st
 
 
 class Paired(Protocol):
-    """A replica, or what stands for one."""
+    """A replica, or a stand-in for one."""
 
     @property
     def id(self) -> str: ...
@@ -76,7 +81,7 @@ T = TypeVar("T", bound=Paired)
 
 
 class Sided(Protocol):
-    """What says on which side a replica may be."""
+    """The fields that decide whether a replica may prefill or decode."""
 
     @property
     def role(self) -> str: ...
@@ -85,7 +90,7 @@ class Sided(Protocol):
 
 
 def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], Sided]) -> tuple[list[T], list[T]]:
-    """Who may compute prompts and who may write answers, of replicas that pass caches on by `transfer`."""
+    """Return the replicas that may prefill and those that may decode, with `transfer` between them."""
     known = [(one, replica_of(one)) for one in ones]
     prefillers = [
         one
@@ -96,7 +101,7 @@ def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], Si
 
 
 class Complaint(NamedTuple, Generic[T]):
-    """Why these decoders cannot fetch from these prefillers, in words. `lacking`: one that has no connector."""
+    """The reason why these decoders cannot fetch from these prefillers. `lacking`: one without a connector."""
 
     text: str
     prefillers: list[T]
@@ -105,8 +110,11 @@ class Complaint(NamedTuple, Generic[T]):
 
 
 def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[tuple[list[T], list[T]]]:
-    """Return the replicas in groups within which all can be paired, each decoder in one of them, with all that it can
-    fetch from. Where those are none it has a group without prefillers."""
+    """Return groups of prefillers and decoders that can all be paired.
+
+    Each decoder is in one group, with all prefillers that it can fetch from; a decoder with none has a group without
+    prefillers.
+    """
     computing, among = _by_traits(prefillers), dict[Traits, tuple[Traits, ...]]()
     found: dict[tuple[Traits, ...], list[T]] = {}
     for decoder in decoders:
@@ -120,7 +128,7 @@ def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -
 
 
 def complaints(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[Complaint[T]]:
-    """Return what keeps replicas from being paired, of each kind of pair once."""
+    """Return what keeps replicas from being paired, once for each pair of traits."""
     found, writing = [], _by_traits(decoders)
     for traits, some in _by_traits(prefillers).items():
         for theirs, others in writing.items():
@@ -140,7 +148,7 @@ def _by_traits(replicas: Iterable[T]) -> dict[Traits, list[T]]:
 
 
 def _whose(prefillers: Sequence[Paired], decoders: Sequence[Paired]) -> str:
-    """Who cannot fetch from whom. What is on both sides is never said to fetch from itself."""
+    """Describe which decoders cannot fetch from which prefillers, without pairing a replica with itself."""
     if only := [one for one in prefillers if one not in decoders]:
         return f"{_named(decoders)} cannot fetch what {_named(only)} {'computes' if len(only) == 1 else 'compute'}"
     if len(prefillers) > 1:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 
 def refuse_pipe(path: Path) -> None:
-    """Raise OSError if `path` is a pipe, where a file has to be read more than once. A pipe is empty the second time,
-    and one that nobody writes to would be waited for silently. A device is refused too, as /dev/zero has no end;
-    /dev/null has one."""
+    """Raise OSError if `path` is a pipe or a device where a file has to be read more than once.
+
+    A pipe is empty the second time, and reading one without a writer would wait silently. A device such as /dev/zero
+    has no end; /dev/null has one and is allowed.
+    """
     if path.is_char_device() and not path.samefile(os.devnull):
         raise OSError(errno.EINVAL, "it is a device, and no file")
     if path.is_fifo():

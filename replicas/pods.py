@@ -1,4 +1,4 @@
-"""Pods of a Kubernetes cluster as replicas: which ones are, at what URL, and what their labels say of them."""
+"""Pods of a Kubernetes cluster as replicas: which pods are replicas, their URLs, and the settings in their labels."""
 
 import os
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from replicas.replica import parse_url, url_of
 from replicas.roles import BOTH, DECODE, PREFILL
 from replicas.tables import Table
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # what a cluster gives each pod
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # the service account that a cluster mounts in each pod
 ROLE_LABEL = "llm-d.ai/role"
-# What the label of a role may say, as llm-d writes it; a pod that only encodes media is no replica.
+# The values of the role label, as llm-d writes them; a pod that only encodes media is no replica.
 ROLES = {
     "prefill": PREFILL, "decode": DECODE, "both": BOTH, "prefill-decode": BOTH,
     "encode-prefill": PREFILL, "encode-decode": DECODE, "encode-prefill-decode": BOTH,
 }  # fmt: skip
 SWITCH = {"yes": True, "true": True, "no": False, "false": False}
-BY_LABEL = ("role", "model", "spill", "transfer")  # of what stands behind the # of a replica's URL
+BY_LABEL = ("role", "model", "spill", "transfer")  # settings of a replica URL's fragment that a label may give
 
 
 def _check_url(url: str) -> str:
@@ -37,18 +37,18 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
 
 
 class Discover(Table):
-    """Which pods are replicas, and how they are reached."""
+    """The configuration of which pods are replicas and how they are reached."""
 
     may_be_empty = frozenset(("namespace", "api"))
-    selector: str = Field(min_length=1)  # of labels, as kubectl takes it
+    selector: str = Field(min_length=1)  # a label selector, in kubectl's syntax
     namespace: str | None = None  # None: the gateway's own
     url: Annotated[str, AfterValidator(_check_url)] = "http://{ip}:8000"
-    # which of their labels says which of the settings behind a URL's #
+    # setting of a URL's fragment -> name of the label that gives it
     labels: Annotated[dict[str, str], AfterValidator(_check_labels)] = Field({}, validate_default=True)
-    api: str | None = Field(None, pattern="^https?://[^/]+$")  # None: that of the cluster which the gateway runs in
+    api: str | None = Field(None, pattern="^https?://[^/]+$")  # None: the API of the cluster that the gateway runs in
 
     def url_of(self, ip: str, labels: Mapping[str, str]) -> str:
-        """The replica's URL, with what its labels say. Raises ValueError for what no replica can be."""
+        """Return the replica's URL with the settings in its labels. Raises ValueError for invalid ones."""
         address = parse_url(self.url.replace("{ip}", bracketed(ip)))
         said = {name: labels[label] for name, label in self.labels.items() if labels.get(label)}
         role, spill = said.get("role", address.role), said.get("spill", "yes" if address.spill else "no")
@@ -70,7 +70,7 @@ class Discover(Table):
 
 
 class Place(NamedTuple):
-    """Where the API is and what it is asked of, with what it asks for."""
+    """The Kubernetes API's URL, the namespace to read, and the folder of the credentials."""
 
     api: str
     namespace: str
@@ -78,13 +78,13 @@ class Place(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The token is read each time, as it is replaced within the hour; nobody gets it without TLS."""
+        """The authorization header; the token is read each time, as it is replaced hourly, and sent over TLS only."""
         file = self.account / "token"
         return {"Authorization": f"Bearer {file.read_text().strip()}"} if self._has(file) else {}
 
     @property
     def authorities(self) -> Path | None:
-        """Whose certificates are believed; None: those that the system believes."""
+        """The file of trusted certificates; None: the system's."""
         file = self.account / "ca.crt"
         return file if self._has(file) else None
 
@@ -93,7 +93,10 @@ class Place(NamedTuple):
 
 
 def place(discover: Discover, account: Path = ACCOUNT, environ: Mapping[str, str] = os.environ) -> Place:
-    """Raises ValueError where neither the settings nor the pod that this process runs in say it."""
+    """Return where the API is, from the settings or from the pod that this process runs in.
+
+    Raises ValueError if neither says.
+    """
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     api = discover.api or (f"https://{bracketed(host)}:{port}" if host else None)
     if api is None:
@@ -112,4 +115,4 @@ class Pod(NamedTuple):
     name: str
     ip: str
     labels: Mapping[str, str]
-    uid: str  # another one where a pod took another's name and address
+    uid: str  # changes when another pod takes a name and address

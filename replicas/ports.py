@@ -1,4 +1,4 @@
-"""Ports to listen on: how a command line names one, and the message where it cannot be had."""
+"""Ports to listen on: parsing one from a command line, and the message if it is unavailable."""
 
 import argparse
 import errno
@@ -14,8 +14,8 @@ def port(text: str) -> int:
 
 
 def cannot_listen(host: str, port: int, error: OSError, port_flag: str = "--port", host_flag: str = "--host") -> str:
-    """Return why nobody can listen there, and what to do about it."""
-    # asyncio and Python write the address into the system's words, so the words are taken from the error number.
+    """Return why listening on `host`:`port` failed, and what to do about it."""
+    # asyncio and Python put the address into the message, so the system's words are taken from the error number.
     known = error.errno is not None and error.errno > 0
     said = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if known else error.strerror or error}. "
     if isinstance(error, socket.gaierror) or error.errno == errno.ENODEV:

@@ -1,10 +1,10 @@
-"""What an engine does not tell or do, and what the operator can change about it."""
+"""Problems with an engine: what it does not report or do, and what the operator can change about it."""
 
 from typing import NamedTuple
 
 
 class Problem(NamedTuple):
-    """Something that an engine does not tell or do, and what the operator can change about it."""
+    """Something that an engine does not report or do, and what the operator can change about it."""
 
     what: str
     remedy: str
@@ -16,17 +16,21 @@ class Problem(NamedTuple):
 def unfit(
     given: int | None, told: int | None, whole: int | None, page_size: int | None, has_events: bool
 ) -> Problem | None:
-    """As `block_size_set`, where blocks may have a multiple of what the engine tells: with decode context parallelism
-    vLLM before 0.32 tells one GPU's share, and only its events show the `whole` block. Until then no multiple is called
-    wrong."""
+    """Return what is wrong with a given block size, allowing for context parallelism.
+
+    Like `block_size_set`, but before 0.32 vLLM with decode context parallelism reports one GPU's share (`told`), and
+    only its events show the `whole` block. Until then a multiple of the share is accepted.
+    """
     if not whole and has_events and given and told and given % told == 0:
         return None
     return block_size_set(given, whole or told, page_size)
 
 
 def block_size_set(given: int | None, told: int | None, page_size: int | None = None) -> Problem | None:
-    """What is wrong with the block size that the operator gave, for an engine that tells another. `page_size`: of the
-    parts of a block that it finds, any whole number of which can be matched."""
+    """Return the problem that the operator gave a block size other than the engine's, or None.
+
+    `page_size`: tokens of the parts of a block that the engine can match; any multiple of it is valid.
+    """
     if not given or not told or given == told or (page_size and given % page_size == 0):
         return None
     if given % told == 0:
@@ -37,21 +41,21 @@ def block_size_set(given: int | None, told: int | None, page_size: int | None = 
 
 
 class Remedies(NamedTuple):
-    """What to change about one kind of engine, in the words of its own flags."""
+    """The remedies for one kind of engine, with the names of its own flags."""
 
-    models: str  # /v1/models wants an API key
+    models: str  # /v1/models requires an API key
     figures: str  # /metrics has none of its series
-    names: str  # /metrics names some of them otherwise
+    names: str  # /metrics has some of them under other names
     caching: str  # prefix caching is off
     repeats: str  # a prompt that was sent twice was not found in the cache
     events: str  # no KV events are published
-    tiers: str  # they tell nothing of what slower tiers hold
-    unlisted: str  # it does not say whether and where they are
-    binding: str  # the publisher connects, so nobody can subscribe
+    tiers: str  # KV events do not cover slower tiers
+    unlisted: str  # the engine does not report whether and where it publishes events
+    binding: str  # the publisher connects instead of binding, so the gateway cannot subscribe
     ranks: str  # one data-parallel rank publishes none
-    nodes: str  # a rank is silent that may be on another node
+    nodes: str  # a rank that may be on another node is silent
     replay: str  # they cannot be replayed
-    cached_tokens: str  # answers do not tell how much of a prompt was cached
+    cached_tokens: str  # answers do not report how much of a prompt was cached
     transfer: str  # it keeps no prompt's KV cache for another replica
 
 

@@ -1,12 +1,11 @@
-"""Whether an engine that answers /health computes as well.
+"""The progress of an engine: whether it computes, since one that answers /health may hang.
 
-vLLM's API server says it is healthy as long as the process that computes exists. When that one hangs (a kernel, a
-collective, a stopped process), nothing tells but that requests wait and no counter moves. So: while requests
-wait, the engine's own counters have to change. They do with every step, also within a long prefill, whose blocks
-fill the cache chunk by chunk; a step of some seconds, or a kernel compiled at its first use (15 s were seen), is no
-hang.
+vLLM's API server reports healthy as long as the process that computes exists. When that process hangs (a kernel, a
+collective, a stopped process), the only signs are that requests wait and no counter moves. So while requests wait, the
+engine's counters have to change. They do with every step, also within a long prefill, whose blocks fill the cache chunk
+by chunk; a step of some seconds, or a kernel compiled at its first use (15 s were seen), is no hang.
 
-Pure but for `computes`, which asks for two tokens: prefill and decode.
+Pure but for `computes`, which requests two tokens: prefill and decode.
 """
 
 import json
@@ -18,16 +17,16 @@ import aiohttp
 from replicas.deadline import within
 from replicas.metrics import Scrape
 
-# Seconds without a step: until it gets no more requests, and until one of our own is started again.
+# Seconds without a step until the engine gets no more requests, and until one that we launched is restarted.
 STALLED, HUNG = 20.0, 120.0
-# Statuses of an engine that fails, or of a proxy before one. With 501 vLLM says that its model makes no completions.
+# Statuses of a failing engine, or of a proxy in front of one. vLLM answers 501 if its model has no completions.
 ILL = (500, 502, 504)
 MOST_READ = 65536  # bytes of an answer of two tokens
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One data-parallel rank: what its counters said, and since when they have said it with work to do."""
+    """One data-parallel rank: its last counters, and since when they have not changed although it has work."""
 
     counters: tuple = ()
     since: float | None = None
@@ -37,13 +36,13 @@ class _Rank:
 
 
 class Progress:
-    """Of one incarnation of one engine; make a new one for the next."""
+    """The progress of one incarnation of one engine; make a new one for the next."""
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
 
     def look(self, now: float, scrape: Scrape, waited: float) -> None:
-        """`waited`: seconds for which the gateway's oldest unanswered prompt has been with the engine."""
+        """Take a scrape. `waited`: seconds that the gateway's oldest unanswered prompt has been with the engine."""
         scrapes = scrape.ranks or (scrape,)
         if len(scrapes) != len(self._ranks):
             self._ranks = [_Rank() for _ in scrapes]
@@ -53,18 +52,18 @@ class Progress:
                 rank.counters, rank.since = counters, None
             elif one.running or one.waiting:
                 rank.since = now if rank.since is None else rank.since
-            elif rank.still(now) < STALLED:  # who hangs and has lost its requests to others still hangs
-                # One that hung while idle never heard of what waits: of that, only the gateway knows, and not at which
-                # rank.
+            elif rank.still(now) < STALLED:  # a hung rank whose requests went elsewhere still hangs
+                # An engine that hung while idle does not count the requests that wait. Only the gateway knows of those,
+                # and not for which rank.
                 known = waited > 0 and len(scrapes) == 1
                 rank.since = max(now if rank.since is None else rank.since, now - waited) if known else None
 
     def answered(self) -> None:
-        """It was seen to compute."""
+        """Reset, since the engine was seen to compute."""
         self._ranks = []
 
     def still(self, now: float) -> float:
-        """Seconds for which it has had work and done nothing."""
+        """Return the seconds for which the engine has had work and made no progress."""
         return max((rank.still(now) for rank in self._ranks), default=0.0)
 
     def stalled(self, now: float) -> bool:
@@ -75,7 +74,7 @@ class Progress:
 
 
 async def computes(session: aiohttp.ClientSession, url: str, model: str, deadline: float) -> bool:
-    """Whether the engine answers a prompt of one token with two more, or at least says why it would not."""
+    """Return whether the engine computes two tokens, or answers why it does not."""
     return await asked(session, url, model, deadline) not in (0, *ILL, 503)
 
 
@@ -86,8 +85,10 @@ async def asked(
     deadline: float,
     aborted: Callable[[bytes], object] = lambda answer: False,
 ) -> int:
-    """The status of its answer to such a prompt; 0 if there was none within `deadline` seconds, and 500 for one that it
-    `aborted`."""
+    """Request two tokens for a prompt of one; return the answer's status.
+
+    0 if there was no answer within `deadline` seconds, and 500 if the engine `aborted` it.
+    """
     body = json.dumps({"model": model, "prompt": [1], "max_tokens": 2})
     try:
         return await within(deadline, _post(session, f"{url}/v1/completions", body, aborted))

@@ -1,11 +1,11 @@
-"""When this process did not run, and so saw nothing of what came meanwhile.
+"""The times in which this process did not run and so saw nothing of what happened.
 
-A process that is stopped, a machine with too few cores, a long call on the event loop: when the loop goes on, every
-deadline has passed at once, and what met them in time lies unread in the sockets. So whoever measures how long somebody
-else took asks here instead of subtracting (`ran`, `clock`), teaches nothing with a time of which a part was not seen
-(`saw`), and looks again before a failure that came `fresh` out of such a time counts.
+The process may be stopped, the machine may have too few cores, or a long call may block the event loop: when the loop
+resumes, every deadline has passed at once, and answers that arrived in time lie unread in the sockets. So code that
+measures how long others took uses `ran` and `clock` instead of subtracting, learns nothing from a time of which a part
+was missed (`saw`), and repeats a probe before a failure right after such a time counts (`fresh`).
 
-Whoever reads a socket may come before the timer that would note the time, so what they ask looks for it itself.
+A socket's callback may run before the timer that would note the stall, so these functions check for it themselves.
 """
 
 import asyncio
@@ -15,31 +15,29 @@ from math import inf
 from time import monotonic
 
 BEAT_SECONDS = 0.25
-LATE_SECONDS = 0.5  # a beat later than this shows that the loop was held up
-# What breaks because nobody read it (a connection that an engine or a proxy before it gave up) takes seconds to, and
-# its end is read within one second after that.
-# Reading it all may hold the loop up again, which makes that second longer, up to so many.
+LATE_SECONDS = 0.5  # a beat later than this shows that the loop was stalled
+# A connection that breaks because we did not read it (the engine or a proxy gave up) takes BREAKS_FROM seconds to do
+# so, and we read its end within FRESH_SECONDS after the stall. Reading everything may stall the loop again, which
+# extends that up to MOST_FRESH_SECONDS.
 BREAKS_FROM, FRESH_SECONDS, MOST_FRESH_SECONDS = 2.0, 1.0, 5.0
-REMEMBERED = 256  # such times; of older ones nothing is left out of what is measured
+REMEMBERED = 256  # stalls that are kept; older ones count as time that ran
 
 
 class Pulse:
-    """The times at which the event loop of this process was held up. `start` begins to look for them."""
+    """The times at which the event loop of this process was stalled. `start` begins to watch for them."""
 
     def __init__(self) -> None:
-        self.on_held_up: list[
-            Callable[[float, float], None]
-        ] = []  # called with now, and for how many seconds until then
-        self.ended = -inf  # when the last such time did
+        self.on_held_up: list[Callable[[float, float], None]] = []  # called with now, and the seconds of the stall
+        self.ended = -inf  # end of the last stall
         self._total = 0.0
         self._fresh_until = self._fresh_at_most = -inf
         self._ends: list[float] = []
-        self._before: list[float] = []  # for each of `_ends`, seconds of those before it
-        self.late_at = inf  # after this, if nobody has looked since, it was held up
+        self._before: list[float] = []  # for each of `_ends`, seconds of the stalls before it
+        self.late_at = inf  # a look later than this finds a stall
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Beat from now on. To be called in the loop; a second call changes nothing."""
+        """Start the timer; must be called in the event loop. A second call changes nothing."""
         if self._timer is None:
             self._beat()
 
@@ -55,13 +53,13 @@ class Pulse:
         self.late_at = now + BEAT_SECONDS + LATE_SECONDS
 
     def look(self, now: float) -> None:
-        """Note whether the loop was held up until now."""
+        """Note whether the loop was stalled until now."""
         if now > self.late_at:
             due, self.late_at = self.late_at - LATE_SECONDS, now + BEAT_SECONDS + LATE_SECONDS
             self.held_up(now - due, now)
 
     def held_up(self, seconds: float, now: float) -> None:
-        """It was, for so long."""
+        """Record a stall of `seconds` that ends now."""
         if len(self._ends) == REMEMBERED:
             del self._ends[0], self._before[0]
         self._ends.append(now)
@@ -76,24 +74,26 @@ class Pulse:
             call(now, seconds)
 
     def ran(self, since: float, now: float) -> float:
-        """Seconds from `since`, when it ran, to `now` in which it ran, as far as the latest look knows. For timers,
-        which come after the beat that was due with them."""
+        """Return the seconds from `since` to `now` in which the loop ran, as of the latest `look`.
+
+        `since` is a time at which it ran. For timers, which run after the beat that was due with them.
+        """
         if since >= self.ended:
             return now - since
         return max(0.0, now - since - (self._total - self._before[bisect_right(self._ends, since)]))
 
     def clock(self) -> float:
-        """A monotonic clock that stands still while it does not run."""
+        """Return the seconds of a monotonic clock that stops while the loop is stalled."""
         now = monotonic()
         self.look(now)
         return now - self._total
 
     def saw(self, since: float, now: float) -> bool:
-        """Whether it ran all the time."""
+        """Return whether the loop ran all the time from `since` to `now`."""
         self.look(now)
         return since >= self.ended
 
     def fresh(self, now: float) -> bool:
-        """Whether it only just goes on, after so long that what was under way may have broken because of that."""
+        """Return whether a stall ended just now that was long enough to break connections."""
         self.look(now)
         return now < self._fresh_until

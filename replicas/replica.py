@@ -1,4 +1,4 @@
-"""One replica as the rest of the house sees it: where it is, what it serves, how it is."""
+"""One replica: where it is, what it serves, and its state."""
 
 import asyncio
 import ssl
@@ -19,7 +19,7 @@ from replicas.roles import BOTH, DECODE, PREFILL, PREFILLERS, ROLES
 
 
 class Address(NamedTuple):
-    """A replica's URL taken apart; what follows `port` comes from its fragment, if any."""
+    """The parts of a replica's URL; the fields after `port` come from its fragment, if any."""
 
     id: str
     url: str
@@ -29,13 +29,13 @@ class Address(NamedTuple):
     model: str | None
     role: str = BOTH
     spill: bool = False
-    transfer: str = ""  # one of `TRANSFERS`, or nothing
-    bootstrap: int = 0  # the port at which engines that fetch a prompt's cache find it; 0: not given
-    peer: str = ""  # HOST:PORT where its first rank passes its memory on
+    transfer: str = ""  # one of `TRANSFERS`, or ""
+    bootstrap: int = 0  # the port at which other engines find it to fetch a prompt's cache; 0: not given
+    peer: str = ""  # HOST:PORT of the P2P side channel of its first rank
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
-# What the ranks of one engine have in common.
+# The fields that the ranks of one engine have in common.
 SHARED = tuple(
     """
     dialect address proof models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems engine_ids
@@ -44,104 +44,106 @@ SHARED = tuple(
 )
 
 
-# After these there is no process, or another one.
+# Events after which there is no process, or another one.
 ENDINGS = (Event.GONE, Event.RESTARTED, Event.DOUBTED, Event.STOPPED, Event.LAUNCHED)
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """Fields other than `state`, `reason` and `since` may be read at any time and are None (or
-    empty) until the engine told them. Times are monotonic seconds."""
+    """One replica; fields may be read at any time and are None or empty until the engine reported them.
 
-    id: str  # "host:port", and "-dp0", "-dp1" ... behind it if the engine has data-parallel ranks; the same for life
+    Times are monotonic seconds.
+    """
+
+    id: str  # "host:port", followed by "-dp0", "-dp1" ... if the engine has data-parallel ranks; never changes
     url: str
     host: str
     port: int
     managed: bool = False  # launched by us
-    rank: int | None = None  # which of the data-parallel ranks behind its URL; None: there is one
-    dialect: EngineDialect = DEFAULT  # what kind of engine it is, as far as it has told
+    rank: int | None = None  # number of its data-parallel rank; None: the engine has one rank
+    dialect: EngineDialect = DEFAULT  # kind of engine, as far as it is known
     role: str = BOTH  # which part of a request it is for (`replicas.roles`)
-    spill: bool = False  # of a slow pool, which gets what nobody else can answer in time
-    moves_by: str = ""  # how it passes caches on, one of `TRANSFERS`; "": as engines of its kind do
-    bootstrap: int = 0  # the port at which engines that fetch a prompt's cache find it, as the operator wrote it
-    engine_ids: dict[int, str] = field(default_factory=dict)  # by rank, as told there, where they are needed
-    declared: Traits = field(default_factory=Traits)  # what it was launched with
-    context_parallel: int = 1  # of how many GPUs' shares each block of its cache consists, by its launch profile
-    launched_to_drop: bool | None = None  # `drops_block` by its launch profile; None: that does not say
-    drops_block: bool = False  # it computes the last block of what it finds again, as `Told` says or its profile
-    looks_to_end: bool = True  # as `Told` says
-    finds_parts: bool = True  # as `Told` says
-    takes_priority: bool = False  # as `Told` says
+    spill: bool = False  # in the overflow pool, used when no other replica can answer in time
+    moves_by: str = ""  # how it passes caches on, one of `TRANSFERS`; "": its dialect's default
+    bootstrap: int = 0  # the port at which other engines find it to fetch a prompt's cache, as the operator wrote it
+    engine_ids: dict[int, str] = field(default_factory=dict)  # by rank, from `ids_url`, if its transfer needs them
+    declared: Traits = field(default_factory=Traits)  # traits from its launch profile
+    context_parallel: int = 1  # GPUs that share each block of its cache, from its launch profile
+    launched_to_drop: bool | None = None  # `drops_block` from its launch profile; None: not given there
+    drops_block: bool = False  # it recomputes the last block of a cache hit; from `Told` or its profile
+    looks_to_end: bool = True  # see `Told`
+    finds_parts: bool = True  # see `Told`
+    takes_priority: bool = False  # see `Told`
     cache_dtype: str | None = None
     unable: frozenset[str] = frozenset()  # ids of `TRANSFERS` for which it has no connector
-    unlike: tuple[str, ...] = ()  # which counterparts it exchanges no caches with, and why, in words
-    peer: str = ""  # HOST:PORT where others fetch from its memory, as it does from theirs; "": it takes no part
+    unlike: tuple[str, ...] = ()  # the counterparts with which it exchanges no caches, and why
+    peer: str = ""  # HOST:PORT where other engines fetch from its memory; "": it takes no part
     state: State = State.STARTING
     reason: str = "not heard yet"
-    fault: str = ""  # of the last look at its process, as an `Answer` calls it; empty if it answered, or none was taken
-    foreign: bool = False  # what answered there last was no engine, so it serves no model until another one answers
+    fault: str = ""  # of the last probe, see `Answer.fault`; "" if it was answered, or none was made
+    foreign: bool = False  # what answered last was no engine, so it serves no model until an engine answers
     since: float = 0.0  # when the state began
-    left: bool = False  # it was leaving when it went
-    incarnation: str = ""  # changes when the process behind the port does, and with `address`
-    # the one that `host` leads to for this incarnation: everybody connects there; "" until it is known
+    left: bool = False  # it was LEAVING when it failed
+    incarnation: str = ""  # changes with the process behind the port, and with `address`
+    # the IP address of `host` that everything connects to for this incarnation; "" until it is known
     address: str = ""
-    tls: ssl.SSLContext | None = None  # for connections to it, where its URL is https
-    key: str | None = field(default=None, repr=False)  # the API key that its engine asks for
-    # A connection to the process that was looked at last: while it stands, that process is there. None: whether it is
-    # cannot be told in this way.
+    tls: ssl.SSLContext | None = None  # for connections, if its URL is https
+    key: str | None = field(default=None, repr=False)  # the API key that its engine requires
+    # A connection to the process that was probed last: while it is open, that process exists. None: the process cannot
+    # be identified in this way.
     proof: asyncio.BaseTransport | None = None
-    models: dict[str, str | None] = field(default_factory=dict)  # name -> base model of an adapter
-    required_model: str | None = None  # the name that it has to list: the operator's word, or what it was launched with
-    # name of an adapter -> the folder that it was loaded from
+    models: dict[str, str | None] = field(default_factory=dict)  # name -> base model, None for a base model itself
+    required_model: str | None = None  # the name that it has to list, from the operator or its launch
+    # adapter name -> the folder that it was loaded from
     adapter_roots: dict[str, str] = field(default_factory=dict)
-    root: str | None = None  # the folder or hub name that the engine was started with, whatever it calls the model
+    root: str | None = None  # the folder or hub name that the engine was started with, whatever the model is served as
     block_size: int | None = None
-    # As its KV events tell, which count before all else: tokens of a block, and how many of those behind it are part of
-    # its name. None until an event has told.
+    # From its KV events, which take precedence: tokens of a block, and how many tokens after a block its hash covers.
+    # None until an event arrived.
     stored_size: int | None = None
     looks_ahead: int = 0
-    page_size: int | None = None  # tokens of the parts of a block that it finds; None: whole blocks
+    page_size: int | None = None  # tokens of the parts of a block that a hit may end at; None: whole blocks
     num_blocks: int | None = None
     max_model_len: int | None = None
     version: str | None = None
     events: EventSource | None = None
     cached_tokens: bool | None = None  # usage reports cached tokens; learned from traffic
-    tokenizer: str = "not compared yet"  # whether it is the gateway's
-    takes_ids: str = "not tried yet"  # token ids in place of text, and why not; learned from traffic
+    tokenizer: str = "not compared yet"  # whether it equals the gateway's
+    takes_ids: str = "not tried yet"  # whether it accepts token ids in place of text, and why not; learned from traffic
     pid: int | None = None
     restarts: int = 0
     scrape: Scrape | None = None  # the last /metrics, see `scrape.at`
-    moved_at: float = float("-inf")  # when a /metrics was read that had other counters than the one before
+    moved_at: float = float("-inf")  # when a /metrics page was read whose counters differ from the one before
     problems: tuple[str, ...] = ()  # what could not be learned, each with its remedy
 
     def unfit(self, block_size: int | None) -> Problem | None:
-        """What is wrong with the block size that the operator gave."""
+        """Return what is wrong with the block size that the operator gave, or None."""
         whole = self.stored_size or (self.scrape.attention_block_size if self.scrape else None)
         return unfit(block_size, self.block_size, whole, self.page_size, self.events is not None)
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request needs for being computed here."""
+        """The headers that make a request be computed by this rank."""
         return {} if self.rank is None else {self.dialect.rank_header: str(self.rank)}
 
     @property
     def credentials(self) -> dict[str, str]:
-        """What its engine asks for, as a header."""
+        """The header with the engine's API key."""
         return bearer(self.key)
 
     @property
     def transfer(self) -> Transfer | None:
-        """How it passes caches on; None: not at all."""
+        """The transfer by which it passes caches on; None: none."""
         return TRANSFERS[self.moves_by] if self.moves_by else self.dialect.transfer
 
     @property
     def traits(self) -> Traits:
-        """What decides with which others it can exchange caches, as far as it is known."""
+        """The traits that decide with which others it can exchange caches, as far as they are known."""
         told = Traits(
             version=self.version,
             model=self.root,
             kv_cache_dtype=self.cache_dtype,
-            # transfers go by what one GPU has of a block
+            # transfers compare one GPU's share of a block
             block_size=self.scrape.block_size if self.scrape and self.scrape.attention_block_size else self.block_size,
             unable=self.unable,
         )
@@ -149,8 +151,7 @@ class Replica:
 
     @property
     def meeting(self) -> Meeting | None:
-        """Where an engine finds it that fetches the cache of a prompt while that is computed; None: nobody knows, or
-        caches are passed on in another way."""
+        """The place where another engine fetches a prompt's cache while it is computed; None if there is none."""
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer):
             return None
@@ -159,7 +160,7 @@ class Replica:
 
     @property
     def ids_url(self) -> str:
-        """What tells its engines' ids; "" where none are needed."""
+        """The URL that reports its engines' ids; "" if none are needed."""
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer) or self.role not in PREFILLERS:
             return ""
@@ -167,39 +168,39 @@ class Replica:
 
     @property
     def is_proven(self) -> bool:
-        """Whether nothing speaks against its being the process that was looked at."""
+        """Whether the process that was probed last may still be there: its connection is open, or there is none."""
         return self.proof is None or not self.proof.is_closing()
 
     def serves(self, model: str | None) -> bool:
-        """Whether it can answer for that model or adapter. One that has told no names is taken at its word."""
+        """Return whether it can answer for a model or adapter; one that lists no names is assumed to."""
         return not model or not self.models or model in self.models
 
     @property
     def ends(self) -> bool:
-        """Whether its engine was asked to stop: what breaks there is no sign of what it was sent."""
+        """Whether its engine was asked to stop, so that a broken request is not the request's fault."""
         return self.state is State.LEAVING or self.left
 
     @property
     def rank_paths(self) -> tuple[str, ...] | None:
-        """Where it takes requests that are to be computed by this rank; None: everywhere."""
+        """The paths whose requests can be sent to this rank; None: all."""
         return None if self.rank is None else self.dialect.rank_paths
 
     def takes_rank(self, path: str) -> bool:
-        """Whether a request posted to `path` is computed here, if it is sent here."""
+        """Return whether a request posted to `path` would be computed by this rank."""
         return self.rank is None or path in self.dialect.rank_paths
 
     @property
     def version_quirks(self) -> dict[str, Any]:
-        """In what its engine's version makes a prompt otherwise than the newest."""
+        """The differences in how its engine's version prepares prompts, compared with the newest."""
         return self.dialect.version_quirks(self.version)
 
     @property
     def engine(self) -> str:
-        """The id of the engine whose rank this is; its own if it is alone."""
+        """The id of its engine, which is its own id unless it is a rank of several."""
         return self.id if self.rank is None else self.id.removesuffix(f"-dp{self.rank}")
 
     def at_rank(self, rank: int, now: float) -> "Replica":
-        """A new replica for one rank of this engine."""
+        """Return a new replica for one rank of this engine."""
         return Replica(
             f"{self.id}-dp{rank}",
             self.url,
@@ -221,7 +222,7 @@ class Replica:
         )
 
     def become(self, incarnation: str) -> None:
-        """Be this incarnation from now on; of another one, what traffic showed of the last does not count."""
+        """Set the incarnation; a new one discards what traffic showed of the last."""
         if self.incarnation and incarnation != self.incarnation:
             self.cached_tokens, self.takes_ids = None, "not tried yet"
             self.stored_size, self.looks_ahead = None, 0
@@ -230,7 +231,7 @@ class Replica:
     def store_as(self, size: int, ahead: int, parts: int) -> bool:
         """Take the block format from the engine's events, and return whether it has changed.
 
-        `ahead`: tokens behind a block that its name covers; `parts`: tokens of the smaller blocks that hits may end at.
+        `ahead`: tokens after a block that its hash covers; `parts`: tokens of the smaller blocks that hits may end at.
         A `size` that is only the engine's page size counts as unknown.
         """
         before = self.stored_size, self.looks_ahead
@@ -240,20 +241,20 @@ class Replica:
         return before != (self.stored_size, self.looks_ahead)
 
     def forget(self) -> None:
-        """What the engine's process told of itself is of the past."""
+        """Discard what the engine's process reported."""
         self.models, self.root, self.version, self.max_model_len = {}, None, None, None
         self.block_size = self.num_blocks = self.scrape = None
         self.engine_ids, self.cache_dtype, self.unable, self.takes_priority = {}, None, frozenset(), False
         self.problems = ()
 
     def scraped(self, scrape: Scrape) -> None:
-        """Take what the engine's /metrics say now."""
+        """Take a scrape of the engine's /metrics."""
         if self.scrape is None or self.scrape.counters != scrape.counters or scrape.generated is None:
             self.moved_at = scrape.at
         self.scrape = scrape
 
     def follow(self, engine: "Replica", events: EventSource | None) -> None:
-        """Take over what is the whole engine's, and this rank's part of what is not."""
+        """Copy the state of the whole engine, and this rank's part of its figures."""
         self.become(engine.incarnation)
         for name in SHARED:
             setattr(self, name, getattr(engine, name))
@@ -266,8 +267,10 @@ class Replica:
             self.num_blocks = self.scrape.num_blocks or engine.num_blocks
 
     def apply(self, event: Event, reason: str, now: float) -> State | None:
-        """Take `event`; returns the state before if the state changed, else None. The reason is
-        kept up to date also where only it changes."""
+        """Apply `event`; return the former state if the state changed, else None.
+
+        The reason is updated also where only it changes.
+        """
         after = follows(self.state, event)
         if after is None:
             return None
@@ -275,7 +278,7 @@ class Replica:
         if event in ENDINGS:
             self.forget()
         if event in (Event.LAUNCHED, Event.DOUBTED):
-            self.fault = ""  # no look has been taken since
+            self.fault = ""  # no probe was made since
         if after is before:
             return None
         self.left = after is State.FAILED and before is State.LEAVING
@@ -287,18 +290,21 @@ MAX_URL = 2048
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """The header that carries an engine's API key; none without one."""
+    """Return the header that carries an engine's API key; {} without one."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def parse_url(text: str) -> Address:
-    """`http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w,bootstrap=p]`,
-    or `peer=h:p`; `host:port` too, and with the `/v1` of an OpenAI base URL. Raises ValueError with what to write."""
+    """Parse a replica's URL. Raises ValueError with what to write.
+
+    `http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w,bootstrap=p]`,
+    or `peer=h:p`; `host:port` is accepted too, as is the `/v1` of an OpenAI base URL.
+    """
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
     if len(text) > MAX_URL:
         raise ValueError(hint + f"it has {len(text)} characters of {MAX_URL} at most; write http://HOST:PORT")
-    if not text.isprintable() or " " in text:  # of which urlsplit leaves some out, and reads another URL
+    if not text.isprintable() or " " in text:  # urlsplit would drop some of these and read another URL
         raise ValueError(hint + "there is a space or a control character in it, write http://HOST:PORT")
     bare, _, fragment = text.partition("#")
     try:
@@ -319,7 +325,7 @@ def url_of(
     bootstrap: int = 0,
     peer: str = "",
 ) -> str:
-    """The URL that `parse_url` reads these from."""
+    """Return the URL from which `parse_url` reads these settings."""
     said = []
     if source is not None:
         said = [
@@ -343,7 +349,7 @@ def url_of(
 
 
 def _place(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port of a URL without its fragment. Raises ValueError."""
+    """Return scheme, host and port of a URL without its fragment. Raises ValueError."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, DEFAULT_PORTS.get(parts.scheme) if parts.port is None else parts.port
@@ -361,7 +367,7 @@ def _place(url: str) -> tuple[str, str, int]:
         raise ValueError("engines are expected at the root, write http://HOST:PORT alone")
     if port == 0:
         raise ValueError("nothing listens on port 0, write http://HOST:PORT")
-    if "://" not in url and parts.port is None:  # a word out of place, more likely than a server on port 80
+    if "://" not in url and parts.port is None:  # more likely a misplaced word than a server on port 80
         raise ValueError(
             f"there is no port in it, write http://{parts.netloc}:PORT, or http://{parts.netloc} for port 80"
         )
@@ -373,7 +379,7 @@ KEYS = ("events", "replay", "topic", "model", "role", "spill", "transfer", "boot
 
 
 def _of_rank(peer: str, rank: int) -> str:
-    """Each rank listens on a port of its own, in their order."""
+    """Return a rank's P2P side channel: the ranks' ports follow that of the first one."""
     host, _, port = peer.rpartition(":")
     return f"{host}:{int(port) + rank}" if peer else ""
 
@@ -386,7 +392,7 @@ def _check_peer(peer: str) -> None:
 
 
 def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str, int, str]:
-    """What follows the # of a replica's URL. Raises ValueError."""
+    """Return the settings in the fragment of a replica's URL. Raises ValueError."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")

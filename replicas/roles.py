@@ -1,16 +1,16 @@
-"""Which part of a request a replica is for, where prompts are computed on other replicas than answers."""
+"""The role of a replica: prefill, decode or both, where prompts are computed on other replicas than answers."""
 
 from collections.abc import Iterable
 
-PREFILL = "prefill"  # computes prompts; gets whole requests only if nobody else can take them
-DECODE = "decode"  # writes answers to prompts that came computed, and takes whole requests
+PREFILL = "prefill"  # computes prompts; gets whole requests only if no other replica can take them
+DECODE = "decode"  # decodes answers to prompts computed elsewhere, and takes whole requests
 BOTH = "both"
 ROLES = (PREFILL, DECODE, BOTH)
 PREFILLERS, DECODERS = (PREFILL, BOTH), (DECODE, BOTH)
 
 
 def lacks(roles: set[str]) -> str:
-    """What is missing among the roles of the replicas that serve one model, in words; "" if nothing is."""
+    """Return the role that is missing among the replicas of one model, as a message; "" if none is."""
     if PREFILL in roles and roles.isdisjoint(DECODERS):
         return f"a replica has role={PREFILL} and none has role={DECODE} or role={BOTH}: it gets whole requests"
     if DECODE in roles and roles.isdisjoint(PREFILLERS):
@@ -19,8 +19,10 @@ def lacks(roles: set[str]) -> str:
 
 
 def unlike(pairs: Iterable[tuple[str, str | None]]) -> str:
-    """Why no replica of one model can fetch what another computed, in words; "" if one can, or if nobody is to.
-    `pairs`: each one's role, and the name of the way in which it passes caches on."""
+    """Return why no replica of one model can fetch what another computed; "" if one can, or if none should.
+
+    `pairs`: the role of each replica, and the name of its transfer.
+    """
     told = [*pairs]
     computing = {way for role, way in told if role in PREFILLERS}
     writing = {way for role, way in told if role in DECODERS}

@@ -1,6 +1,6 @@
-"""Sizes in bytes as people write them, for every command and setting of the house: `512MiB`, `5G`.
+"""Sizes in bytes as people write them, for every command and setting of the project: `512MiB`, `5G`.
 
-A unit is binary however it is written, as memory is sold: `80G`, `80GB`, `80Gi` and `80GiB` are one size.
+Units are binary however they are written, as memory is sold: `80G`, `80GB`, `80Gi` and `80GiB` are one size.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Which of the known names a misspelt one probably means, for every message of the house that asks "Did you mean?"."""
+"""The known name that a misspelt one probably means, for every message that asks "Did you mean?"."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Iterable
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known name that `word` probably misspells, or "".
 
-    `cutoff` is the least likeness, from 0 to 1. The only name that has `word` as one of its words comes before one that
-    is spelt like it: --request-rate, not --trace, for --rate."""
-    bare = {name.lstrip("-"): name for name in known}  # the dashes of flags make all of them alike
+    `cutoff` is the least similarity, from 0 to 1. If a single name contains `word` as one of its words, it precedes
+    names that are spelt like it: --request-rate, not --trace, for --rate.
+    """
+    bare = {name.lstrip("-"): name for name in known}  # the common dashes of flags would raise their similarity
     whole = word.lstrip("-")
     longer = [name for name in bare if whole in name.split("-")]
     near = longer if len(longer) == 1 else difflib.get_close_matches(whole, bare, 1, cutoff)
@@ -19,7 +20,7 @@ def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return `. Did you mean 'X'?` to end a message with, or `otherwise` where no known name is like `word`."""
+    """Return `. Did you mean 'X'?` to end a message with, or `otherwise` if no known name is similar to `word`."""
     near = closest(word, known)
     return f". Did you mean {near!r}?" if near else otherwise
 

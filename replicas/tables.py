@@ -1,4 +1,4 @@
-"""Tables of settings, as YAML has them: pydantic models that name what they know where something else is written."""
+"""Tables of settings read from YAML: pydantic models that list the known names for an unknown one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ class Table(BaseModel):
     """A mapping with fixed names. A field's description says what to write where it has no value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    may_be_empty: ClassVar[frozenset[str]] = frozenset()  # names that mean nothing where they have no value
+    may_be_empty: ClassVar[frozenset[str]] = frozenset()  # names that are ignored if they have no value
 
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, given: Any) -> Any:
-        """Refuse what is no mapping, an unknown name, and a name without a value. A misspelt name is reported once, and
-        not as missing as well."""
+        """Refuse anything but a mapping, an unknown name, and a name without a value.
+
+        A misspelt name is reported once, and not as missing as well.
+        """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if not isinstance(given, Mapping):
             what = (
@@ -38,7 +40,7 @@ class Table(BaseModel):
 
 
 def explain(error: ValidationError) -> str:
-    """Return what is wrong with each value, behind the names that lead to it, in one line."""
+    """Return what is wrong with each value, after the path of names to it, in one line."""
     return "; ".join(
         f"{'.'.join(map(str, item['loc']))}: {_wrong(item)}" if item["loc"] else _wrong(item)
         for item in error.errors(include_url=False)

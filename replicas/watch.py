@@ -1,8 +1,8 @@
-"""One replica's watcher: asks the engine how it is, turns answers into lifecycle events.
+"""The watcher of one replica: probes the engine and turns its answers into lifecycle events.
 
-Cheap on purpose: once a second one GET /health; /metrics once a second while the replica has work,
-else every 5 s; everything else every 10 s, and whenever the replica is not READY. All with deadlines, over
-one shared session, at jittered times so that many replicas are not asked in one burst.
+Probes are cheap: GET /health once a second; /metrics once a second while the replica has work, else every 5 s;
+everything else every 10 s, and whenever the replica is not READY. All have deadlines and use one session, at jittered
+times so that many replicas are not probed in one burst.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from replicas.served import base_names
 
 log = logging.getLogger("replicas")
 
-# Seconds: between scrapes, between full probes, between any two looks, while starting; to wait for an answer.
+# Seconds: between scrapes, between full probes, between any two probes, while starting; then deadlines of an answer.
 IDLE_SCRAPE, FACTS, CLOSEST, STARTING_INTERVAL = 5.0, 10.0, 0.1, 0.2
 DEADLINE, SHORT_DEADLINE = 2.0, 1.0
-WARMING_DEADLINE = 30.0  # for the first tokens; whoever takes longer gets traffic anyway
+WARMING_DEADLINE = 30.0  # for the first tokens; a slower engine gets traffic anyway
 
 
 class Known(NamedTuple):
-    """What the engine last told that tells it from others, also once it is gone."""
+    """The last report that identifies the engine, kept after it is gone."""
 
     models: dict[str, str | None]
     root: str | None
@@ -64,14 +64,17 @@ class Watch:
         start_timeout: float = 0.0,
         pulse: Pulse | None = None,
     ):
-        """`changed` is told when a READY replica serves something else than before; `looked` whenever something new
-        may be known of it, before any `tell`. `waited`: seconds since the oldest unanswered prompt was sent. `hear`:
-        calls `succeeded` with what was answered and not told yet, before a probe counts. `holds`: whether requests are
-        on connections to it that stand. `duplicate`: returns the problem that another replica is the same engine, given
-        when a counter of this one was created.
-        `given`: the event source as the operator or the profile knows it, instead of asking.
-        `pulse`: when this process was held up; `health` and `progress` are given times of its clock. The rest is for
-        replicas of our own."""
+        """Prepare to watch `replica`; `run` starts.
+
+        `tell` gets lifecycle events with their reason. `changed` is called when a READY replica serves something else
+        than before; `looked` whenever new facts may be known, before any `tell`. `waited`: seconds since the oldest
+        unanswered prompt was sent. `hear`: calls `succeeded` for answers that were not reported yet, before a probe
+        counts. `holds`: whether requests are on open connections to the engine. `duplicate`: returns the problem that
+        another replica is the same engine, from the creation time of one of its counters. `given`: the event source
+        from the operator or the profile, used in place of the engine's report. `pulse`: when this process was stalled;
+        `health` and `progress` get times of its clock. `supervisor` and `start_timeout` are for engines that we
+        launched.
+        """
         self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
         self.access = Access(replica.url, replica.host, replica.tls, given, replica.credentials)
         self.busy, self.waited, self.hear, self.holds, self.duplicate = busy, waited, hear, holds, duplicate
@@ -79,23 +82,23 @@ class Watch:
         self.given = given
         self.supervisor, self.start_timeout = supervisor, start_timeout
         self.pulse = pulse or Pulse()
-        self._was_excused = False  # what the last look showed, since this process was held up meanwhile
+        self._was_excused = False  # the last probe's failure was ignored because this process was stalled
         self.sources: list[EventSource | None] = [given]  # one for each data-parallel rank
         self.health, self.progress = Health(limits), Progress()
         self._nudged, self._urgent = asyncio.Event(), asyncio.Event()
-        # somebody waits for what the next full look shows: whether an engine answered
+        # set while a caller waits for the next full probe: whether an engine answered
         self._wanted: asyncio.Future[bool] | None = None
-        self._lives = 0  # how often it came back, for engines that do not tell when they began
+        self._lives = 0  # how often it came back, for engines that do not report their start time
         self._was_refused = self._tells_start = False
         self._known = Known({}, None, None)
-        self._must_prove = False  # something there answered as no engine does
-        self._has_figures = False  # /metrics told how many requests it runs
+        self._must_prove = False  # something that is no engine answered there
+        self._has_figures = False  # /metrics reported the number of running requests
         self._named_pid: int | None = None
-        self._mark = ""  # what tells this incarnation from one at another address that began at the same time
+        self._mark = ""  # distinguishes this incarnation from one at another address with the same start time
         self._warmed_pid: int | None = None
         self._facts_at = self._scraped_at = self._looked_at = self._held_at = float("-inf")
         self._closes = False  # it closes the connection after each answer
-        self._is_large = False  # the last look brought large answers
+        self._is_large = False  # the last probe had large answers
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -106,7 +109,7 @@ class Watch:
                 answered = False
                 try:
                     answered = await self.tick(full=wanted is not None)
-                except Exception:  # a replica nobody watches would stay as it is for ever
+                except Exception:  # without its watcher the replica would keep its state forever
                     log.exception("watching replica %s failed, trying again", self.replica.id)
                 finally:
                     if wanted is not None:
@@ -115,7 +118,7 @@ class Watch:
                 await self._pause()
         finally:
             self._wanted = self._wanted or asyncio.get_running_loop().create_future()
-            self._wanted.set_result(False)  # nobody looks any more, so nobody waits
+            self._wanted.set_result(False)  # no more probes, so release those who wait for one
             await self.access.close()
 
     async def _pause(self) -> None:
@@ -124,21 +127,26 @@ class Watch:
             await _set_within(min(CLOSEST, self.interval) - (monotonic() - self._looked_at), self._urgent)
 
     def _interval(self) -> float:
-        """Our own engine on its way up is asked more often: it costs a refused connect. One that takes no traffic and
-        whose answers are large is asked less often, since each look asks for all of them."""
+        """Return the seconds between probes.
+
+        An engine that we launched is probed more often while it starts: that costs a refused connect. One that takes no
+        traffic and has large answers is probed less often, since each probe then reads all of them.
+        """
         if self._is_large and self.replica.state not in IN_USE:
             return max(self.interval, FACTS)
         young = self.replica.managed and self.replica.state in (State.STARTING, State.WARMING)
         return min(self.interval, STARTING_INTERVAL) if young else self.interval
 
     def nudge(self) -> None:
-        """Look again now: something happened."""
+        """Probe everything soon: something happened."""
         self._facts_at = float("-inf")
         self._nudged.set()
 
     async def prove(self) -> bool:
-        """Look at all of it now, however short ago that was done; returns when what was seen has been told of: whether
-        an engine answered."""
+        """Probe everything now, however recent the last probe is; return whether an engine answered.
+
+        Callbacks have run on return.
+        """
         if self._wanted is None:
             self._wanted = asyncio.get_running_loop().create_future()
             self._nudged.set()
@@ -161,17 +169,19 @@ class Watch:
         if kind in ("connect", "closed", "timeout") and self.pulse.fresh(monotonic()):
             return self.nudge()  # it may have broken because we did not read
         if kind == "connect" and self._finishes():
-            return self.nudge()  # it may listen no more, and finish what it has: the next looks tell
+            return self.nudge()  # it may have stopped listening to finish its requests: the next probes show
         self.health.failed(now, kind)
         if kind == "foreign":
             self._doubt("what answered a request there was no inference engine")
         self._judge(now)
-        if kind in ("connect", "closed", "foreign"):  # it may have died; a 5xx or a late answer is no news about that
+        if kind in ("connect", "closed", "foreign"):  # it may have died; a 5xx or a late answer does not suggest that
             self.nudge()
 
     def _finishes(self) -> bool:
-        """As `holds`, which looks at all requests: not again within CLOSEST after a yes, nor of one that is FAILED, so
-        that many connections that fail at once cost few such looks."""
+        """Return `holds()`, with few calls when many connections fail at once, since it looks at all requests.
+
+        A yes is kept for CLOSEST seconds, and a FAILED replica counts as no.
+        """
         if self.replica.state is State.FAILED:
             return False
         if monotonic() - self._held_at >= CLOSEST and self.holds():
@@ -184,20 +194,19 @@ class Watch:
             self._nudged.set()
 
     def compare(self, now: float, answered: int, failed: int) -> None:
-        """What the siblings' requests came to, when one of its own has failed."""
+        """Compare with the counts of the siblings' requests, when one of this replica's has failed."""
         if self.health.compare(now, answered, failed):
             self._judge(now)
 
     def _doubt(self, reason: str) -> None:
-        """No traffic until what answers there has shown that it is an engine."""
+        """Stop traffic until what answers there has shown that it is an engine."""
         self._must_prove = True
         self.tell(self.replica, Event.DOUBTED, reason)
 
     # What probes show
 
     async def tick(self, full: bool = False) -> bool:
-        """One look at the engine; a full one if it is time for that, or if something is new. Whether it answered, and
-        what it is was learned."""
+        """Probe the engine, fully if that is due or something is new; return whether it answered and was identified."""
         replica = self.replica
         if replica.state in (State.DRAINING, State.STOPPED) or (replica.managed and replica.pid is None):
             return False
@@ -210,13 +219,13 @@ class Watch:
                 DEADLINE, in_use=replica.state in IN_USE, patience=replica.dialect.health_seconds
             )
         if replica.pid != pid:
-            return False  # the process ended while we asked: the answer is about the past
+            return False  # the process ended meanwhile: the answer is about the past
         self._is_large = facts.large
         self._keep_proof(facts, full, was_proven)
         if self._excuses(facts, now):
             return False
         replica.fault = facts.fault
-        if facts.fault not in ("", "timeout", "own"):  # these say nothing of what is there, or not yet
+        if facts.fault not in ("", "timeout", "own"):  # these do not show what is there
             replica.foreign = facts.fault == "refused"
         if full:
             self._facts_at = monotonic()
@@ -240,17 +249,22 @@ class Watch:
         return answered
 
     def _excuses(self, facts: Facts, since: float) -> bool:
-        """Whether a look that failed is to be taken again first, at once: this process was held up meanwhile, and may
-        have read too late. Not twice in a row: a machine that always is must not hide an engine that is gone."""
+        """Return whether to ignore a failed probe and repeat it at once, since this process was stalled meanwhile.
+
+        Not twice in a row: a machine that always stalls must not hide an engine that is gone.
+        """
         self._was_excused = bool(facts.fault) and not self._was_excused and not self.pulse.saw(since, monotonic())
         if self._was_excused:
             self._nudged.set()
         return self._was_excused
 
     def _keep_proof(self, facts: Facts, full: bool, was_proven: bool) -> None:
-        """Of an engine that closes its connections, announced or not, or answers so late that we do, none shows
-        anything. What does not answer after the connection to the engine had broken (not `was_proven`) has shown
-        nothing either, and has to."""
+        """Keep the connection that identifies the process, or drop it where it proves nothing.
+
+        That is if the engine closes its connections, announced or not, or answers so late that we close them. If the
+        engine's connection was already broken (`was_proven` is false), a failed probe keeps the broken one, so that
+        what answers next has to identify itself.
+        """
         self._closes = facts.closes
         if not facts.fault:
             closed = facts.closes or (full and facts.over is not None and facts.over.is_closing())
@@ -259,7 +273,7 @@ class Watch:
             self.replica.proof = None
 
     async def _question(self) -> None:
-        """Where nobody knows whose fault it is that requests fail, a request that nothing is wrong with tells."""
+        """Send a request of our own if it is unclear whether the engine or its requests are at fault (rule 6)."""
         replica, health = self.replica, self.health
         if health.in_question(self.pulse.clock(), self.is_computing):
             name, aborted = next(iter(replica.models), ""), replica.dialect.aborted[ANY_PATH]
@@ -272,12 +286,12 @@ class Watch:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the engine has work, and was seen to go on with it."""
+        """Whether the engine has work and was seen to make progress."""
         scrape = self.replica.scrape
         return scrape is not None and bool(scrape.running) and scrape.at - self.replica.moved_at < STALLED
 
     async def ask_models(self) -> None:
-        """What does it serve now? Somebody wants a model that it was not known to serve."""
+        """Read the models that the engine serves now, for a client that wants one it is not known to serve."""
         replica, pid = self.replica, self.replica.pid
         found = await served_models(self.access.session, replica.url, SHORT_DEADLINE)
         before = self._told()
@@ -287,9 +301,12 @@ class Watch:
                 self.changed(replica)
 
     async def _warm(self, facts: Facts) -> bool:
-        """One of our own computes its first tokens before a client waits for them: 2 s with vLLM on a CPU, and a
-        replica that looks so slow at first gets little to be proved wrong by. False if it ended meanwhile, or failed at
-        them: what was seen of it is of before then, and the next look tells whether it died of them."""
+        """Let an engine that we launched compute its first tokens before clients wait for them.
+
+        That takes 2 s with vLLM on a CPU, and a replica that looks so slow at first gets little traffic to correct
+        that. Returns False if the engine ended meanwhile or failed: the facts are then outdated, and the next probe
+        shows whether it died.
+        """
         replica, pid = self.replica, self.replica.pid
         if replica.managed and facts.serving and self._warmed_pid != pid:
             self._warmed_pid, replica.reason = pid, "answers, and computes its first tokens"
@@ -299,9 +316,10 @@ class Watch:
         return replica.pid == pid and replica.state not in (State.DRAINING, State.STOPPED)
 
     async def _brief(self, now: float) -> Facts | None:
-        """Whether it lives, and how busy it is; None if something shows that it may be another process or no engine at
-        all, so that all has to be asked: no connection leads to the process that was looked at last, or it has no
-        figures where it had."""
+        """Read /health, and /metrics if due; None if a full probe is needed because the process may be another one.
+
+        That is if no open connection leads to the process that was probed last, or its figures are missing.
+        """
         answer = await health(
             self.access.session, self.replica.url, SHORT_DEADLINE + self.replica.dialect.health_seconds
         )
@@ -334,14 +352,14 @@ class Watch:
         return facts
 
     async def _figures(self) -> tuple[Answer, Scrape | None]:
-        """The engine's /metrics, and what it says."""
+        """Read the engine's /metrics; return the answer and its figures."""
         page = await get(self.access.session, f"{self.replica.url}/metrics", DEADLINE)
         if page.status != 200:
             return page, None
         return page, await read(page.body, parse, page.body, monotonic(), self.replica.dialect.metrics)
 
     async def _stalls(self, now: float, facts: Facts) -> bool:
-        """Whether it answers and yet does nothing; then this was told."""
+        """Return whether the engine answers but makes no progress; it is reported then."""
         replica, progress = self.replica, self.progress
         if replica.state not in TAKES_TRAFFIC or not facts.scrape:
             return False
@@ -349,7 +367,7 @@ class Watch:
         if not progress.stalled(now):
             return False
         name = next(iter(replica.models), "")
-        # nobody else asks it, so nothing else would show
+        # it gets no other requests, so nothing else would show
         if await computes(self.access.session, replica.url, name, DEADLINE):
             progress.answered()
             return False
@@ -362,7 +380,7 @@ class Watch:
         return True
 
     def _missed(self, now: float, facts: Facts, turned_away: bool) -> None:
-        """`turned_away`: as of `Health.probed`."""
+        """Take a failed probe; `turned_away`: see `Health.probed`."""
         replica = self.replica
         self._was_refused |= facts.fault == "connect"
         if replica.state is State.STARTING and replica.managed:
@@ -376,7 +394,7 @@ class Watch:
             self.health.probed(now, facts.fault, facts.error, turned_away)
             self._judge(now)
             if replica.state is State.READY:
-                self._nudged.set()  # ask again at once: a second refusal settles it, a timeout took its time
+                self._nudged.set()  # probe again at once: a second refusal is decisive, and a timeout took long enough
 
     def _still_starting(self, error: str) -> None:
         replica, waited = self.replica, self.pulse.ran(self.replica.since, monotonic())
@@ -394,7 +412,7 @@ class Watch:
     def _answered(self, now: float, facts: Facts, full: bool) -> None:
         replica = self.replica
         unproven = self._unproven(facts) if full else ""
-        replica.foreign = bool(unproven) and facts.serving  # else it is one that lists no model yet
+        replica.foreign = bool(unproven) and facts.serving  # else it is an engine that lists no model yet
         another = full and not unproven and self._is_another(facts)
         if not unproven and self._follow_incarnation(facts.scrape, another) and not full:
             return self.nudge()  # what the old process served says nothing about this one
@@ -414,27 +432,29 @@ class Watch:
                     log.info("replica %s: still warming: %s", replica.id, wrong)
                 replica.reason = wrong
                 return
-            if not self._must_prove:  # else it is the same process: how its requests fared still counts
+            if not self._must_prove:  # else it is the same process, and the results of its requests still count
                 self.health = Health(self.limits)
             self._must_prove, self.progress = False, Progress()
             if self.supervisor:
                 self.supervisor.works()
-            names = ", ".join(replica.models)  # which an engine that lists none now may list later
+            names = ", ".join(replica.models)  # an engine that lists none now may list some later
             self.tell(replica, Event.SERVES, "answers" + (names and f" and serves {names}"))
         self.hear()
         self.health.probed(now)
         self._judge(now)
 
     def _unproven(self, facts: Facts) -> str:
-        """Why this cannot be the engine that was here, nor another one: it names no models where one did, or where what
-        answered requests was none."""
+        """Return why what answers is no engine, or "".
+
+        It lists no models where one did, or where requests were answered by something else.
+        """
         if facts.models or facts.locked or not (self._known.models or self._must_prove):
             return ""
         what = facts.error or "/v1/models lists no models"
         return f"something else than the engine answers there: {what}"
 
     def _is_another(self, facts: Facts) -> bool:
-        """By what tells processes apart where they do not tell when they began: version and models."""
+        """Return whether version, models or model root differ, for engines that do not report a start time."""
         before = self._known
         known = set(base_names(before.models))
         now = set(base_names(facts.models))
@@ -466,7 +486,7 @@ class Watch:
         if facts.scrape:
             self._scraped_at = monotonic()
             replica.cache_dtype = facts.scrape.cache_dtype
-            if "version" not in facts.silent:  # which says whether the page would tell
+            if "version" not in facts.silent:  # the version decides whether the page would show it
                 replica.unable = facts.told.unable
                 given, replica.looks_to_end = replica.launched_to_drop, facts.told.looks_to_end
                 replica.finds_parts, replica.takes_priority = facts.told.finds_parts, facts.told.takes_priority
@@ -475,7 +495,7 @@ class Watch:
         replica.num_blocks = facts.num_blocks or replica.num_blocks
         if "version" not in facts.silent:
             replica.page_size = facts.told.page_size
-        if self.given or facts.sources is not None:  # a late answer is no news about where events are
+        if self.given or facts.sources is not None:  # a late answer says nothing about where events are
             self.sources = facts.events(self.access.events, len(self.sources))
         replica.events = self.sources[0]
         duplicate = self.duplicate(facts.scrape.created if facts.scrape else None)
@@ -501,12 +521,14 @@ class Watch:
 
     @property
     def _moved(self) -> bool:
-        """Whether the engine answers at another address than its replica is known at."""
+        """Whether the engine answers at another address than its replica has."""
         return bool(self.replica.address) and self.replica.address != self.access.address
 
     def _follow_incarnation(self, scrape: Scrape | None, another: bool) -> bool:
-        """Another process behind the port means another, empty cache; whether it is one. `another`: by what it
-        serves."""
+        """Name the incarnation and report a restart; return whether there was one.
+
+        Another process has another, empty cache. `another`: what it serves differs from before.
+        """
         replica = self.replica
         before, left, moved = replica.incarnation, replica.address, self._moved
         replica.address = self.access.address
@@ -522,10 +544,12 @@ class Watch:
         return True
 
     def _name(self, started: float | None, another: bool, moved: bool) -> str:
-        """The incarnation's name: when the process began, which every gateway reads alike; else its pid,
-        if it is ours; else a count of the times it came back after nobody had listened. One incarnation
-        keeps its name, also when a later scrape tells more or less. At another address is another one, whatever it
-        tells: if it began at the same time, the address stands behind "@" here, and other gateways leave that out."""
+        """Return the incarnation's name: the process's start time, which every gateway reads alike.
+
+        Without one it is the pid if we launched it, else a count of its returns after refused connections. One
+        incarnation keeps its name even if a later scrape reports more or less. An engine at another address is another
+        incarnation: if it has the same start time, "@" and its address are appended, which other gateways leave out.
+        """
         replica, known = self.replica, self.replica.incarnation
         if replica.managed:
             if replica.pid == self._named_pid:
@@ -550,16 +574,18 @@ class Watch:
         elif verdict is Verdict.LEAVING:
             self.tell(replica, Event.LEAVES, reason)
         elif replica.state is State.DEGRADED and self.progress.stalled(now):
-            pass  # it was told why: requests that were taken away from it since are no other reason
+            pass  # reported already; requests that were taken from it since then are no new reason
         elif verdict is Verdict.TROUBLE:
-            if replica.state is not State.LEAVING or self.health.stayed:  # a late look does not show that it stays
+            if replica.state is not State.LEAVING or self.health.stayed:  # a late probe does not show that it stays
                 self.tell(replica, Event.TROUBLE, reason)
         elif replica.state is State.DEGRADED or (replica.state is State.LEAVING and self.health.answers):
             self.tell(replica, Event.SERVES, "answers probes again")
 
     def _lost(self, now: float, reason: str) -> None:
-        """A refused connection alone does not get our own engine killed: were its process dead, the
-        supervisor would know. Only one that stays silent is."""
+        """Report the replica as gone, and restart an engine that we launched if it hangs.
+
+        A refused connection alone does not restart it: if its process were dead, the supervisor would know.
+        """
         replica = self.replica
         alive = " though its process is alive" if replica.managed and replica.pid else ""
         if replica.state in (State.WARMING, *IN_USE):
@@ -569,9 +595,9 @@ class Watch:
 
 
 async def _set_within(seconds: float, event: asyncio.Event) -> bool:
-    """Wait until `event` is set, so long at most; whether it is."""
+    """Wait until `event` is set, for at most `seconds`; return whether it is set."""
     try:
-        # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the event.
+        # Not `wait_for`: in Python 3.11 it swallows a cancellation that arrives together with the event.
         async with asyncio.timeout(seconds):
             return await event.wait()
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""YAML that a person wrote: whatever cannot be read in it is a `NotYaml`, which says where."""
+"""YAML that a person wrote: an error in it is a `NotYaml`, which says where."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class NotYaml(ValueError):
-    """A text is no YAML. `line` counts from 1."""
+    """The text is not YAML. `line` counts from 1."""
 
     def __init__(self, line: int, reason: str):
         super().__init__(f"line {line} is not YAML: {reason}")
@@ -26,18 +26,18 @@ class Loader(yaml.SafeLoader):
         try:
             value = super().construct_object(node, deep)
             if isinstance(value, int):
-                str(value)  # no error could show what has more digits than Python writes, as 0xff... may
+                str(value)  # raises for 0xff... of more digits than Python writes, which no message could show
             return value
-        except ValueError as error:  # of int(), str() and date(), for what only looks like a number or a date
+        except ValueError as error:  # of int(), str() and date(), for a scalar that only looks like a number or a date
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
-        except (LookupError, AttributeError):  # of PyYAML, for a scalar that is not of the kind its tag says
+        except (LookupError, AttributeError):  # of PyYAML, for a scalar that does not fit its tag
             problem = f"{node.value!r} is no {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """YAML itself would take the last of two equal keys, and nobody would see that the first says nothing."""
+        """Build a mapping; refuse equal keys, of which YAML would silently take the last."""
         keys: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # else YAML says what it is instead
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # PyYAML refuses all else
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 if key.value in keys:
                     problem = f"{key.value!r} is there twice; keep one of them"
@@ -48,14 +48,14 @@ class Loader(yaml.SafeLoader):
 
 @contextmanager
 def reading(text: str) -> Iterator[Loader]:
-    """A loader of this text, to be used within. Raises NotYaml."""
+    """Yield a loader of this text. Raises NotYaml."""
     loader = None
     try:
         loader = Loader(text)
         yield loader
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        line = min(line, text.rstrip().count("\n") + 1)  # the end of a text is found behind its last line
+        line = min(line, text.rstrip().count("\n") + 1)  # PyYAML marks the end of a text after its last line
         raise NotYaml(line, error.problem or str(error)) from None
     except yaml.reader.ReaderError as error:
         raise NotYaml(text.count("\n", 0, error.position) + 1, f"{error.reason}, here {error.character:#04x}") from None
@@ -67,6 +67,6 @@ def reading(text: str) -> Iterator[Loader]:
 
 
 def load(text: str) -> Any:
-    """What the text says. Raises NotYaml."""
+    """Return the content of a YAML text. Raises NotYaml."""
     with reading(text) as loader:
         return loader.get_single_data()

@@ -12,17 +12,17 @@ from replicas.engines.vllm import VLLM
 from replicas.engines.vllm.transfer import MOONCAKE, NIXL, NIXL_UNCHECKED
 
 DIALECTS: list[EngineDialect] = [SIMULATED, SGLANG, VLLM]
-DEFAULT: EngineDialect = VLLM  # what an engine that tells nothing of its kind is taken for
+DEFAULT: EngineDialect = VLLM  # assumed for an engine that does not report its kind
 
-# Ways of moving prompts' caches that an operator can name, whatever kind of engine is behind a URL.
+# The transfers of KV cache that an operator can name, whatever kind of engine is behind a URL.
 TRANSFERS: dict[str, Transfer] = {one.id: one for one in (NIXL, NIXL_UNCHECKED, MOONCAKE, LLMD)}
 
 
 def recognize(answers: Mapping[str, Answer]) -> EngineDialect:
-    """The dialect of an engine that answers so."""
+    """Return the dialect of an engine from its answers, by path."""
     return next((one for one in DIALECTS if one.speaks(answers)), DEFAULT)
 
 
 def by_id(id: str) -> EngineDialect:
-    """A dialect by its id. Raises KeyError."""
+    """Return the dialect of this id. Raises KeyError."""
     return {one.id: one for one in DIALECTS}[id]

@@ -1,6 +1,6 @@
-"""EngineDialect: all that differs from one kind of inference engine to another, in one object.
+"""EngineDialect: all that differs between kinds of inference engines, in one object.
 
-The rest of the house names no engine: it asks the dialect that a replica carries. What every engine has in common is
+The rest of the project names no engine: it uses the dialect that a replica carries. What all engines have in common is
 not here: OpenAI's endpoints, /health, Prometheus' text format, msgpack over ZMQ.
 """
 
@@ -17,8 +17,7 @@ from replicas.problems import Problem, Remedies
 
 
 class EventRecords(Protocol):
-    """The types that decoded KV events are made of. They are `cachemap.events.records`', which this room may not
-    import."""
+    """The types of decoded KV events: those of `cachemap.events.records`, which this package may not import."""
 
     Batch: Callable[..., Any]
     Stored: Callable[..., Any]
@@ -31,89 +30,100 @@ ANY_PATH, ERROR = "", "error"
 
 
 class Sources(NamedTuple):
-    """Where an engine publishes KV events, by its own account."""
+    """The KV event sources of an engine, by its own report."""
 
-    by_rank: dict[int, EventSource | None] | None  # None: it could not be asked
+    by_rank: dict[int, EventSource | None] | None  # None: the report could not be read
     problems: dict[str, Problem]  # "events", "replay", "role"
 
 
 class Told(NamedTuple):
-    """What an engine tells of itself beside /v1/models and /metrics, None where it does not. It counts before what
-    /metrics says of the same."""
+    """The facts that an engine reports besides /v1/models and /metrics; None where it does not.
+
+    They take precedence over the same figures in /metrics.
+    """
 
     version: str | None = None
-    root: str | None = None  # where it has its model from: a folder, or a name on the hub
+    root: str | None = None  # where it loaded its model from: a folder, or a name on the hub
     block_size: int | None = None  # tokens of a block of the map: a multiple of its page
-    num_blocks: int | None = None  # of that size that its cache has room for
-    # Tokens of the parts in which it caches and finds prompts, where they may be smaller than blocks.
+    num_blocks: int | None = None  # capacity of its cache in blocks of that size
+    # Tokens of the parts that its cache can match, if these may be smaller than blocks.
     page_size: int | None = None
     prefix_caching: bool | None = None
-    unable: frozenset[str] = frozenset()  # ids of ways of moving caches for which it was started without a connector
-    drops_block: bool = False  # it most likely computes the last block of what it finds again (EAGLE, MTP)
-    # Where it does and has several cache groups: it looks for the block that ends with the prompt's last token too.
+    unable: frozenset[str] = frozenset()  # ids of transfers for which it was started without a connector
+    drops_block: bool = False  # it most likely recomputes the last block of a cache hit (EAGLE, MTP)
+    # Where it drops a block and has several cache groups: it looks up the block that ends with the prompt's last token
+    # too.
     looks_to_end: bool = True
-    finds_parts: bool = True  # of full attention's blocks, where Mamba's are smaller
-    takes_priority: bool = False  # requests may carry a priority: it schedules by it, or ignores it
+    finds_parts: bool = True  # hits may end within a block of full attention, where Mamba's blocks are smaller
+    takes_priority: bool = False  # requests may carry a priority, which it schedules by or ignores
 
 
 class PeerPull(Protocol):
-    """How a request is told to take the beginning of its prompt from another engine's memory. Without state."""
+    """The edit of a request that makes its engine fetch the prompt's beginning from another's memory. Stateless."""
 
     def body(self, body: bytes, peer: str, id: str) -> bytes | None:
-        """The client's body with where that is, HOST:PORT; `id`: of this pull, nobody else's. None: it says something
-        of transfers itself."""
+        """Return the client's body with the address of that engine, or None if it has transfer parameters of its own.
+
+        `peer`: HOST:PORT; `id`: an id that is unique to this fetch.
+        """
 
 
 class EngineDialect(Protocol):
-    """One kind of engine. It has no state: there is one object for all replicas of the kind."""
+    """One kind of engine. It is stateless: one object serves all replicas of the kind."""
 
     id: str  # in profiles (`engine: ...`) and between processes
     name: str  # for people
-    paths: tuple[str, ...]  # what a full probe asks besides /health, /v1/models, /version and /metrics
-    health_seconds: float  # that /health takes, where it is answered late though all is well
+    paths: tuple[str, ...]  # read by a full probe besides /health, /v1/models, /version and /metrics
+    health_seconds: float  # extra time for /health, if a healthy engine may answer it late
     metrics: MetricNames
     remedies: Remedies
     log: LogGrammar
-    rank_header: str  # chooses the data-parallel rank that computes a request ...
-    rank_paths: tuple[str, ...]  # ... posted to these paths; elsewhere the engine takes the rank it likes
-    # what stands before and after the prompt's token ids in a chat's JSON object
+    rank_header: str  # selects the data-parallel rank that computes a request ...
+    rank_paths: tuple[str, ...]  # ... posted to these paths; elsewhere the engine chooses the rank
+    # the text before and after the prompt's token ids in a chat's JSON object
     chat_token_ids: tuple[bytes, bytes] | None
-    # With `Told.takes_priority` a request posted to these paths may have a `priority` in its body, the lower first. The
-    # header, in lower case, would count before it: it is sent to the paths whose bodies have no such field.
+    # With `Told.takes_priority` a request posted to these paths may have a `priority` in its body; lower goes first.
+    # The header (in lower case) would take precedence: it is sent to the paths whose bodies have no such field.
     priority_paths: tuple[str, ...]
     priority_header: bytes | None
     priority_header_paths: tuple[str, ...]
-    limits_path: str  # tells the scheduler's limits, where the operator allows it
+    limits_path: str  # reports the scheduler's limits, if the operator allows it
     transfer: Transfer | None  # None: its engines pass no cache on
-    peer_pull: PeerPull | None  # None: its engines take nothing from one another's memory
-    # By the path of a request, and for ANY_PATH else: what is true of an answer of status 200 that says that the engine
-    # cut it short because it was asked to stop; for ERROR, of one of 500 or more that says the same. It gets the
-    # answer's first or last bytes, with the last event of a stream among them.
+    peer_pull: PeerPull | None  # None: its engines fetch nothing from one another's memory
+    # Tests whether the engine cut an answer short because it was asked to stop, by the request's path, ANY_PATH for all
+    # others. They apply to answers of status 200; that for ERROR applies to those of 500 or more. Each gets the
+    # answer's first or last bytes, including the last event of a stream.
     aborted: Mapping[str, Callable[[bytes], object]]
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
-        """Whether an engine that answers so is of this kind. `answers`: of a full probe, by path."""
+        """Return whether an engine with these answers to a full probe, by path, is of this kind."""
 
     def told(self, answers: Mapping[str, Answer]) -> Told:
-        """What it says of itself in `answers`."""
+        """Return what the engine reports about itself."""
 
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
-        """Where it publishes KV events, as seen from `host`'s clients."""
+        """Return where it publishes KV events; `host` is the engine's host as clients reach it."""
 
     def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
-        """Return a function that makes `records.Batch` of one message's payload, and raises `records.EventError` if it
-        is none."""
+        """Return a function that decodes one message's payload into a `records.Batch`.
+
+        The function raises `records.EventError` if the payload is no batch.
+        """
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
-        """In what this version makes a prompt otherwise than the newest: fields of
-        `gateway.prompt.quirks.VersionQuirks`."""
+        """Return how this version prepares prompts differently from the newest.
+
+        The keys are fields of `gateway.prompt.quirks.VersionQuirks`.
+        """
 
     def has_random_hash_seed(self, version: str | None) -> bool:
-        """Whether this version's processes call the same block by different hashes, unless they are told a seed."""
+        """Return whether processes of this version hash the same block differently, unless they are given a seed."""
 
     def launch_profile(self) -> type[LaunchProfile] | None:
-        """The class of the profiles that start it, None if none do. Imported when it is asked for: those who only adopt
-        need not pay for it."""
+        """Return the class of launch profiles, or None if the engine cannot be launched.
+
+        The class is imported on call: adopting engines does not need it.
+        """
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`max_num_seqs` and `max_num_batched_tokens` out of what `limits_path` tells; {} if it does not."""
+        """Return `max_num_seqs` and `max_num_batched_tokens` from the answer of `limits_path`; {} if it lacks them."""

@@ -1,20 +1,21 @@
-"""The header that llm-d's sidecar is told the prefiller by.
+"""The header that names the prefiller to llm-d's sidecar.
 
-Read in the sources of llm-d-router (`pkg/sidecar/proxy`). The sidecar stands before each decoder. A request whose
-`x-prefiller-host-port` names a prefiller it sends there first, for one token, and then to its decoder with what the
-prefiller said; by which connector (NIXL, Mooncake, SGLang's) is its own setting. Where the prefiller fails the client
-gets the prefiller's status, and 403 for one that is not on the sidecar's list. Without the header it passes requests on
-as they are, so whole requests and probes go through it as well.
+Read in the sources of llm-d-router (`pkg/sidecar/proxy`). The sidecar is in front of each decoder. It sends a request
+whose `x-prefiller-host-port` names a prefiller there first, for one token, and then to its decoder with the prefiller's
+parameters; the connector (NIXL, Mooncake, SGLang's) is its own setting. If the prefiller fails, the client gets the
+prefiller's status; it gets 403 for a prefiller that is not on the sidecar's list. The sidecar forwards requests without
+the header unchanged, so whole requests and probes go through it as well.
 """
 
 from replicas.engines.transfer import Transfer
 
-# A request with one of these can have no legs; text that happens to look like one stays whole, which is never wrong.
+# A request with one of these cannot be split. Text that only looks like one is sent whole as well, which is always
+# correct.
 _WHOLE = (b'"kv_transfer_params"', b'"use_beam_search"', b'"background"', b'"bootstrap_room"')
 
 
 class Sidecar(Transfer):
-    """One request, which the sidecar makes two of."""
+    """One request, which the sidecar splits into two."""
 
     id = "llm-d"
     name = "llm-d's sidecar"

@@ -1,7 +1,7 @@
-"""How engines pass a prompt's KV cache on: what is written into the two legs of a request.
+"""The ways to pass a prompt's KV cache on: the bodies of a request's two legs (prefill and decode).
 
-`Transfer` is what all ways have in common; each way is a subclass that states what is otherwise there. A way has no
-state, and there is one object of each.
+`Transfer` has what all kinds have in common; each kind is a subclass with its differences. A transfer is stateless, and
+there is one object of each kind.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import orjson
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-# What limits the answer of each API; the first is written where the client gives none.
+# The fields that limit the answer in each API; the first is set if the client gave none.
 _LIMITS = {
     CHAT: ("max_completion_tokens", "max_tokens"),
     COMPLETIONS: ("max_tokens",),
     RESPONSES: ("max_output_tokens",),
     MESSAGES: ("max_tokens",),
 }
-PATHS = frozenset(_LIMITS)  # posted to these, a request can have two legs, or take its beginning from a peer
-# What speaks of the rest of the answer: it would be refused beside a limit of one token, or makes the answer larger.
+PATHS = frozenset(_LIMITS)  # a request posted to these can have two legs, or fetch its beginning from a peer
+# Fields about the rest of the answer: refused with a limit of one token, or a waste in the first leg's answer.
 _LATER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "echo")
 
 
 class Meeting(NamedTuple):
-    """Where the engine that writes an answer finds the one that computes its prompt, while that computes it."""
+    """The place where the decoding engine finds the one that computes its prompt, while it is computed."""
 
     host: str
     port: int
@@ -34,63 +34,65 @@ class Meeting(NamedTuple):
 
 
 class Transfer(ABC):
-    """How engines of one kind pass a prompt's KV cache on. The first leg goes to the replica that computes the prompt,
-    the second to the one that writes the answer, whose bytes the client gets.
+    """A way in which engines of one kind pass a prompt's KV cache on.
 
-    By default one leg follows the other: what `parameters` reads in the first one's answer goes into the second one's
-    body. Where there is a `header` the gateway sends the request once.
+    The first leg goes to the replica that computes the prompt, the second to the one that writes the answer, whose
+    bytes the client gets. By default the second leg follows the first: what `parameters` reads in the first answer goes
+    into the second body. With a `header` the gateway sends the request once.
     """
 
-    id = ""  # for operators: `#transfer=ID` behind a replica's URL
-    name = ""  # for people
-    lease_seconds = 30.0  # the first replica keeps the cache so long for the second one to fetch
-    # A request goes once, to what stands before the second replica, and this header of it names the first one
-    # (HOST:PORT), where the prompt is to be computed; b"" where the gateway sends both legs. Of such a way `first_body`
-    # only says whether a request can have legs, and `parameters` is not asked.
+    id = ""  # for operators: `#transfer=ID` in a replica's URL
+    name = ""  # for messages
+    lease_seconds = 30.0  # how long the first replica keeps the cache for the second to fetch
+    # The request goes once, to a proxy in front of the second replica, and this header names the first (HOST:PORT),
+    # which is to compute the prompt; b"" if the gateway sends both legs. With a header `first_body` only decides
+    # whether a request can be split, and `parameters` is not called.
     header = b""
-    # What of `replicas.pairing.Traits` has to be the same in two engines, for one to fetch from the other, and block
-    # sizes that fit; () where that is not known.
+    # The fields of `replicas.pairing.Traits` that have to be equal for one engine to fetch from another, besides block
+    # sizes that fit; () if unknown.
     compares: tuple[str, ...] = ()
 
     @abstractmethod
     def first_body(self, path: str, body: bytes) -> bytes | None:
-        """The first leg's body: of the same prompt, one token, in one piece, to be passed on. None: this request can
-        have no legs."""
+        """Return the first leg's body: the same prompt for one token, not streamed; None if it cannot be split."""
 
     def parameters(self, answer: bytes) -> bytes | None:
-        """What the second leg needs of the first one's answer, as members of a JSON object; None where the engine did
-        not keep the cache, b"" where there is nothing to go on with, since the answer ended with its first token.
-        Raises ValueError if that is no answer at all."""
+        """Return what the second leg needs from the first one's answer, as members of a JSON object.
+
+        None if the engine did not keep the cache; b"" if the answer ended with its first token, so that no second leg
+        is needed. Raises ValueError if `answer` is not a valid answer.
+        """
         return None
 
     def fetched_from(self, parameters: bytes) -> str:
-        """Where the second replica connects to for the cache, HOST:PORT by what the first one says; "" if it does not
-        say that."""
+        """Return where the second replica fetches the cache, HOST:PORT from `parameters`; "" if they do not say."""
         return ""
 
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
-        """The second leg's body, which is the client's but for where the cache comes from."""
+        """Return the second leg's body: the client's, with the source of the cache."""
         return with_first(body, parameters)
 
 
 class MeetingTransfer(Transfer):
-    """One whose legs are sent at once: what both need to find each other goes into both bodies."""
+    """A transfer whose legs are sent at once: both bodies get what the engines need to find each other."""
 
-    meets_at: int  # the port at which a replica is met where its URL does not tell
-    ids_path: str  # tells the ids of the engines there
+    meets_at: int  # the port of a replica's bootstrap server if its URL gives none
+    ids_path: str  # the path that reports the ids of the engines there
 
     @abstractmethod
     def meet(self, meeting: Meeting) -> tuple[bytes, bytes]:
-        """Members of the first and of the second leg's JSON object, with which the two find each other. Each call is
-        another rendezvous: one that failed is never used again."""
+        """Return members of the two legs' JSON objects with which the engines find each other.
+
+        Each call makes a new rendezvous: a failed one is never reused.
+        """
 
     @abstractmethod
     def engine_ids(self, told: dict[str, Any]) -> dict[int, str]:
-        """The engines' ids by data-parallel rank, by what `ids_path` tells."""
+        """Return the engines' ids by data-parallel rank, from the answer of `ids_path`."""
 
 
 def one_token(path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """The request, for one token in one piece. It is changed."""
+    """Change a request to one token, not streamed, and return it."""
     limits = _LIMITS[path]
     for name in _LATER:
         request.pop(name, None)
@@ -102,8 +104,10 @@ def one_token(path: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_sequence(body: bytes, field: str) -> dict[str, Any] | None:
-    """The request that a body has; None where it can have no legs: several sequences cannot share one transfer, and one
-    that brings `field` is another gateway's leg."""
+    """Return the request in a body, or None if it cannot be split.
+
+    Several sequences cannot share one transfer, and a request with `field` is already a leg of another gateway's.
+    """
     request = json_object(body)
     if request is None or field in request or request.get("n") not in (None, 1):
         return None
@@ -111,7 +115,7 @@ def one_sequence(body: bytes, field: str) -> dict[str, Any] | None:
 
 
 def with_first(body: bytes, members: bytes) -> bytes:
-    """A JSON object with these members in front, as it was received else: the prompt is not written again."""
+    """Return a JSON object with these members in front; the rest is not serialized again."""
     at = body.index(b"{") + 1
     return b"".join((body[:at], members, b",", body[at:]))
 

@@ -1,4 +1,4 @@
-"""SGLang: `SGLANG` is its dialect. Read in the sources of 0.5.4 and 0.5.23; `docs/engines.md` says what was tried."""
+"""SGLang: `SGLANG` is its dialect. Read in the sources of 0.5.4 and 0.5.23; `docs/engines.md` lists what was tested."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,23 +31,23 @@ REMEDIES = Remedies(
 
 
 class Sglang:
-    """The dialect of SGLang; `replicas.engines.dialect.EngineDialect` says what each part is."""
+    """The dialect of SGLang; see `replicas.engines.dialect.EngineDialect` for each part."""
 
     id = "sglang"
     name = "SGLang"
     paths = facts.PATHS
-    health_seconds = 3.0  # it looks once a second whether anything was computed since it was asked
+    health_seconds = 3.0  # it checks once a second whether anything was computed since the request
     metrics = metrics.NAMES
     remedies = REMEDIES
     log = PLAIN
-    rank_header = "X-Data-Parallel-Rank"  # before the `routed_dp_rank` of a body
+    rank_header = "X-Data-Parallel-Rank"  # takes precedence over `routed_dp_rank` in a body
     rank_paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
     chat_token_ids = (b'"input_ids":', b"")
     priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = "/server_info"
     transfer = None
     peer_pull = None
-    aborted = aborts.ABORTED  # as vLLM's: the finish reason "abort"
+    aborted = aborts.ABORTED  # like vLLM's: the finish reason "abort"
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
         return bool(facts.info(answers)) or b"\n" + self.metrics.prefix.encode() in answers["/metrics"].body
@@ -62,8 +62,10 @@ class Sglang:
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
-        """Return what 0.5.23 was seen to make differently, which all versions are taken to do: chats are held against
-        what the engine makes itself. What it writes by rules in its code has not been compared."""
+        """Return the differences that 0.5.23 showed, assumed for all versions.
+
+        Chats are compared with the engine's own prompts. What it builds by rules in its code has not been compared.
+        """
         return {
             "between_parts": " ",
             "tools_as_given": True,
@@ -76,15 +78,15 @@ class Sglang:
         }
 
     def has_random_hash_seed(self, version: str | None) -> bool:
-        """Its keys are SHA-256 of the tokens, in all processes alike."""
+        """Return False: its keys are SHA-256 of the tokens, the same in all processes."""
         return False
 
     def launch_profile(self) -> None:
-        """It is adopted only."""
+        """Return None: SGLang is only adopted."""
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         step = told.get("chunked_prefill_size") or 0
-        if not isinstance(step, int) or step <= 0:  # prompts are not cut
+        if not isinstance(step, int) or step <= 0:  # prompts are not split
             step = told.get("max_prefill_tokens")
         return {"max_num_seqs": told.get("max_running_requests"), "max_num_batched_tokens": step}
 

@@ -1,8 +1,8 @@
-"""SGLang's cache events off the wire: batches as vLLM's, of pages instead of blocks.
+"""SGLang's KV events: batches like vLLM's, with pages in place of blocks.
 
-Events are arrays or maps; fields at the end that say nothing are left out. An array may end with a map of what is told
-besides, a salt for one. Keys are signed. Each page may come in an event of its own, so those that follow on are put
-together. With EAGLE a page's tokens are pairs, of each token and the next one.
+Events are arrays or maps, without trailing empty fields. An array may end with a map of further values, such as a salt.
+Keys are signed. Each page may come in an event of its own, so consecutive ones are merged. With EAGLE a page's tokens
+are pairs, of each token and the next one.
 """
 
 from array import array
@@ -23,7 +23,7 @@ class Decoder(ArraysAndMaps):
 
     def _stored(self, event: Stored) -> Any:
         salt = getattr(event, "cache_salt", None)
-        if isinstance(event.lora_name, dict):  # arrays end with a map of what is not told in a field of its own
+        if isinstance(event.lora_name, dict):  # arrays end with a map of the values that have no field
             told = event.lora_name
             event.lora_name, salt = _text(told.get("lora_name")), _text(told.get("cache_salt"))
         tokens: list[Any] = event.token_ids or []
@@ -32,7 +32,7 @@ class Decoder(ArraysAndMaps):
             event.token_ids = [pair[0] for pair in tokens]
         stored = super()._stored(event)._replace(together=1, below=False)
         if salt and event.parent_block_hash is None and stored.keys:
-            # told with every event of the prompt; what a prompt begins with covers it, and the chain carries it on
+            # Sent with every event of the prompt; only the first block needs it, and the chain of hashes carries it on.
             stored = stored._replace(extra=[[salt], *[None] * (len(stored.keys) - 1)])
         return stored._replace(ahead=array("I", [pair[1] for pair in tokens]).tobytes()) if pairs else stored
 
@@ -42,7 +42,7 @@ def _text(packed: msgspec.Raw | None) -> str | None:
 
 
 def _together(events: list[Any]) -> list[Any]:
-    """The same with fewer events: a page's tokens come behind those of the page before it."""
+    """Merge records of pages that directly follow each other."""
     found: list[Any] = []
     keys: list[Any] = []
     tokens: list[bytes] = []
@@ -70,7 +70,7 @@ def _together(events: list[Any]) -> list[Any]:
 
 
 def _of_one_kind(one: Any, other: Any) -> bool:
-    """Whether two records of stored pages say the same of all that is not told page by page."""
+    """Return whether two records of stored pages agree in everything that does not vary by page."""
     return other == one._replace(
         keys=other.keys, parent=other.parent, tokens=other.tokens, extra=other.extra, ahead=other.ahead
     )

@@ -1,5 +1,7 @@
-"""What SGLang tells of itself in /server_info, which older versions call /get_server_info: how it was started, in one
-object with what its schedulers told when they were ready."""
+"""The facts in SGLang's /server_info, which older versions call /get_server_info.
+
+It has the server's arguments, and what its schedulers reported when they were ready.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +17,9 @@ from replicas.names import bracketed
 from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Remedies
 
 PATHS = ("/server_info", "/get_server_info")
-BLOCK = 16  # tokens of a block of the map at least: smaller pages are put together to such blocks
-# Fields of a body that it reads and the gateway does not, or not as SGLang does; and those of vLLM's that it passes
-# over. Of these with `extra_key` and `lora_path` in its cache's keys its events do not tell.
+BLOCK = 16  # least tokens of a block of the map: smaller pages are combined to such blocks
+# Fields of a body that affect the prompt and that the gateway does not read as SGLang does, and those of vLLM's that
+# SGLang ignores. SGLang's cache keys cover `extra_key` and `lora_path`, but its events do not report them.
 UNFOLLOWED = frozenset(
     """
     extra_key lora_path session_params task reasoning reasoning_effort continue_final_message input_embeds
@@ -29,7 +31,7 @@ WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 
 def info(answers: Mapping[str, Answer]) -> dict[str, Any]:
-    """{} if it does not tell, or is another engine."""
+    """Return the server's info; {} if there is none, or it is another engine's."""
     for path in PATHS:
         told = answers[path].json() if answers[path].status == 200 else {}
         if "page_size" in told and "max_total_num_tokens" in told:
@@ -61,7 +63,7 @@ def _number(value: Any) -> int | None:
 
 
 def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sources:
-    """Where each data-parallel rank publishes: the ports of the first one's, and the rank added to them."""
+    """Return where each data-parallel rank publishes: at the first rank's ports plus the rank."""
     found = info(answers)
     if not found:
         asked = answers[PATHS[0]]
@@ -69,7 +71,7 @@ def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sou
         return Sources(
             None if asked.status == 0 or asked.status >= 500 else {}, {"events": Problem(why, remedies.unlisted)}
         )
-    ranks = min(_number(found.get("dp_size")) or 1, MOST_RANKS + 1)  # one more than are believed
+    ranks = min(_number(found.get("dp_size")) or 1, MOST_RANKS + 1)  # one more than are accepted
     problems = _half(found.get("disaggregation_mode"))
     try:
         configured = _configured(found.get("kv_events_config"), host)
@@ -84,16 +86,18 @@ def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sou
 
 
 def _half(mode: Any) -> dict[str, Problem]:
-    """What is wrong with an engine that was started for one leg of requests."""
-    if mode not in ("prefill", "decode"):  # "null" without one
+    """Return the problem that the engine was started for prefill or decode only."""
+    if mode not in ("prefill", "decode"):  # "null" for neither
         return {}
     what = f"it was started with --disaggregation-mode {mode}, so it refuses every request that names no bootstrap room"
     return {"role": Problem(what, "start SGLang without --disaggregation-mode: nobody here names such rooms")}
 
 
 def _described(told: Any, host: str) -> EventSource | None:
-    """Return where events are published by the description that newer versions give of their publisher. It does not
-    say whether the publisher binds that address or connects to it, which is up to `_configured`."""
+    """Return the event source from the publisher's description in newer versions, or None.
+
+    It does not say whether the publisher binds that address or connects to it; `_configured` does.
+    """
     if not isinstance(told, dict) or told.get("publisher") != "zmq":
         return None
     where, port, replay = (
@@ -111,8 +115,10 @@ def _described(told: Any, host: str) -> EventSource | None:
 
 
 def _configured(given: Any, host: str) -> EventSource | None:
-    """Return where events are published by the flag that the engine was started with. Raises ValueError if it connects
-    to that address, so that nobody can subscribe there."""
+    """Return the event source from the engine's command line, or None.
+
+    Raises ValueError if the publisher connects to that address, so that nobody can subscribe there.
+    """
     try:
         config = orjson.loads(given) if isinstance(given, str) else None
     except ValueError:
@@ -136,7 +142,7 @@ def _configured(given: Any, host: str) -> EventSource | None:
 
 
 def _host(endpoint: str) -> str | None:
-    """None for what is not TCP."""
+    """Return the host of a TCP endpoint, None for any other."""
     scheme, _, rest = endpoint.partition("://")
     return rest.rpartition(":")[0] if scheme == "tcp" else None
 

@@ -1,4 +1,4 @@
-"""What SGLang calls its series (with --enable-metrics)."""
+"""SGLang's names of the series (with --enable-metrics)."""
 
 from replicas.metrics import MetricNames
 
@@ -11,7 +11,7 @@ NAMES = MetricNames(
     prefix_hits=(b"sglang:cached_tokens_total",),
     prompted=(b"sglang:prompt_tokens_total",),
     generated=(b"sglang:generation_tokens_total",),
-    # Its page has none of the process's own series, so that a restart shows in other ways.
+    # Its page has no series of the process itself, so a restart is detected in other ways.
     started=(b"process_start_time_seconds",),
     cache_config=b"sglang:cache_config_info",
     block_size=b"page_size",

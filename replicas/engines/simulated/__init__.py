@@ -1,5 +1,7 @@
-"""The simulated engine: `SIMULATED` is its dialect. On the wire it imitates vLLM, so that every client of vLLM can be
-tried with it; it is started and set otherwise."""
+"""The simulated engine: `SIMULATED` is its dialect.
+
+On the wire it imitates vLLM, so that every client of vLLM can be tested with it; only its launch and settings differ.
+"""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The profile of `python -m replicas.simulated`."""
+"""The launch profile of `python -m replicas.simulated`."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from replicas.tables import Table
 
 
 class SimProfile(Table):
-    """`python -m replicas.simulated`."""
+    """The fields of a profile of the simulated engine."""
 
     engine: Literal["sim"]
     description: str = ""
@@ -57,7 +57,7 @@ class SimProfile(Table):
         return self.kv_connector if isinstance(self.kv_connector, str) else ""
 
     def bootstrap(self, ports: Ports) -> int:
-        return ports.http if self.transfer else 0  # it is found where it answers
+        return ports.http if self.transfer else 0  # it is found where it answers requests
 
     @property
     def traits(self) -> Traits:
@@ -73,13 +73,13 @@ class SimProfile(Table):
 
     def unlike(self, decoder: Self) -> list[str]:
         if self.transfer == decoder.transfer:
-            return []  # what is moved is told in tokens
+            return []  # the caches that move are given in tokens
         return [
             f"kv_connector is {self.kv_connector} in one and {decoder.kv_connector} in the other: give both the same"
         ]
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
-        """The profile as this machine can run it, and each replica's own environment."""
+        """Return the profile, and an empty environment for each replica: it needs no devices."""
         return self, [{}] * count
 
     def command(self, host: str, ports: Ports, model: Model) -> Command:
@@ -110,14 +110,14 @@ class SimProfile(Table):
         return Command(argv + self.extra_args, _with_import_path(self.env))
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
-        """Where the engine publishes, as far as the command line fixes it."""
+        """Return where the engine publishes KV events, or None."""
         if not self.kv_events:
             return None
         return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")
 
 
 def _with_import_path(env: dict[str, str]) -> dict[str, str]:
-    """`python -m replicas...` must find this package from any working directory."""
+    """Return the environment in which this package is found from any working directory."""
     here = str(Path(__file__).parents[3])
     given = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     return {"PYTHONUNBUFFERED": "1", **env, "PYTHONPATH": f"{here}{os.pathsep}{given}" if given else here}

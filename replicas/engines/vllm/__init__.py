@@ -1,4 +1,4 @@
-"""vLLM: `VLLM` is its dialect. Read in the sources of 0.28 to 0.32 and tried against both ends (`tests/vllm`)."""
+"""vLLM: `VLLM` is its dialect. Read in the sources of 0.28 to 0.32 and tested with both ends (`tests/vllm`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,11 +42,11 @@ REMEDIES = Remedies(
 
 
 NIXL_SERIES = b"\nvllm:nixl_"
-DRAFTS = b"\nvllm:spec_decode_num_drafts_total"  # there from the start with any speculator, ngram's too
+DRAFTS = b"\nvllm:spec_decode_num_drafts_total"  # present from the start with any speculator, ngram included
 
 
 class Vllm:
-    """The dialect of vLLM; `replicas.engines.dialect.EngineDialect` says what each part is."""
+    """The dialect of vLLM; see `replicas.engines.dialect.EngineDialect` for each part."""
 
     id = "vllm"
     name = "vLLM"
@@ -57,11 +57,10 @@ class Vllm:
     log = log.GRAMMAR
     rank_header = "X-data-parallel-rank"
     rank_paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
-    # It takes them out of this field before anything else looks at it, so that without a KV connector nothing else
-    # changes.
+    # vLLM removes this field before anything else reads it, so without a KV connector it has no other effect.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
     priority_paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-    # In 0.28 to 0.32; a version that does not know it takes such a request for one without a priority.
+    # Read by 0.28 to 0.32; versions that do not know it ignore it.
     priority_header, priority_header_paths = b"x-vllm-priority", ("/v1/messages",)
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
     transfer = NIXL

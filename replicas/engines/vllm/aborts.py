@@ -1,13 +1,13 @@
-"""What vLLM's answers look like whose computation was aborted (`/pause`, `/abort_requests`), read in the sources of
-0.28 and 0.32.
+"""The signs of an aborted computation in vLLM's answers (`/pause`, `/abort_requests`).
 
-Chat and completions have the finish reason "abort". `/v1/messages` knows no such stop reason: a stream says null where
-every other end has a reason, a whole answer leaves the field out. `/v1/responses` says "cancelled" for models with
-Harmony's format (gpt-oss), and "completed" for all others, which nothing tells from an answer that is complete.
+Read in the sources of 0.28 and 0.32. Chat and completions have the finish reason "abort". `/v1/messages` has no such
+stop reason: a stream has null where every other end has a reason, a whole answer leaves the field out. `/v1/responses`
+says "cancelled" for models with Harmony's format (gpt-oss), and "completed" for all others, which cannot be
+distinguished from a complete answer.
 
-An engine that was asked to stop aborts what it has, unless it is given time for that (`--shutdown-timeout`). What it is
-newly sent it aborts too, or answers with 500 and Python's own words for an executor that takes no work any more (0.32).
-Once its core has ended, and its server not yet, it says so in words of its own (0.28 to 0.33).
+An engine that was asked to stop aborts its requests, unless it is given time for them (`--shutdown-timeout`). It aborts
+new requests too, or answers 500 with Python's message for an executor that was shut down (0.32). Once its core has
+ended, and its server has not yet, it has a message of its own (0.28 to 0.33).
 """
 
 import re
@@ -20,8 +20,8 @@ import orjson
 from replicas.engines.dialect import ANY_PATH, ERROR
 
 _STREAMED_MESSAGE = b'data: {"type":"message_delta","delta":{"stop_reason":null'
-# The end of a whole message, where `stop_reason` stands between these two otherwise. Anchored, since a tool's input may
-# hold any JSON.
+# The end of a whole message without `stop_reason`, which is otherwise between these two fields. Anchored, since a
+# tool's input may hold any JSON.
 _WHOLE_MESSAGE = re.compile(rb'"model":"(?:[^"\\]|\\.)*","usage":\{[^{}]*\}\}\s*\Z')
 # Anchored, since a model may write anything.
 _STOPPING = re.compile(
@@ -36,8 +36,8 @@ def _is_aborted_message(answer: bytes) -> bool:
 
 
 def _is_cancelled(answer: bytes) -> bool:
-    """False where the answer is not here as a whole."""
-    # A client's metadata and tools are in the answer as well, so the words alone show nothing.
+    """Return whether a response is cancelled; False if the answer is incomplete."""
+    # A client's metadata and tools are in the answer as well, so the text alone proves nothing.
     if _CANCELLED not in answer:
         return False
     _, streamed, event = answer.rpartition(b"\ndata: ")

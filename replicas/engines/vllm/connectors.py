@@ -1,4 +1,4 @@
-"""The KV connectors through which vLLM passes prompts' caches on, and what each needs to be started with.
+"""The KV connectors through which vLLM passes prompts' caches on, and the environment that each needs.
 
 Read in the sources of 0.32.0 (`distributed/kv_transfer/kv_connector/v1`).
 """
@@ -11,8 +11,8 @@ from typing import NamedTuple
 from replicas.engines.vllm.fields import Fields
 from replicas.launch.command import Ports
 
-# What NIXL's UCX moves caches by: RDMA where there is any, else TCP; zero-copy from 16 KiB on, and small messages over
-# one rail. Without a list it also tries what vLLM's memory is not registered for.
+# The transports of NIXL's UCX: RDMA if available, else TCP; zero-copy from 16 KiB on, and small messages over one rail.
+# Without a list it also tries transports for which vLLM's memory is not registered.
 UCX_GPU = {
     "UCX_TLS": "rc,rdmacm,cuda_copy,cuda_ipc,tcp",
     "UCX_RNDV_THRESH": "16384",
@@ -22,16 +22,21 @@ UCX_CPU = {"UCX_TLS": "tcp,self,sm,cma"}
 
 
 class Connector(NamedTuple):
-    """`package`: what has to be installed beside vLLM, by the name of its folder; `install`: by pip's. `transfer`: how
-    its engines pass caches on, one of `replicas.engines.TRANSFERS` by id; "": as vLLM's do if nothing is said."""
+    """One kind of KV connector.
+
+    `package`: the package that it needs besides vLLM, by its folder; `install`: by its name for pip. `transfer`: id of
+    its transfer in `replicas.engines.TRANSFERS`; "" for vLLM's default.
+    """
 
     package: str
     install: str
     transfer: str = ""
 
     def environment(self, host: str, ports: Ports, on_cpu: bool) -> dict[str, str]:
-        """Side channels of NIXL: each rank listens on the port behind that of the rank before it. Of Mooncake one
-        server tells of all ranks."""
+        """Return the environment of the connector's side channel.
+
+        With NIXL each rank listens on the port after that of the rank before it; one Mooncake server serves all ranks.
+        """
         if self is MOONCAKE:
             return {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.side), "PYTHONHASHSEED": "0"}
         return {
@@ -44,14 +49,16 @@ class Connector(NamedTuple):
 
 NIXL = Connector("nixl", "nixl")
 MOONCAKE = Connector("mooncake", "mooncake-transfer-engine", "mooncake")
-# Those that the gateway can speak for, by vLLM's name. Decoders fetch, nobody pushes.
+# The connectors that the gateway supports, by vLLM's name. With these, decoders fetch and prefillers do not push.
 CONNECTORS = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "MooncakeConnector": MOONCAKE}
 SEVERAL = "MultiConnector"
 
 
 def names(fields: Fields) -> list[str]:
-    """Return the connectors that its engines are started with: those of a MultiConnector in its place. vLLM puts the
-    one that `kv_offloading_size` stands for in the place of any other."""
+    """Return the names of the connectors that the engines are started with.
+
+    A MultiConnector is replaced by its parts. In vLLM, `kv_offloading_size` replaces any other connector by its own.
+    """
     config = fields.kv_transfer_config
     if fields.kv_offloading_size is not None:
         return ["LMCacheMPConnector" if fields.kv_offloading_backend == "lmcache" else "OffloadingConnector"]
@@ -64,13 +71,15 @@ def names(fields: Fields) -> list[str]:
 
 
 def connector_of(fields: Fields) -> Connector | None:
-    """The one that the gateway moves caches by, if there is one."""
+    """Return the connector that the gateway moves caches by, or None."""
     return next((CONNECTORS[name] for name in names(fields) if name in CONNECTORS), None)
 
 
 def installed(executable: str) -> dict[str, str]:
-    """The packages that lie beside the vLLM which a command in an environment's `bin` starts, with their versions where
-    these are told; {} where no vLLM is found there, and nothing is known."""
+    """Return the packages installed next to a vLLM command, with their versions if recorded.
+
+    `executable`: a command in an environment's `bin`; {} if there is no vLLM, and nothing is known.
+    """
     found: dict[str, str] = {}
     for folder in Path(executable).absolute().parent.parent.glob("lib/python3*/*-packages"):
         inside = {path.name for path in folder.iterdir()}

@@ -1,11 +1,11 @@
-"""vLLM's cache events off the wire: msgpack batches, decoded into the records of whoever follows them.
+"""vLLM's KV events: msgpack batches, decoded into the records of `EventRecords`.
 
-A batch is `[timestamp, events, data_parallel_rank]`, or a map of these. Newer vLLM writes an event as a map
-with its type under "type", older as an array with its type first; block hashes are ints or
-bytes. Fields unknown to us are ignored; events that cannot be read are passed over, with the reason, one by one.
+A batch is `[timestamp, events, data_parallel_rank]`, or a map of these. Newer vLLM writes an event as a map with its
+type under "type", older vLLM as an array with its type first; block hashes are ints or bytes. Unknown fields are
+ignored; events that cannot be read are skipped one by one, with the reason.
 
-Each event is decoded by the types of its fields, so that whatever else is in one ends at its first wrong byte: decoded
-as it came, 16 MiB of empty lists held up the whole process for 28 s.
+Each event is decoded by the types of its fields, so that anything else ends at its first wrong byte: decoded without
+types, 16 MiB of empty lists blocked the process for 28 s.
 """
 
 from array import array
@@ -18,24 +18,24 @@ from msgspec import Meta
 
 from replicas.engines.dialect import EventRecords
 
-# `medium`, as vLLM and the stores below it name theirs; CPU_PINNED, DISK and EXTERNAL are SGLang's, and in its older
-# versions CPU_TIER1 and CPU_TIER2, its host memory and storage.
+# `medium`, as named by vLLM and the stores below it. SGLang's names are CPU_PINNED, DISK and EXTERNAL, in older
+# versions CPU_TIER1 and CPU_TIER2, for its host memory and storage.
 TIERS = {
     "gpu": "gpu", "cpu": "cpu", "cpu_tier1": "cpu", "cpu_pinned": "cpu", "storage": "disk", "disk": "disk", "fs": "disk",
     "cpu_tier2": "disk", "obj": "remote", "external": "remote", "remote": "remote",
 }  # fmt: skip
 
-# `kv_cache_spec_kind`: what vLLM calls apart, but finds hits in by the same rule. Others stay as they are.
+# `kv_cache_spec_kind`: kinds that vLLM distinguishes, but matches by the same rule. Others are kept.
 FULL_ATTENTION, MAMBA = "full_attention", "mamba"
 GROUP_KINDS = {
     "mla_attention": FULL_ATTENTION, "sink_full_attention": FULL_ATTENTION, "sliding_window_mla": "sliding_window",
 }  # fmt: skip
 
-# Events of one batch: a step that drops 65,536 blocks of 16 tokens tells of each in an event of its own.
+# Events of one batch: a step that drops 65,536 blocks of 16 tokens reports each in an event of its own.
 MOST_EVENTS = 1 << 18
-# Of one event, for extra keys, whose types are not known before: a block of an image has about 75.
+# Limit of an event's extra keys, whose types are not known in advance: a block of an image has about 75 bytes.
 MOST_EXTRA_BYTES = 1 << 20
-# Of one event, for the tokens behind its blocks, a list for each block: decoded, a list takes 60 bytes or more.
+# Limit of an event's lookahead tokens, one list per block: decoded, a list takes 60 bytes or more.
 MOST_LOOKAHEAD_BYTES = 1 << 20
 
 Key = int | bytes
@@ -53,7 +53,7 @@ class BatchMap(Batch, array_like=False):
 
 
 class Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """The fields in the order of the array form, to which later versions only append."""
+    """A BlockStored event, with its fields in the order of the array form; later versions only append."""
 
     block_hashes: Keys
     parent_block_hash: Key | None
@@ -61,7 +61,7 @@ class Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_size: Count
     lora_id: int | None = None
     medium: str | None = None
-    lora_name: str | dict[str, msgspec.Raw] | None = None  # in SGLang's arrays a map of what it tells besides
+    lora_name: str | dict[str, msgspec.Raw] | None = None  # in SGLang's arrays a map of further values
     extra_keys: msgspec.Raw = msgspec.Raw()
     group_idx: Count | None = None
     kv_cache_spec_kind: str | None = None
@@ -101,7 +101,7 @@ EXTRA = msgspec.msgpack.Decoder(list[list[Any] | None])
 LOOKAHEAD = msgspec.msgpack.Decoder(list[Annotated[list[int], Meta(min_length=1)]] | None)
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 FLAT = {str, int, bytes, float, bool, type(None)}
-# How msgpack begins a map, and an array of more than 15 (with the bytes of its length); and its null.
+# The first bytes of a msgpack map, those of an array of more than 15 items (with the bytes of its head); and null.
 MAP_HEADS = {bytes([one]) for one in (*range(0x80, 0x90), 0xDE, 0xDF)}
 ARRAY_HEADS, NIL = {b"\xdc": 3, b"\xdd": 5}, b"\xc0"
 UNREADABLE = (TypeError, ValueError, LookupError, OverflowError, RecursionError)
@@ -114,7 +114,7 @@ class Decoder:
         self._records = records
 
     def decode(self, payload: bytes) -> Any:
-        """One batch; raises `records.EventError` if it is none."""
+        """Decode one batch. Raises `records.EventError` if the payload is none."""
         try:
             told = (BATCH_MAP if _is_map(payload) else BATCH).decode(payload)
             if not isfinite(told.ts):
@@ -141,8 +141,8 @@ class Decoder:
         kind = event.kv_cache_spec_kind or FULL_ATTENTION
         kind = GROUP_KINDS.get(kind, kind)
         if kind != FULL_ATTENTION:
-            # The tokens are those of all blocks of a step, the keys those of the blocks that are kept. The same keys in
-            # the group of full attention tell which they are, but for Mamba's within its blocks.
+            # The tokens cover all blocks of a step, the keys only the blocks that are kept. The same keys in the
+            # full-attention group identify those blocks, except for Mamba's, which are within its blocks.
             tokens = tokens if kind == MAMBA and _tier(event) == "gpu" else []
             if len(tokens) % max(size, 1):
                 raise ValueError(f"{len(tokens)} tokens for blocks of {size}")
@@ -156,7 +156,7 @@ class Decoder:
         lookahead = lookahead_tokens(event.lookahead_token_ids) if tokens else []
         if lookahead and (len(lookahead) != len(keys) or len({len(one) for one in lookahead}) != 1):
             raise ValueError(f"{len(lookahead)} lookahead_token_ids for {len(keys)} blocks")
-        copied = bool(tokens) and tier != "gpu"  # and told by its tokens
+        copied = bool(tokens) and tier != "gpu"  # a copy in a lower tier, reported with its tokens
         return self._records.Stored(
             keys,
             event.parent_block_hash,
@@ -169,13 +169,13 @@ class Decoder:
             kind,
             event.kv_cache_spec_sliding_window,
             lookahead=array("I", chain.from_iterable(lookahead)).tobytes(),
-            together=len(keys) if copied and group is not None else 1,  # an event for each of its connector's chunks
-            below=copied and group is None,  # LMCache's knows none
+            together=len(keys) if copied and group is not None else 1,  # an event for each chunk of its connector
+            below=copied and group is None,  # LMCache's events have no group
         )
 
 
 def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
-    """Return what each block's key covers besides tokens, None where no key does. Raises what `UNREADABLE` has."""
+    """Return what each block's key covers besides tokens, None if no key does. Raises one of `UNREADABLE`."""
     packed = bytes(raw)
     head = ARRAY_HEADS.get(packed[:1], 1)
     if packed.count(NIL, head) >= len(packed) - head:
@@ -190,8 +190,7 @@ def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
 
 
 def lookahead_tokens(raw: msgspec.Raw) -> list[list[int]]:
-    """Return the tokens behind each block that its key covers, [] where keys cover none. Raises what `UNREADABLE`
-    has."""
+    """Return the tokens after each block that its key covers, [] if keys cover none. Raises one of `UNREADABLE`."""
     packed = bytes(raw)
     if len(packed) > MOST_LOOKAHEAD_BYTES:
         raise ValueError(f"lookahead_token_ids of more than {MOST_LOOKAHEAD_BYTES} bytes")
@@ -203,22 +202,24 @@ def _is_map(packed: bytes | msgspec.Raw) -> bool:
 
 
 def _complaint(raw: msgspec.Raw, error: Exception) -> str:
-    """The same text for the same cause, so that it can be told once."""
+    """Return the same text for the same cause, so that it can be logged once."""
     begin = bytes(memoryview(raw)[:256])
     kind = next((name for name in KINDS if name.encode() in begin), "an event")
     return f"{kind}: {str(error)[:100]}".replace("Invalid value", "unknown type")
 
 
 def _adapter(event: Stored) -> str | None:
-    """The adapter's name. Engines too old to tell it tell a number, and what they store is at least not the base
-    model's."""
+    """Return the adapter's name, or None for the base model.
+
+    Older engines report a number only; it still keeps their blocks apart from the base model's.
+    """
     if isinstance(event.lora_name, dict):
         raise TypeError("lora_name is a map")
     return event.lora_name or (f"adapter {event.lora_id}" if event.lora_id else None)
 
 
 def _tier(event: Stored | Removed) -> str:
-    """Our name for the medium; an unknown one is taken for the slowest, as is whatever is on another machine."""
+    """Return our name for the medium: the slowest tier for an unknown one, and for any on another machine."""
     if getattr(event, "locality", None) == "REMOTE":
         return "remote"
     return TIERS.get((event.medium or "gpu").lower(), "remote")

@@ -1,6 +1,6 @@
 """The fields of a vLLM profile.
 
-Any flag of `vllm serve` is a field by its name with underscores. Most are passed on as they are, and vLLM says what is
+Any flag of `vllm serve` is a field by its name with underscores. Most are passed on unchanged, and vLLM reports what is
 wrong with them (`replicas.launch.exits` finds that in its log). Declared here are the flags that the gateway reads, and
 how the engine is started.
 """
@@ -32,7 +32,7 @@ class PassesOn(BaseModel):
 
 
 class KvTransfer(PassesOn):
-    """`--kv-transfer-config`"""
+    """The value of `--kv-transfer-config`."""
 
     kv_connector: str
     kv_role: str = "kv_both"
@@ -49,7 +49,7 @@ class Flags(PassesOn):
     prefill_context_parallel_size: PositiveInt = 1
     decode_context_parallel_size: PositiveInt = 1
     gpu_memory_utilization: float | None = None
-    # what decides with which engines a prompt's cache can be exchanged, and how much of it is found again
+    # what decides which engines can exchange a prompt's cache, and how much of it is found again
     dtype: str | None = None
     kv_cache_dtype: str | None = None
     attention_backend: str | None = None
@@ -68,7 +68,7 @@ SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
     "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size", "-sc": "--speculative-config",
 }  # fmt: skip
-# Flags that would take the engine out of the gateway's sight, or tell it otherwise than the gateway knows.
+# Flags that would make the engine unreachable for the gateway, or change what the gateway sets.
 OURS = {
     "--host": "the gateway chooses the address", "--port": "the gateway chooses a free port",
     "--uds": "the gateway talks TCP to its engines", "--root-path": "the gateway expects the API at the root",
@@ -105,8 +105,10 @@ class Fields(Flags):
         return self
 
     def _ours(self) -> Iterator[str]:
-        """Why flags are refused. vLLM reads an abbreviation of a flag like the flag, and `--flag.key` as one of its
-        keys."""
+        """Yield why flags are refused.
+
+        vLLM accepts an abbreviation of a flag, and `--flag.key` for one of its keys.
+        """
         given = [(name, "--" + name.replace("_", "-")) for name in self.passed_on]
         given += [(f"extra_args: {word}", word) for word in self.extra_args if word[:1] == "-"]
         for place, word in given:
@@ -125,6 +127,6 @@ class Fields(Flags):
 
     @property
     def world(self) -> int:
-        """Devices of one replica. Decode context parallelism uses those of tensor parallelism again."""
+        """Devices of one replica. Decode context parallelism reuses those of tensor parallelism."""
         per_rank = self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
         return per_rank * self.data_parallel_size

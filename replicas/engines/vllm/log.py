@@ -1,4 +1,4 @@
-"""How vLLM writes its log, and what its lines mean (0.28 and 0.32)."""
+"""The format of vLLM's log, and remedies for its error messages (0.28 and 0.32)."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What vLLM calls its series and the labels of its cache configuration."""
+"""vLLM's names of the series and of the labels of its cache configuration."""
 
 from replicas.metrics import MetricNames
 

@@ -1,6 +1,6 @@
 """Which vLLM engines can fetch a prompt's cache from which others. Pure: fields in, reasons out.
 
-vLLM compares these itself, at the first transfer, and the request fails then (read in 0.32.0: NIXL's compatibility hash
+vLLM itself compares these at the first transfer, and then fails the request (read in 0.32.0: NIXL's compatibility hash
 of version, model, types, backend and speculator; block sizes and parallel sizes when two engines first meet).
 """
 
@@ -12,11 +12,11 @@ from replicas.engines.vllm.connectors import CONNECTORS, MOONCAKE, NIXL, SEVERAL
 from replicas.engines.vllm.fields import Fields
 from replicas.pairing import Traits, refusals
 
-# Speculators that read the model's hidden states, and have a cache of their own.
+# Speculators that read the model's hidden states and have a cache of their own.
 WITH_HIDDEN_STATES = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 NOT_SET = "not set"
-# LMCache keeps what was pushed to a decoder until that asks for it, and tells one address when it is there: no request
-# can be given up or moved (docs/disaggregation.md, "Limits").
+# LMCache keeps what was pushed to a decoder until the decoder asks for it, and reports to one address when it arrived:
+# no request can be given up or moved (docs/disaggregation.md, "Limits").
 BESIDE_LMCACHE = (
     "use NixlConnector to move caches; LMCache can go on offloading behind it, as the second of the `connectors` of a "
     f"{SEVERAL} (docs/disaggregation.md)"
@@ -24,7 +24,7 @@ BESIDE_LMCACHE = (
 
 
 def no_transfer(one: Fields) -> str:
-    """Why its engines pass no prompt's cache on; "" if they do."""
+    """Return why its engines pass no prompt's cache on; "" if they do."""
     if one.kv_transfer_config is None:
         return "its engines pass no cache on: add `kv_transfer_config: {kv_connector: NixlConnector}` to the profile"
     if connector_of(one) is None:
@@ -35,7 +35,7 @@ def no_transfer(one: Fields) -> str:
 
 
 def not_installed(one: Fields, executable: str, packages: Mapping[str, str]) -> str:
-    """Why its connector cannot run, by what is installed where `executable` is; "" if nothing speaks against it."""
+    """Return why its connector cannot run with the packages installed for `executable`; "" if no reason is known."""
     connector = connector_of(one)
     if connector is None or not packages or connector.package in packages:
         return ""
@@ -46,8 +46,10 @@ def not_installed(one: Fields, executable: str, packages: Mapping[str, str]) -> 
 
 
 def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version: str | None) -> list[str]:
-    """What keeps engines of `decoder` from fetching from those of `prefiller`; with the versions of vLLM that they
-    start, where known."""
+    """Return what keeps engines of `decoder` from fetching from those of `prefiller`.
+
+    `its_version` and `version`: the vLLM of the prefiller and of the decoder, where known.
+    """
     found = refusals(_started(prefiller, its_version), _started(decoder, version))
     if connector_of(prefiller) is not connector_of(decoder):
         one, other = (", ".join(names(fields)) or "none" for fields in (prefiller, decoder))
@@ -63,7 +65,7 @@ def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version:
 
 
 def declared(one: Fields) -> Traits:
-    """Return what a profile says of its engines; what it leaves to them is not known."""
+    """Return the traits that a profile gives its engines; unset ones are unknown."""
     given = one.speculative_config or {}
     speculator = {name: given[name] for name in sorted(given) if name != "num_speculative_tokens"}
     return Traits(
@@ -76,7 +78,7 @@ def declared(one: Fields) -> Traits:
 
 
 def _started(one: Fields, version: str | None) -> Traits:
-    """Return what engines of this profile are started with. Two that leave the same to vLLM get the same."""
+    """Return the traits that engines of this profile are started with; unset ones get vLLM's default, alike in all."""
     said = declared(one)._asdict()
     unset = dict.fromkeys(("dtype", "kv_cache_dtype"), "auto") | dict.fromkeys(
         ("attention_backend", "speculative_config"), NOT_SET
@@ -96,13 +98,15 @@ def _unlike_of_mooncake(prefiller: Fields, decoder: Fields) -> list[str]:
 
 
 def drops_block(one: Fields) -> bool | None:
-    """Return whether these engines compute the last block of what they find again: the speculator wants the hidden
-    states there. None: the profile names a draft model alone, of a kind that its files tell, or has `extra_args`."""
+    """Return whether these engines recompute the last block of a cache hit, for the speculator's hidden states.
+
+    None if only the draft model's files could tell (no method is given), or if the profile has `extra_args`.
+    """
     if one.speculative_config is None:
         return None if one.extra_args else False
     return _has_hidden_states(one) if one.speculative_config.get("method") else None
 
 
 def _has_hidden_states(one: Fields) -> bool:
-    """Whether its speculator reads the model's hidden states: also deepseek_mtp does."""
+    """Return whether its speculator reads the model's hidden states, as deepseek_mtp does too."""
     return str((one.speculative_config or {}).get("method")).endswith(WITH_HIDDEN_STATES)

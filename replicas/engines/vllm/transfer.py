@@ -1,16 +1,16 @@
-"""What vLLM's connectors are told: keep this prompt's KV cache, and fetch it from there.
+"""The parameters with which vLLM's connectors keep a prompt's KV cache, and fetch it from another engine.
 
-`Nixl` was read in the sources of 0.32 (`distributed/kv_transfer/kv_connector/v1/nixl`) and tried against them
+`Nixl` was read in the sources of 0.32 (`distributed/kv_transfer/kv_connector/v1/nixl`) and tested against them
 (`tests/vllm`). The replica that computed a prompt answers with `kv_transfer_params`, which go unchanged into the
 request that is to decode; its engine then reads the blocks by itself. They are kept for `kv_lease_duration`, 30 s by
 default, which a request that waits in the decoding engine's queue extends. An engine that refuses or drops the second
-request has the blocks freed, so its parameters are good for another replica only where none of it was sent.
+request has the blocks freed, so its parameters can be used with another replica only if none of the request was sent.
 
-`Mooncake` was read in the sources of 0.32 (`kv_connector/v1/mooncake`) and tried against them (`tests/vllm`). Both
-requests have the same `transfer_id`, and whichever engine knows it first waits for the other. The decoding engine looks
-the other one up at its bootstrap server, so a request may be there before the prompt is computed, and it asks for the
-blocks of the engine with that id. The prompt's blocks are sent only where its request ended at its limit: one that
-ended by itself is not heard of again, and the other engine would wait for 480 s.
+`Mooncake` was read in the sources of 0.32 (`kv_connector/v1/mooncake`) and tested against them (`tests/vllm`). Both
+requests have the same `transfer_id`, and whichever engine gets it first waits for the other. The decoding engine finds
+the other one through its bootstrap server, so its request may arrive before the prompt is computed, and it asks for the
+blocks of the engine with that id. The prompt's blocks are sent only if its request ended at its limit: if it ended by
+itself they are not, and the other engine would wait for 480 s.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from replicas.pairing import ALIKE
 
 _FIELD = "kv_transfer_params"
 _KEPT = {"do_remote_decode": True, "do_remote_prefill": False}
-# What may end an answer before its limit.
+# Fields that may end an answer before its limit.
 _ENDINGS = ("stop", "stop_token_ids", "stop_sequences")
 
 
 class Nixl(Transfer):
-    """NIXL, one leg after the other."""
+    """NIXL: the second leg follows the first."""
 
     id = "nixl"
     name = "NIXL"
@@ -67,14 +67,14 @@ class Nixl(Transfer):
 
 
 class Mooncake(MeetingTransfer):
-    """Mooncake's connector, both legs at once."""
+    """Mooncake's connector: both legs are sent at once."""
 
     id = "mooncake"
     name = "Mooncake"
-    lease_seconds = 480.0  # of VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
-    meets_at = 8998  # of VLLM_MOONCAKE_BOOTSTRAP_PORT
+    lease_seconds = 480.0  # VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+    meets_at = 8998  # VLLM_MOONCAKE_BOOTSTRAP_PORT
     ids_path = "/query"
-    compares = ("dtype", "kv_cache_dtype", "attention_backend")  # not by Mooncake: what it would write is unlike
+    compares = ("dtype", "kv_cache_dtype", "attention_backend")  # Mooncake itself does not compare these
 
     def first_body(self, path: str, body: bytes) -> bytes | None:
         request = one_sequence(body, _FIELD)
@@ -82,7 +82,7 @@ class Mooncake(MeetingTransfer):
             return None
         for name in _ENDINGS:
             request.pop(name, None)
-        if path in (CHAT, COMPLETIONS):  # the others have no such field
+        if path in (CHAT, COMPLETIONS):  # the other APIs have no such field
             request["ignore_eos"] = True
         return orjson.dumps(one_token(path, request))
 
@@ -107,7 +107,7 @@ class Mooncake(MeetingTransfer):
 
 
 class NixlUnchecked(Nixl):
-    """NIXL between engines that were told not to compare themselves (`enforce_handshake_compat: false`)."""
+    """NIXL between engines whose own comparison is off (`enforce_handshake_compat: false`)."""
 
     id = "nixl-unchecked"
     name = "NIXL, unchecked"
@@ -122,10 +122,12 @@ def _members(given: dict[str, Any]) -> bytes:
 
 
 class PeerPull:
-    """vLLM's offloading connector with the secondary tier `p2p`, read in the sources of 0.32
-    (`v1/kv_offload/tiering/p2p/manager.py`): a request that names a `remote_kv_source` asks there, at the side channel
-    (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for what its own engine finds neither on the GPU nor in host memory. What
-    is not there is computed."""
+    """vLLM's offloading connector with the secondary tier `p2p`.
+
+    Read in the sources of 0.32 (`v1/kv_offload/tiering/p2p/manager.py`): a request with a `remote_kv_source` asks
+    there, at the side channel (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for blocks that its own engine finds neither on
+    the GPU nor in host memory. Blocks that are not there either are computed.
+    """
 
     def body(self, body: bytes, peer: str, id: str) -> bytes | None:
         if f'"{_FIELD}"'.encode() in body:
@@ -139,7 +141,7 @@ PEER_PULL = PeerPull()
 
 
 def _reached_its_limit(told: dict[str, Any]) -> bool:
-    """Whether an answer of one token, of any API, ended at its limit, by its own account."""
+    """Return whether an answer of one token, of any API, says that it ended at its limit."""
     choices = told.get("choices")
     if isinstance(choices, list):
         return len(choices) == 1 and isinstance(choices[0], dict) and choices[0].get("finish_reason") == "length"

@@ -1,7 +1,7 @@
-"""What vLLM's versions make differently of the same request.
+"""The differences in how vLLM's versions treat the same request.
 
 Read in the sources of OLDEST to NEWEST; 0.28 and 0.32 were compared token for token (tests/vllm/test_tokens.py). The
-releases of transformers are those that the metadata of each version's package asks for.
+releases of transformers are those that each version's package requires.
 """
 
 import re
@@ -13,9 +13,11 @@ OLDEST, NEWEST = (0, 28), (0, 33)
 
 
 def version_quirks(version: str | None) -> dict[str, Any]:
-    """`version` as /version says it. What runs from a source tree calls itself 0.1 or less: it counts as newer than
-    NEWEST, as does what does not tell its version. What the versions that were read refuse, others may take: for those
-    it is left to the engine."""
+    """Return the fields of `VersionQuirks` for a version as /version gives it.
+
+    A source tree calls itself 0.1 or less: it counts as newer than NEWEST, as does an engine that does not report its
+    version. Requests that the known versions refuse may be valid in others: for those the engine decides.
+    """
     match = _NUMBER.match(version or "")
     number = (int(match[1]), int(match[2])) if match else (0, 0)
     if number <= (0, 1):
@@ -43,42 +45,54 @@ def version_quirks(version: str | None) -> dict[str, Any]:
 
 
 def has_random_hash_seed(version: str | None) -> bool:
-    """0.28 hashes blocks with a seed of its process unless PYTHONHASHSEED is set, later versions with a fixed one (with
-    the default algorithm)."""
+    """Return whether a process hashes blocks with a random seed, unless PYTHONHASHSEED is set.
+
+    0.28 does; later versions have a fixed seed (with the default algorithm).
+    """
     match = _NUMBER.match(version or "")
     return match is not None and (0, 1) < (int(match[1]), int(match[2])) < (0, 29)
 
 
 def takes_priority(version: str | None) -> bool:
-    """Return whether this version takes a request's priority, and ignores it where it does not schedule by it: so do
-    0.28 to 0.33. In older sources V0 refuses one unless it schedules by priority, and early V1 refuses any."""
+    """Return whether this version accepts a request's priority, and ignores it unless it schedules by priority.
+
+    0.28 to 0.33 do. In older sources, V0 refuses one unless it schedules by priority, and early V1 always.
+    """
     match = _NUMBER.match(version or "")
     return match is not None and not (0, 1) < (int(match[1]), int(match[2])) < OLDEST
 
 
 def finds_parts(version: str | None) -> bool:
-    """Whether hits end within a block of full attention with decode context parallelism, where Mamba's blocks are
-    smaller: 0.32 finds that, 0.28 whole blocks only. Of those between it is not known, so less is promised."""
+    """Return whether hits may end within a block of full attention with decode context parallelism.
+
+    That is where Mamba's blocks are smaller: 0.32 finds such hits, 0.28 whole blocks only. It is unknown for the
+    versions in between, so whole blocks are assumed.
+    """
     match = _NUMBER.match(version or "")
     return match is None or not (0, 1) < (int(match[1]), int(match[2])) < (0, 32)
 
 
 def looks_to_end(version: str | None) -> bool:
-    """Whether an engine that drops a block of each hit finds the block that ends with the prompt, where it has several
-    cache groups. 0.32 does. The sources of 0.28 to 0.31 keep that lookup one token below the prompt's end."""
+    """Return whether an engine that drops a block of each hit finds the block that ends with the prompt.
+
+    That is with several cache groups: 0.32 does. The sources of 0.28 to 0.31 limit the lookup to one token before the
+    prompt's end.
+    """
     match = _NUMBER.match(version or "")
     return match is None or not (0, 1) < (int(match[1]), int(match[2])) < (0, 32)
 
 
 def has_series_of_connectors(version: str | None) -> bool:
-    """Whether /metrics has a KV connector's series from the start. What does not tell its version may be something
-    else that has vLLM's names."""
+    """Return whether /metrics has a KV connector's series from the start.
+
+    An engine that does not report its version may be another one that uses vLLM's names.
+    """
     match = _NUMBER.match(version or "")
     return match is not None and not (0, 1) < (int(match[1]), int(match[2])) < (0, 28)
 
 
 def _transformers(number: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The oldest release, and the one before which it has to be."""
+    """Return the oldest supported release of transformers, and the first that is too new."""
     if number < (0, 29):
         return (5, 5), _ANY
     if number < (0, 31):

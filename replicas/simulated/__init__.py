@@ -1,4 +1,4 @@
-"""A simulated vLLM engine: a step-level scheduler model (`engine`), and the server that speaks for it (`server`).
+"""A simulated vLLM engine: a step-level scheduler model (`engine`) and its HTTP server (`server`).
 
-Only the standard library is imported here: simulations take the engine without paying for the server.
+Only the standard library is imported here: simulations use the engine without loading the server.
 """

@@ -1,4 +1,4 @@
-"""`python -m replicas.simulated`: see cli."""
+"""Entry point of `python -m replicas.simulated`; see `cli`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Sleeps to the tenth of a millisecond; event loops' own timers count whole ones, and a step may take two.
+"""Sleeps accurate to a tenth of a millisecond; event loops' timers count whole ones, and a step may take two.
 
-With uvloop's timer a profile's 1.9 ms between tokens came out as 1 or 2 or 3. A Linux timerfd is told to the
-microsecond and watched by the loop as any file is. Elsewhere the loop's timer has to do.
+With uvloop's timer a profile's 1.9 ms between tokens came out as 1, 2 or 3. A Linux timerfd has a finer resolution, and
+the loop watches it like any file. Elsewhere the loop's timer is used.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class Alarm:
-    """One sleeper at a time. `wake()` ends a sleep that may be disturbed."""
+    """A timer for one sleeper at a time. `wake()` ends a sleep that may be disturbed."""
 
     def __init__(self):
         self._fd = _libc.timerfd_create(_MONOTONIC, _FLAGS) if _libc else -1
@@ -30,9 +30,9 @@ class Alarm:
             self._disturbing.set_result(None)
 
     async def until(self, when: float | None, disturbed: bool = False) -> None:
-        """Sleep until `when` (time.monotonic(); None: without end) or, if it may be disturbed, until `wake`."""
+        """Sleep until `when` (time.monotonic(); None: forever) or, if `disturbed` is true, until `wake`."""
         if when is not None and when <= time.monotonic():
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)  # let other tasks run
             return
         loop = asyncio.get_running_loop()
         self._ring = ring = loop.create_future()
@@ -50,7 +50,7 @@ class Alarm:
             if handle is not None:
                 handle.cancel()
             elif when is not None and time.monotonic() < when:
-                self._set(0.0)  # or it would ring in a later sleep
+                self._set(0.0)  # otherwise it would end a later sleep
 
     def _set(self, when: float) -> None:
         seconds = int(when)

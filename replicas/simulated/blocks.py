@@ -1,12 +1,11 @@
 """The simulated engine's KV blocks: reference counts, a free queue in LRU order, and the prefix cache.
 
-Follows vLLM v1's block pool. A block is an index. Every block nobody uses stands in the free
-queue, cached or not, and the head of the queue is taken (and forgotten by the cache) first. Two
-blocks may hold the same key: a prompt that ends on a block's edge computes its last block again, and
-vLLM keeps both copies, reports each as stored and each as removed.
+Follows vLLM v1's block pool. A block is an index. Every unused block is in the free queue, cached or not; the head of
+the queue is taken first, and then no longer cached. Two blocks may hold the same key: a prompt that ends on a block's
+edge computes its last block again, and vLLM keeps both copies, reports each as stored and each as removed.
 
-The queue lies in three parts, which are taken in this order: blocks given back with nothing cached in them, the last
-first; blocks never used, of which only the number is kept, since a simulated fleet has millions; the rest by age.
+The queue has three parts, taken in this order: blocks released with nothing cached in them, last released first; blocks
+never used, of which only the number is kept, since a simulated fleet has millions; the rest by age.
 """
 
 from collections import OrderedDict, deque
@@ -16,7 +15,7 @@ Key = Hashable
 
 
 class BlockPool:
-    """`num_blocks` as vLLM counts them: block 0 is its null block and is never handed out."""
+    """A pool of `num_blocks`, counted as in vLLM: block 0 is its null block and is never handed out."""
 
     def __init__(self, num_blocks: int):
         if num_blocks < 2:
@@ -31,35 +30,35 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody uses, whether or not they still hold something cached."""
+        """Blocks that no request uses, whether or not they still hold something cached."""
         return len(self._free) + len(self._blank) + self._num_blocks - len(self._uses)
 
     @property
     def cached(self) -> int:
-        """How many different blocks are cached."""
+        """The number of different cached blocks."""
         return len(self._cached)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks in use by requests, 0 to 1: vLLM's `kv_cache_usage_perc`."""
+        """The share of the blocks in use by requests, 0 to 1: vLLM's `kv_cache_usage_perc`."""
         return 1.0 - self.free / self.usable
 
     @property
     def keys(self) -> list[Key]:
-        """Those of all that is cached."""
+        """The keys of all cached blocks."""
         return list(self._cached)
 
     def find(self, keys: Sequence[Key], limit: int) -> list[int]:
-        """Blocks of the longest cached prefix of `keys`, at most `limit` of them."""
-        # up to the first None; a loop would take twice as long, and a fleet simulated looks up 200 keys a request
+        """Return the blocks of the longest cached prefix of `keys`, at most `limit` of them."""
+        # stops at the first None; a loop would take twice as long, and a simulated fleet looks up 200 keys a request
         return list(iter(map(self._cached.get, keys[:limit]).__next__, None))
 
     def block(self, key: Key) -> int | None:
-        """The block that is a hit for this key."""
+        """Return the block that is a hit for this key, or None."""
         return self._cached.get(key)
 
     def idle(self, blocks: list[int]) -> int:
-        """How many of `blocks` stand in the free queue (using them takes room there)."""
+        """Return how many of `blocks` are in the free queue (using them takes room there)."""
         uses = self._uses
         return sum(1 for block in blocks if not uses[block])
 
@@ -71,7 +70,7 @@ class BlockPool:
             uses[block] += 1
 
     def take(self, count: int, removed: list[Key]) -> list[int]:
-        """`count` blocks from the head of the free queue; keys they held are appended to `removed`."""
+        """Take `count` blocks from the head of the free queue; append the keys that they held to `removed`."""
         blank = self._blank
         taken = blank[: -count - 1 : -1]
         del blank[len(blank) - len(taken) :]
@@ -116,7 +115,7 @@ class BlockPool:
             del self._copies[key]
 
     def store(self, blocks: Sequence[int], keys: Sequence[Key]) -> None:
-        """The blocks are full: from now on they are hits for `keys`."""
+        """Make full blocks hits for `keys`."""
         cached, key_of = self._cached, self._key_of
         for block, key in zip(blocks, keys):
             key_of[block] = key
@@ -128,9 +127,10 @@ class BlockPool:
                 self._copies.setdefault(key, []).append(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up a request's blocks, last first, so that its tail is evicted before its head.
+        """Release a request's blocks, last first, so that its tail is evicted before its head.
 
-        Blocks that hold nothing cached go to the head of the queue: losing them costs nothing."""
+        Blocks that hold nothing cached go to the head of the queue: losing them costs nothing.
+        """
         uses, key_of, free = self._uses, self._key_of, self._free
         for block in reversed(blocks):
             left = uses[block] - 1
@@ -142,7 +142,7 @@ class BlockPool:
                     free[block] = None
 
     def clear(self) -> bool:
-        """Forget everything cached; refused (False) while a request holds blocks, as vLLM does."""
+        """Empty the prefix cache; return False and do nothing while a request holds blocks, as in vLLM."""
         if self.free != self.usable:
             return False
         self._cached.clear()

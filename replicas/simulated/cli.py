@@ -1,4 +1,4 @@
-"""Command line of one simulated engine: `hitherto replica` and `python -m replicas.simulated`."""
+"""The command line of one simulated engine: `hitherto replica` and `python -m replicas.simulated`."""
 
 import argparse
 import asyncio
@@ -15,7 +15,7 @@ ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags; names that vLLM has too mean what they mean there."""
+    """Add the flags; those that vLLM has too mean the same as there."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")
     parser.add_argument(
@@ -139,7 +139,7 @@ def _profile(args: argparse.Namespace):
 
 
 def _chunk_blocks(args: argparse.Namespace) -> int | None:
-    """Of LMCache's chunks; None: as the profile says."""
+    """Return the blocks of an LMCache chunk; None for the profile's."""
     if not args.lmcache:
         return None
     from .lmcache import CHUNK_TOKENS
@@ -149,7 +149,7 @@ def _chunk_blocks(args: argparse.Namespace) -> int | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT. Exit code 2 for a flag that cannot be, 1 if the engine fails."""
+    """Serve until SIGTERM or SIGINT; return 2 for an invalid flag, 1 if the engine fails."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     try:
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_ports(args: argparse.Namespace) -> None:
-    """Raises ValueError where two servers of this engine were given one port."""
+    """Raise ValueError if two servers of this engine were given one port."""
     given = {"--port": args.port}
     if not args.no_events:
         given |= {"--events-port": args.events_port, "--replay-port": args.replay_port}
@@ -179,14 +179,14 @@ def _check_ports(args: argparse.Namespace) -> None:
 
 
 def _load(model_dir: Path, seed: int) -> tuple:
-    """Return the tokenizer and the replies of the model; raise ValueError if they cannot be made."""
+    """Return the model's tokenizer and replies. Raises ValueError if they cannot be made."""
     from .replies import Replies
     from .tokens import Tokens
 
     try:
         tokens = Tokens(model_dir)
         return tokens, Replies(tokens, seed)
-    except Exception as error:  # of the tokenizers' own kinds
+    except Exception as error:  # errors of the tokenizers' own types
         raise ValueError(f"--model {model_dir}: {error}") from error
 
 
@@ -215,7 +215,7 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
 
 
 def _publisher(args: argparse.Namespace, profile):
-    """Of its KV events, if it has any."""
+    """Return the publisher of KV events, or None."""
     from .publisher import Publisher
 
     if args.no_events:
@@ -234,7 +234,10 @@ def _publisher(args: argparse.Namespace, profile):
 
 
 async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher):
-    """The engine, its server, and the port that it listens on. Raises OSError and ValueError."""
+    """Start the engine and its server; return the engine's runner, the server and its port.
+
+    Raises OSError and ValueError.
+    """
     loading = asyncio.get_running_loop().run_in_executor(None, _load, model_dir, args.seed)
     from aiohttp import web
 

@@ -1,7 +1,7 @@
-"""How an answer is written: chat completions, completions, responses and messages, whole or as a stream.
+"""The API formats of answers: chat completions, completions, responses and messages, whole or as a stream.
 
-A dialect makes bytes, the server sends them. A streamed token is two prepared byte strings around the token's
-JSON text: with hundreds of streams a JSON encoder per token would cost more than the engine itself.
+A dialect makes bytes, the server sends them. A streamed token is two prepared byte strings around the token's JSON
+text: with hundreds of streams a JSON encoder per token would cost more than the engine itself.
 """
 
 import base64
@@ -18,14 +18,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: dict, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     head = b"event: %b\n" % name.encode() if name else b""
     return b"%bdata: %b\n\n" % (head, orjson.dumps(data))
 
 
 class Dialect:
-    """One request's answer. `begin` (of a sequence), `tokens` (its tokens start..end) and `close` (after the last
-    sequence ended) make a stream; `whole` is the answer in one piece. A dialect below has all four."""
+    """One request's answer in one API.
+
+    `begin` (of a sequence), `tokens` (its tokens start..end) and `close` (after the last sequence ended) make a stream;
+    `whole` is the answer in one piece. Each subclass has all four.
+    """
 
     def __init__(self, id: str, model: str, body: dict, show_cached: bool, n: int = 1):
         self.id, self.model, self.body, self.show_cached, self.n = id, model, body, show_cached, n
@@ -35,16 +38,19 @@ class Dialect:
         self.token_ids = bool(body.get("return_token_ids"))
 
     def announce(self) -> bytes:
-        """What a stream begins with before anything is computed."""
+        """Return what a stream sends before anything is computed."""
         return b""
 
     def error(self, body: dict) -> bytes:
-        """The event in which a stream ends that failed; `body`: the error as it would be in an answer of its own."""
+        """Return the event that ends a failed stream; `body`: the error as it would be in an answer of its own."""
         return event(body)
 
     def usage(self, generations: list[Generation], streamed: bool = False) -> dict:
-        """vLLM's usage object; a prompt that was asked for n times counts once. Its cached tokens are those of one
-        sequence: in a stream of the first that answered, else of the last prompt's that ended last (seen with 0.28)."""
+        """Return vLLM's usage object; a prompt with `n` sequences counts once.
+
+        The cached tokens are those of one sequence: in a stream the first that answered, else the one of the last
+        prompt that ended last (seen with 0.28).
+        """
         sent = sum(generation.sent for generation in generations)
         prompts = generations[:: self.n]
         prompt = sum(len(generation.prompt) for generation in prompts)
@@ -61,8 +67,11 @@ class Dialect:
 
 
 class _OpenAI(Dialect):
-    """What chat completions and completions share. Theirs to give: `object`, `chunk_object`, `field` (the bytes
-    around a token's JSON text within a choice), `_text` (a text in a streamed choice) and `_said` (the whole text)."""
+    """The common part of chat completions and completions.
+
+    A subclass has `object`, `chunk_object`, `field` (the bytes around a token's JSON text within a choice), `_text` (a
+    text in a streamed choice) and `_said` (the whole text).
+    """
 
     def _frame(self, choices: list, **more) -> dict:
         return {
@@ -79,7 +88,7 @@ class _OpenAI(Dialect):
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def _prepared(self, index: int) -> tuple[bytes, bytes]:
-        frame = orjson.dumps(self._frame([]))[:-2]  # up to and with the [ of choices
+        frame = orjson.dumps(self._frame([]))[:-2]  # up to and including the [ of choices
         return (
             b'data: %b{"index":%d,%b' % (frame, index, self.field[0]),
             self.field[1] + b',"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n',
@@ -107,7 +116,7 @@ class _OpenAI(Dialect):
         return event(self._frame([choice]))
 
     def error(self, body: dict) -> bytes:
-        return event(body) + DONE  # as vLLM
+        return event(body) + DONE  # as in vLLM
 
     def close(self, generations: list[Generation]) -> bytes:
         if self.include_usage:
@@ -249,7 +258,10 @@ class Responses(Dialect):
         return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
 
     def error(self, body: dict) -> bytes:
-        """OpenAI's. vLLM 0.32 breaks the stream instead, as its own error does not fit its type of an event."""
+        """Return OpenAI's error event.
+
+        vLLM 0.32 breaks the stream off instead, as its own error does not fit its event type.
+        """
         error = body["error"]
         return self._event("error", code=str(error["code"]), message=error["message"], param=error["param"])
 
@@ -286,8 +298,10 @@ class Responses(Dialect):
 
 
 class Messages(Dialect):
-    """Anthropic's Messages. Its `input_tokens` leave out what was cached, which is told beside them. (vLLM 0.28 and
-    0.32 take what was newly stored out as well, as `cache_creation_input_tokens`.)"""
+    """Anthropic's Messages; `input_tokens` exclude cached tokens, which have a field of their own.
+
+    vLLM 0.28 and 0.32 also exclude newly stored tokens, as `cache_creation_input_tokens`.
+    """
 
     def _usage(self, generation: Generation, sent: int) -> dict:
         if not self.show_cached:
@@ -305,7 +319,7 @@ class Messages(Dialect):
         return "end_turn" if generation.reason == "stop" else "max_tokens"
 
     def error(self, body: dict) -> bytes:
-        """vLLM 0.32 calls each of them internal."""
+        """Return an error event; vLLM 0.32 gives every error the type `internal_error`."""
         return event(
             {"type": "error", "error": {"type": "internal_error", "message": body["error"]["message"]}}, "error"
         )
@@ -360,7 +374,7 @@ class Messages(Dialect):
 
 
 def embeddings(id: str, model: str, generations: list[Generation], size: int, encoding: str | None) -> dict:
-    """An embedding per prompt: a unit vector that depends on its ids alone."""
+    """Return an embedding per prompt: a unit vector that depends on its ids alone."""
     data = []
     for index, generation in enumerate(generations):
         rng = random.Random(generation.prompt.tobytes())

@@ -1,36 +1,36 @@
 """A step-level model of vLLM v1's scheduler and prefix cache: pure, no clock, no I/O.
 
-`Engine.step()` does what one scheduler step does and says how long the profile thinks it took. The
-server sleeps that long; a simulation adds it to its virtual clock. Followed here, rule by rule:
+`Engine.step()` does one scheduler step and returns how long it takes by the profile. The server sleeps that long; a
+simulation adds it to its virtual clock. It follows these rules:
 
-- Running requests come first, in the order they were admitted, one token each; a prompt that did
-  not fit in the step's token budget goes on; then waiting requests, first come first served, until
-  the budget, `max_num_seqs` or the blocks run out. Only the last request admitted can have part of its
-  prompt still to do, since it took what was left of the budget.
-- A waiting request is admitted only if its whole prompt fits in free blocks (vLLM's
-  `scheduler_reserve_full_isl`, on by default), and starts behind the longest cached prefix. The
-  token after that is always computed, so at most (tokens - 1) // block_size blocks are hits.
-- With `scheduling_policy` priority, those who wait go by priority, the lower first, then as they came, and it is the
-  last of the running ones in that order that gives up its blocks.
-- A block is a hit from the moment the step that fills it is scheduled: a later request of the same
-  step can already use it.
-- No block left for a running request: the last one admitted gives up its blocks, returns to the head
-  of the waiting queue, and nothing else is admitted in that step.
+- Running requests come first, in the order they were admitted, one token each; a prompt that did not fit in the step's
+  token budget continues; then waiting requests, first come first served, until the budget, `max_num_seqs` or the
+  blocks run out. Only the last request admitted can have part of its prompt still to do, since it took what was left
+  of the budget.
+- A waiting request is admitted only if its whole prompt fits in free blocks (vLLM's `scheduler_reserve_full_isl`, on by
+  default), and starts after the longest cached prefix. The token after that is always computed, so at most
+  (tokens - 1) // block_size blocks are hits.
+- With `scheduling_policy` priority, waiting requests are ordered by priority, the lower first, then by arrival, and the
+  running request that is last in that order is preempted.
+- A block is a hit from the moment the step that fills it is scheduled: a later request of the same step can already
+  use it.
+- If no block is left for a running request, the last one admitted is preempted: it gives up its blocks and returns to
+  the head of the waiting queue, and nothing else is admitted in that step.
 - The key/value of a request's last output token is never computed.
-- With further cache groups (`groups`) each block of tokens takes one in every group, a hit is one in all of them, and
-  what a window has passed is given back before new blocks are taken.
-- With host memory behind it (`offload`), what a waiting request finds there behind its cached prefix is fetched while
-  others go on; it counts as cached from then on. One that is fetched to the end of its prompt computes the last token
-  only.
+- With further cache groups (`groups`) each block of tokens takes one block in every group, a hit is one in all of them,
+  and blocks that a window has passed are released before new ones are taken.
+- With host memory behind the cache (`offload`), blocks that a waiting request finds there after its cached prefix are
+  fetched while other requests run; they count as cached. A request that is fetched to the end of its prompt computes
+  only the last token.
 
-Requests that only decode cost nothing in most steps: a request is looked at when it needs a block,
-fills one or ends, so a step's cost does not grow with the batch unless `every_token` is asked for. Steps in which
-nobody is looked at need not be taken one by one: `ahead` says when they end, `leap` takes them at once.
+Requests that only decode cost nothing in most steps: a request needs work when it needs a block, fills one or ends, so
+a step's cost does not grow with the batch unless `every_token` is set. Steps without such work need not be taken one by
+one: `ahead` returns when they end, `leap` takes them at once.
 
-Held against Dynamo 1.6.1's offline replay (8 engines, round robin, the Mooncake conversation trace, profile
-gpu-8b), this model gives hit rate and TTFT mean / p99 in ms of .050 and 362 / 2285 where that has .050 and
-359 / 2199 (16,384 blocks), at twice the speed .049 and 1368 / 18317 for .051 and 1376 / 18387; with 65,536
-blocks .082 and 317 / 2079 for .082 and 321 / 2049, and .083 and 348 / 2181 for .082 and 347 / 2148.
+Compared with Dynamo 1.6.1's offline replay (8 engines, round robin, the Mooncake conversation trace, profile gpu-8b),
+this model gives hit rate and TTFT mean / p99 in ms of .050 and 362 / 2285 where that has .050 and 359 / 2199 (16,384
+blocks), at twice the speed .049 and 1368 / 18317 for .051 and 1376 / 18387; with 65,536 blocks .082 and 317 / 2079 for
+.082 and 321 / 2049, and .083 and 348 / 2181 for .082 and 347 / 2148.
 """
 
 from collections import deque
@@ -48,8 +48,11 @@ __all__ = ["Cleared", "Counters", "Engine", "EngineRequest", "Output", "Removed"
 
 
 class Engine:
-    """`every_token`: report each token of each request (a server streams them); otherwise a request is
-    reported with its first token and when it ends."""
+    """One simulated engine.
+
+    `every_token`: report each token of each request (a server streams them); otherwise a request is reported with its
+    first token and when it ends.
+    """
 
     def __init__(self, profile: Profile, every_token: bool = False):
         self.profile = profile
@@ -61,18 +64,18 @@ class Engine:
         self._groups = Groups(profile, self._pool) if profile.windows else None
         self._width = 1 + len(profile.windows)  # blocks that a block of tokens takes
         self._fetching: list[Sequence] = []
-        self._elapsed = 0.0  # seconds of the steps that were taken one by one: what a fetch is timed by
+        self._elapsed = 0.0  # seconds of the steps that were taken one by one; fetches are timed by it
         self._all: dict[Hashable, Sequence] = {}
         self._kept: dict[Hashable, Sequence] = {}  # ended, with blocks that another engine is to fetch
         self._waiting: deque[Sequence] = deque()
-        self._partial: Sequence | None = None  # its prompt is partly done; admitted last
-        self._batch = Batch(self._size)  # those whose prompt is done
+        self._partial: Sequence | None = None  # the request whose prompt is partly done; admitted last
+        self._batch = Batch(self._size)  # requests whose prompt is done
         self._admitted = self._arrivals = 0
         self._by_priority = profile.scheduling_policy == "priority"
         self._cleared = False
-        self._taken_in: list[Stored | Removed] = []  # told with the next step
-        self._settled = False  # the next step schedules nobody but those who decode
-        self.durations = StepDurations(profile)  # another in its place: an engine that turns slow
+        self._taken_in: list[Stored | Removed] = []  # reported with the next step
+        self._settled = False  # the next step schedules decoding requests only
+        self.durations = StepDurations(profile)  # may be replaced, to simulate an engine that turns slow
 
     @property
     def running(self) -> int:
@@ -88,53 +91,55 @@ class Engine:
 
     @property
     def cached_blocks(self) -> int:
-        """How many different blocks are cached."""
+        """The number of different cached blocks."""
         return self._pool.cached
 
     @property
     def cached_keys(self) -> list[Key]:
-        """Of those blocks."""
+        """The keys of the cached blocks."""
         return self._pool.keys
 
     def cached(self, request_blocks: list[Key], prompt_tokens: int) -> int:
-        """How many blocks of such a prompt would be hits now."""
+        """Return how many blocks of a prompt would be hits now."""
         hits = len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))
         if self.profile.drops_block:
             hits = max(0, hits - 1)
         return self._groups.longest(request_blocks, hits) if self._groups else hits
 
     def found(self, request_blocks: list[Key], prompt_tokens: int) -> int:
-        """As `cached`, with the blocks that follow in host memory."""
+        """Return how many blocks would be found, in the cache and then in host memory."""
         start = self.cached(request_blocks, prompt_tokens)
         return self._offload.find(request_blocks, start, prompt_tokens // self._size).end if self._offload else start
 
     def passes_on(self, request_blocks: list[Key]) -> int:
-        """How many leading blocks of a prompt another engine may fetch from here."""
+        """Return how many leading blocks of a prompt another engine may fetch from here."""
         return self._offload.passes_on(request_blocks) if self._offload else 0
 
     def take_in(self, request: EngineRequest, start: int, end: int) -> None:
-        """Another engine has passed on blocks of a request that is about to be added: they are in host memory now, and
-        it finds them there."""
+        """Put blocks that another engine passed on into host memory, for a request that is about to be added."""
         if self._offload is not None:
             self._offload.take_in(request, request.blocks, start, end, self._taken_in)
             self._settled = False
 
     def outlook(self) -> tuple[int, int, int, int]:
-        """What a new request finds: prompt tokens to compute before its own, blocks they will take beyond those that
-        are free (negative: what is left), requests that decode, and their context in tokens."""
+        """Return the load that a new request meets.
+
+        That is the prompt tokens to compute before its own, the blocks they will take beyond the free ones (negative:
+        blocks left), the number of decoding requests, and their context in tokens.
+        """
         tokens, blocks = 0, -self._pool.free
         if (begun := self._partial) is not None:
             tokens += begun.tokens - begun.computed
             blocks += self._blocks(begun.tokens) - len(begun.held)
         for sequence in self._waiting:
-            if sequence.wanted < 0:  # looked up once: it is what the cache had when somebody first asked
+            if sequence.wanted < 0:  # looked up once, and kept from the first call
                 sequence.wanted = sequence.tokens - len(self._hits(sequence)) * self._size
             tokens += sequence.wanted
             blocks += self._blocks(sequence.wanted)
         return tokens, blocks, len(self._batch.sequences), self._batch.context
 
     def to_come(self) -> tuple[list[int], int]:
-        """Output tokens that each request here still gets, waiting ones too, and the context of those not decoding."""
+        """Return each request's output tokens to come, and the context of all requests that do not decode yet."""
         batch = self._batch
         left = [sequence.finish - batch.now for sequence in batch.sequences.values()]
         begun = [self._partial] if self._partial is not None else []
@@ -145,11 +150,11 @@ class Engine:
         return left, context
 
     def steps_until_free(self, blocks: int) -> int:
-        """In how many steps so many blocks come free by requests that end, if nobody else takes them."""
+        """Return in how many steps ending requests free `blocks` blocks, if no other request takes them."""
         return self._batch.steps_until_free(blocks)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. ValueError if it could never run or its id is in use."""
+        """Queue a request. Raises ValueError if it could never run or its id is in use."""
         room = self.profile.context_length - request.prompt_tokens
         if room < 1:
             raise ValueError(
@@ -179,13 +184,13 @@ class Engine:
             self._waiting.append(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
-        """Put it behind all that go before it."""
+        """Insert a request into the waiting queue by priority and arrival."""
         waiting, rank = self._waiting, _rank(sequence)
         place = next((place for place, one in enumerate(waiting) if _rank(one) > rank), len(waiting))
         waiting.insert(place, sequence)
 
     def abort(self, id: Hashable) -> bool:
-        """Drop a request and free its blocks; False if it is not here (it may have ended)."""
+        """Drop a request and free its blocks; return False if it is not here (it may have ended)."""
         sequence = self._all.pop(id, None)
         if sequence is None:
             return False
@@ -203,7 +208,7 @@ class Engine:
         return True
 
     def let_go(self, id: Hashable) -> bool:
-        """Free what an ended request keeps for another engine; False if it keeps nothing."""
+        """Free the blocks that an ended request keeps for another engine; return False if it keeps none."""
         sequence = self._kept.pop(id, None)
         if sequence is None:
             return False
@@ -212,8 +217,11 @@ class Engine:
         return True
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
-        """Forget every cached block; False while requests hold blocks. Told with the next step, as vLLM does. What
-        host memory has stays; with `external` it is emptied, too, which is not told."""
+        """Empty the prefix cache; return False and do nothing while requests hold blocks.
+
+        It is reported with the next step, as in vLLM. Host memory stays; with `external` it is emptied too, which is
+        not reported.
+        """
         if not self._pool.clear():
             return False
         if external and self._offload is not None:
@@ -222,7 +230,7 @@ class Engine:
         return True
 
     def step(self) -> Step | None:
-        """Schedule and do one step; None when there is nothing to do before something else happens."""
+        """Schedule and do one step; return None when there is nothing to do before something else happens."""
         if not self._all:
             return None
         batch = self._batch
@@ -237,14 +245,14 @@ class Engine:
             self._taken_in = []
         due = self._grow(step)
         decoding = step.decode_tokens = len(batch.sequences)
-        ended: list[Sequence] = []  # whose prompt is complete after this step
+        ended: list[Sequence] = []  # requests whose prompt is complete after this step
         self._settled, pairs = True, 0.0
         if self._fetching:
             self._end_fetches(step)
         if self._waiting or self._partial is not None:
             pairs = self._prefill(step, self.profile.max_num_batched_tokens - decoding, ended)
         if self._kept and not (decoding or step.prefill_tokens or self._fetching or step.events):
-            return None  # all that is here waits for blocks that are kept
+            return None  # all requests wait for blocks that are kept
         step.seconds = self.durations.seconds(step.prefill_tokens, pairs, decoding, batch.context)
         self.durations.taken(1)
         if self._fetching:
@@ -258,8 +266,10 @@ class Engine:
         return step
 
     def ahead(self, now: float) -> list[float]:
-        """The next step begins at `now`: when it and those after it end, as long as they change nothing but the length
-        of what decodes. No block is begun or filled in them, nobody starts, ends or waits for what they could give."""
+        """Return when the next step, begun at `now`, and its successors end, as long as only decoding lengths change.
+
+        In these steps no block is begun or filled, and no request starts, ends or waits for what they could free.
+        """
         batch, durations = self._batch, self.durations
         if not self._settled or not batch.sequences or self._every_token:
             return []
@@ -272,7 +282,7 @@ class Engine:
         return ends
 
     def leap(self, steps: int) -> None:
-        """Take so many of the steps that `ahead` told of."""
+        """Take `steps` of the steps that `ahead` returned."""
         self._batch.leap(steps)
         self.durations.taken(steps)
         self.counters.steps += steps
@@ -281,10 +291,10 @@ class Engine:
     # ---- decoding requests
 
     def _grow(self, step: Step) -> list[Sequence]:
-        """Blocks for the requests whose next token starts or fills one. Returns those looked at and still running."""
+        """Get blocks for requests whose next token starts or fills one; return those that had work and still run."""
         now, alive = self._batch.now, []
         for sequence in self._batch.due():
-            if sequence.due != now:  # given up for one before it, or listed twice
+            if sequence.due != now:  # preempted for one before it, or listed twice
                 continue
             position = sequence.tokens + now - sequence.base - 2  # of the token whose key/value is computed now
             if position % self._size == 0 and self._groups:
@@ -295,12 +305,12 @@ class Engine:
                 self._fill(sequence, position // self._size, position + 1, step)
             sequence.due = -1
             alive.append(sequence)
-        if step.preempted and self._by_priority:  # it may have been one that was looked at before
+        if step.preempted and self._by_priority:  # a preempted request may have been handled before
             alive = [one for one in alive if one.request.id in self._batch.sequences]
         return alive
 
     def _room_for_one(self, sequence: Sequence, step: Step) -> bool:
-        """One more block, from the last admitted if need be; False if that is the request itself."""
+        """Take one more block, by preemption if needed; return False if the request itself was preempted."""
         while self._pool.free < self._width:
             if self._by_priority:
                 partial = [self._partial] if self._partial is not None else []
@@ -314,7 +324,7 @@ class Engine:
         return True
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
-        """Back to the head of the waiting queue; it loses the token that this step would have given it."""
+        """Return a request to the head of the waiting queue; it loses the token that this step would have given it."""
         if sequence is self._partial:
             self._partial = None
         else:
@@ -332,7 +342,7 @@ class Engine:
     # ---- prompts
 
     def _prefill(self, step: Step, budget: int, ended: list[Sequence]) -> float:
-        """Go on with the prompt begun, then admit. Returns the pairs of tokens attended (see StepTime)."""
+        """Continue the prompt that was begun, then admit; return the pairs of tokens attended (see `StepTime`)."""
         pairs = 0.0
         sequence = self._partial
         if sequence is not None and budget > 0:
@@ -340,7 +350,7 @@ class Engine:
             if self._groups:
                 self._groups.pass_by(sequence, sequence.computed)
             if (self._blocks(sequence.computed + new) - len(sequence.held)) * self._width > self._pool.free:
-                self._preempt(sequence, step)  # it was admitted last, so it is the one to give way
+                self._preempt(sequence, step)  # it was admitted last, so it is the one to preempt
             else:
                 self._partial = None
                 pairs += self._compute(sequence, new, step, ended)
@@ -349,7 +359,7 @@ class Engine:
         if step.preempted:
             return pairs
         waiting, most = self._waiting, self.profile.max_num_seqs
-        behind: list[Sequence] = []  # those that wait until another one has fetched what they want as well
+        behind: list[Sequence] = []  # requests that wait until another one has fetched the same chunks
         while waiting and budget > 0 and self.running + len(ended) < most:
             sequence = waiting[0]
             hits = sequence.held or self._hits(sequence)
@@ -368,7 +378,7 @@ class Engine:
                     self._fetch(sequence, hits, run, step)
                     continue
             if sequence.run is None:
-                received = sequence.request.received if sequence.cached < 0 else 0  # a preempted one is computed here
+                received = sequence.request.received if sequence.cached < 0 else 0  # computed here after preemption
                 self._admit(sequence, hits, len(hits) * self._size)
                 if received:
                     self._receive(sequence, received, step)
@@ -380,7 +390,7 @@ class Engine:
         return pairs
 
     def _fetch(self, sequence: Sequence, hits: list[int], run: Run, step: Step) -> None:
-        """Begin to bring what host memory has."""
+        """Begin to fetch the chunks that host memory has."""
         computed = min(run.end * self._size, sequence.tokens - 1)
         self._admit(sequence, hits, computed, run.end * self._size if self._offload.counts_last else computed)
         sequence.run, sequence.stored = run, len(hits)
@@ -389,14 +399,14 @@ class Engine:
         self._fetching.append(sequence)
 
     def _promised(self, asked: Sequence | None = None) -> int:
-        """Blocks that those who fetch, or have fetched, will need for the rest of their prompts; not counting one."""
+        """Return the blocks that fetching and fetched requests still need for their prompts, except `asked`."""
         if self._offload is None:
             return 0
         those = [*self._fetching, *[one for one in self._waiting if one.held]]
         return sum([self._blocks(one.tokens) - len(one.held) for one in those if one is not asked])
 
     def _end_fetches(self, step: Step) -> None:
-        """What has been fetched is in the engine's own cache, and who asked for it computes the rest next."""
+        """Put completed fetches into the engine's cache, and let their requests compute the rest next."""
         there = [one for one in self._fetching if one.ready <= self._elapsed]
         self._fetching = [one for one in self._fetching if one.ready > self._elapsed]
         for sequence in there:
@@ -424,7 +434,10 @@ class Engine:
         return -(-tokens // self._size)
 
     def _admit(self, sequence: Sequence, hits: list[int], computed: int, found: int = 0) -> None:
-        """`computed`: tokens that need not be; `found`: those here and in host memory, if some are there."""
+        """Admit a request with its hits.
+
+        `computed`: tokens that need not be computed; `found`: tokens found here and in host memory, 0 for `computed`.
+        """
         self._pool.use(hits)
         sequence.held = hits
         if self._groups:
@@ -432,11 +445,11 @@ class Engine:
         sequence.computed = computed
         self._admitted += 1
         sequence.order = self._admitted
-        if sequence.cached < 0:  # vLLM counts a preempted request's second look apart
+        if sequence.cached < 0:  # vLLM counts a preempted request's second lookup separately
             sequence.cached = found or computed
             counters, local = self.counters, len(hits) * self._size
             counters.prompt_tokens += sequence.tokens
-            if sequence.request.reads_cache:  # only who asks is counted
+            if sequence.request.reads_cache:  # only lookups are counted
                 counters.prefix_queries += sequence.tokens
                 counters.prefix_hits += local
                 if self._offload is not None:
@@ -444,7 +457,7 @@ class Engine:
                     counters.external_hits += sequence.cached - local
 
     def _receive(self, sequence: Sequence, received: int, step: Step) -> None:
-        """What another engine computed, but for the last token, which is always computed here."""
+        """Take the tokens that another engine computed, except the last one, which is always computed here."""
         before, after = sequence.computed, min(received, sequence.request.prompt_tokens - 1)
         if after > before:
             self._extend(sequence, self._blocks(after) - len(sequence.held), step)
@@ -469,7 +482,7 @@ class Engine:
     # ---- both
 
     def _extend(self, sequence: Sequence, count: int, step: Step) -> None:
-        """So many more blocks of tokens for a request."""
+        """Take `count` more blocks of tokens for a request."""
         if self._groups:
             removed: list[Key] = []
             self._groups.take(sequence, count, removed)
@@ -490,7 +503,7 @@ class Engine:
         return taken
 
     def _fill(self, sequence: Sequence, start: int, tokens: int, step: Step) -> None:
-        """Blocks from `start` that `tokens` computed tokens fill become hits."""
+        """Make the blocks from `start` that `tokens` computed tokens fill hits."""
         end, keys, output_blocks = tokens // self._size, sequence.keys, sequence.request.output_blocks
         if output_blocks is None:
             end = min(end, len(keys))
@@ -510,7 +523,7 @@ class Engine:
                 sequence.offered = chunks
 
     def _report(self, step: Step, due: list[Sequence], ended: list[Sequence]) -> None:
-        """The step's outputs; what ended leaves, what finished its prompt starts to decode."""
+        """Add the step's outputs: ended requests leave, completed prompts start to decode."""
         batch, outputs = self._batch, step.outputs
         now = batch.now
         if self._every_token:
@@ -537,7 +550,7 @@ class Engine:
                 outputs.append(Output(sequence.request.id, 1, first, None, sequence.cached))
 
     def _finish(self, sequence: Sequence, step: Step) -> None:
-        self._settled = self._settled and not self._waiting  # what it leaves may be what someone waits for
+        self._settled = self._settled and not self._waiting  # a waiting request may need what it frees
         if sequence.request.keeps:
             self._kept[sequence.request.id] = sequence
         else:
@@ -555,5 +568,5 @@ class Engine:
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
-    """The lowest goes first."""
+    """Return the scheduling order by priority: the lowest goes first."""
     return sequence.request.priority, sequence.arrival

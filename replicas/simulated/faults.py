@@ -1,4 +1,4 @@
-"""Faults on order: POST /faults makes the engine fail in the ways real ones do, for tests of what stands before it."""
+"""Injected faults: POST /faults makes the engine fail in the ways real ones do, to test what is in front of it."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ KINDS = {
 
 
 class Faults:
-    """What is still to go wrong. Counts go down by one with each fault done."""
+    """The faults that are still to happen. Each fault that happens lowers its count by one."""
 
     def __init__(self, runner: Runner, publisher: Publisher | None):
         self._runner, self._publisher = runner, publisher
@@ -38,7 +38,7 @@ class Faults:
         self._dice = random.Random(0)
 
     def order(self, body: dict) -> dict:
-        """Set the faults named in `body`, the others stay. RequestError, and nothing set, if one is not understood."""
+        """Set the faults named in `body`; others stay. Raises RequestError, and sets none, if one is invalid."""
         for name, value in body.items():
             if name not in KINDS:
                 raise RequestError(f"unknown fault {name!r}; known are {', '.join(KINDS)}")
@@ -91,17 +91,17 @@ class Faults:
             "reorder_events": publisher.swap if publisher else 0,
             "mute_events": publisher.mute if publisher else False,
             "cached_blocks": self._runner.engine.cached_blocks,
-            "event_batches": publisher.sequence if publisher else 0,  # published so far, those with a fault included
+            "event_batches": publisher.sequence if publisher else 0,  # published so far, including those with a fault
         }
 
     def happens(self, name: str) -> bool:
-        """Is one of these due now? Counts it down."""
+        """Return whether a fault of this kind is due now, and count it down."""
         due = self.counts[name] > 0
         self.counts[name] -= due
         return due
 
     def strikes(self) -> bool:
-        """Whether this request is of the share that fails."""
+        """Return whether this request belongs to the share that fails."""
         return self.error_share > 0 and self._dice.random() < self.error_share
 
     async def hang(self) -> None:

@@ -1,13 +1,13 @@
-"""The further cache groups of a model whose layers are not all alike, by the rules of vLLM's coordinator and managers.
+"""The further cache groups of a model whose layers differ, by the rules of vLLM's coordinator and managers.
 
-Besides full attention a model may have layers with a sliding window, or Mamba layers, whose state is as a window of two
-tokens here: the last one and the next. Each such group has blocks of its own for the same tokens, from the same pool. A
-running request gives those back that its window has passed, and what they hold can be a hit until they are taken.
+Besides full attention a model may have layers with a sliding window, or Mamba layers, whose state is modeled as a
+window of two tokens: the last one and the next. Each such group has its own blocks for the same tokens, from the same
+pool. A running request releases blocks that its window has passed, and these can be hits until they are taken.
 
-A hit is one in every group: of a group with a window, where the blocks that the next token's window reaches back over
-are all there. With `retention` "all" (vLLM 0.28) all blocks may be hits; with "replay" (0.32) those that a later prompt
-can resume at: where this one ends, but for its last token, and where full attention knew more of it than the other
-groups, so that others are likely to share as much.
+A hit has to be one in every group; in a group with a window, all blocks within the next token's window have to be
+there. With `retention` "all" (vLLM 0.28) all blocks may be hits; with "replay" (0.32) those that a later prompt can
+resume at: where this one ends, except for its last token, and where full attention had more of it than the other
+groups, so that other prompts are likely to share as much.
 """
 
 from .batch import Sequence
@@ -15,12 +15,14 @@ from .blocks import BlockPool, Key
 from .profile import Profile
 from .steps import GroupKey, GroupStored
 
-STATE = 2  # the window that a Mamba layer's state is like
+STATE = 2  # the window that stands for a Mamba layer's state
 
 
 class Groups:
-    """Follows all requests of an engine. The blocks of each lie in `Sequence.beside`, by group: as long as `held`, with
-    None where a block was given back or never taken."""
+    """The further groups' blocks of all requests of an engine.
+
+    They are in `Sequence.beside`, by group: as long as `held`, with None where a block was released or never taken.
+    """
 
     def __init__(self, profile: Profile, pool: BlockPool):
         self._pool, self._size, self._retains_all = pool, profile.block_size, profile.retention == "all"
@@ -29,7 +31,7 @@ class Groups:
         self.width = 1 + len(self._windows)  # blocks that one block of tokens takes
 
     def longest(self, keys: list[Key], most: int) -> int:
-        """Blocks of the longest hit of at most `most`, which full attention has."""
+        """Return the blocks of the longest hit within the first `most`, which full attention has."""
         while True:
             before = most
             for group, window in enumerate(self._windows):
@@ -45,11 +47,11 @@ class Groups:
         return 0
 
     def idle(self, keys: list[Key], hits: int) -> int:
-        """Blocks that nobody uses and that a request with so many hits will."""
+        """Return how many unused blocks a request with `hits` hits will use."""
         return sum(self._pool.idle(self._hit_blocks(group, keys, hits)) for group in range(len(self._windows)))
 
     def admit(self, sequence: Sequence) -> None:
-        """It begins with its hits."""
+        """Give a request its hits in these groups."""
         hits = len(sequence.held)
         sequence.beside = []
         for group in range(len(self._windows)):
@@ -62,11 +64,11 @@ class Groups:
         return [self._pool.block(GroupKey(group, key)) for key in needed]
 
     def _passed(self, window: int, computed: int) -> int:
-        """Blocks that the next token's window does not reach any more."""
+        """Return how many blocks the next token's window no longer reaches."""
         return max(0, computed - (window - 1)) // self._size
 
     def pass_by(self, sequence: Sequence, computed: int) -> None:
-        """Give back what its windows have passed."""
+        """Release the blocks that a request's windows have passed."""
         for window, blocks in zip(self._windows, sequence.beside):
             end = min(self._passed(window, computed), len(blocks))
             start = end
@@ -80,7 +82,7 @@ class Groups:
             blocks += self._pool.take(count, removed)
 
     def fill(self, sequence: Sequence, start: int, end: int) -> list[GroupStored]:
-        """Blocks `start` to `end` of its sequence are full: those that are kept become hits."""
+        """Make those of the filled blocks `start` to `end` hits that each group keeps."""
         request, keys, told = sequence.request, sequence.keys, []
         parent = keys[start - 1] if start else None
         for group, blocks in enumerate(sequence.beside):
@@ -91,7 +93,7 @@ class Groups:
 
     def _keeps(self, group: int, sequence: Sequence, at: int, end: int) -> bool:
         if self._retains_all:
-            # A step leaves the state it ends with, and ends where full attention knew more, too.
+            # A step leaves the state at its end, and it also ends where full attention had more.
             return not self._states[group] or at + 1 in (end, sequence.junction)
         ends = ((sequence.request.prompt_tokens - 1) // self._size, sequence.junction)
         return any(self._passed(self._windows[group], end * self._size) <= at < end for end in ends)

@@ -1,7 +1,7 @@
-"""Block keys of the simulated engine: opaque 64-bit numbers, as a vLLM publishes them.
+"""Block keys of the simulated engine: opaque 64-bit numbers, as vLLM publishes them.
 
-They are chained like vLLM's (parent, tokens, extra keys) but are deliberately not the gateway's own hashes, and
-differ between engines with different seeds: nobody may rely on recomputing them.
+They are chained like vLLM's (parent, tokens, extra keys) but are deliberately not the gateway's own hashes, and differ
+between engines with different seeds: no client may rely on recomputing them.
 """
 
 from array import array
@@ -12,9 +12,11 @@ import xxhash
 def chain(
     ids: array, block_size: int, parent: int, adapter: str | None = None, salt: str | None = None, first: int = 0
 ) -> list[int]:
-    """Keys of the full blocks of `ids` (unsigned 32 bit) from block `first` on, whose parent's key is `parent`.
+    """Return the keys of the full blocks of `ids` (unsigned 32 bit) from block `first` on.
 
-    An adapter's name is part of every block, a cache salt of block 0 only; the chain carries it on."""
+    `parent`: the key of the block before. An adapter's name is part of every block, a cache salt of block 0 only; the
+    chain carries it on.
+    """
     data, width, keys = memoryview(ids).cast("B"), 4 * block_size, []
     lora = adapter.encode() if adapter else b""
     for start in range(first * width, len(data) - width + 1, width):
@@ -26,12 +28,12 @@ def chain(
 
 
 def root(seed: int) -> int:
-    """What the first block's parent is: an engine's own number."""
+    """Return the parent of an engine's first block, which depends on its seed."""
     return xxhash.xxh3_64_intdigest(b"simulated engine", seed)
 
 
 def extra_keys(adapter: str | None, salt: str | None, start: int, count: int) -> list[list[str] | None]:
-    """One entry per block as vLLM publishes them: the adapter's name on each, the salt on block 0."""
+    """Return vLLM's extra keys, one entry per block: the adapter's name on each, the salt on block 0."""
     every = [adapter] if adapter else None
     keys: list[list[str] | None] = [every] * count
     if salt and start == 0 and count:

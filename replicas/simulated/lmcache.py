@@ -1,10 +1,10 @@
-"""LMCache's server behind the simulated engine: the other way to keep what the engine's cache has no room for.
+"""LMCache's server behind the simulated engine: the other way to keep what does not fit in the engine's cache.
 
-Follows LMCache 0.5.6 with `LMCacheMPConnector` (`lmcache/integration/vllm`): chunks of 256 tokens in host memory, those
-used last, of each prompt its first ones. A prompt is looked up in whole chunks from its beginning, whatever the engine
-holds itself, and what the engine lacks of that is fetched; of a prompt that is found to its end the last token is
-computed, and not counted as found. The server tells of every chunk by its tokens and a key of its own, and of every one
-that goes.
+Follows LMCache 0.5.6 with `LMCacheMPConnector` (`lmcache/integration/vllm`): chunks of 256 tokens in host memory,
+evicted by least recent use, the end of a prompt first. A prompt is looked up in whole chunks from its beginning,
+whatever the engine holds itself, and chunks that the engine lacks are fetched; if a prompt is found to its end, the
+last token is computed, and not counted as found. The server reports every chunk with its tokens and a key of its own,
+and every removed chunk.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ class LMCache(Offload):
     counts_last = False
 
     def find(self, keys: Sequence[Key], start: int, blocks: int) -> Run:
-        """Return what follows the first `start` blocks of a prompt of `blocks` full ones, of all that is found."""
+        """Return the chunks to fetch after the first `start` blocks of a prompt of `blocks` full ones."""
         chunks = self.passes_on(keys[:blocks]) // self.chunk
         if chunks * self.chunk <= start:
             return Run(start, range(0))
         return Run(chunks * self.chunk, range(start // self.chunk, chunks))
 
     def reset(self) -> None:
-        """Its server is not asked to: LMCache's connectors have no such call."""
+        """Do nothing: LMCache's connectors have no such call."""
 
 
 def told(event: Stored | Removed, chunk: int, block_size: int, ids: Sequence[int] | None) -> list[dict]:
-    """What it publishes of chunks that came, one event each, or that went. `chunk`: blocks of one."""
+    """Return the published events: one for each chunk that was stored, or one for all that were removed.
+
+    `chunk`: blocks of a chunk.
+    """
     last = event.keys[chunk - 1 :: chunk]
     if type(event) is Removed:
         return [{"type": "BlockRemoved", "block_hashes": [_key(key) for key in last], "medium": MEDIUM}]
@@ -56,5 +59,5 @@ def told(event: Stored | Removed, chunk: int, block_size: int, ids: Sequence[int
 
 
 def _key(key: Key) -> int:
-    """Its name for a chunk, which is none of the engine's."""
+    """Return LMCache's key of a chunk, which differs from the engine's."""
     return (key * _ODD + 1) % (1 << 64)

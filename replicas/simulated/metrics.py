@@ -1,4 +1,4 @@
-"""The engine's Prometheus text, under vLLM's names and with its buckets. Written by hand: a scrape costs little."""
+"""The engine's Prometheus text, with vLLM's names and buckets. Written by hand, so that a scrape costs little."""
 
 import os
 import time
@@ -12,7 +12,7 @@ _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(n * 10**power for power in range(6) for n in (1, 2, 5))
 _STEP = tuple(2**power for power in range(15))
-Series = tuple[str, str, str, str, float]  # kind, name, what it is, further labels, value
+Series = tuple[str, str, str, str, float]  # kind, name, description, further labels, value
 
 
 class _Histogram:
@@ -34,11 +34,11 @@ class _Histogram:
 
 
 class Metrics:
-    """Counts what is not the engine's own to count: times seen by clients, and how requests ended."""
+    """The metrics that the engine itself does not count: times seen by clients, and how requests ended."""
 
     def __init__(self, engine: Engine, model: str):
         self._engine = engine
-        self.cache_dtype, self.has_nixl = "auto", False  # as it was started
+        self.cache_dtype, self.has_nixl = "auto", False  # the engine's flags
         escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self._labels = f'engine="0",model_name="{escaped}"'
         self._started = time.time()
@@ -72,7 +72,7 @@ class Metrics:
                 self._each.observe((now - generation.begun) / (len(generation.ids) - 1))
 
     def text(self) -> str:
-        """The page of GET /metrics."""
+        """Return the page of GET /metrics."""
         lines, told = [], set()
         for kind, name, about, more, value in (*self._gauges(), *self._counters()):
             if name not in told:
@@ -92,7 +92,7 @@ class Metrics:
             lines += histogram.lines(self._labels)
         cpu = os.times()
         lines += [
-            "# TYPE vllm:prompt_tokens_created gauge",  # as prometheus_client has it for each counter
+            "# TYPE vllm:prompt_tokens_created gauge",  # prometheus_client has one for each counter
             f"vllm:prompt_tokens_created{{{self._labels}}} {self._started}",
             "# TYPE process_start_time_seconds gauge",
             f"process_start_time_seconds {self._started}",

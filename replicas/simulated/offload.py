@@ -1,8 +1,8 @@
 """Host memory behind the simulated engine's cache.
 
-Follows vLLM's offloading connector (0.28 to 0.32) with its CPU spec. What a step fills is copied down at once, in
-chunks of one or more blocks; what was used longest ago makes room. A prompt finds the run of chunks that follows its
-blocks on the GPU. A copy counts as there from the step on that filled its blocks: vLLM's takes some steps, in which the
+Follows vLLM's offloading connector (0.28 to 0.32) with its CPU spec. Blocks that a step fills are copied at once, in
+chunks of one or more blocks; the least recently used chunks are evicted. A prompt finds the run of chunks that follows
+its blocks on the GPU. A copy exists from the step that filled its blocks; vLLM's takes some steps more, in which the
 GPU still has them.
 """
 
@@ -22,31 +22,31 @@ Events = list[Stored | Removed]
 
 
 class Run(NamedTuple):
-    """The blocks that a prompt finds behind those on the GPU: until block `end`; `chunks` are numbers of chunks."""
+    """The blocks that a prompt finds after those on the GPU: up to block `end`; `chunks` are numbers of chunks."""
 
     end: int
     chunks: range
 
 
 class Offload:
-    """What is held, by the key of each chunk's last block, the one used longest ago first."""
+    """The chunks in host memory by the key of their last block, least recently used first."""
 
-    counts_last = True  # a prompt that is found to its end counts as found with its last token, which is computed
+    counts_last = True  # a prompt found to its end counts as found completely, though its last token is computed
 
     def __init__(self, profile: Profile) -> None:
         self.chunk = profile.chunk_blocks
         self._room = profile.cpu_blocks // self.chunk
         self._held: OrderedDict[Key, list[Key]] = OrderedDict()
         size = profile.block_size * self.chunk * profile.kv_bytes_per_token / profile.speedup
-        self._seconds = size / (profile.cpu_gb_per_s * 1e9)  # that a chunk takes
+        self._seconds = size / (profile.cpu_gb_per_s * 1e9)  # per chunk
         self._loading: Counter[Key] = Counter()
-        self._free_at = 0.0  # when the link has brought all that was asked of it
+        self._free_at = 0.0  # when the link has completed all fetches
 
     def _last(self, keys: Sequence[Key], number: int) -> Key:
         return keys[(number + 1) * self.chunk - 1]
 
     def find(self, keys: Sequence[Key], start: int, blocks: int) -> Run:
-        """Return the run behind the first `start` blocks of a prompt of `blocks` full ones."""
+        """Return the run after the first `start` blocks of a prompt of `blocks` full ones."""
         first, most = start // self.chunk, min(blocks, len(keys)) // self.chunk
         end = first
         while end < most and self._last(keys, end) in self._held:
@@ -64,31 +64,31 @@ class Offload:
         self._put(request, keys, range(start // self.chunk, end // self.chunk), events)
 
     def reset(self) -> None:
-        """Empty it; no event tells of that."""
+        """Empty it, without an event."""
         self._held.clear()
 
     def is_loading(self, keys: Sequence[Key], run: Run) -> bool:
-        """Return whether another request is fetching some of it: vLLM lets the second wait for the first."""
+        """Return whether another request is fetching some of these chunks: vLLM lets the second wait for the first."""
         return bool(self._loading) and any(self._last(keys, number) in self._loading for number in run.chunks)
 
     def load(self, request: EngineRequest, keys: Sequence[Key], run: Run, now: float, events: Events) -> float:
-        """Begin to fetch; return when it will be there."""
+        """Begin to fetch a run; return when it will be complete."""
         self._loading.update(self._last(keys, number) for number in run.chunks)
         self._touch(keys, run.chunks)
         self._free_at = max(now, self._free_at) + len(run.chunks) * self._seconds
         return self._free_at
 
     def loaded(self, keys: Sequence[Key], run: Run) -> None:
-        """End a fetch: it is there, or nobody wants it any more."""
+        """End a fetch that is complete or no longer wanted."""
         self._loading -= Counter(self._last(keys, number) for number in run.chunks)
 
     def store(self, request: EngineRequest, keys: Sequence[Key], start: int, end: int, events: Events) -> None:
-        """Copy chunks `start` to `end` of a sequence, which are computed, if they are not here."""
+        """Copy chunks `start` to `end` of a sequence, which are computed, unless they are here."""
         self._touch(keys, range(start, end))
         self._put(request, keys, range(start, end), events)
 
     def _touch(self, keys: Sequence[Key], numbers: range) -> None:
-        """Note a use. The first chunk of a prompt counts as used last, so that its tail goes first."""
+        """Note a use; the first chunk of a prompt counts as used last, so that its tail is evicted first."""
         for number in reversed(numbers):
             if (last := self._last(keys, number)) in self._held:
                 self._held.move_to_end(last)

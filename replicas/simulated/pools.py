@@ -1,5 +1,4 @@
-"""Pools of simulated engines on the virtual clock: kinds of engine, each with a role, as `hitherto serve --pools` has
-them."""
+"""Pools of simulated engines on the virtual clock: kinds of engines with roles, as in `hitherto serve --pools`."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from .profile import Profile, load_profile
 
 
 class _Given(Table):
-    """A pool as it is written."""
+    """A pool as written in the configuration."""
 
-    launch: int = Field(ge=1, le=4096, strict=True)  # not `yes`
+    launch: int = Field(ge=1, le=4096, strict=True)  # strict: `yes` is no number
     role: Literal["prefill", "decode", "both"] = BOTH
     profile: str = ""
     speed: float = Field(1.0, gt=0, allow_inf_nan=False)
@@ -27,7 +26,7 @@ class _Given(Table):
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`launch` engines that are alike."""
+    """A pool of `launch` equal engines."""
 
     name: str
     profile: Profile
@@ -36,9 +35,11 @@ class Pool:
 
 
 def read_pools(text: str, profile: str, changes: Mapping[str, int | None]) -> list[Pool]:
-    """Read pools from one line of YAML. `profile`: of those that name none; `changes`: fields of all profiles.
+    """Read pools from one line of YAML.
 
-    ValueError says which pool is wrong, and how it should be."""
+    `profile`: for pools that name none; `changes`: fields to change in all profiles. Raises ValueError with the pool
+    that is wrong and what would be right.
+    """
     try:
         given = yaml_text.load(text)
         if not isinstance(given, dict) or not given:
@@ -67,13 +68,15 @@ def _pool(name: str, given: _Given, profile: str, changes: Mapping[str, int | No
 
 
 def sides(roles: Sequence[str], up: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of the engines that are up, those that may compute prompts for others, and those that may write answers to such
-    prompts. Both are empty where nobody has a role."""
+    """Return the engines that may compute prompts for others, and those that may answer such prompts.
+
+    `up`: the engines that run. Both lists are empty if no engine has a role.
+    """
     if all(roles[one] == BOTH for one in up):
         return [], []
     return [one for one in up if roles[one] in PREFILLERS], [one for one in up if roles[one] in DECODERS]
 
 
 def takes_whole(roles: Sequence[str], up: Sequence[int]) -> list[int]:
-    """Of the engines that are up, those that take whole requests: prefillers only where nobody else is left."""
+    """Return the running engines that take whole requests: prefillers only if there are no others."""
     return [one for one in up if roles[one] != PREFILL] or [*up]

@@ -1,4 +1,4 @@
-"""What a simulated engine is like: the size of its cache, its scheduler's limits, and how long steps take."""
+"""The properties of a simulated engine: its cache's size, its scheduler's limits, and the duration of its steps."""
 
 import math
 from collections import deque
@@ -31,9 +31,9 @@ class StepTime:
     decoding in it costs, on top of both,
         max(decode_least, decode + decode_sequence * n + decode_context_token * k
                           + decode_usage * u + decode_usage_squared * u^2)
-    for n sequences with k tokens of context in all, u being k by the tokens that the cache has room for, 1 at most:
-    what sequences share is read for each, and what a prompt has that is still computed is read by none. `spread` is no
-    time but a share: how far a step is typically (one standard deviation, of the logarithm) from what that says.
+    for n sequences with k tokens of context in all. u is k divided by the cache's capacity in tokens, at most 1: shared
+    blocks are read once for each sequence, and prompts that are still being computed are not read. `spread` is no time
+    but a share: the standard deviation of the logarithm of a step's duration around this fit.
     """
 
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
@@ -52,7 +52,7 @@ class StepTime:
     spread: float = 0.0
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float) -> float:
-        """Duration of a step: `tokens` prompt tokens, `pairs` = sum of t_i * (c_i + t_i / 2); n, k and u as above."""
+        """Return the seconds of a step: `tokens` is t, `pairs` the sum of t_i * (c_i + t_i / 2); the others n, k, u."""
         ms = self.base
         if tokens:
             ms += (
@@ -73,11 +73,11 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class RequestTime:
-    """What a request costs beside its steps, in milliseconds: HTTP, tokenizing, the way to the scheduler and back.
+    """The time of a request outside steps, in milliseconds: HTTP, tokenizing, the way to the scheduler and back.
 
     The API server's `work + token * n (+ text + text_token * n, if the prompt is text)` for a prompt of n tokens is
-    done for one request after the other; `latency` is what nobody else waits for. All of it is spent before the first
-    step. `busy_token * n` is more work on text while the engine is in its steps: on a CPU both want the same cores.
+    done for one request after the other; `latency` delays only the request itself. All of it is spent before the first
+    step. `busy_token * n` is further work on text while the engine is in its steps: on a CPU both need the same cores.
     """
 
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
@@ -95,8 +95,7 @@ class RequestTime:
 
 
 class StepDurations:
-    """Says how long an engine's steps take. What a profile's `spread` makes of a step is drawn once, however often that
-    is asked."""
+    """The durations of an engine's steps. The `spread` of a step is drawn once, however often its duration is read."""
 
     __slots__ = ("differ", "_time", "_speedup", "_in_use", "_chance", "_drawn")
 
@@ -105,12 +104,12 @@ class StepDurations:
         self._speedup = profile.speedup
         self._in_use = profile.in_use
         self._chance = Random(0)
-        self._drawn: deque[float] = deque()  # for steps that were asked about and not taken yet
-        # also while the same requests decode
+        self._drawn: deque[float] = deque()  # drawn for steps that were read and not taken yet
+        # whether they differ even while the same requests decode
         self.differ = bool(time.spread or time.decode_context_token or time.decode_usage or time.decode_usage_squared)
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, step: int = 0) -> float:
-        """Of the `step`-th from now; the rest as for `StepTime.seconds`."""
+        """Return the duration of the `step`-th step from now; the rest as for `StepTime.seconds`."""
         seconds = self._time.seconds(tokens, pairs, sequences, context, self._in_use(context)) / self._speedup
         if spread := self._time.spread:
             drawn = self._drawn
@@ -125,7 +124,7 @@ class StepDurations:
 
 
 class FrontEnd:
-    """Says when requests reach the scheduler. It has no clock: times are what the caller calls now."""
+    """The times at which requests reach the scheduler. It has no clock: the caller's times are used."""
 
     __slots__ = ("_time", "_speedup", "_free")
 
@@ -133,8 +132,10 @@ class FrontEnd:
         self._time, self._speedup, self._free = profile.request, profile.speedup, 0.0
 
     def reaches_engine(self, arrived: float, tokens: int, text: bool = False, busy: bool = False) -> float:
-        """The same time as `arrived` for a profile that knows only of steps. `busy`: the engine has requests
-        running."""
+        """Return when a request of `tokens` prompt tokens reaches the scheduler.
+
+        That is `arrived` if the profile has step times only. `busy`: the engine has requests running.
+        """
         self._free = max(arrived, self._free) + self._time.work_seconds(tokens, text, busy) / self._speedup
         return self._free + self._time.latency * 1e-3 / self._speedup
 
@@ -154,17 +155,17 @@ class Profile:
     max_num_batched_tokens: int = 8_192
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_model_len: int = 131_072
-    # Further cache groups beside that of full attention: the sliding window of each in tokens, 0 for a group of Mamba
-    # layers. Of their blocks "replay" keeps those that a later prompt can resume at, as vLLM 0.32, "all" all (0.28).
+    # Further cache groups besides full attention: the sliding window of each in tokens, 0 for a group of Mamba layers.
+    # "replay" keeps those of their blocks that a later prompt can resume at (vLLM 0.32), "all" keeps all (0.28).
     windows: tuple[int, ...] = ()
     retention: Literal["replay", "all"] = "replay"
-    context_parallel: int = 1  # GPUs that have a share of each block's tokens; one's is what /metrics tells
-    drops_block: bool = False  # computes the last block of what it finds again, as vLLM does with EAGLE and MTP
-    # Host memory behind the cache: blocks of room (0: there is none), blocks that are moved at a time, and what a fetch
-    # takes: 128 KiB a token (Llama 3 8B in 16 bits) over PCIe 4.0 x16.
+    context_parallel: int = 1  # GPUs that share each block's tokens; /metrics reports one's share
+    drops_block: bool = False  # recomputes the last block of a cache hit, as vLLM does with EAGLE and MTP
+    # Host memory behind the cache: its size in blocks (0: none), blocks per chunk, and the speed of a fetch: 128 KiB a
+    # token (Llama 3 8B in 16 bits) over PCIe 4.0 x16.
     cpu_blocks: int = 0
     chunk_blocks: int = 1
-    lmcache: bool = False  # host memory is that of LMCache's server, which has chunks of 256 tokens by default
+    lmcache: bool = False  # host memory is LMCache's server, with chunks of 256 tokens by default
     kv_bytes_per_token: float = 131_072
     cpu_gb_per_s: float = 25.0
     speedup: float = 1.0
@@ -194,24 +195,24 @@ class Profile:
 
     @property
     def times_by_share(self) -> bool:
-        """Whether its decode steps take longer with the share of its own cache in use: then more blocks make the same
-        work faster."""
+        """Whether decode steps take longer with the share of the cache in use, so that more blocks make them faster."""
         return bool(self.step.decode_usage or self.step.decode_usage_squared)
 
     def in_use(self, context: int) -> float:
-        """The share of its cache that decoding sequences of so many tokens read: `u` of StepTime."""
+        """Return the share of the cache that decoding sequences of `context` tokens read: `u` of `StepTime`."""
         return min(1.0, context / (self.num_blocks * self.block_size))
 
     @property
     def context_length(self) -> int:
-        """Longest prompt plus output, in tokens: max_model_len, or what the cache can hold if that is less."""
+        """Longest prompt plus output, in tokens: max_model_len, or the cache's capacity if that is less."""
         return min(self.max_model_len, (self.num_blocks - 1) // (1 + len(self.windows)) * self.block_size)
 
 
 def load_profile(name_or_path: str | Path, **changes) -> Profile:
-    """A bundled profile by name or one from a YAML file; `changes` replace fields (None: keep).
+    """Return a bundled profile by name or one from a YAML file; `changes` replace fields (None: keep).
 
-    ValueError says what is wrong with the file and where."""
+    Raises ValueError with what is wrong in the file and where.
+    """
     path = PROFILES / f"{name_or_path}.yaml"
     if not path.is_file():
         path = Path(name_or_path)
@@ -226,7 +227,7 @@ def load_profile(name_or_path: str | Path, **changes) -> Profile:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(given, dict):
         raise ValueError(f"{path}: a profile is a mapping with a mapping `step` in it")
-    from pydantic import TypeAdapter, ValidationError  # here: simulations that have their profile need no pydantic
+    from pydantic import TypeAdapter, ValidationError  # here, since simulations with a profile at hand need no pydantic
 
     from replicas.tables import explain
 

@@ -1,11 +1,11 @@
 """KV events over ZMQ as vLLM publishes them: a PUB socket, and a ROUTER that replays the last 10,000 batches.
 
-A batch is three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack [time, events, rank].
-Events are tagged maps, as from vLLM 0.24 on.
+A batch is three frames: topic, sequence number (8 bytes, big endian, from 0), msgpack [time, events, rank]. Events are
+tagged maps, as from vLLM 0.24 on.
 
-Copies in host memory are told of in the forms that vLLM's offloading connector has: with `self_describing` tokens and
-parent for the blocks of each chunk, otherwise the last block's key of each chunk alone, without tokens and with size 0.
-With `lmcache` they are LMCache's (`lmcache.py`), which vLLM publishes among its own.
+Copies in host memory have the forms of vLLM's offloading connector: with `self_describing`, tokens and parent of the
+blocks of each chunk, otherwise only the key of each chunk's last block, without tokens and with size 0. With `lmcache`
+they are LMCache's (`lmcache.py`), which vLLM publishes among its own.
 """
 
 import asyncio
@@ -32,9 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """`host` is where to listen; port 0 takes a free one. Raises ValueError where it cannot listen. `drop`, `swap` and
-    `mute` are injected faults. `chunk`: blocks that slower tiers move at a time. `windows`: the profile's; full
-    attention is the last cache group."""
+    """The publisher of one engine's KV events.
+
+    `host`: where to listen; port 0 takes a free one. Raises ValueError if it cannot listen. `drop`, `swap` and `mute`
+    are injected faults. `chunk`: blocks of a chunk in slower tiers. `windows`: the profile's; full attention is the
+    last cache group.
+    """
 
     def __init__(
         self,
@@ -52,8 +55,8 @@ class Publisher:
         self._self_describing, self._chunk, self._lmcache = self_describing, chunk, lmcache
         self.topic, self.block_size = topic, block_size
         self.sequence = 0
-        self.drop = self.swap = 0  # so many batches are lost; so many are sent after their successor
-        self.mute = False  # batches vanish without using a number: the engine just falls silent
+        self.drop = self.swap = 0  # batches to lose; batches to send after their successor
+        self.mute = False  # batches vanish without using a number: the engine falls silent
         self._held: list[bytes] | None = None
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -74,12 +77,12 @@ class Publisher:
         try:
             socket.bind(f"tcp://{'*' if host in ('0.0.0.0', '::', '') else where}:{port or '*'}")
         except zmq.ZMQError as error:
-            why = OSError(error.errno, os.strerror(error.errno))  # ZMQ's own words repeat the address
+            why = OSError(error.errno, os.strerror(error.errno))  # ZMQ's message repeats the address
             raise ValueError(cannot_listen(host, port, why, flag)) from None
         return int(socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").rsplit(b":", 1)[1])
 
     def source(self) -> dict:
-        """This publisher as vLLM's /kv_event_sources tells it."""
+        """Return this publisher's entry in vLLM's /kv_event_sources."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -92,7 +95,10 @@ class Publisher:
         }
 
     def publish(self, events: list[Stored | GroupStored | Removed | Cleared], tokens_of) -> None:
-        """One batch. `tokens_of(owner of the request)` gives (ids, adapter's name, adapter's number, cache salt)."""
+        """Publish one batch.
+
+        `tokens_of(owner of the request)` returns (ids, adapter's name, adapter's number, cache salt).
+        """
         if self.mute:
             return
         payload = self._encode([time.time(), self._told(events, tokens_of), 0])
@@ -120,13 +126,13 @@ class Publisher:
             elif type(event) is Stored:
                 batch.append(self._as_map(event, *tokens_of(event.request.owner)))
             elif type(event) is Removed:
-                batch += [self._as_map(Removed([key])) for key in event.keys]  # vLLM: one event for each
+                batch += [self._as_map(Removed([key])) for key in event.keys]  # vLLM sends one event for each
             else:
                 batch.append(self._as_map(event))
         return batch
 
     def _of_lower_tier(self, event: Stored | Removed, tokens_of) -> list:
-        """One event for each chunk stored, one for all that are removed."""
+        """Return one event for each chunk that was stored, or one for all that were removed."""
         chunk, keys = self._chunk, event.keys
         if self._lmcache:
             ids = tokens_of(event.request.owner)[0] if type(event) is Stored else None
@@ -170,7 +176,7 @@ class Publisher:
         return told | {"kv_cache_spec_kind": "full_attention"} if ids is not None else told
 
     def _in_group(self, event: GroupStored, ids, adapter=None, adapter_id=None, salt=None) -> dict:
-        """The tokens of all blocks that were filled, with the keys of those that the group keeps."""
+        """Return an event with the tokens of all filled blocks, and the keys of those that the group keeps."""
         every = Stored(event.request, event.start, event.keys, event.parent)
         tokens = ids[event.start * self.block_size : event.end * self.block_size].tolist()
         told = self._as_map(every, ids, adapter, adapter_id, salt) | {"token_ids": tokens, "group_idx": event.group}
@@ -180,7 +186,7 @@ class Publisher:
 
     @staticmethod
     def _extra_keys(event: Stored, adapter: str | None, salt: str | None) -> list | None:
-        """None for slower tiers, as vLLM leaves them out there."""
+        """Return the extra keys; None for slower tiers, where vLLM leaves them out."""
         return extra_keys(adapter, salt, event.start, len(event.keys)) if event.tier == "gpu" else None
 
     def _tokens(self, event: Stored, ids) -> list[int]:

@@ -1,9 +1,9 @@
-"""What the simulated engine says: plain English paragraphs, token by token, the same for the same prompt.
+"""The simulated engine's replies: plain English paragraphs, token by token, the same for the same prompt.
 
-The text is made once from a seed and tokenized once; a reply is a walk along it. Where a prompt ends inside
-this text (a reply that is to be continued), the walk goes on from there, as a real model at temperature 0
-would: so a stream can be taken over by another replica and ends the same. The paragraph's end is the model's end
-of turn. Since the ids are those of real text, a reply sent back in the next turn tokenizes to the same ids.
+The text is made once from a seed and tokenized once; a reply is a walk along it. If a prompt ends inside this text (a
+reply that is to be continued), the walk continues from there, as a real model at temperature 0 would: so a stream can
+be taken over by another replica and ends the same. The paragraph's end is the model's end of turn. Since the ids are
+those of real text, a reply that is sent back in the next turn has the same ids.
 """
 
 import random
@@ -14,10 +14,10 @@ import xxhash
 from .tokens import Tokens
 
 PARAGRAPHS = 48
-# Tokens that must agree for a reply to be continued. Four tell replies apart where tokens are words; with a small
-# vocabulary, where they are letters, it takes more of them.
+# Tokens that must agree for a reply to be continued. Four distinguish replies where tokens are words; small
+# vocabularies, where they are letters, need more.
 CONTEXTS = (4, 8, 16, 32, 64)
-TRIES = 50  # texts for one paragraph before more tokens are looked at
+TRIES = 50  # texts to try for one paragraph before more tokens are compared
 
 _WHO = (
     "the reader",
@@ -128,8 +128,10 @@ def _paragraph(rng: random.Random, sentences: int) -> str:
 
 
 def _paragraphs(tokens: Tokens, seed: int, context: int | None) -> list[list[int]] | None:
-    """Ids of all paragraphs, of which the first `context` tell which one it is (None: as they come). None if that
-    cannot be."""
+    """Return the ids of all paragraphs, distinct in their first `context` ids; None if that is impossible.
+
+    With `context` None they need not be distinct.
+    """
     rng, made, openings = random.Random(seed), [], set()
     for number in range(PARAGRAPHS):
         for _ in range(TRIES):
@@ -144,8 +146,10 @@ def _paragraphs(tokens: Tokens, seed: int, context: int | None) -> list[list[int
 
 
 class Replies:
-    """All the text there is. `ids` and `pieces` (UTF-8 text of each token) run over all paragraphs in a ring. Raises
-    ValueError for a tokenizer that has no tokens for it."""
+    """All text of an engine: `ids` and `pieces` (UTF-8 text of each token) run over all paragraphs in a ring.
+
+    Raises ValueError if the tokenizer has no tokens for it.
+    """
 
     def __init__(self, tokens: Tokens, seed: int = 0):
         self.ids = array("I")
@@ -168,7 +172,7 @@ class Replies:
             self.pieces.extend(_pieces(tokens, ids))
             self._ends.append(len(self.ids))
         self._opens = set(self._starts)
-        # what replies begin with that are still too short to be told apart by their text alone
+        # beginnings of replies that are too short to identify a paragraph by their text alone
         self._beginnings = {
             self.ids[start : start + many].tobytes() for start in self._starts for many in range(1, self.context)
         }
@@ -178,7 +182,7 @@ class Replies:
             self._where.setdefault(self.ids[at - self.context : at].tobytes(), []).append(at)
 
     def begin(self, prompt: array) -> tuple[int, int]:
-        """Where in the ring the reply to `prompt` (ids, unsigned 32 bit) starts, and its natural length in tokens."""
+        """Return where in the ring the reply to `prompt` (ids, unsigned 32 bit) starts, and its length in tokens."""
         at = self._resume(prompt)
         if at is None:
             at = self._resume_beginning(prompt)
@@ -191,7 +195,10 @@ class Replies:
         return xxhash.xxh3_64_intdigest(prompt.tobytes(), self._seed) % PARAGRAPHS
 
     def _resume_beginning(self, prompt: array) -> int | None:
-        """Where the reply goes on whose first few tokens `prompt` ends with: what stands before them is answered so."""
+        """Return where a reply continues whose first few tokens end `prompt`, or None.
+
+        The tokens before them determine the paragraph.
+        """
         for many in range(1, min(self.context, len(prompt))):
             if prompt[-many:].tobytes() in self._beginnings:
                 start = self._starts[self._paragraph(prompt[:-many])]
@@ -200,10 +207,11 @@ class Replies:
         return None
 
     def _resume(self, prompt: array) -> int | None:
-        """Where the reply that `prompt` ends with goes on; None if its last tokens are not from here.
+        """Return where the reply at the end of `prompt` continues; None if its last tokens are not from this text.
 
-        The same words occur in several places. The right one is where the agreement ends, going back, at a
-        paragraph's start, as replies begin there; else the longest."""
+        The same words occur in several places. The right one is where the agreement, going back, begins at a
+        paragraph's start, as replies do; else the longest.
+        """
         best, found = (False, 0), None
         for at in self._where.get(prompt[-self.context :].tobytes(), ()):
             same = self.context
@@ -215,7 +223,7 @@ class Replies:
         return found
 
     def walk(self, start: int, count: int) -> tuple[list[int], list[str]]:
-        """`count` ids and their texts from `start` on."""
+        """Return `count` ids and their texts from `start` on."""
         size, end = len(self.ids), start + count
         if end <= size:
             return self.ids[start:end].tolist(), self.pieces[start:end]
@@ -224,7 +232,7 @@ class Replies:
 
 
 def _pieces(tokens: Tokens, ids: list[int]) -> list[str]:
-    """Each token's text in its place: with up to three before it, since some tokenizers drop a leading space."""
+    """Return each token's text, decoded after up to three before it, since some tokenizers drop a leading space."""
     pieces = []
     for at in range(len(ids)):
         before = ids[max(0, at - 3) : at]

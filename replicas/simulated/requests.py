@@ -1,4 +1,4 @@
-"""From a request's JSON to prompts and limits, for each endpoint, with the checks of vLLM that its clients meet."""
+"""Prompts and limits from a request's JSON, for each endpoint, with the checks of vLLM that clients meet."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ Limit = Annotated[StrictInt, Field(ge=0)] | None
 
 
 class Fields(BaseModel):
-    """The fields whose types and ranges are checked, whichever endpoint they are sent to."""
+    """The fields whose types and ranges are checked at all endpoints."""
 
     model: StrictStr | None = None
     max_tokens: Limit = None
@@ -34,7 +34,7 @@ class Fields(BaseModel):
 
 @dataclass(slots=True)
 class Asked:
-    """What the engine is asked for: each prompt `n` times, at most `max_tokens` (None: as many as fit) each."""
+    """A parsed request: each prompt `n` times, at most `max_tokens` (None: as many as fit) each."""
 
     prompts: list[list[int]]
     max_tokens: int | None
@@ -44,15 +44,15 @@ class Asked:
     ignore_eos: bool = False
     min_tokens: int = 0
     salt: str | None = None
-    clip: bool = False  # a max_tokens beyond the context is cut, not refused
+    clip: bool = False  # a max_tokens beyond the context is clipped, not refused
     text: bool = True  # the prompts came as text, not as token ids
-    reads_cache: bool = True  # what is cached has no logprobs: where the prompt's are wanted, all of it is computed
+    reads_cache: bool = True  # False computes the whole prompt for its logprobs, which cached tokens lack
     priority: int = 0
-    limit: str = "max_tokens"  # what `max_tokens` was called
+    limit: str = "max_tokens"  # the request's name for `max_tokens`
 
 
 def parse(raw: bytes) -> dict:
-    """Return a request's body. Raises RequestError for what is no JSON object, and for a field of a wrong type."""
+    """Return a request's body. Raises RequestError unless it is a JSON object with fields of the right types."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -69,7 +69,7 @@ def parse(raw: bytes) -> dict:
 
 
 def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bool = True, least: int = 1) -> Asked:
-    """Return what is asked for of these prompts; `limit` names the field that bounds the answer."""
+    """Return the request for these prompts; `limit` names the field that bounds the answer."""
     if not all(prompts):
         raise RequestError("the prompt is empty: it must have at least one token", param="prompt")
     most = body.get(limit)
@@ -113,7 +113,7 @@ def completion(body: dict, tokens: Tokens) -> Asked:
         tokens.truncated(ids, body, body.get("max_tokens") != 0)
         for ids in texts(given, tokens, body.get("add_special_tokens") is not False)
     ]
-    # a prompt alone may be asked for with `echo`: vLLM makes one token then, and does not show it
+    # with `echo` the prompt alone may be wanted: vLLM then generates one token and does not show it
     asked = _asked(body, prompts, "max_tokens", body.get("stop"), _is_text(given), 0 if body.get("echo") else 1)
     asked.max_tokens = 16 if asked.max_tokens is None else max(1, asked.max_tokens)
     echoes = body.get("echo") and body.get("logprobs") is not None
@@ -146,7 +146,7 @@ def _ids(given: Any, param: str) -> list[int]:
 
 
 def _ids_beside(body: dict) -> list[int] | None:
-    """Return the prompt's ids that a conversation was sent with: they count, and the messages do not."""
+    """Return the prompt's token ids that were sent with a conversation; they replace its messages."""
     ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
     return _ids(ids, "kv_transfer_params") if ids is not None else None
 
@@ -163,7 +163,7 @@ def embeddings(body: dict, tokens: Tokens) -> Asked:
 
 def responses(body: dict, tokens: Tokens) -> Asked:
     before = body.get("previous_response_id")
-    if before is not None:  # none is stored, as by vLLM without VLLM_ENABLE_RESPONSES_API_STORE=1
+    if before is not None:  # none is stored, as in vLLM without VLLM_ENABLE_RESPONSES_API_STORE=1
         raise RequestError(
             f"Response with id '{before}' not found.", 404, "invalid_request_error", "previous_response_id"
         )

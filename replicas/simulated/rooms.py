@@ -1,8 +1,8 @@
-"""Rooms in which two engines meet while both have a request: the one that fetches its prompt waits at the one that
-computes it, as with Mooncake's connector in vLLM.
+"""Rooms in which two engines meet, as with Mooncake's connector in vLLM.
 
-The wire is this engine's own: the one that fetches asks the other over HTTP, and is answered once the prompt is there.
-What is open is bounded by time alone, as there.
+Both have a request at the same time: the decoding engine waits at the one that computes its prompt. The protocol is
+this engine's own: the decoding engine posts to the other over HTTP, which answers once the prompt is computed. Open
+rooms are limited by time alone, as in Mooncake.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ import aiohttp
 
 from .transfers import TOKEN_SECONDS, NotThere
 
-PATIENCE = 480.0  # s, of Mooncake's connector
-Prompts = list[tuple[int, int]]  # of each sequence: its tokens, and how many were found cached
+PATIENCE = 480.0  # s, from Mooncake's connector
+Prompts = list[tuple[int, int]]  # for each sequence: its tokens, and how many were found cached
 
 
 class Rooms:
-    """The rooms of an engine that computes prompts, by name; in each of them is what is going to be computed."""
+    """The rooms of an engine that computes prompts, by name, each with the prompts to be computed."""
 
     def __init__(self) -> None:
         self._open: dict[str, asyncio.Future[Prompts]] = {}
@@ -36,7 +36,7 @@ class Rooms:
             computed.cancel()
 
     async def compute(self, name: str, computing: Callable[[], Awaitable[Prompts | None]]) -> None:
-        """Compute a prompt and keep it for whoever fetches it in this room. None as the result: it is not kept."""
+        """Compute a prompt and keep it for the engine that fetches it in this room; None means that it is not kept."""
         computed, kept = self._enter(name), False
         try:
             prompts = await computing()
@@ -48,7 +48,7 @@ class Rooms:
                 self._close(name)
 
     async def hand_over(self, name: str) -> Prompts:
-        """What was computed in this room, once it is. Raises NotThere."""
+        """Return what was computed in this room, once it is. Raises NotThere."""
         computed = self._enter(name)
         try:
             prompts = await asyncio.wait_for(asyncio.shield(computed), PATIENCE)
@@ -64,7 +64,7 @@ class Rooms:
             self._close(name)
 
     async def fetch(self, address: str, name: str) -> Prompts:
-        """Wait in the other engine's room for what it computes. Raises NotThere."""
+        """Wait in the other engine's room for the prompts that it computes. Raises NotThere."""
         timeout = aiohttp.ClientTimeout(PATIENCE)
         try:
             async with (

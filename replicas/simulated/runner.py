@@ -1,4 +1,4 @@
-"""The engine on the wall clock: steps it, sleeps as long as the step took, publishes events, hands out tokens."""
+"""The engine in real time: steps it, sleeps as long as the step took, publishes events, hands out tokens."""
 
 import asyncio
 import heapq
@@ -16,12 +16,12 @@ from .profile import FrontEnd, RequestTime
 from .publisher import Publisher
 from .replies import Replies
 
-LAG = 1.0  # s; further behind than this (a machine that slept) the engine does not catch up
+LAG = 1.0  # s; an engine further behind (after the machine slept) does not catch up
 log = logging.getLogger(__name__)
 
 
 class Generation:
-    """One sequence: what it was asked and everything it will say. `tell(generation, output)` is called with tokens."""
+    """One sequence: its request and all of its output. `tell(generation, output)` is called with tokens."""
 
     __slots__ = (
         "id", "prompt", "adapter", "weights", "salt", "ids", "pieces", "reason", "stop", "sent", "cached", "tell", "arrived",
@@ -40,7 +40,7 @@ class Generation:
     ):
         self.id, self.prompt = id, array("I", prompt)
         self.adapter, self.salt = adapter, salt
-        self.weights = adapter  # what its blocks are keyed with: vLLM's keys cover the adapter's path beside its name
+        self.weights = adapter  # what its block keys cover: in vLLM the adapter's path as well as its name
         self.ids: list[int] = []
         self.pieces: list[str] = []
         self.reason: str | None = None
@@ -49,10 +49,10 @@ class Generation:
         self.cached = 0
         self.tell: Callable[[Generation, Output], None] = lambda generation, output: None
         self.arrived = time.monotonic() if arrived is None else arrived
-        self.text = text  # a prompt that came as text takes longer to get to the scheduler
+        self.text = text  # a prompt that came as text takes longer to reach the scheduler
         self.reads_cache = reads_cache
         self.received = 0  # prompt tokens that another engine has computed
-        self.cached_there: int | None = None  # how many of them it had found cached, which counts as this one's find
+        self.cached_there: int | None = None  # of these, found cached there; reported as ours
         self.priority = 0
         self.begun = self.last = 0.0
         self.request: EngineRequest | None = None
@@ -91,7 +91,7 @@ class Generation:
         end, kept = at + len(word), 0
         for count, piece in enumerate(self.pieces, 1):  # noqa: B007  used after the loop
             kept += len(piece)
-            if kept >= end:  # the token that completes the stop string is generated, its text is not shown
+            if kept >= end:  # the token that completes the stop string is generated, but its text is not shown
                 break
         self.ids, pieces, room = self.ids[:count], self.pieces[:count], at
         for n, piece in enumerate(pieces):
@@ -105,7 +105,7 @@ class Generation:
 
 
 class Runner:
-    """Owns the engine. `slow` multiplies every step's duration; `hang_until` (monotonic) freezes it: faults."""
+    """The engine's loop. Faults: `slow` multiplies every step's duration; `hang_until` (monotonic) freezes it."""
 
     def __init__(self, engine: Engine, metrics: Metrics, publisher: Publisher | None, seed: int):
         self.engine, self.metrics, self.publisher = engine, metrics, publisher
@@ -115,13 +115,15 @@ class Runner:
         self._adapters: dict[str, int] = {}
         self._live: dict[str, Generation] = {}
         self._front = FrontEnd(engine.profile) if engine.profile.request != RequestTime() else None
-        self._coming: list[tuple[float, int, Generation]] = []  # heap of what has not reached the scheduler yet
+        self._coming: list[tuple[float, int, Generation]] = []  # heap: on the way to the scheduler
         self._order = itertools.count()
         self._alarm: Alarm | None = None
 
     def submit(self, generation: Generation) -> None:
-        """Send it on its way to the scheduler. What this server itself took since it arrived is part of the way, if the
-        profile knows how long that is."""
+        """Send a generation to the scheduler, after the delay of the profile's front end.
+
+        The time since it arrived at this server counts as part of that delay.
+        """
         size = self.engine.profile.block_size
         blocks = keys.chain(generation.prompt, size, self._root, generation.weights, generation.salt)
 
@@ -155,7 +157,7 @@ class Runner:
             self._alarm.wake()
 
     def abort(self, generation: Generation) -> None:
-        """Its client left, or wants no more. Nothing happens if it has ended."""
+        """Drop a generation whose client left or wants no more; nothing happens if it has ended."""
         if self._live.pop(generation.id, None) is not None:
             self.engine.abort(generation.id)
             self.metrics.finished(generation, "abort", time.monotonic())
@@ -171,7 +173,7 @@ class Runner:
         return generation.all_ids(), generation.adapter, self.adapter_id(generation.adapter), generation.salt
 
     async def run(self) -> None:
-        """Until cancelled. A step's events go out at its end and before its tokens do, as vLLM has it."""
+        """Run until cancelled. A step's events are published at its end, before its tokens, as in vLLM."""
         self._alarm = alarm = Alarm()
         try:
             await self._run(alarm)
@@ -199,7 +201,7 @@ class Runner:
             self.metrics.stepped(step)
 
     def _admit(self) -> float:
-        """Into the engine with all that is due; returns since when the first of them is."""
+        """Add all due generations to the engine; return since when the first of them was due."""
         now = first = time.monotonic()
         while self._coming and self._coming[0][0] <= now:
             due, _, generation = heapq.heappop(self._coming)

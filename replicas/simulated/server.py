@@ -1,8 +1,8 @@
-"""The simulated engine's HTTP side: vLLM's endpoints on aiohttp.
+"""The simulated engine's HTTP server: vLLM's endpoints on aiohttp.
 
-As in vLLM, a stream's response head goes out as soon as the request is accepted, long before its first
-token; idle connections are closed after 5 seconds; a client that leaves aborts its request. Streamed tokens are
-written straight to the transport: a coroutine per token would cost more than everything else here.
+As in vLLM, a stream's response head is sent as soon as the request is accepted, long before its first token; idle
+connections are closed after 5 seconds; a client that leaves aborts its request. Streamed tokens are written directly to
+the transport: a coroutine per token would cost more than everything else here.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from .transfers import NotThere, Transfers
 from .wires import ROOM, Nixl
 
 VERSION = "0.33.0+simulated"
-KEEP_ALIVE = 5.0  # s, as uvicorn in vLLM
-HEAD_BYTES = 2**17  # of a header, where uvicorn has no limit: more than a gateway lets through
-INLINE_BYTES = 256 << 10  # a body up to here is rendered and tokenized on the event loop (about 3 ms of prose)
-ENGINE_ID = "engine-{}"  # by which others ask for what it computes: of its port
-EMBEDDING = 64  # numbers in an embedding
+KEEP_ALIVE = 5.0  # s, as in vLLM's uvicorn
+HEAD_BYTES = 2**17  # of a header; uvicorn has no limit, so this is more than a gateway forwards
+INLINE_BYTES = 256 << 10  # a body up to this size is rendered and tokenized on the event loop (about 3 ms of prose)
+ENGINE_ID = "engine-{}"  # the id by which other engines fetch its prompts, from its port
+EMBEDDING = 64  # dimensions of an embedding
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +46,7 @@ def reply_json(data, status: int = 200) -> web.Response:
 
 
 class Server:
-    """One engine's endpoints. `adapters` are LoRA names served beside `model`."""
+    """One engine's endpoints. `adapters` are LoRA names served besides `model`."""
 
     generates = (
         ("/v1/chat/completions", requests.chat, dialects.Chat, "chatcmpl-"),
@@ -73,7 +73,7 @@ class Server:
         self.context_length = runner.engine.profile.context_length
         self.tokens = tokens.within(self.context_length)
         self.runner, self.replies, self.metrics = runner, replies, metrics
-        # -> path
+        # adapters: name -> path
         self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}
         self.show_cached, self.transfers, self.wire = show_cached, transfers, wire or Nixl()
         self.rooms = Rooms()
@@ -105,7 +105,7 @@ class Server:
         return app
 
     def _tell(self, router: web.UrlDispatcher) -> None:
-        """What it tells of itself, and the cache's reset."""
+        """Add the endpoints that report the engine's state, and the cache's reset."""
         for path in ("/health", "/ping"):
             router.add_get(path, self._empty)
         router.add_get("/version", self._version)
@@ -168,7 +168,10 @@ class Server:
                 self.runner.abort(generation)
 
     async def _compute_for(self, parameters: dict, generations: list[Generation]) -> None:
-        """For the engine that waits, or is going to, in the room that these name. What ends by itself is not kept."""
+        """Compute prompts for the engine that waits, or will wait, in the room that `parameters` name.
+
+        A sequence that ends by itself is not kept.
+        """
 
         async def compute() -> Prompts | None:
             await self._finish(generations)
@@ -201,7 +204,7 @@ class Server:
         return self.transfers.keep(tokens, blocks, address, generations[0].cached)
 
     async def _meet(self, request: web.Request) -> web.Response:
-        """An engine waits here for a prompt that is being computed, or is going to be."""
+        """Let another engine wait for a prompt that is being computed, or is going to be."""
         try:
             return reply_json(await self.rooms.hand_over(request.match_info["name"]))
         except NotThere:
@@ -235,7 +238,7 @@ class Server:
             raise RequestError("Internal server error", 500, "InternalServerError")
 
     def _failure(self, asked: Asked) -> RequestError | None:
-        """What goes wrong once a stream has its 200: vLLM looks at a prompt's ids no sooner."""
+        """Return what fails once a stream has its 200: vLLM checks a prompt's ids no sooner."""
         if (asked.stream and self.faults.happens("error_stream")) or self.faults.strikes():
             return RequestError("Internal server error", 500, "InternalServerError")
         if not asked.text:
@@ -245,7 +248,7 @@ class Server:
         return None
 
     def _adapter(self, model) -> str | None:
-        """None for the base model, an adapter's name for an adapter."""
+        """Return an adapter's name, or None for the base model."""
         if model is None or model == self.model:
             return None
         if model in self.adapters:
@@ -303,7 +306,7 @@ class Server:
         return made
 
     async def _finish(self, generations: list[Generation]) -> None:
-        """Run them to their end without telling anyone."""
+        """Run generations to their end without reporting their tokens."""
         done, left = asyncio.get_running_loop().create_future(), len(generations)
 
         def tell(generation: Generation, output: Output) -> None:
@@ -343,7 +346,7 @@ class Server:
 
         def tell(generation: Generation, output: Output) -> None:
             nonlocal left
-            if done.done():  # it failed, and what is left is not aborted yet
+            if done.done():  # it failed, and the rest is not aborted yet
                 return
             start, index = generation.sent, index_of[id(generation)]
             generation.sent = end = start + output.tokens
@@ -358,7 +361,7 @@ class Server:
                 told.append(answer.close(generations))
                 if not done.done():
                     done.set_result(None)
-            if not transport.is_closing():  # one write a step: the system call is most of what a token costs
+            if not transport.is_closing():  # one write per step: the system call is most of a token's cost
                 transport.write(
                     b"".join([b"%x\r\n%b\r\n" % (len(data), data) for data in told if data] if chunked else told)
                 )
@@ -440,7 +443,7 @@ class Server:
         return reply_json({"object": "list", "data": cards})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
-        """As vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING; here any name and path will do."""
+        """Load an adapter, as vLLM does with VLLM_ALLOW_RUNTIME_LORA_UPDATING; here any name and path are valid."""
         body = await request.read()
         name, given = self._adapter_named(body), requests.parse(body)
         if name == self.model or (name in self.adapters and not given.get("load_inplace")):
@@ -482,7 +485,7 @@ class Server:
         return web.Response()
 
     async def _held(self, request: web.Request) -> web.Response:
-        """What is cached in the GPU, by the keys that events name: the truth that a gateway's map is held to."""
+        """Return the keys of all blocks in the GPU cache, as events name them, to check a gateway's map."""
         return reply_json({"keys": self.runner.engine.cached_keys})
 
     async def _faults(self, request: web.Request) -> web.Response:

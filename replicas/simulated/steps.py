@@ -1,4 +1,4 @@
-"""What an engine is asked, and what its steps tell."""
+"""An engine's requests, and the results of its steps."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -9,15 +9,16 @@ from .blocks import Key
 
 @dataclass(slots=True)
 class EngineRequest:
-    """`blocks`: chained keys of the prompt's full blocks (any hashable; equal keys mean equal prefixes).
+    """A request to the engine.
 
-    `output_blocks(i)` gives the key of block `i` of the whole sequence, prompt included, once output has
-    filled it; without it, blocks filled by output are never hits and raise no events. `stop_tokens`:
-    after how many tokens the model ends by itself (None: never); the output is cut at `max_tokens` and at the
-    engine's context length. `reads_cache`: False computes the whole prompt, and stores it. `received`: prompt tokens
-    whose key/value another engine has computed; they are there at once, and are no hits. `keeps`: at the end of the
-    request its blocks stay in use until `Engine.let_go`, for another engine to fetch them. `priority`: under priority
-    scheduling the lower goes first."""
+    `blocks`: chained keys of the prompt's full blocks (any hashable; equal keys mean equal prefixes).
+    `output_blocks(i)` returns the key of block `i` of the whole sequence, prompt included, once output has filled it;
+    without it, blocks filled by output are never hits and raise no events. `stop_tokens`: after how many tokens the
+    model ends by itself (None: never); the output is cut at `max_tokens` and at the engine's context length.
+    `reads_cache`: False computes the whole prompt, and stores it. `received`: prompt tokens whose key/value another
+    engine has computed; they are available at once, and are no hits. `keeps`: after the request its blocks stay in use
+    until `Engine.let_go`, for another engine to fetch them. `priority`: under priority scheduling the lower goes first.
+    """
 
     id: Hashable
     blocks: list[Key]
@@ -29,22 +30,24 @@ class EngineRequest:
     received: int = 0
     keeps: bool = False
     priority: int = 0
-    owner: object = None  # the caller's own; the engine never looks at it
+    owner: object = None  # for the caller; the engine does not read it
 
 
 class Output(NamedTuple):
-    """Tokens a request got in a step. `tokens`: new since this request's last Output."""
+    """Tokens that a request got in a step. `tokens`: new since this request's last Output."""
 
     id: Hashable
     tokens: int
     first: bool
-    finished: str | None  # "stop", "length", or None: goes on
+    finished: str | None  # "stop", "length", or None while it runs
     cached_tokens: int
 
 
 class Stored(NamedTuple):
-    """Blocks `start`, `start + 1`, ... of a request's sequence were filled, or copied to host memory; `parent` is the
-    key before them."""
+    """Blocks of a request's sequence, from `start` on, that were filled or copied to host memory.
+
+    `parent` is the key before them.
+    """
 
     request: EngineRequest
     start: int
@@ -54,15 +57,17 @@ class Stored(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """What the pool knows a block of a further cache group by."""
+    """The pool's key of a block in a further cache group."""
 
     group: int
     key: Key
 
 
 class GroupStored(NamedTuple):
-    """Of blocks `start` to `end` of a request's sequence, which were filled, a further group keeps those with `keys`;
-    `parent` is the key before all of them."""
+    """The filled blocks of a request, of `start` to `end`, that a further cache group keeps, by their keys.
+
+    `parent` is the key before all of the filled blocks.
+    """
 
     request: EngineRequest
     start: int
@@ -73,7 +78,7 @@ class GroupStored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    keys: list[Key]  # of further groups as GroupKey
+    keys: list[Key]  # those of further groups as GroupKey
     tier: str = "gpu"
 
 
@@ -83,7 +88,7 @@ class Cleared(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """`seconds` long. `events` in the order the cache changed: apply them in this order."""
+    """One step of `seconds`. `events` are in the order in which the cache changed."""
 
     seconds: float
     outputs: list[Output] = field(default_factory=list)
@@ -94,7 +99,7 @@ class Step:
 
     @property
     def stored(self) -> list[Stored]:
-        """In the engine's own cache."""
+        """The events of blocks stored in the engine's own cache."""
         return [event for event in self.events if type(event) is Stored and event.tier == "gpu"]
 
     @property
@@ -104,7 +109,7 @@ class Step:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start, as vLLM's metrics of these names count them (tokens unless said)."""
+    """Totals since the start, as vLLM's metrics of these names count them (in tokens unless stated)."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0

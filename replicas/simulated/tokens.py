@@ -1,7 +1,7 @@
-"""Prompts of a simulated engine: a chat as text, by the model's Jinja template, and text as token ids.
+"""Prompts of a simulated engine: chats rendered by the model's Jinja template, and text as token ids.
 
-What clients and agents usually send is rendered as vLLM renders it. What vLLM makes of rare bodies is recorded in
-`tests/gateway/prompt`, and `make test-vllm` asks vLLM itself.
+What clients and agents usually send is rendered as vLLM renders it. vLLM's rendering of rare bodies is recorded in
+`tests/gateway/prompt`, and `make test-vllm` compares with vLLM itself.
 """
 
 import datetime
@@ -16,10 +16,10 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-MARK = "CONTINUE-FINAL-MESSAGE-HERE "  # stands after the message that an answer is to continue
+MARK = "CONTINUE-FINAL-MESSAGE-HERE "  # put after a message that the answer is to continue
 # Templates with such a loop get a message's content as parts, others as one text.
 LOOPS_OVER_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[['"]content['"]\])|content\b)""")
-ATTRIBUTION = "x-anthropic-billing-header"  # begins a line of system text that one client never sends twice alike
+ATTRIBUTION = "x-anthropic-billing-header"  # begins a line of system text that one client changes with every request
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
@@ -32,7 +32,7 @@ class RequestError(Exception):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's own tokens for training; here it only renders its body."""
+    """The tag `{% generation %}`, which marks the assistant's tokens for training; here it only renders its body."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -62,7 +62,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 class Tokens:
     """A model folder's tokenizer and its chat templates, by name."""
 
-    between_parts = "\n"  # joins the texts of a message where the template takes one text
+    between_parts = "\n"  # joins the texts of a message if the template takes one text
 
     def __init__(self, model_dir: Path):
         model_dir = Path(model_dir)
@@ -74,7 +74,7 @@ class Tokens:
         self._special = {name: text for name, text in texts.items() if isinstance(text, str)}
         self._load_tokenizer(model_dir / "tokenizer.json")
         self.eos_id = self.token_id(self._special.get("eos_token"))
-        self.context_length: int | None = None  # of the engine that this is for; None: not known
+        self.context_length: int | None = None  # of the engine; None: unknown
         given = template_file.read_text() if template_file.is_file() else config.get("chat_template") or []
         named = [{"name": "default", "template": given}] if isinstance(given, str) else given
         environment = _environment()
@@ -84,7 +84,7 @@ class Tokens:
         }
 
     def within(self, context_length: int) -> Self:
-        """Return the same tokens for an engine with a context of so many tokens."""
+        """Return the same tokens for an engine with this context length."""
         made = copy(self)
         made.context_length = context_length
         return made
@@ -95,7 +95,7 @@ class Tokens:
 
             self._tokenizer = fastokens.Tokenizer.from_file(str(path))
             self.vocab_size = self._tokenizer.vocab_size
-        except Exception:  # it does not do every kind of tokenizer.json: the reference does
+        except Exception:  # fastokens does not support every tokenizer.json; the reference does
             import tokenizers
 
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -118,8 +118,11 @@ class Tokens:
         return self.encode(self.render(body), body.get("add_special_tokens") is True)
 
     def truncated(self, ids: list[int], body: dict, outputs: bool, side: str = "left") -> list[int]:
-        """Return what `truncate_prompt_tokens` leaves of a prompt. -1 stands for the context, less one token if
-        `outputs` are asked for; `side` is where tokens go unless the request names one."""
+        """Return what `truncate_prompt_tokens` leaves of a prompt.
+
+        -1 stands for the context length, less one token if `outputs` are wanted; `side` is where tokens are removed
+        unless the request names one.
+        """
         keep = body.get("truncate_prompt_tokens")
         if keep is None:
             return ids
@@ -191,7 +194,7 @@ class Tokens:
 
 
 def listed(given: Any, name: str) -> list:
-    """Return an optional list of a request, [] where there is none. Raises RequestError for what is no list."""
+    """Return an optional list of a request, [] if there is none. Raises RequestError if it is no list."""
     if given is not None and not isinstance(given, list):
         raise RequestError(f"`{name}` must be a list", param=name)
     return given or []
@@ -228,7 +231,7 @@ def _texts(content: Any) -> list[str]:
 
 
 def _call(call: Any) -> dict:
-    """Return a tool call with its arguments as an object; what is no JSON object becomes an empty one."""
+    """Return a tool call with its arguments as an object; anything but a JSON object becomes an empty one."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise RequestError("each tool call must be an object with a `function`", param="messages")
     arguments = call["function"].get("arguments")

@@ -1,7 +1,7 @@
-"""Prompts' caches passed from engine to engine, as vLLM's NIXL connector does: what one kept, another fetches.
+"""Prompts' caches passed between engines, as by vLLM's NIXL connector: one engine keeps them, another fetches them.
 
-The wire is this engine's own: the one that fetches asks the other over HTTP, which forgets the prompt then. What is
-kept is that the prompt was computed: its blocks stay in the prefix cache as any, and may be evicted.
+The protocol is this engine's own: the fetching engine posts to the other over HTTP, which then forgets the prompt. Only
+the fact that the prompt was computed is kept: its blocks are in the prefix cache like any others, and may be evicted.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 
-LEASE = 30.0  # s, of vLLM's kv_lease_duration
+LEASE = 30.0  # s, vLLM's kv_lease_duration
 TOKEN_SECONDS = 10e-6  # 128 KiB a token over 100 Gbit/s
-FETCH_SECONDS = 5.0  # of NIXL's handshake with an engine that does not answer
+FETCH_SECONDS = 5.0  # timeout of NIXL's handshake with an engine that does not answer
 
 
 class NotThere(Exception):
@@ -21,17 +21,16 @@ class NotThere(Exception):
 
 
 class Transfers:
-    """What this engine keeps for others. Times are of the monotonic clock."""
+    """The prompts that this engine keeps for others. Times are on the monotonic clock."""
 
     def __init__(self, lease: float = LEASE, kind: str = "") -> None:
-        """`kind`: what another engine has to be alike in, as vLLM's compatibility hash."""
+        """Start with nothing kept. `kind`: has to be equal in two engines, like vLLM's compatibility hash."""
         self._lease, self.kind = lease, kind
         self._kept: dict[str, tuple[int, float]] = {}
         self._engine = uuid.uuid4().hex
 
     def keep(self, tokens: int, blocks: int, address: tuple[str, int], cached: int) -> dict[str, Any]:
-        """Keep a prompt that was computed, but for what was `cached`; returns what its first leg's answer says of
-        that."""
+        """Keep a computed prompt; return the transfer parameters of its answer. `cached`: its tokens found cached."""
         now = time.monotonic()
         for name in [name for name, (_, due) in self._kept.items() if due < now]:
             del self._kept[name]
@@ -53,17 +52,17 @@ class Transfers:
 
     @property
     def kept(self) -> int:
-        """How many prompts are kept now."""
+        """The number of prompts kept now."""
         now = time.monotonic()
         return sum(due >= now for _, due in self._kept.values())
 
     def hand_over(self, name: str) -> int | None:
-        """The tokens of a prompt that is kept, and is not any more; None if it is not, or no more."""
+        """Return the tokens of a kept prompt and forget it; None if it is not kept, or its lease has ended."""
         tokens, due = self._kept.pop(name, (0, 0.0))
         return tokens if due >= time.monotonic() else None
 
     async def fetch(self, parameters: dict[str, Any]) -> int:
-        """Fetch what another engine keeps; returns its tokens. Raises NotThere."""
+        """Fetch a prompt that another engine keeps; return its tokens. Raises NotThere."""
         url = f"http://{parameters.get('remote_host')}:{parameters.get('remote_port')}/kv/{parameters.get('remote_request_id')}"
         timeout = aiohttp.ClientTimeout(FETCH_SECONDS)
         try:

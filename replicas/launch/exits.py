@@ -1,4 +1,4 @@
-"""An engine process's log tail, and from it and the exit code a reason that one can act on.
+"""The log tail of an engine process, and the reason for its exit, with a remedy.
 
 Pure but for `oom_kills`, which reads kernel counters.
 """
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN = 100, 500, 300  # kept of each process that writes the log
+KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN = 100, 500, 300  # kept for each process that writes to the log
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ACCESS = re.compile(r'"[A-Z]+ \S+ HTTP/\d\.\d" \d+')
 _NOTHING = re.compile(r"(?!)")  # matches no line
 
-# What a line of a log means, whoever wrote it, and what to do.
+# Patterns of log lines of any engine, each with its remedy.
 COMMON_REMEDIES = (
     (r"address already in use", "a port is taken: see who has it with `ss -ltnp`"),
     (r"No module named '?[\w.]+", "a Python package is missing: install it into the environment the engine runs in"),
@@ -31,31 +31,32 @@ COMMON_REMEDIES = (
 
 @dataclass(frozen=True, slots=True)
 class LogGrammar:
-    """How one kind of engine writes its log. By default one process that writes plain lines."""
+    """The log format of one kind of engine. By default one process that writes plain lines."""
 
-    # at a line's begin; its first group is which of the engine's processes wrote the line
+    # at the start of a line; its first group names the process of the engine that wrote it
     writer: re.Pattern[str] = _NOTHING
-    stamp: re.Pattern[str] = _NOTHING  # what follows: when, and where in the code
+    stamp: re.Pattern[str] = _NOTHING  # after the writer: time, and place in the code
     remedies: tuple[tuple[str, str], ...] = COMMON_REMEDIES  # the first that matches a line counts, latest line first
-    names_above: re.Pattern[str] = _NOTHING  # lines about what the line before them names
-    echo: re.Pattern[str] = _NOTHING  # lines that only say that another process failed
-    died: re.Pattern[str] = _NOTHING  # says that the process that computes is gone
-    bystanders: tuple[str, ...] = ()  # writers whose lines are not about that
+    names_above: re.Pattern[str] = _NOTHING  # lines about a name in the line above
+    echo: re.Pattern[str] = _NOTHING  # lines that only report that another process failed
+    died: re.Pattern[str] = _NOTHING  # reports that the computing process is gone
+    bystanders: tuple[str, ...] = ()  # writers whose lines say nothing about a dead computing process
 
 
 PLAIN = LogGrammar()
 _LESS_MEMORY = "give it more, or run fewer replicas or smaller caches (kv_cache_memory_bytes, cpu_offload_gb)"
-# at the line's begin: no `raise RuntimeError(` of a traceback
+# at the start of a line, which excludes `raise RuntimeError(` in a traceback
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b|.*\berror: ")
 _DIED_SILENTLY = "one of its processes was killed or crashed (`dmesg`)"
 
 
 class Tail:
-    """The last lines of a log, fed as bytes. A carriage return ends a line too: progress bars.
+    """The last lines of a log, fed as bytes. A carriage return ends a line too, as in progress bars.
 
-    An engine may be several processes that write one log. The last lines of each are kept: when the one that computes
-    fails, the one that serves HTTP tells so at length, once for each request it had. An access log's lines are not
-    kept."""
+    An engine may be several processes that write to one log. The last lines of each are kept: when the computing
+    process fails, the one that serves HTTP logs a long error for each request that it had. An access log's lines are
+    not kept.
+    """
 
     def __init__(self, grammar: LogGrammar = PLAIN) -> None:
         self.grammar = grammar
@@ -71,7 +72,7 @@ class Tail:
             self._add(line)
 
     def close(self) -> None:
-        """The process ended: what came last may lack a line end."""
+        """Take the rest of the log as its last line: the process ended."""
         self._add(self._rest)
         self._rest = b""
 
@@ -80,7 +81,7 @@ class Tail:
         if not text or _ACCESS.search(text):
             return
         writer = _writer(text, self.grammar)
-        if writer not in self._lines and len(self._lines) >= 64:  # no engine has so many
+        if writer not in self._lines and len(self._lines) >= 64:  # more than any engine has
             writer = ""
         self._lines.setdefault(writer, deque(maxlen=KEPT_LINES)).append((next(self._numbers), text))
         self.last = text
@@ -91,7 +92,7 @@ class Tail:
 
 
 def said(line: str, grammar: LogGrammar = PLAIN) -> str:
-    """A line as a person needs it: without who wrote it when and where in the code, and not too long."""
+    """Return a line without its writer, time and place in the code, shortened if it is long."""
     for prefix in (grammar.writer, grammar.stamp):
         if found := prefix.match(line):
             line = line[found.end() :]
@@ -100,8 +101,10 @@ def said(line: str, grammar: LogGrammar = PLAIN) -> str:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has killed for memory: in our own control group where that is told (v2, then v1),
-    else on the whole machine since boot; None where nothing is told."""
+    """Return how many processes the kernel has killed for memory, or None if that is unknown.
+
+    The count is that of our own control group if available (v2, then v1), else of the whole machine since boot.
+    """
     for path in (*_group_counters(root), root / "proc/vmstat"):
         try:
             words = path.read_text().split()
@@ -127,8 +130,11 @@ def _group_counters(root: Path) -> list[Path]:
 
 
 def explain(code: int, seconds: float, lines: list[str], oom: bool | None, grammar: LogGrammar = PLAIN) -> str:
-    """Why a process ended that nobody asked to. `code` is negative for a signal, `oom` whether the kernel
-    killed for memory while it ran (None: it does not tell)."""
+    """Return why a process ended that was not asked to stop.
+
+    `code`: negative for a signal; `seconds`: how long it ran; `lines`: its log; `oom`: whether the kernel killed a
+    process for memory meanwhile (None: unknown).
+    """
     after = f"after {seconds:.0f} s" if seconds >= 10 else f"after {seconds:.1f} s"
     if code < 0:
         return f"killed by {_signal_name(-code)} {after}: {_signal_meaning(-code, oom)}"
@@ -165,8 +171,11 @@ def _signal_meaning(number: int, oom: bool | None) -> str:
 
 
 def _telling(lines: list[str], grammar: LogGrammar) -> tuple[str, str]:
-    """The line that says most, and the remedy for it. Where the process that computes is dead, the
-    bystanders' lines do not count: what they logged before is about requests, and after it an echo."""
+    """Return the most telling line, and its remedy.
+
+    If the computing process died, the bystanders' lines do not count: before that they are about requests, and after it
+    only an echo.
+    """
     died = [line for line in lines if grammar.died.search(line)]
     causes = [
         line

@@ -1,15 +1,15 @@
 """The small process between the gateway and one engine, so that no engine outlives its gateway.
 
-`keeper.py FD GRACE COMMAND...`: starts COMMAND in its own process group and talks over the socket
-FD. The gateway holds the other end: when the gateway dies, however it dies, the kernel closes it,
-and the keeper stops the engine (SIGTERM, GRACE seconds, SIGKILL). When the keeper itself is killed
-the kernel kills the engine (parent-death signal). The engine's own children are caught by the process group,
-or, if they left it, because orphans below the keeper become its children (subreaper).
+`keeper.py FD GRACE COMMAND...`: starts COMMAND in its own process group and talks over the socket FD. The gateway holds
+the other end: when the gateway dies, in whatever way, the kernel closes it, and the keeper stops the engine (SIGTERM,
+GRACE seconds, SIGKILL). When the keeper itself is killed, the kernel kills the engine (parent-death signal). The
+engine's own children are reached through the process group, or, if they left it, because orphans below the keeper
+become its children (subreaper).
 
-Lines to the gateway: `pid N`, then `exit CODE` (negative: killed by that signal), or
-`error TEXT` if COMMAND could not be started. From the gateway: `stop SECONDS`.
+Lines to the gateway: `pid N`, then `exit CODE` (negative: killed by that signal), or `error TEXT` if COMMAND could not
+be started. From the gateway: `stop SECONDS`.
 
-Run by path with -I -S: it imports nothing but the standard library and is up in 35 ms.
+It is run by path with -I -S, imports only the standard library, and is up in 35 ms.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _start(command: list[str]) -> int:
-    """Start the engine; its process id, which is also its process group."""
+    """Start the engine; return its process id, which is also its process group."""
     keeper = os.getpid()
 
     def before_exec() -> None:
@@ -43,11 +43,11 @@ def _start(command: list[str]) -> int:
 
 
 def _wakeups() -> int:
-    """A descriptor that becomes readable on SIGCHLD and SIGTERM."""
+    """Return a descriptor that becomes readable on SIGCHLD and SIGTERM."""
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN: the engine would inherit that
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the engine would inherit
     return readable
 
 
@@ -57,7 +57,7 @@ def _signal(pid: int, number: int, group: bool) -> None:
 
 
 def _reap(engine: int) -> int | None:
-    """Collect every child that ended, adopted orphans too; the engine's exit code if it is one."""
+    """Collect every child that ended, adopted orphans too; return the engine's exit code if it is one of them."""
     code = None
     while True:
         try:
@@ -74,13 +74,12 @@ def _children() -> list[int]:
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(pid) for pid in file.read().split()]
-    except FileNotFoundError:  # a kernel that does not tell; the group was killed already
+    except FileNotFoundError:  # the kernel does not list them; the group was killed already
         return []
 
 
 def _sweep(group: int) -> None:
-    """Kill what the engine left behind, and what that leaves behind: each round's orphans become
-    our children in the next."""
+    """Kill the engine's remaining processes; each round's orphans become our children in the next."""
     _signal(group, signal.SIGKILL, group=True)
     deadline = monotonic() + 5
     while (left := _children()) and monotonic() < deadline:
@@ -91,7 +90,7 @@ def _sweep(group: int) -> None:
 
 
 def _stop_asked(data: bytes, default: float) -> float | None:
-    """Seconds of grace if `data` asks for a stop; end of file does."""
+    """Return the seconds of grace if `data` asks for a stop, as end of file does; else None."""
     if not data:
         return default
     for line in data.decode(errors="replace").splitlines():
@@ -102,7 +101,7 @@ def _stop_asked(data: bytes, default: float) -> float | None:
 
 
 def _keep(engine: int, control: socket.socket, wakeups: int, grace: float) -> int:
-    """Wait for the engine's end, bring it about when asked; its exit code."""
+    """Wait for the engine's end, and stop it when asked; return its exit code."""
     kill_at: float | None = None
     watched = [control, wakeups]
     while (code := _reap(engine)) is None:
@@ -134,7 +133,7 @@ def _receive(control: socket.socket) -> bytes:
 
 
 def _tell(control: socket.socket, line: str) -> None:
-    with contextlib.suppress(OSError):  # the gateway is gone; the next read says so
+    with contextlib.suppress(OSError):  # the gateway is gone; the next read shows it
         control.sendall(line.encode() + b"\n")
 
 

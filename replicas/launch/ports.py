@@ -1,4 +1,4 @@
-"""Free TCP ports for engines, and who sits on one that is not free."""
+"""Free TCP ports for engines, and the process that holds a port."""
 
 import os
 import random
@@ -6,7 +6,7 @@ import socket
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Return whether a server could listen there now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -19,16 +19,16 @@ def is_free(host: str, port: int) -> bool:
 
 
 def pick(count: int, host: str, taken: set[int], seed: int | None = None, run: int = 1) -> list[int]:
-    """The first ports of `count` runs of `run` free ports each, none of them in `taken`. Raises OSError when there
-    are not enough.
+    """Return the first ports of `count` runs of `run` free ports each, none of them in `taken`.
 
-    Below the kernel's ephemeral range: a port from within it may be given to one of our own outgoing
-    connections while its engine restarts. From a random start: two gateways on one machine rarely meet.
+    They are below the kernel's ephemeral range, whose ports may be given to our own outgoing connections while an
+    engine restarts, and begin at a random port, so that two gateways on one machine rarely collide. Raises OSError when
+    there are not enough.
     """
     top = _ephemeral_start()
     port = random.Random(seed).randrange(15_000, top - 1)
     found: list[int] = []
-    free = 0  # how many in a row
+    free = 0  # in a row
     for _ in range(top - 15_000):
         free = free + 1 if port not in taken and is_free(host, port) else 0
         if free == run:
@@ -51,7 +51,7 @@ def _ephemeral_start() -> int:
 
 
 def holder(port: int) -> str:
-    """Who listens on a port, as far as /proc lets us see: "pid 12 (python server.py)", or ""."""
+    """Return which process listens on a port, as far as /proc shows: "pid 12 (python server.py)", or ""."""
     inodes = _listening_inodes(port)
     if not inodes:
         return ""

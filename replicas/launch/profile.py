@@ -1,7 +1,7 @@
-"""Launch profiles: typed YAML that says how an engine is started, and the command line it makes.
+"""Launch profiles: typed YAML that describes how an engine is started.
 
-Each engine's dialect has a pydantic class of its own; the field `engine` says which one a file is for. Unknown fields
-are refused with the name that was probably meant.
+Each engine's dialect has a pydantic class of its own; the field `engine` selects it. Unknown fields are refused with
+the name that was probably meant.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ def names() -> list[str]:
 
 
 def load(name_or_file: str) -> LaunchProfile:
-    """A shipped profile by name, or a YAML file by path. Raises ProfileError."""
+    """Return a shipped profile by name, or one from a YAML file by path. Raises ProfileError."""
     path = SHIPPED / f"{name_or_file}.yaml" if name_or_file in names() else Path(name_or_file)
     try:
         refuse_pipe(path)
@@ -39,7 +39,7 @@ def load(name_or_file: str) -> LaunchProfile:
 
 
 def parse(text: str, where: str = "profile") -> LaunchProfile:
-    """Raises ProfileError naming each wrong field."""
+    """Return the profile in a YAML text. Raises ProfileError naming each wrong field."""
     try:
         raw = yaml_text.load(text)
     except yaml_text.NotYaml as error:

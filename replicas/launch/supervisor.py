@@ -1,7 +1,7 @@
-"""One engine process of our own: started below a keeper, restarted with backoff, stopped for good.
+"""The supervisor of one engine process: starts it below a keeper, restarts it with backoff, and stops it.
 
-The supervisor knows processes, not HTTP: whether the engine works is for `watch` to find out, which then
-may ask for a restart. What happens is told through two callbacks, `on_start(pid)` and `on_exit(reason)`.
+The supervisor knows processes, not HTTP: `watch` finds out whether the engine works, and may ask for a restart. It
+reports through two callbacks, `on_start(pid)` and `on_exit(reason)`.
 """
 
 import asyncio
@@ -22,14 +22,15 @@ from replicas.launch.exits import PLAIN, LogGrammar, Tail, explain, oom_kills
 log = logging.getLogger("replicas")
 
 KEEPER = Path(__file__).with_name("keeper.py")
-ORPHAN_GRACE = 5.0  # seconds an engine has after its gateway died; nobody waits for its answers
+ORPHAN_GRACE = 5.0  # seconds that an engine has after its gateway died; no client waits for its answers
 
 
 class Backoff:
-    """Seconds to wait before the next start: 0.5, 1, 2 ... 30, and back to 0.5 once a run was stable.
+    """Seconds to wait before the next start: 0.5, 1, 2 ... 30, and again 0.5 after a stable run.
 
-    A vLLM that cannot start burns a core for half a minute and more before it says so: after runs that never
-    worked the wait goes on doubling, until a tenth of the time is spent on them."""
+    A vLLM that cannot start uses a core for half a minute and more before it fails: after runs that never worked the
+    wait keeps doubling, until they take a tenth of the time.
+    """
 
     FIRST, LONGEST, STABLE = 0.5, 30.0, 60.0
     SHARE, LONGEST_IN_VAIN = 0.1, 300.0
@@ -38,7 +39,7 @@ class Backoff:
         self._next = self.FIRST
 
     def after(self, ran: float, worked: float) -> float:
-        """The wait after a run of `ran` seconds, during the last `worked` of which it worked; without jitter."""
+        """Return the wait without jitter after a run of `ran` seconds, during the last `worked` of which it worked."""
         if worked >= self.STABLE:
             self._next = self.FIRST
         longest = self.LONGEST
@@ -59,7 +60,10 @@ class Supervisor:
         obstacle: Callable[[], str] = lambda: "",
         grammar: LogGrammar = PLAIN,
     ):
-        """`obstacle` is asked before each start and says what stands in the way, or "". `grammar`: of its log."""
+        """Prepare to run `command`; `start` begins.
+
+        `obstacle` is called before each start and returns what prevents it, or "". `grammar`: the format of its log.
+        """
         self.command = command
         self.tail = Tail(grammar)
         self.pid: int | None = None
@@ -68,12 +72,12 @@ class Supervisor:
         self._last_life = False
         self._keeper: asyncio.subprocess.Process | None = None
         self._control: asyncio.StreamWriter | None = None
-        self._why = ""  # why we ended it ourselves
+        self._why = ""  # the reason if we ended the process ourselves
         self._worked_at: float | None = None
         self._task: asyncio.Task | None = None
 
     def start(self) -> None:
-        """Have it run from now on, if that is not so already."""
+        """Run the process from now on, unless it runs already."""
         if self._task is not None and not self._task.done() and not self._stopping.is_set():
             return
         self._stopping.clear()
@@ -81,21 +85,21 @@ class Supervisor:
         self._task = asyncio.create_task(self._run(), name=f"supervise {self.command.argv[:3]}")
 
     def no_restart(self) -> None:
-        """Let the process be; should it end by itself, leave it at that."""
+        """Leave the process running, but do not restart it after its exit."""
         self._last_life = True
 
     def works(self) -> None:
-        """The engine of now answers and serves: its start was not in vain."""
+        """Note that the engine answers and serves, so its start counts as successful."""
         if self._worked_at is None:
             self._worked_at = monotonic()
 
     async def stop(self, grace: float) -> None:
-        """SIGTERM, `grace` seconds, SIGKILL; returns when the process and its children are gone."""
+        """Send SIGTERM, after `grace` seconds SIGKILL; return when the process and its children are gone."""
         self._stopping.set()
         self._ask_to_stop(grace)
         if self._task:
             await asyncio.wait([self._task], timeout=grace + 8)  # the keeper's sweep takes at most 5 s
-            if not self._task.done():  # the keeper hangs itself
+            if not self._task.done():  # the keeper itself hangs
                 self._kill()
                 self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -111,7 +115,7 @@ class Supervisor:
             self._control.write(f"stop {grace:g}\n".encode())
 
     def _kill(self) -> None:
-        """Without the keeper's help."""
+        """Kill the keeper and the engine's process group directly."""
         if self._keeper is not None:
             with suppress(ProcessLookupError):
                 self._keeper.kill()
@@ -143,7 +147,7 @@ class Supervisor:
                 continue
 
     async def _one_life(self) -> str:
-        """Run the engine once, to its end; why it ended."""
+        """Run the engine once, to its end; return why it ended."""
         self.tail = Tail(self.tail.grammar)
         keeper, ours = await self._start_keeper()
         self._keeper = keeper
@@ -152,9 +156,9 @@ class Supervisor:
         began, kills = monotonic(), oom_kills()
         try:
             said, code = await self._listen(reader)
-            await asyncio.wait([logs], timeout=2)  # the last lines are the ones that matter
+            await asyncio.wait([logs], timeout=2)  # the last lines matter most
         finally:
-            self._control.close()  # if we are being cancelled: end of file, and the keeper stops the engine
+            self._control.close()  # if we are being cancelled: end of file makes the keeper stop the engine
             await keeper.wait()
             self._control = self._keeper = self.pid = None
             logs.cancel()
@@ -177,7 +181,7 @@ class Supervisor:
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, **self.command.env},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in the gateway's terminal is the gateway's to handle
+                start_new_session=True,  # the gateway handles Ctrl-C in its terminal itself
             )
         except BaseException:
             ours.close()
@@ -187,7 +191,7 @@ class Supervisor:
         return process, ours
 
     async def _listen(self, reader: asyncio.StreamReader) -> tuple[str, int]:
-        """Follow the keeper's lines; ("", exit code) or (what went wrong, 0)."""
+        """Follow the keeper's lines; return ("", exit code), or (what went wrong, 0)."""
         if self._stopping.is_set():
             self._ask_to_stop(0.0)
         while line := await reader.readline():

@@ -1,6 +1,7 @@
-"""Does what follows from each event in an exchange and in its attempts.
+"""Run the actions that follow each event of an exchange and of its attempts.
 
-The tables in `states` say what that is; the state itself is in `Exchange` and `Attempt`. There is one conductor.
+The tables in `states` map an event to the next state and action; the state itself is in `Exchange` and `Attempt`. One
+conductor serves all exchanges.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
     from ..ops.metrics import Metrics
     from .traces import Traces
 
-# How a chunk ends whose last event is whole, by how the engine ends its lines.
+# The last bytes of a chunk that ends with a complete event, for engines that end lines with LF and with CRLF.
 LF_CHUNK_END, CRLF_CHUNK_END = b"\n\n\r\n", b"\r\n\r\n\r\n"
 AWAITING, ANSWERING, ANSWERED, FINISHED = (
     AttemptState.AWAITING,
@@ -82,7 +83,7 @@ AWAITING, ANSWERING, ANSWERED, FINISHED = (
 )
 CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED, AttemptEvent.FINISHED
 
-# What ends an exchange of which its client has nothing: was a replica asked?
+# The event that ends an exchange whose client has no byte yet, by whether a replica may have the request.
 REFUSING = {
     ExchangeState.PREPARING: ExchangeEvent.REFUSED,
     ExchangeState.PLACING: ExchangeEvent.REFUSED,
@@ -90,22 +91,22 @@ REFUSING = {
     ExchangeState.TRYING: ExchangeEvent.TIMED_OUT,
 }
 
-# To a request with ids or a leg's parameters in it: it is said again as received, so that the client's own fault is all
-# that a client is told of.
+# Statuses that may be due to what the gateway wrote into the request (token ids, a leg's parameters). The request is
+# repeated as received, so that a client only sees errors that its own request caused.
 MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
-# Clients of OpenAI and Anthropic, which repeat a request after a 5xx by themselves, obey it.
+# The clients of OpenAI and Anthropic retry a request after a 5xx unless they get this header.
 NO_RETRY = (b"x-should-retry", b"false")
 
 
 class Judge:
-    """Whether what a replica begins to answer goes to the client, or another replica is asked."""
+    """A judge of replicas' responses: relay them to the client, or retry the request elsewhere."""
 
     def __init__(self, eligible: Eligibility, settling: Settling, retries: int):
-        """`retries`: as in `retries.after`."""
+        """Create a judge; `retries` is the number of retries per request, as in `retries.after`."""
         self._eligible, self._settling, self._retries = eligible, settling, retries
 
     def head(self, exchange: Exchange, attempt: Attempt) -> UpstreamError | None:
-        """Why an answer with this head is not for the client, if it is not."""
+        """Return why an answer with this head is not passed to the client, or None if it may be."""
         status, head = attempt.status, attempt.response_head
         content_type = head.get(b"content-type") or b""
         attempt.streams = content_type.startswith(b"text/event-stream")
@@ -137,8 +138,11 @@ class Judge:
     def first(
         self, exchange: Exchange, attempt: Attempt, data: bytes, whole: bool = False
     ) -> bytes | UpstreamError | None:
-        """The first bytes of an answer's body, or all of it: what the client gets, why it gets nothing of this answer,
-        or None while nothing of an answer is in them."""
+        """Judge the first bytes of an answer's body, or all of it (`whole`).
+
+        Returns the bytes that the client gets, an error if it gets nothing of this answer, or None while too few bytes
+        have arrived to tell; those are held back in `attempt.withheld`.
+        """
         held_back = attempt.withheld
         if held_back:
             data, attempt.withheld = held_back + data, b""
@@ -154,7 +158,7 @@ class Judge:
                 if sight is Sight.FOREIGN:
                     return _foreign(f"answered 200 with {repr(data[:40]) if data else 'an empty body'}")
                 if sight is Sight.SILENT:
-                    self._unsettled(exchange, attempt, ERROR_ANSWER)  # and whoever agrees, no client can read this
+                    self._unsettled(exchange, attempt, ERROR_ANSWER)  # ignored: no client can read this answer
                     return UpstreamError(ERROR_ANSWER, "answered 200 with a stream without an event")
                 if sight is Sight.EARLY:
                     attempt.withheld = data
@@ -182,7 +186,7 @@ class Judge:
         return data
 
     def _look(self, exchange: Exchange, attempt: Attempt, data: bytes, held_back: int, whole: bool) -> Sight:
-        """What the first bytes of an answer's body show, of which so many were held back, or all of them (`whole`)."""
+        """Return what the first bytes of a body show; the first `held_back` of them were looked at before."""
         head, label = attempt.response_head, exchange.label
         if attempt.streams:
             if (beginning := attempt.beginning) is None:
@@ -195,19 +199,24 @@ class Judge:
         return look(label, data, False, (head.get(b"content-type") or b"").lower(), whole)
 
     def may_retry(self, exchange: Exchange, attempt: Attempt, kind: str = "") -> bool:
-        """Whether a failing answer may be thrown away: an attempt is left, and another replica, or this one for all of
-        a request of which it could not fetch the prompt's cache."""
+        """Return whether a failed attempt may be replaced by another one.
+
+        That takes a retry that is left, and another replica, or this one if it can compute a prompt whose cache it
+        could not fetch.
+        """
         left = attempt.could_not_fetch(kind) or bool(self.others(exchange, attempt))
         return exchange.attempts_used < self._retries and left
 
     def others(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
-        """Replicas that are left to try if this attempt fails."""
+        """Return the replicas that are left to try if this attempt fails."""
         return self._eligible.remaining(exchange.prompt, self.tried(exchange, attempt), exchange.model)
 
     def tried(self, exchange: Exchange, attempt: Attempt) -> tuple[Backend, ...]:
-        """Return the replicas that do not get the request again if this attempt fails. Where no other replica is left,
-        a decoder is none of them that was last asked for a second leg and could not fetch the prompt's cache: it can
-        still compute the prompt itself."""
+        """Return the replicas that are not sent the request again if this attempt fails.
+
+        Where no other replica is left, a decoder whose last attempt was a second leg that could not fetch the prompt's
+        cache is not among them: it can still compute the prompt itself.
+        """
         tried = (*exchange.tried, attempt.backend)
         if self._eligible.remaining(exchange.prompt, tried, exchange.model):
             return tried
@@ -216,7 +225,7 @@ class Judge:
         return tuple(one for one in tried if one not in able)
 
     def _unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
-        """Whether to ask another replica, now that this one has answered with an error. Else the client gets that."""
+        """Record an error answer; return whether to ask another replica, instead of passing the error to the client."""
         self._settling.record_error(exchange, attempt, kind)
         if not settled(exchange.unattributed_errors) and self.may_retry(exchange, attempt, kind):
             return True
@@ -226,7 +235,7 @@ class Judge:
 
 
 def _is_plain(exchange: Exchange, attempt: Attempt, data: bytes) -> bool:
-    """Whether this begins an answer in one piece and no error, as nearly all do: two searches tell."""
+    """Return whether this begins an answer in one piece without an error, as nearly all do; two searches decide."""
     return (
         not attempt.streams
         and data.find(MEMBERS.get(exchange.label, b"")) >= 0
@@ -235,7 +244,7 @@ def _is_plain(exchange: Exchange, attempt: Attempt, data: bytes) -> bool:
 
 
 def _foreign(what: str) -> UpstreamError:
-    """No engine wrote this: something else listens at the replica's address. No client is given such an answer."""
+    """Return the error for an answer that no engine wrote: something else listens at the replica's address."""
     return UpstreamError(FOREIGN_ANSWER, f"{what}, which is no answer of an inference engine")
 
 
@@ -244,7 +253,7 @@ class Conductor:
         self, placing: Placing, judge: Judge, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics, added: Added,
         *, retries: int, traces: Traces | None, discreet: bool,
     ):  # fmt: skip
-        """`discreet`: clients are tenants, who are told nothing of the replicas, which may serve others too."""
+        """Create a conductor; with `discreet`, errors name no replica, since clients are tenants who may share it."""
         self.placing, self.judge, self.settling = placing, judge, settling
         self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
         self._retries, self._traces, self.discreet = retries, traces, discreet
@@ -265,14 +274,14 @@ class Conductor:
         act(self, exchange, detail)
 
     def refuse_unanswered(self, error: Callable[[], ApiError]) -> int:
-        """Answer every exchange with an error of which its client has nothing yet; returns how many those were."""
+        """Answer every exchange whose client has no byte yet with an error; return their number."""
         unanswered = [(one, event) for one in self.under_way if (event := REFUSING.get(one.state)) is not None]
         for exchange, event in unanswered:
             exchange.run_isolated(self.dispatch, exchange, event, error())
         return len(unanswered)
 
     def holds(self, engine: str) -> bool:
-        """Whether requests are on connections to it that stand."""
+        """Return whether an attempt still has an open connection to this engine."""
         return any(
             attempt.backend.replica.engine == engine
             and attempt.state is not AttemptState.ENDED
@@ -283,8 +292,10 @@ class Conductor:
         )
 
     def end_streams(self) -> int:
-        """End every stream that is under way, as the gateway stops, so that its client can tell; how many those were.
-        Other answers cannot say so, and end with their connections."""
+        """End all streams that are under way with an error event, at shutdown; return their number.
+
+        Other answers cannot carry an error once they have begun; they end with their connections.
+        """
         streams = [
             one
             for one in self.under_way
@@ -309,12 +320,14 @@ class Conductor:
             exchange.run_isolated(self._send, exchange, attempt, upstream)
             return
         upstream.pool.release(upstream)
-        if attempt.state is AttemptState.CONNECTING:  # the replica has moved meanwhile, and this leads to where it was
+        if attempt.state is AttemptState.CONNECTING:  # the replica has moved: this connection is to its old address
             exchange.run_isolated(self._connect, exchange, attempt)
 
     def head(self, attempt: Attempt, body: bytes) -> None:
-        """Held back until the body shows that something was computed: engines send the head before the prefill, and
-        while the client has nothing, the request can still go elsewhere."""
+        """Check a response's head, and hold it back until the body shows that something was computed.
+
+        Engines send the head before the prefill, and while the client has nothing, the request can still go elsewhere.
+        """
         error = self.judge.head(attempt.exchange, attempt)
         opened = attempt.exchange.opened
         if error is None and (opened is not None or attempt.exchange.state is ExchangeState.RESUMING):
@@ -333,8 +346,10 @@ class Conductor:
             self.failed(attempt, first)
 
     def pass_keep_alives(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        """Pass comments and pings on that were held back, so that the client's connection stays alive. With nothing
-        else in its stream another replica can still answer, and a failure is told there."""
+        """Forward comments and pings that were held back, so that the client's connection stays alive.
+
+        With nothing else in the stream, another replica can still answer, and a failure is reported within the stream.
+        """
         head, data = attempt.response_head, attempt.withheld
         if (
             exchange.state is not ExchangeState.TRYING
@@ -357,10 +372,10 @@ class Conductor:
         exchange.client.transport.write(data)
 
     def on_complete(self, attempt: Attempt) -> None:
-        if attempt.state is AWAITING:  # what was held back is all that there is
+        if attempt.state is AWAITING:  # the bytes that were held back are the whole body
             self.on_body(attempt, b"", whole=True)
             if attempt.state is ANSWERING:
-                attempt.end()  # as the answer's now, which another replica may resume
+                attempt.end()  # the attempt is ANSWERING now; another replica may resume the answer
         elif attempt.state is ANSWERING:
             attempt.end_as(ATTEMPT_FINISHED)
             self.dispatch(attempt.exchange, FINISHED)
@@ -401,11 +416,13 @@ class Conductor:
         self.dispatch(exchange, event, failed)
 
     def _ends(self, replica: Replica, error: UpstreamError) -> bool:
-        """Whether the engine, which closed a connection and now takes none, ends gracefully. Before that is noticed it
-        shows by what it goes on with: one that went down would have closed all connections."""
+        """Return whether the engine, which closed a connection and accepts none, is shutting down gracefully.
+
+        Before its state says so, its other connections show it: an engine that crashed would have closed them all.
+        """
         return replica.ends or (error.kind == CONNECT and self.holds(replica.engine))
 
-    # --- what the tables ask for
+    # --- the actions of the tables
 
     def _place(self, exchange: Exchange, _: Any) -> None:
         if (exchange.trace is not None or self.figures is not None) and not exchange.prepared_at:
@@ -415,13 +432,13 @@ class Conductor:
         self.placing.place(exchange)
 
     def _hold(self, exchange: Exchange, _: Any) -> None:
-        """It waits in the queue, which has it already."""
+        """Do nothing: the request is in the queue already."""
 
     def _try(self, exchange: Exchange, _: Any) -> None:
         attempt = exchange.attempts[-1]
         if attempt.leg is not None and (legs := exchange.legs) is not None and legs.first is not None:
             first = exchange.attempts[-2]
-            if first is legs.first:  # else it is under way
+            if first is legs.first:  # otherwise the first leg is under way already
                 self.begin_attempt(exchange, first)
         self.begin_attempt(exchange, attempt)
 
@@ -432,7 +449,7 @@ class Conductor:
 
     def _connect(self, exchange: Exchange, attempt: Attempt) -> None:
         pool = attempt.backend.pool
-        # Behind a kept connection that died of old age there may be more of the same age.
+        # If one idle connection was closed by a timeout, others in the pool may have been, too.
         upstream = None if attempt.new_connection else pool.acquire()
         if upstream is not None:
             self._send(exchange, attempt, upstream)
@@ -498,7 +515,7 @@ class Conductor:
                 self.placing.place(exchange)
 
     def _hand_over(self, exchange: Exchange, _: Any) -> None:
-        """The cache of the first leg's prompt stays where it is until the second leg's engine has fetched it."""
+        """Settle the first leg and send the second one, whose engine fetches the prompt's cache from the first's."""
         first, legs = exchange.attempts[-1], exchange.legs
         assert legs is not None
         self.settling.handed_over(exchange, first, legs)
@@ -507,7 +524,7 @@ class Conductor:
         self._try(exchange, None)
 
     def _repeat(self, exchange: Exchange, attempt: Attempt, failed: Failed) -> None:
-        """The same replica once more: as text, or on a connection of its own."""
+        """Send the request to the same replica again: as text, or on a new connection."""
         as_text = failed.kind == IDS
         self._metrics.retries.inc(IDS if as_text else "reconnect")
         exchange.add_attempt(attempt.repeat(new_connection=not as_text, unread=failed.unread, without_ids=as_text))
@@ -526,7 +543,7 @@ class Conductor:
         if attempt.first_at:
             attempt.seen_at = attempt.first_at
             self.settling.answered(exchange, attempt)
-        else:  # what was held back, and shows nothing
+        else:  # bytes were held back until the limit, and show no first token
             attempt.seen_at = monotonic()
             self.settling.close_unattributed(exchange)
         if ((makes := exchange.label == "responses") or exchange.response is not None) and attempt.status == 200:
@@ -535,15 +552,15 @@ class Conductor:
         client.transport.write(data if exchange.opened is not None else self._head(exchange, attempt) + data)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
-            exchange.forget_body()  # for as long as the answer takes; with ids, `forwarding` may ask about it
+            exchange.forget_body()  # it is not needed again; with ids, `forwarding` may still read it
         if error is not None:
             self.failed(attempt, error)
 
     def _head(self, exchange: Exchange, attempt: Attempt) -> bytes:
-        """What the client gets before the body."""
+        """Return the response head for the client."""
         lines = self._added.lines(exchange, attempt, self.draining)
         client, head = exchange.client, attempt.response_head
-        if (origins := client.clients.origins) is not None:  # in place of what the engine says of other sites' pages
+        if (origins := client.clients.origins) is not None:  # replaces the engine's CORS headers
             head = head.without(b"access-control-")
             lines += origins.lines(exchange.request.header(b"origin"))
         client.ends_by_close = head.until_close
@@ -566,10 +583,10 @@ class Conductor:
             status, code, message = 503, SHUT_DOWN, f"the answer broke off: {error}"
         end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
         number, record = next_number(attempt.tail), exchange.stream_record
-        if record is not None and record.breaks:  # what went to the client ends with an event
+        if record is not None and record.breaks:  # the client's bytes end with a complete event
             end, number = LF_CHUNK_END if record.chunked else LF_CHUNK_END[:2], record.number + 1
         told = error_event(path, status, message, number, code=code)
-        # Only where the chunk before is whole can another one follow; else the cut itself must tell.
+        # An error event can only follow a complete chunk; elsewhere closing the connection must tell the client.
         if attempt.streams and end.endswith((LF_CHUNK_END, CRLF_CHUNK_END)) and attempt.response_head.is_chunked:
             _end_stream(client, told, True)
         elif attempt.streams and attempt.response_head.until_close and end.endswith((b"\n\n", b"\r\n\r\n")):
@@ -610,7 +627,7 @@ class Conductor:
         exchange.forget_body()
         exchange.status, exchange.error = error.status, error
         if exchange.opened is not None:
-            exchange.status = 200  # which its client has
+            exchange.status = 200  # the client has this status already
             message = error.discreet if self.discreet else error.message
             told = error_event(exchange.request.path, error.status, message, code=error.code)
             _end_stream(exchange.client, told, exchange.opened.is_chunked)
@@ -621,13 +638,13 @@ class Conductor:
             headers.append((b"retry-after", b"1"))
         if not error.again:
             headers.append(NO_RETRY)
-        self.settling.ended(exchange, "refused")  # first, so that its client is told of limits what is left now
+        self.settling.ended(exchange, "refused")  # first, so that the headers show what is left of the limits now
         if exchange.charge is not None and exchange.charge.granted:
             headers += exchange.charge.headers()
         exchange.client.reply(error.status, error.body(exchange.request.path, self.discreet), headers)
 
     def _abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
-        """`cut`: why its client gets no more, which has not left; None: it has."""
+        """End an exchange whose client has left (`cut` is None) or is cut off for this reason."""
         attempt = exchange.attempt
         if attempt is not None and attempt.state is ANSWERING and self._has_all(exchange, attempt):
             attempt.end_as(ATTEMPT_FINISHED)
@@ -642,19 +659,21 @@ class Conductor:
         self.settling.ended(exchange, "aborted" if cut is None or not exchange.answered_with else "cut")
 
     def _has_all(self, exchange: Exchange, attempt: Attempt) -> bool:
-        """Whether the client already has the last event of its stream. Many clients close then, before HTTP's last
-        chunk, which engines send separately."""
+        """Return whether the client already has the last event of its stream.
+
+        Many clients close then, before HTTP's last chunk, which engines send separately.
+        """
         if attempt.status != 200 or exchange.label not in STREAMING_APIS or exchange.client.writing_paused:
             return False
         return attempt.streams and has_end(exchange.label, b"".join(attempt.tail), True, b"", False)
 
     def _close(self, exchange: Exchange) -> None:
-        """An end of another kind than that which `settling` settles: nothing stays connected, reserved or listed."""
+        """Release the connections and reservations of an exchange that ends without a complete answer."""
         self.under_way.discard(exchange)
         attempt = exchange.attempt
         if exchange.legs is not None:
             if attempt is not None and attempt.leg is not None:
-                error = attempt.error  # of the client's end it has none
+                error = attempt.error  # None if the client left
                 self.settling.leg_ended(attempt.leg, ABANDONED if error is None else getattr(error, "kind", TIMEOUT))
             self.leg_ends.drop(exchange)
         if attempt is not None:
@@ -664,8 +683,10 @@ class Conductor:
 
 
 def _end_stream(client: Downstream, event: bytes, chunked: bool) -> None:
-    """End a stream with this event, whole to HTTP: closing would fail the next request of a client that keeps
-    connections."""
+    """End a stream with this event and a complete HTTP message.
+
+    Closing the connection would fail the next request of a client that keeps connections.
+    """
     client.write(framed(event) + END_OF_BODY if chunked else event)
     client.finish(keep_alive=chunked)
 

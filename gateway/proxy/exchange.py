@@ -1,11 +1,11 @@
 """A client's request, from its last byte in to the last byte of its answer out, and its attempts.
 
-An attempt is one leg of an exchange, to one replica: what was sent there and what came back. It is the sink of its
-upstream connection, and holds what is known of the leg; what follows from each call is for the conductor to say.
+An attempt is one leg of an exchange, to one replica: the sink of its upstream connection, with what was sent and
+received there. The conductor decides what follows from each call.
 
-An exchange is driven by calls from the client's side, from whoever prepares its prompt and finds it a replica, and from
-the sweep's deadlines. Each becomes an event; the table in `states` says what follows, and the conductor does it.
-Nothing waits here, and no task is made for a request unless its prompt is long or a connection has to be opened.
+An exchange is driven by calls from the client's side, from preparation and placing, and from the sweep that checks
+deadlines. Each call becomes an event; the table in `states` names the action, and the conductor runs it. Nothing waits
+here, and no task is created for a request unless its prompt is long or a connection has to be opened.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
-# Reads kept to find the usage in: vLLM writes it, what ends the stream ([DONE], message_stop) and the last
-# chunk one by one, and each may be a read of its own. One more, should a read end within the usage.
+# The number of last reads kept to find the usage in: vLLM writes the usage, the end of the stream ([DONE],
+# message_stop) and the last chunk separately, so each may be its own read. One more, in case a read splits the usage.
 TAIL = 4
-# A read of fewer bytes joins the one before it where that has fewer as well: many tiny reads do not push the usage out.
+# Successive reads of fewer bytes than this are joined, so that many tiny reads do not push the usage out.
 TINY = 128
-# And of each as much as matters, where a client stops reading: a read may be 256 kB.
+# The last bytes kept of each read once the client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
 CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
 PREFILL = Leg.PREFILL
 
 
 class AttemptHandler(Protocol):
-    """Does what follows from each call of an attempt's replica."""
+    """The handler of an attempt's upstream events."""
 
     def connected(self, attempt: Attempt, upstream: Upstream) -> None: ...
     def head(self, attempt: Attempt, body: bytes) -> None: ...
@@ -67,30 +67,30 @@ class AttemptHandler(Protocol):
 
 class Attempt:
     __slots__ = (
-        # given
+        # arguments of __init__
         "backend", "placement", "prompt", "new_connection", "had_whole", "without_ids",
-        # which leg it is and its body; None where it is the whole, with the client's
+        # the leg and its body; None for a request in one leg, with the client's body
         "leg", "body",
-        # whose it is: the exchange, its client and who conducts both; only None where the bytes pass elsewhere
+        # its exchange, the client and the handler of its events; None for a request that the gateway does not forward
         "exchange", "client", "conductor",
-        # what was sent
+        # `sent_ids`: whether the prompt was sent as token ids
         "state", "upstream", "sent_ids",
-        # the answer: its status and head, and the status that an error behind a 200 amounts to, 0 without one; whether
-        # the prompt was computed all the same
+        # the answer: its status and head; `fault`: the status that an error within a 200 amounts to, 0 without one;
+        # `computed`: whether the prompt was computed in spite of it
         "status", "response_head", "fault", "computed", "streams",
-        # `withheld`: the first bytes of its body, held back because they show nothing of an answer yet; `beginning`:
-        # what they show of a stream; `looked_at`: how many of them there were at the last look; `seen_late`: they were
-        # passed on nevertheless, so its first token was noticed some time after it came
+        # `withheld`: the first bytes of its body, held back because they show no answer yet; `beginning`: the parser of
+        # a stream's first bytes; `looked_at`: the number of bytes at the last look; `seen_late`: the bytes were relayed
+        # before an answer was seen in them, so the time of its first token is too late
         "withheld", "beginning", "looked_at", "seen_late",
-        # `tail`: the last reads of the answer, of `pieces` so far; `mark`: what each event that brings output has, of a
-        # stream whose client asked for no usage, and `events`: how many of them came, there and where it is metered;
-        # `usage`: what reads its usage, once that has begun; `pauses`: how often its client did not keep up
+        # `tail`: the last reads of the answer, out of `pieces`; `mark`: the bytes that each output event contains, for
+        # a stream whose client asked for no usage; `events`: the number of output events, there and where metered;
+        # `usage`: the parser of its usage, once that has begun; `pauses`: how often its client did not keep up
         "tail", "pieces", "mark", "events", "usage", "pauses", "seen_pieces", "seen_at",
-        # monotonic seconds, 0.0 for what did not happen; `first_at`: of the answer itself, not of other bytes
+        # monotonic seconds, 0.0 for what has not happened; `first_at`: when the first output came
         "begun_at", "sent_at", "first_at", "ended_at",
-        # why it failed, if it did
+        # the failure, or None
         "error",
-        # with traces on: its span, and the seconds to the first token that were predicted when it began
+        # with traces on: its span, and the TTFT in seconds that was predicted when it began
         "context", "predicted_ttft",
     )  # fmt: skip
     is_continued = asks_ids = False
@@ -109,8 +109,15 @@ class Attempt:
         leg: Leg | None = None,
         body: bytes | None = None,
     ):
-        """`new_connection`: not on a kept connection. `had_whole`: the replica may have read all of the request on
-        another one, which it closed. `without_ids`: without token ids, whatever the replica takes."""
+        """Create an attempt; it has no exchange until `Exchange.add_attempt`.
+
+        `streams`: whether the answer is expected to stream.
+        `begun_at`: monotonic seconds.
+        `new_connection`: use no pooled connection.
+        `had_whole`: the replica may have read the whole request on an earlier connection, which it closed.
+        `without_ids`: send the prompt as text even if the replica accepts token ids.
+        `leg`, `body`: the leg and the body sent for it; None for a request in one leg.
+        """
         self.leg, self.body = leg, body
         self.backend, self.placement, self.prompt = backend, placement, prompt
         self.new_connection, self.without_ids, self.streams = new_connection, without_ids, streams
@@ -135,15 +142,14 @@ class Attempt:
         self.predicted_ttft = 0.0
 
     def could_not_fetch(self, kind: str) -> bool:
-        """Return whether this is a second leg and `kind` is a failure that engines show when they cannot fetch the
-        prompt's cache."""
+        """Return whether this is a second leg that failed as engines do when they cannot fetch the prompt's cache."""
         return self.leg is Leg.DECODE and kind in TRANSFER_FAILED
 
     def advance(self, event: AttemptEvent) -> None:
         self.state = ATTEMPT_TRANSITIONS[self.state, event]
 
     def end_as(self, event: AttemptEvent, error: Exception | None = None) -> None:
-        """Nothing stays connected: closing is what makes an engine give a request up."""
+        """End the attempt and close its connection, which makes the engine abort the request."""
         self.state = ATTEMPT_TRANSITIONS[self.state, event]
         self.ended_at, self.error, self.withheld, self.beginning = monotonic(), error, b"", None
         upstream, self.upstream = self.upstream, None
@@ -151,8 +157,12 @@ class Attempt:
             upstream.drop()
 
     def repeat(self, *, new_connection: bool = False, unread: bool = False, without_ids: bool = False) -> Attempt:
-        """The next one, to the same replica and on the same reservation. `unread`: the replica cannot have read all of
-        the request on this one's connection."""
+        """Return the next attempt, to the same replica and on the same reservation.
+
+        `new_connection`: use no pooled connection.
+        `unread`: the replica cannot have read the whole request on this attempt's connection.
+        `without_ids`: send the prompt as text.
+        """
         streams = self.prompt is not None and self.prompt.stream and self.leg is not PREFILL
         return self.__class__(
             self.backend,
@@ -167,7 +177,7 @@ class Attempt:
             body=self.body,
         )
 
-    # --- what the replica's side calls
+    # --- called by the upstream connection
 
     def connected(self, upstream: Upstream) -> None:
         self.conductor.connected(self, upstream)
@@ -190,7 +200,7 @@ class Attempt:
             self.conductor.on_body(self, data)
 
     def count_events(self, data: bytes) -> None:
-        """Count the events that bring output from here on, the first bytes: nobody else tells how many tokens came."""
+        """Count output events from these first bytes on, since no usage will report the number of tokens."""
         label = self.exchange.label
         self.mark, self.events = OUTPUT_MARKS.get(label, ANY_EVENT), output_events(label, data, True)
 
@@ -199,14 +209,17 @@ class Attempt:
         self.conductor.on_complete(self)
 
     def closed(self) -> None:
-        """The replica closed the connection, as it does after a body whose end nothing else tells, and when it dies."""
+        """Take the end of the connection for the end of the answer, or for a failure if the answer is incomplete.
+
+        A replica closes its connection after a body without a length, and when it dies.
+        """
         head, seen = self.response_head, self.withheld or b"".join(self.tail)
         whole = bool(self.withheld) or (self.pieces <= TAIL and not self.pauses)
         record = self.exchange.stream_record
         if (record is not None and not record.is_unread) or head.get(b"content-encoding") is not None:
-            self.end()  # the record knows whether it is whole, and nobody can look into what is encoded
+            self.end()  # the record checks for completeness itself, and an encoded body cannot be checked
         elif self.status >= 400:
-            self.end()  # its status is what it says, with a body or without
+            self.end()  # the status alone is an answer
         elif not has_end(self.exchange.label, seen, self.streams, head.get(b"content-type") or b"", whole):
             self.lost(UpstreamError(CLOSED, "closed its connection in the middle of an answer"))
         else:
@@ -217,11 +230,12 @@ class Attempt:
 
 
 class MeteredAttempt(Attempt):
-    """One whose tokens somebody asks about: a tenant's limits, or the usage log. Its stream's
-    events that bring output are counted, each a token or a few, however many of them a read has: not all clients ask
-    for usage, and one that leaves gets none. Of an answer in one piece, and of a response, usage is found wherever it
-    stands: behind it vLLM writes a prompt's log probabilities and token ids, if a client asks for them, and what the
-    client says of its user."""
+    """An attempt whose tokens are counted, for a tenant's limits or the usage log.
+
+    In streams, output events are counted, each a token or a few, however many a read has: not all clients ask for
+    usage, and one that leaves gets none. In answers in one piece, and in responses, usage is searched for in every
+    read: vLLM may write a prompt's log probabilities, its token ids and the client's user string after it.
+    """
 
     __slots__ = ()
 
@@ -235,7 +249,7 @@ class MeteredAttempt(Attempt):
 
 
 def meter(attempt: Attempt, data: bytes) -> None:
-    """Take note of a read of an answer that is metered."""
+    """Count the output events of a metered answer's read, and look for usage in it."""
     if attempt.streams:
         attempt.events += output_events(attempt.exchange.label, data, not attempt.events)
     search, tail = attempt.usage, attempt.tail
@@ -250,7 +264,7 @@ def meter(attempt: Attempt, data: bytes) -> None:
 
 
 def keep(tail: deque[bytes], data: bytes) -> None:
-    """Add a read to the last ones of an answer."""
+    """Append a read to the last ones of an answer, joining tiny ones."""
     if len(data) < TINY and tail and len(tail[-1]) < TINY:
         tail[-1] += data
     else:
@@ -258,10 +272,10 @@ def keep(tail: deque[bytes], data: bytes) -> None:
 
 
 def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
-    """Return how many tokens came out: the engine's own count, else the number of events that brought output.
+    """Return the number of output tokens: the engine's own count, else the number of output events.
 
-    Where the events of a stream could not be found because it is compressed, its reads are counted instead: there are a
-    few more of them at its end, and fewer where several events came in one read.
+    Where the events of a stream cannot be found because it is compressed, its reads are counted instead: a few too many
+    at its end, and too few where several events came in one read.
     """
     if usage is not None and usage.completion is not None:
         return usage.completion
@@ -269,21 +283,32 @@ def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
 
 
 def time_per_token(attempt: Attempt, tokens: int) -> float | None:
-    """Return the seconds between two of a stream's tokens, or None where they cannot be known: for a short answer, one
-    whose client did not keep up, and one that broke off."""
+    """Return the seconds per output token (TPOT) of a stream, or None if they cannot be measured.
+
+    They cannot for a short answer, one whose client did not keep up, one that was resumed, and one whose first token
+    was seen late.
+    """
     if not attempt.streams or tokens <= LEAST_OUTPUT or attempt.pauses or attempt.is_continued or attempt.seen_late:
         return None
     return (attempt.ended_at - attempt.first_at) / (tokens - 1)
 
 
 class Legs:
-    """What an exchange in two legs has besides its attempts: `placement` is the second leg's reservation until that leg
-    is sent, `unsent` the first leg's where somebody else sends that, until the answer begins; `first` is the first leg
-    while it runs beside the second one, which is the last attempt, and `computed_at` when it was complete. `computing`:
-    the seconds that it is predicted to take where the second one waits for it. `parameters`: what the second leg is
-    told of the first, by an answer of that good until `until`, in monotonic seconds. `cached`: prompt tokens that the
-    first leg was predicted to find; `moved`: those that the decoder lacks, whose transfer takes `moving` seconds as
-    predicted and took `moved_in`, if that is known."""
+    """The state of an exchange in two legs (prefill and decode), apart from its attempts.
+
+    `transfer`: the KV transfer in use.
+    `prefiller`, `decoder`: the backends of the two legs.
+    `placement`: the second leg's reservation until that leg is sent.
+    `unsent`: the first leg's reservation, until the answer begins, where an engine sends that leg itself.
+    `first`: the first leg while it runs at the same time as the second one, which is then the last attempt.
+    `computed_at`: when the first leg was complete, in monotonic seconds.
+    `computing`: the predicted seconds of the first leg where the second one waits for it.
+    `parameters`: the transfer parameters from the first leg's answer, valid until `until` (monotonic seconds).
+    `cached`: prompt tokens that the first leg was predicted to find in its cache.
+    `moved`: prompt tokens that the decoder lacks; `moving`: the predicted seconds of their transfer; `moved_in`: the
+    measured ones, or None.
+    `usage`: the usage of the first leg's answer.
+    """
 
     __slots__ = (
         "transfer",
@@ -328,8 +353,7 @@ PREPARING, PREPARED, PLACED = ExchangeState.PREPARING, ExchangeEvent.PREPARED, E
 
 
 class ExchangeHandler(AttemptHandler, Protocol):
-    """Does what follows from each event of an exchange, and of its attempts; `first_legs` of those whose answer is
-    kept."""
+    """The handler of the events of an exchange and its attempts; `first_legs` handles attempts that are first legs."""
 
     @property
     def first_legs(self) -> AttemptHandler: ...
@@ -339,30 +363,30 @@ class ExchangeHandler(AttemptHandler, Protocol):
 
 class Exchange:
     __slots__ = (
-        # given
+        # arguments of __init__
         "conductor", "client", "request", "id", "label",
-        # whose API key it brought, and what it claims of that tenant's limits; None without --api-keys, or limits;
-        # whether its answer's tokens are counted, and what its attempts are made as
+        # the tenant of its API key, and its claim on that tenant's limits; None without --api-keys, or limits;
+        # `metered`: whether its answer's tokens are counted; `attempt_type`: the class of its attempts
         "tenant", "charge", "metered", "attempt_type",
-        # found out: its prompt, or the model that a request without one names; the stored response it is about, if any,
-        # which only one replica has
+        # its prompt, or the model that a request without one names; `response`: the id of the stored response that it
+        # refers to, if any, which only one replica has
         "state", "prompt", "model", "response",
-        # the head that its client has, where comments alone have followed: an error can be told in the stream alone
+        # the head that the client has where only comments have followed: an error must be reported within the stream
         "opened",
-        # the stored response that its answer makes or tells; what it has cost, once somebody asked
+        # the stored response that its answer creates or returns; its cost, once computed
         "stored", "cost",
-        # its attempts, the last one at the end; the status of an answer that is ours
+        # its attempts, oldest first; the status of an answer of the gateway's own, 0 without one
         "attempts", "status",
-        # what it has besides if it is in two legs, and whether it is not to be any more
+        # the state of its two legs, or None; `stays_whole`: do not split it into legs again
         "legs", "stays_whole",
-        # what is kept of its stream so that another replica can resume it; None without --continue-streams
+        # the record from which another replica can resume its stream; None without --continue-streams
         "stream_record",
-        # replicas that it is not to get again; how many attempts that counts as, and how many of them went down or hung
-        # with it; errors that it was answered with
+        # replicas that are not sent it again; the number of attempts used up; how many replicas went down or hung with
+        # it; error answers of which it is not known yet whether the replica or the request is at fault
         "tried", "attempts_used", "crashes", "unattributed_errors",
-        # monotonic seconds; what the gateway's own stages took of them
+        # monotonic seconds; (stage, seconds) pairs of the gateway's own stages
         "begun", "prepared_at", "stages",
-        # with traces on, its trace, and why it was answered with an error of ours or cut
+        # with traces on, its trace, and why the gateway answered with an error or cut the stream
         "trace", "error",
     )  # fmt: skip
 
@@ -391,7 +415,7 @@ class Exchange:
         self.crashes = NO_CRASHES
         self.tried: tuple[Backend, ...] = ()
         self.unattributed_errors: tuple[UnattributedError, ...] = ()
-        # The clock starts when the request is there: what its upload took is the client's.
+        # The clock starts when the request is complete: the time of its upload is the client's.
         self.begun = monotonic()
         self.prepared_at = 0.0
         self.stages: list[tuple[str, float]] = []
@@ -399,38 +423,38 @@ class Exchange:
         self.error: Exception | None = None
 
     def meter(self) -> None:
-        """Count the tokens of its answer. Before its first attempt is made."""
+        """Count the tokens of its answer; called before its first attempt is created."""
         self.metered, self.attempt_type = True, MeteredAttempt
 
     @property
     def attempt(self) -> Attempt | None:
-        """The last one."""
+        """The last attempt, or None."""
         return self.attempts[-1] if self.attempts else None
 
     @property
     def tells_response(self) -> bool:
-        """Whether its answer is a response (`/v1/responses`). The last event of such a stream has all of it within."""
+        """Whether its answer is a response (`/v1/responses`), whose last event repeats the whole answer."""
         return self.label == "responses" or self.response is not None
 
     @property
     def beginning(self) -> Attempt:
-        """The attempt with which its answer began: the last one, unless that resumes it."""
+        """The attempt with which its answer began: the last one, or the first one of a stream that was resumed."""
         record = self.stream_record
         return self.attempts[-1 if record is None or not record.breaks else record.first]
 
     @property
     def answered_with(self) -> int:
-        """The status that the client was told, ours or its replica's; 0 before."""
+        """The status that the client was sent, the gateway's or the replica's; 0 before."""
         return self.status or (self.beginning.status if self.attempts else 0)
 
     @property
     def fault(self) -> int:
-        """The status that an error behind a replica's 200 amounts to, 0 without one."""
+        """The status that an error within a replica's 200 amounts to, 0 without one."""
         return self.attempts[-1].fault if self.attempts and not self.status else 0
 
     @property
     def needs_replica(self) -> bool:
-        """Whether a replica is wanted."""
+        """Whether it is waiting for a replica to be chosen."""
         if self.state is ExchangeState.RESUMING:
             return self.attempts[-1].state is AttemptState.ENDED
         return self.state is ExchangeState.PLACING
@@ -442,12 +466,12 @@ class Exchange:
 
     @property
     def unanswered(self) -> Attempt | None:
-        """What was sent, and nothing of its answer has gone to the client."""
+        """The last attempt, if it was sent and nothing of its answer has gone to the client."""
         attempt = self.attempt
         return attempt if attempt is not None and attempt.state is AttemptState.AWAITING else None
 
     def run_isolated(self, step: Callable[..., None], *given: object) -> None:
-        """Call `step`; an exception in it, a bug of ours, ends this request alone, with an answer if it has none."""
+        """Call `step`; an exception in it, a bug in the gateway, ends this request alone."""
         try:
             step(*given)
         except Exception as error:
@@ -460,8 +484,10 @@ class Exchange:
                 self.client.failed(self, error)
 
     def forget_body(self) -> None:
-        """It will not be sent again. Whoever else has this request may have it for long: the client's side until the
-        answer ends, a queue until its turn."""
+        """Free the body, which will not be sent again.
+
+        Others may refer to this request for long: the client's side until the answer ends, a queue until its turn.
+        """
         self.request.body = b""
         if self.legs is not None:
             self.attempts[-1].body = None
@@ -469,7 +495,7 @@ class Exchange:
                 self.legs.first.body = None
         self.client.release()
 
-    # --- what the client's side calls
+    # --- called by the client's connection
 
     def client_gone(self) -> None:
         if self.state is not ExchangeState.ENDED:
@@ -491,7 +517,7 @@ class Exchange:
         if attempt is not None and attempt.upstream is not None:
             attempt.upstream.resume()
 
-    # --- what those call who prepare its prompt and find it a replica
+    # --- called by preparation, placing and the queue
 
     def prepared(self, prompt: Prompt | None) -> None:
         if self.state is PREPARING:
@@ -505,7 +531,7 @@ class Exchange:
             self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
 
     def add_attempt(self, attempt: Attempt) -> None:
-        """Go on with this attempt: a replica is found, and the request is counted there."""
+        """Add an attempt for which a replica was chosen and load reserved."""
         attempt.exchange, attempt.client, attempt.conductor = self, self.client, self.conductor
         if attempt.leg is PREFILL:
             attempt.conductor = self.conductor.first_legs
@@ -516,24 +542,24 @@ class Exchange:
         self.conductor.dispatch(self, PLACED)
 
     def held(self) -> None:
-        """It waits in the queue."""
+        """Note that the request waits in the queue."""
         self.conductor.dispatch(self, ExchangeEvent.HELD)
 
     def called(self, place: Callable[[Any], None]) -> None:
-        """It is its turn, perhaps. `place`: what its own step to placing calls as well."""
+        """Place the request again after its wait; `place` is unused, since the action that follows calls it."""
         self.conductor.dispatch(self, ExchangeEvent.CALLED)
 
     @property
     def size(self) -> int:
-        """Bytes that it holds while it waits."""
+        """The bytes that it holds while it waits."""
         return len(self.request.body)
 
     def header(self, name: bytes) -> str | None:
         return self.request.header(name)
 
     def unplaced(self, error: ApiError) -> None:
-        """Nobody can take it."""
-        error.__traceback__ = None  # it has this request in its frames, and a trace keeps the error: a cycle
+        """End the request: no replica can take it."""
+        error.__traceback__ = None  # its frames refer to this request, and the trace to the error: a cycle
         if self.tried:
             why = f"no replica is left after {len(self.attempts)} attempt(s)"
             self.conductor.dispatch(self, ExchangeEvent.EXHAUSTED, self.exhausted(why))
@@ -541,8 +567,11 @@ class Exchange:
             self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
 
     def exhausted(self, why: str, again: bool = True, **options: Any) -> ApiError:
-        """The answer to it once its last attempt has failed and no other is made. An engine that ends, or takes no
-        request, comes back or is replaced, so 503, as for requests that come a second later and find nobody ready."""
+        """Return the error for a request whose last attempt has failed.
+
+        The status is 503 where the last engine was shutting down or took no request, since it comes back or is
+        replaced, and 502 otherwise. `again`: whether the client may retry; `options` go to `ApiError`.
+        """
         attempt = self.attempts[-1]
         error = attempt.error
         last = f"the last: replica {attempt.backend.id}: {error}"
@@ -552,18 +581,22 @@ class Exchange:
 
 
 class Parent(NamedTuple):
-    """The span that the replica's own are to be below: the header's value, and which of the client's it replaces."""
+    """A traceparent value for the replica's spans, and the client's headers that it replaces."""
 
     value: bytes
     replaces: frozenset[bytes]
 
 
 def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
-    """`parent`: None where what the client said of that stands."""
+    """Return the request head for a replica.
+
+    `length`: bytes of the body.
+    `parent`: the trace context to send; None passes on the client's own.
+    """
     request, backend = exchange.request, attempt.backend
     dropped = backend.not_forwarded if parent is None else backend.not_forwarded | parent.replaces
-    # The id is written here whether the client named it or not: one that the client's `Connection` names is not passed
-    # on, and yet the engine gets the id that is logged and echoed.
+    # The id is always written here: a client may name its header in `Connection`, so that it is not passed on, and yet
+    # the engine must get the id that is logged and echoed.
     head = b"%b %b HTTP/1.1\r\n%bx-request-id: %b\r\n%b" % (
         request.method.encode(),
         request.target,
@@ -578,19 +611,22 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
     return head + b"\r\n"
 
 
-# Proxies like nginx collect an answer before they pass it on, unless it says this.
+# Proxies like nginx buffer an answer unless it has this header.
 NO_BUFFERING = b"x-accel-buffering: no\r\n"
 
 
 class Added:
-    """The header lines that the gateway adds to a replica's answer. `replica`: which one it was; `cached_tokens`: how
-    many tokens of the prompt it was predicted to hold."""
+    """The header lines that the gateway adds to a replica's answer.
+
+    `replica`: add the id of the replica.
+    `cached_tokens`: add the number of prompt tokens that it was predicted to hold.
+    """
 
     def __init__(self, replica: bool, cached_tokens: bool):
         self._replica, self._cached_tokens = replica, cached_tokens
 
     def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
-        """`last`: the connection ends with this answer."""
+        """Return the lines for this answer; `last`: the connection ends with it."""
         lines = b"" if attempt.response_head.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % exchange.id
         if attempt.streams and attempt.response_head.get(b"x-accel-buffering") is None:
             lines += NO_BUFFERING
@@ -610,16 +646,16 @@ class Added:
 
 Item = TypeVar("Item")
 
-# What else the loop has waits meanwhile (`prompt.offload` bounds the time that prompts take of it). 16 and 32 at a time
-# cost the same (24 pairs of bursts: .96 to 1.04 of each other), 8 an eighth more where prompts are long.
+# The most items of a batch: the event loop does nothing else meanwhile (`prompt.offload` bounds the time for prompts).
+# Batches of 16 and 32 cost the same (24 pairs of bursts: ratios of .96 to 1.04), 8 an eighth more with long prompts.
 MOST = 12
 
 
 class Batcher(Generic[Item]):
-    """Items that are worked on by the dozen, so that of several stages each can be done for all before the next one.
+    """A batch of items that arrive in one event-loop iteration, worked on stage by stage, at most `MOST` at a time.
 
-    A busy loop wakes up to a dozen requests. From the socket to the socket, one by one, each finds the kernel's code
-    and the stages before and after its own in the core's caches, instead of its own.
+    A busy loop wakes up to a dozen requests. Taken one by one, each would find the core's caches full of the kernel's
+    code and of the other stages, instead of its own.
     """
 
     __slots__ = ("_work", "_items")

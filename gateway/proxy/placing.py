@@ -1,4 +1,4 @@
-"""Who may get a request, and who gets it: chosen here, or where the load of all gateways is known."""
+"""Eligibility of replicas for a request, and the choice among them, made here or in the ledger that gateways share."""
 
 from __future__ import annotations
 
@@ -35,28 +35,29 @@ if TYPE_CHECKING:
 
 
 class Eligibility:
-    """`replicas`: all that are known. `backends` are those that were ready once."""
+    """The replicas that may get a request."""
 
     def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica]):
+        """Create the registry; `replicas` are all known ones, `backends` those that have been ready once."""
         self.models, self._router, self._replicas = models, router, replicas
         self.backends: dict[str, Backend] = {}
         self.known = KnownModels(self.backends, replicas)
-        self.names: dict[str, str | None] = {}  # every served name, with the base model of an adapter
+        self.names: dict[str, str | None] = {}  # served name -> base model of an adapter, None for a base model
         self.adapters: frozenset[str] = frozenset()
         self._ready: dict[str | None, Targets] = {}
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
         self.roles = Roles()
-        self.pulls: Pulls | None = None  # told when replicas change
+        self.pulls: Pulls | None = None  # notified when replicas change
         self._sides: dict[str | None, Sides] = {}
         self._slow: dict[str | None, Targets] = {}
-        self.spills = False  # some are of a slow pool
-        self.finer = False  # some find parts of a block, which is told by the prompt's ids
-        self.full_until = 0.0  # some replica is full until then, as far as it has told
-        self._without_full: dict[Targets, Targets] = {}  # of those in `_ready` and `_with_room`, what is left of them
-        self._stays_full_until = 0.0  # until when that holds
+        self.spills = False  # whether some replica is of a slow pool
+        self.finer = False  # whether some replica finds parts of a block, for which the prompt's ids are needed
+        self.full_until = 0.0  # monotonic seconds until which some replica has said that it is full
+        self._without_full: dict[Targets, Targets] = {}  # targets in `_ready` and `_with_room` -> those not full
+        self._stays_full_until = 0.0  # how long `_without_full` is valid, in monotonic seconds
 
     def changed(self) -> None:
-        """Some replica's state, models or space changed: who may serve what is found anew."""
+        """Clear the cached targets after some replica's state, models or space changed."""
         self.models.refresh()
         self._ready.clear()
         self._with_room.clear()
@@ -70,7 +71,7 @@ class Eligibility:
             self.pulls.changed()
         self.spills = any(one.replica.spill for one in known)
         self.finer = any(one.is_finer for one in known)
-        # A name may be a model here and an adapter there: replicas in the better state come last, and theirs counts.
+        # A name may be a model on one replica and an adapter on another: the replica in the better state, last, wins.
         taking = [one.replica for state in reversed(TAKES_TRAFFIC) for one in known if one.replica.state is state]
         self.names = {name: parent for one in taking for name, parent in one.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
@@ -83,8 +84,15 @@ class Eligibility:
         named: str | None = None,
         tenant: Tenant | None = None,
     ) -> Targets:
-        """Who may get it now. Raises ApiError when nobody can. `named`: the model of a request without prompt;
-        `tenant`: whose request it is."""
+        """Return the replicas that may get a request now.
+
+        `prompt`: the request's prompt, or None.
+        `tried`: replicas that failed the request.
+        `named`: the model of a request without prompt.
+        `tenant`: the tenant that sent it, for the error.
+
+        Raises ApiError if there are none.
+        """
         model = (prompt.model if prompt is not None else named) or None
         targets = self.ready_for(model)
         if not targets:
@@ -98,14 +106,14 @@ class Eligibility:
         return targets
 
     def ready_for(self, model: str | None) -> Targets:
-        """The ready replicas; degraded ones only if none is ready."""
+        """Return the ready replicas of a model; degraded ones only if none is ready."""
         found = self._ready.get(model)
         if found is None:
             taking = self._taking(model)
             if self.roles.any and any(backend.replica.role == PREFILL for backend in taking):
                 self.roles.pressed(model)
             found = self._router.targets([backend.candidate for backend in taking])
-            if model is None or model in self.names:  # a client may ask for any name; those are not kept
+            if model is None or model in self.names:  # other names, which a client may invent, are not cached
                 self._ready[model] = found
         return found
 
@@ -125,20 +133,23 @@ class Eligibility:
         return found
 
     def when_full(self, backend: Backend, until: float) -> None:
-        """It has refused a request as one too many: until then it is asked only where all others are full as well."""
+        """Try a replica that refused a request as one too many last until this time, in monotonic seconds."""
         backend.full_until = max(backend.full_until, until)
         self.full_until = max(self.full_until, until)
         self._stays_full_until = 0.0
 
     def not_full(self, backends: list[Backend], now: float) -> list[Backend]:
-        """Those that have not told that they are full, or all of them if they all have."""
+        """Return the backends that have not said that they are full, or all if they all have."""
         if now >= self.full_until:
             return backends
         return [one for one in backends if now >= one.full_until] or backends
 
     def but_full(self, targets: Targets, now: float) -> Targets:
-        """The same of candidates. Found once for as long as the same replicas are full, as `ready_for`: what remembers
-        no arrays takes 1.2 ms more for each request to 256 replicas."""
+        """Return the targets that have not said that they are full, or all if they all have.
+
+        The result is cached for as long as the same replicas are full: building its arrays for each request to 256
+        replicas takes 1.2 ms.
+        """
         if now >= self._stays_full_until:
             self._without_full.clear()
             full = [one.full_until for one in self.backends.values() if one.full_until > now]
@@ -154,12 +165,12 @@ class Eligibility:
         return found
 
     def is_unknown(self, model: str) -> bool:
-        """Replicas are ready and have told their models, and this is none of them."""
+        """Return whether replicas are ready and have reported their models, and this is none of them."""
         known = model in self.names or not (model and self.names) or self.known.is_away(model)
         return not known and not self._taking(model)
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
-        """Whole requests. A replica of a slow pool, or one that is for prompts, takes them only if nobody else can."""
+        """Return the replicas that take whole requests; slow pools and prefillers only where there are no others."""
         passed_over = frozenset(tried)
         left = [one for one in self.backends.values() if one not in passed_over and one.serves(model)]
         if self.spills and _in_best_state(quick := [one for one in left if not one.replica.spill]):
@@ -167,7 +178,7 @@ class Eligibility:
         return _by_role(left) if self.roles.any else _in_best_state(left)
 
     def slow_pool(self, prompt: Prompt | None) -> Targets | None:
-        """Those of slow pools that are ready for it; None where there are none."""
+        """Return the ready replicas of slow pools that can serve a prompt; None where there are none."""
         if not self.spills or prompt is None:
             return None
         model = prompt.model or None
@@ -183,7 +194,7 @@ class Eligibility:
         return found or None
 
     def sides(self, model: str | None) -> Sides | None:
-        """Who may get which leg of a request, degraded replicas none; None where no replica of the model has a role."""
+        """Return the ready replicas for each leg of a model's requests; None where no replica has a role."""
         found = self._sides.get(model)
         if found is None:
             ready = [one for one in self.backends.values() if one.replica.state is State.READY and one.serves(model)]
@@ -193,14 +204,16 @@ class Eligibility:
         return found if found.any else None
 
     def has_room(self, backend: Backend, prompt: Prompt) -> bool:
-        """Whether a prompt and its answer fit the replica's context, as far as is known."""
+        """Return whether a prompt and its answer fit the replica's context, as far as is known."""
         return self.models.has_room(backend.id, prompt.tokens + (prompt.max_tokens or 1))
 
     def _least_context(self, model: str | None, prompt: Prompt) -> int:
-        """Whom a prompt may be sent to, where the model's replicas differ in the length of their context: those that
-        have room for it and its answer, else those that have room for the prompt, which refuse its answer in their own
-        words. Which of them are ready does not matter here: a replica that is too small refuses for good what another
-        would answer later."""
+        """Return the least context length, in tokens, of the replicas that a prompt may be sent to.
+
+        It is the shortest that has room for prompt and answer, else the longest, whose replicas refuse the request in
+        their own words. It does not depend on which replicas are ready: one that is too small would refuse for good
+        what another could answer later.
+        """
         contexts = self.models.routes.contexts.get(model) or self.models.routes.contexts[None]
         wanted = prompt.tokens + (prompt.max_tokens or 1)
         return next((one for one in contexts if one >= wanted), contexts[-1])
@@ -221,7 +234,7 @@ class Eligibility:
         return found
 
     def unnamed_error(self) -> ApiError | None:
-        """Why a prompt that names no model is refused: unlike ones are served, and chance would choose."""
+        """Return the error for a prompt that names no model where several are served, else None."""
         if not (models := self.models.routes.models):
             return None
         return ApiError(400, f"name a model; served here: {', '.join(models)}", param="model", code="model_not_named")
@@ -235,98 +248,104 @@ def _in_best_state(backends: list[Backend]) -> list[Backend]:
 
 
 def _by_role(backends: list[Backend]) -> list[Backend]:
-    """Those that answer whole requests; prefillers only where there are no others."""
+    """Return the replicas for whole requests; prefillers only where there are no others."""
     return _in_best_state([one for one in backends if one.replica.role != PREFILL]) or _in_best_state(backends)
 
 
 class Asker(Protocol):
-    """Who wants a replica: an exchange, or a request whose bytes pass elsewhere."""
+    """A client of placement: an exchange, or a request that the gateway does not forward itself."""
 
     @property
     def prompt(self) -> Prompt | None: ...
 
     @property
     def model(self) -> str | None:
-        """What a request without prompt names."""
+        """The model that a request without prompt names."""
 
     @property
     def response(self) -> str | None:
-        """The stored response that it is about."""
+        """The id of the stored response that it refers to."""
 
     @property
     def tried(self) -> tuple[Backend, ...]:
-        """Replicas that it is not to get."""
+        """The replicas that it must not get."""
 
     @property
     def attempt_type(self) -> type[Attempt]:
-        """What its attempts are made as."""
+        """The class of its attempts."""
 
     @property
     def stages(self) -> list[tuple[str, float]]:
-        """Seconds that the gateway's own stages took of it, counted once its client has its answer."""
+        """The (stage, seconds) pairs of the gateway's own stages, observed once its client has the answer."""
 
     @property
     def needs_replica(self) -> bool:
-        """Whether it still wants one."""
+        """Whether it is still waiting for a replica."""
 
     def add_attempt(self, attempt: Attempt) -> None:
-        """Go on with this attempt: a replica is found, and the request is counted there."""
+        """Add an attempt for which a replica was chosen and load reserved."""
 
     def placed(self) -> None:
-        """Go on with what it has."""
+        """Send the last attempt that was added."""
 
     @property
     def tenant(self) -> Tenant | None:
-        """Whose API key it brought."""
+        """The tenant of its API key."""
 
     @property
     def size(self) -> int:
-        """Bytes that it holds while it waits."""
+        """The bytes that it holds while it waits."""
 
     def held(self) -> None:
-        """There is no room for it now: it waits in the queue."""
+        """Note that it waits in the queue, since there is no room for it now."""
 
     def called(self, place: Callable[[Asker], None]) -> None:
-        """It is its turn, perhaps: have it placed."""
+        """Place the request again after its wait in the queue, with `place`."""
 
     def header(self, name: bytes) -> str | None:
-        """The value of a header of the request."""
+        """Return the value of a request header."""
 
     def unplaced(self, error: ApiError) -> None: ...
 
     def run_isolated(self, step: Callable[..., None], *given: object) -> None:
-        """Call `step`; an exception in it, a bug of ours, ends this request alone."""
+        """Call `step`; an exception in it, a bug in the gateway, ends this request alone."""
 
 
 class Gate(Protocol):
-    """Who says whether a request is placed now, see `queue.Queue`."""
+    """Admission control: whether a request is placed now, see `queue.Queue`."""
 
     def admit(self, asker: Asker, evaluation: Evaluation, now: float) -> Evaluation | None:
-        """Return what it is placed by; None: it was held, or refused."""
+        """Return the evaluation to place the request by, or None if it was queued or refused."""
 
     def look(self) -> None:
-        """There may be room for those that wait, or nobody left to wait for."""
+        """Place queued requests that have room now, and refuse those for which no replica is left."""
 
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
-        """There are these spaces now, by number and name, and a metric calls models by these names."""
+        """Drop the queues and figures of other spaces (number -> name) and model names than these."""
 
     def await_replica(self, asker: Asker, error: ApiError, now: float) -> bool:
-        """No replica can take it now: return whether it was held until one can, or refused. Else it waits no more, and
-        is to be told the error."""
+        """Queue or refuse a request that no replica can take now; return whether that was done.
+
+        Where it was not, the request waits no longer, and the caller reports the error.
+        """
 
     def forget(self, asker: Asker) -> None:
-        """It has ended, or wants no replica any more."""
+        """Drop a request that has ended or needs no replica any more."""
 
 
-Acted = Callable[[Went], None]  # told where a request that was seen went, see `Onlooker`
+Acted = Callable[[Went], None]  # called with the chosen replica of an observed request, see `Onlooker`
 
 
 class Onlooker(Protocol):
-    """Who wants to know of decisions."""
+    """An observer of decisions."""
 
     def see(self, asker: Asker, evaluation: Evaluation, ways: Callable[[], Sequence[legs.Ways]]) -> Acted | None:
-        """A request is about to be placed by this evaluation, which holds until `ways` is called, where replicas have
-        roles, or the next one is made. What is returned is called once it has been."""
+        """Observe a request that is about to be placed by this evaluation.
+
+        The evaluation is valid until the next one is made, or, where replicas have roles, until `ways` is called; that
+        returns the pairs of replicas for two legs. The callable returned, if any, is called once the request has been
+        placed.
+        """
 
 
 class Placing:
@@ -346,10 +365,10 @@ class Placing:
         self.pulls = eligible.pulls = Pulls(eligible.backends, router, metrics)
         self.shared: SharedLedger | None = None  # with Redis
         self.queue: Gate | None = None  # where requests are admitted by class or limit
-        self._found: list[Asker] | None = None  # while they are held back
+        self._found: list[Asker] | None = None  # placed requests of the present batch; None outside of one
 
     def begin_batch(self) -> None:
-        """Whoever gets a replica from now on goes on with `end_batch`, when all have theirs."""
+        """Hold back placed requests until `end_batch`."""
         self._found = []
 
     def end_batch(self) -> None:
@@ -358,16 +377,18 @@ class Placing:
             asker.run_isolated(asker.placed)
 
     def demand(self, prompt: Prompt | None, now: float, path: str = "") -> Demand:
-        """What is asked for. `path`: of a request without prompt, as far as it is known."""
+        """Return what a request demands of a replica; `path` matters only for one without prompt."""
         if prompt is None:
             return Demand(tokens=0, draw=random(), writes=path not in WRITES_NOTHING)
         return demand_of(prompt, now, random())
 
     def place(self, asker: Asker) -> None:
-        """Choose, and count the load at once: decision and reservation are one step, here or where the load
-        of all gateways is known. Calls `asker.placed` or `asker.unplaced`."""
+        """Choose a replica for a request and reserve its load in one step, here or in the shared ledger.
+
+        Calls `asker.placed` or `asker.unplaced`, at once or when the shared ledger has answered.
+        """
         begun, now = perf_counter(), monotonic()
-        if now > self.pulse.late_at:  # before anybody is taken for late
+        if now > self.pulse.late_at:  # the loop was held up: account for it before judging any replica late
             self.pulse.look(now)
         prompt = asker.prompt
         try:
@@ -439,7 +460,7 @@ class Placing:
         plan: LegPlan,
         decided: tuple[Decision, Decision] | None,
     ) -> None:
-        """As `_decided`, of both legs."""
+        """Go on with the shared ledger's decision for both legs, as `_decided` does for one."""
         waiting = exchange.needs_replica
         there = waiting and self.legs.are_there(plan.chosen)
         if decided is not None and not there:
@@ -454,7 +475,7 @@ class Placing:
         self, exchange: Exchange, evaluation: Evaluation, plan: LegPlan, decided: tuple[Decision, Decision] | None
     ) -> None:
         now, chosen = monotonic(), plan.chosen
-        # Others were weighed meanwhile, and it is in the candidates what the last one found there.
+        # Candidates hold the overlap found by the last evaluation, and other requests were evaluated meanwhile.
         self.router.weighed(evaluation.demand, Targets([chosen.prefiller, chosen.decoder]), now)
         self.legs.take(exchange, evaluation, plan, now, decided)
         self._go_on(exchange)
@@ -462,7 +483,7 @@ class Placing:
     def _take(
         self, asker: Asker, evaluation: Evaluation, acted: Acted | None, now: float, decision: Decision | None = None
     ) -> None:
-        """Here, or as the shared ledger has decided."""
+        """Commit the choice made here, or the shared ledger's `decision`, and add the attempt."""
         placement = self.router.commit(evaluation, now, decision)
         prompt = asker.prompt
         if evaluation.spaces is not None and prompt is not None:
@@ -473,7 +494,7 @@ class Placing:
         body = None
         if placement.pull is not None and prompt is not None and isinstance(asker, Exchange):
             body = self.pulls.body(asker, placement)
-            prompt.token_ids = b""  # it carries text
+            prompt.token_ids = b""  # a request with a pull is sent as text
         asker.add_attempt(
             asker.attempt_type(
                 backend,
@@ -506,7 +527,7 @@ class Placing:
         begun: float,
         decision: Decision | None,
     ) -> None:
-        """What the shared ledger answers; None: too late, or not at all, and the choice made here stands."""
+        """Go on with the shared ledger's decision, or with the choice made here if there is none in time."""
         asker.stages.append(("choose", perf_counter() - begun))
         waiting = asker.needs_replica  # else the client left meanwhile
         candidate = evaluation.candidates[decision.index if decision is not None else evaluation.choice.index]
@@ -522,11 +543,15 @@ class Placing:
         if there:
             asker.run_isolated(self._go_on_with, asker, evaluation, acted, decision)
         elif waiting:
-            asker.run_isolated(self.place, asker)  # the replica left while Redis was asked
+            asker.run_isolated(self.place, asker)  # the replica left before Redis answered
 
 
 def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand:
-    """What a prompt asks of a replica."""
+    """Return what a prompt demands of a replica.
+
+    `now`: monotonic seconds.
+    `draw`: a random number in [0, 1) for policies that choose by chance.
+    """
     hashes, also = prompt.hashes, prompt.also
     root = hashes[0] if hashes else 0
     return Demand(

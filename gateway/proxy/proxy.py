@@ -1,7 +1,7 @@
-"""The proxy: where requests, prompts, replicas and answers meet.
+"""The proxy: preparation, placing, the conductor and settling, put together.
 
-It answers what is the gateway's own (`/v1/models`, `/v1/models/NAME`, `/health`), makes an `Exchange` of everything
-else, and puts together those that carry it: preparation, placing, the conductor, settling.
+It answers the gateway's own paths (`/v1/models`, `/v1/models/NAME`, `/health`) and makes an `Exchange` of every other
+request.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
-TAKES_LONG = TakesLong()  # instead of a prompt: the event loop is not to prepare it
-# The prompt, or why there is none (None: a bug of ours), and the seconds it took.
+TAKES_LONG = TakesLong()  # in place of a prompt that takes too long for the event loop: a thread prepares it
+# The prompt, or why there is none (None: a bug in the gateway), and the seconds of its preparation.
 Prepared = tuple[Prompt | ApiError | TakesLong | None, float]
-# Of answers that the wire gives.
+# Headers of the HTTP layer's own answers, by status.
 HEADERS_OF = {503: [(b"retry-after", b"1")], 401: CHALLENGE}
-GATEWAY_SIGN = GATEWAY.encode(), __version__.encode()  # by it another one knows that this is no engine
-SAID_EVERY = 60.0  # seconds: why a prompt is not known exactly, for each path
+GATEWAY_SIGN = GATEWAY.encode(), __version__.encode()  # tells other gateways that this is no engine
+SAID_EVERY = 60.0  # seconds between two warnings that prompts of a path are not known exactly
 SESSION_WORDS = frozenset(name.encode() for name in SESSION_HEADERS)
-FILES_SECONDS = 10.0  # after its begin that a request waits for files that its limits are counted with
+FILES_SECONDS = 10.0  # how long after its begin a request waits for the tokenizer that its limits are counted with
 READ_ONLY = (b"allow", b"GET, HEAD, OPTIONS")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
 class Preparation:
-    """A request becomes a prompt: short ones together at the end of the loop's iteration, a long one in a thread."""
+    """The preparation of prompts: short requests in batches on the event loop, long ones in a thread."""
 
     def __init__(
         self,
@@ -95,20 +95,20 @@ class Preparation:
         self._metering = metering
         self._eligible, self._placing, self._newcomers, self._metrics = eligible, placing, newcomers, metrics
         self._models = eligible.models
-        self._silent_until: dict[str, float] = {}  # by path, of PROMPT_PATHS
+        self._silent_until: dict[str, float] = {}  # path -> time of the next warning about inexact prompts
         self.long = LongPrompts()
         self._short = Batcher(self._together)
         self._unheard: set[asyncio.Task[None]] = set()
 
     def begin(self, exchange: Exchange) -> None:
-        """Calls `exchange.prepared`, or `exchange.refused`."""
+        """Prepare a request's prompt, then call `exchange.prepared` or `exchange.refused`."""
         if len(exchange.request.body) <= OFFLOAD_BYTES:
             self._short.add(exchange)
         else:
             self._beside(exchange)
 
     def begin_other(self, exchange: Exchange) -> None:
-        """A request that is passed on without a look at its prompt, to replicas that serve its model."""
+        """Prepare a request whose prompt is not read; only the model that it names is."""
         request = exchange.request
         if request.method != "POST" or exchange.response is not None:
             self._ready(exchange, None)
@@ -118,7 +118,7 @@ class Preparation:
             self._in_thread(exchange, self._read, self._was_read)
 
     def _read(self, exchange: Exchange) -> tuple[str | None, ApiError | None]:
-        """The model that it names, and why it is refused for what else it says."""
+        """Return the model that a request names, and an error if its other fields are not allowed."""
         request = exchange.request
         content_type = request.header(b"content-type") or ""
         found = (
@@ -150,8 +150,8 @@ class Preparation:
         exchange.run_isolated(self._ready, exchange, None)
 
     def _ready(self, exchange: Exchange, prompt: Prompt | None) -> None:
-        """All is known of it that is asked about: it goes on once its tenant's limits allow it."""
-        if exchange.state is ExchangeState.ENDED:  # while engines were asked; nothing would give a claim back
+        """Go on with a prepared request once its tenant's limits allow it."""
+        if exchange.state is ExchangeState.ENDED:  # meanwhile; a claim made now would never be released
             return
         charge = None
         if exchange.tenant is not None and self._metering is not None:
@@ -177,10 +177,12 @@ class Preparation:
         task.add_done_callback(self._unheard.discard)
 
     async def prompt(self, path: str, body: bytes, headers: Mapping[str, str], from_tenant: bool = False) -> Prompt:
-        """Of a request that is not sent from here. `from_tenant`: refuse it for what tenants may not ask. Raises
-        ApiError, and whatever else goes wrong."""
+        """Prepare the prompt of a request that the gateway does not send itself.
+
+        `from_tenant`: refuse what tenants may not request. Raises ApiError, and whatever else goes wrong.
+        """
         prompt = await self._prompt(path, body, headers, from_tenant)
-        if self._eligible.is_unknown(prompt.model):  # perhaps its model was loaded just now
+        if self._eligible.is_unknown(prompt.model):  # the model may have been loaded just now
             await self._newcomers.asked()
             prompt = await self._prompt(path, body, headers, from_tenant)
         return prompt
@@ -213,7 +215,7 @@ class Preparation:
         return await self.long.submit(len(body), prepare)
 
     def _together(self, exchanges: list[Exchange]) -> None:
-        """Stage by stage: where a dozen come at once, a plain request takes a third less CPU time than one by one."""
+        """Prepare and place a batch stage by stage: of a dozen, a request takes a third less CPU time than alone."""
         event_loop.holds, event_loop.until = True, perf_counter() + LOOP_SECONDS
         try:
             prepared = [
@@ -243,8 +245,11 @@ class Preparation:
     def _in_thread(
         self, exchange: Exchange, work: Callable[[Exchange], object], then: Callable[[Exchange, Any], None]
     ) -> None:
-        """Others are answered meanwhile. Until its turn comes the exchange alone holds the body, so that one whose
-        client leaves is let go; no work is done for it then."""
+        """Run `work` in a thread, and `then` with its result on the event loop.
+
+        Until its turn comes only the exchange holds the body, so a request whose client leaves is freed, and not worked
+        on.
+        """
 
         def ended(thread: asyncio.Future[Any]) -> None:
             if exchange.state is not ExchangeState.ENDED:
@@ -256,7 +261,7 @@ class Preparation:
         thread.add_done_callback(ended)
 
     def _prepare(self, exchange: Exchange) -> Prepared:
-        """Runs in a thread for long bodies: touches nothing that changes."""
+        """Prepare a prompt; it may run in a thread, so it changes no shared state."""
         begun, request = perf_counter(), exchange.request
         if event_loop.holds and begun > event_loop.until:
             return TAKES_LONG, 0.0
@@ -271,7 +276,7 @@ class Preparation:
                 refusal_of_object if exchange.tenant is not None else None,
             )
         except ApiError as error:
-            # Its traceback holds this frame, and with it the request, until the garbage collector comes by.
+            # Its traceback refers to this frame, and so keeps the request alive until garbage collection.
             error.__context__ = error.__traceback__ = None
             return error, perf_counter() - begun
         except TakesLong:
@@ -290,7 +295,7 @@ class Preparation:
             metrics.prompt_failures.inc(exchange.request.path)
             self.begin_other(exchange)
             return
-        exchange.model = prompt.model  # for its line in the usage log, should it be refused before it has the prompt
+        exchange.model = prompt.model  # for the usage log, in case the request is refused before it has the prompt
         exchange.stages.append((stage, seconds))
         if exchange.tenant is not None and (error := exchange.tenant.refusal(prompt.model)) is not None:
             exchange.refused(error)
@@ -318,7 +323,7 @@ class Preparation:
             self._as_known(exchange, prompt)
 
     def _as_known(self, exchange: Exchange, prompt: Prompt) -> None:
-        """Go on with a prompt as far as it is known now."""
+        """Go on with a prompt as it is known now, exactly or not."""
         if exchange.state is ExchangeState.ENDED:
             return
         if prompt.note:
@@ -328,8 +333,10 @@ class Preparation:
     async def _with_files(
         self, exchange: Exchange, prompt: Prompt, files: set[asyncio.Task[None]], seconds: float
     ) -> None:
-        """Wait up to 10 s for the model's tokenizer: until it is loaded, a tenant's prompt tokens can only be
-        estimated, at about half their number. `seconds`: what is left of these."""
+        """Wait for the model's tokenizer, at most `seconds`, which is the rest of FILES_SECONDS.
+
+        Until it is loaded, a tenant's prompt tokens can only be estimated, at about half their number.
+        """
         done, _ = await asyncio.wait(files, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             exchange.run_isolated(self._as_known, exchange, prompt)
@@ -337,7 +344,7 @@ class Preparation:
             self._beside(exchange)
 
     def _count(self, prompt: Prompt) -> None:
-        """A prompt that is not known to its end."""
+        """Count a prompt that is not known completely."""
         if prompt.media:
             self._metrics.media_prompts.inc(prompt.media)
         if prompt.declined and self._eligible.ready_for(prompt.model or None):
@@ -347,7 +354,10 @@ class Preparation:
                 log.warning("a prompt is not known exactly at %s: %s", prompt.path, prompt.note)
 
     async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
-        """Perhaps its model was loaded just now; if so, as an adapter, whose blocks are its own."""
+        """Refresh the model list once and prepare the prompt again.
+
+        The name may be a LoRA adapter loaded since, which has its own block hashes.
+        """
         await self._newcomers.asked()
         if self._eligible.is_unknown(prompt.model):
             exchange.run_isolated(self._ready, exchange, prompt)
@@ -386,7 +396,7 @@ class Proxy:
     ):
         self.models, self.router, self.metrics = models, router, metrics
         self.pulse = pulse or Pulse()
-        # What replicas were to answer meanwhile may be there: it is read before any of them is late.
+        # After the event loop was held up, answers may wait to be read: replicas are not late before that.
         self.pulse.on_held_up.append(lambda now, _: router.ledger.held_up(now))
         self.allowed_paths = AllowedPaths(allow_paths)
         self.eligible = Eligibility(models, router, replicas)
@@ -405,7 +415,7 @@ class Proxy:
         self.control: OverloadControl | None = None
         queue: Queue | None = None
         on_first: tuple[OnFirst, ...] = ()
-        self._metered = usage_log is not None  # all answers, not only those of tenants
+        self._metered = usage_log is not None  # meter all answers, not only those of tenants
         if usage_log is not None:
             on_end = (*on_end, usage_log)
         added = Added(response_headers, cached_tokens_header)
@@ -418,7 +428,7 @@ class Proxy:
                 overload, metrics, queue.look, lambda now: figures.unanswered(self.conductor.under_way, now)
             )
             added = AddedByQueue(response_headers, cached_tokens_header, queue)
-            # After the figures, which ask it for the request's class.
+            # The queue's callbacks follow the figures', which ask it for the request's class.
             on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)
         self.preparation = Preparation(self.eligible, self.placing, Newcomers(ask_models), metrics, metering)
         self.forwarding = TokenIdForwarding(
@@ -459,15 +469,15 @@ class Proxy:
         return self.conductor.draining
 
     def drain(self) -> None:
-        """From now on whatever is new is refused."""
+        """Refuse new requests from now on."""
         self.conductor.draining = True
 
     def refuse_unanswered(self) -> int:
-        """Answer whatever has no byte of an answer yet with 503; returns how many that were."""
+        """Answer every request whose client has no byte yet with 503; return their number."""
         return self.conductor.refuse_unanswered(_shutting_down)
 
     def end_streams(self) -> int:
-        """As `Conductor.end_streams`."""
+        """End all streams with an error event; see `Conductor.end_streams`."""
         return self.conductor.end_streams()
 
     # --- replicas come and go
@@ -486,7 +496,7 @@ class Proxy:
         return backend
 
     def changed(self) -> None:
-        """Some replica's state, models or space changed."""
+        """Update what depends on the replicas' states, models and spaces."""
         self.eligible.changed()
         self.forwarding.look()
         if self.figures is not None:
@@ -497,11 +507,11 @@ class Proxy:
             self.placing.queue.look()
 
     def waited(self, replica: str, now: float) -> float:
-        """For how many seconds in which the gateway ran the oldest prompt there has had no answer."""
+        """Return how long the replica's oldest unanswered prompt has waited, in seconds in which the gateway ran."""
         return self.pulse.ran(self.oldest_unanswered().get(replica, now), now)
 
     def requests_at(self, replicas: Collection[str]) -> list[str]:
-        """The ids of the requests that are with one of these replicas, known or removed."""
+        """Return the ids of the requests that are with one of these replicas, known or removed."""
         return [
             exchange.id.decode("latin-1")
             for exchange in self.exchanges
@@ -509,7 +519,7 @@ class Proxy:
         ]
 
     def oldest_unanswered(self) -> dict[str, float]:
-        """When the oldest prompt that has no answer was sent, by replica; in one pass over all requests."""
+        """Return when the oldest unanswered prompt was sent, in monotonic seconds by replica."""
         oldest: dict[str, float] = {}
         for exchange in self.exchanges:
             if exchange.prompt is not None and (attempt := exchange.unanswered) is not None:
@@ -517,7 +527,7 @@ class Proxy:
                 oldest[id] = min(attempt.sent_at, oldest.get(id, attempt.sent_at))
         return oldest
 
-    # --- the wire's calls
+    # --- called by the HTTP layer
 
     def handle(self, client: Downstream, request: Request) -> None:
         path = request.path
@@ -559,7 +569,7 @@ class Proxy:
         return Exchange(self.conductor, client, request, id, label)
 
     def _authenticated(self, keys: Keys, client: Downstream, request: Request) -> Tenant | ApiError | None:
-        """As `Keys.authenticate`; what the wire keeps for its client follows from it."""
+        """Authenticate the request's API key, and set the connection's limits by the result."""
         tenant = keys.authenticate(request)
         if tenant is None or isinstance(tenant, ApiError):
             client.serve_stranger()
@@ -568,14 +578,14 @@ class Proxy:
         return tenant
 
     def _turned_down(self, exchange: Exchange, tenant: Tenant | ApiError) -> ApiError | None:
-        """Why a request is refused for its key alone; else it is its tenant's from now on."""
+        """Return why a tenant's request is refused before it is read, or assign it to its tenant and return None."""
         if isinstance(tenant, ApiError):
             return tenant
         exchange.tenant = tenant
         exchange.meter()
         if self.metering is not None and (over := self.metering.refusal(tenant)) is not None:
             request = exchange.request
-            if len(request.body) <= OFFLOAD_BYTES:  # the access log names the model of what is read at once
+            if len(request.body) <= OFFLOAD_BYTES:  # for the access log
                 exchange.model = named_model(request.header(b"content-type") or "", request.body)
             return over
         if (error := refusal_of_head(exchange.request, exchange.id)) is not None:
@@ -585,7 +595,7 @@ class Proxy:
     def _own_answer(
         self, request: Request, tenant: Tenant | None
     ) -> Callable[[Downstream, Request, Tenant | None], None] | None:
-        """What answers the request here; None if nothing does."""
+        """Return the function that answers a request of the gateway's own paths, or None."""
         if (
             request.path.endswith("/")
             and request.path not in self.allowed_paths
@@ -604,11 +614,11 @@ class Proxy:
         return path in self.allowed_paths or model_in(path) is not None
 
     def refusal(self, path: str, method: str, tenant: Tenant | None = None) -> ApiError | None:
-        """Why nothing is sent on."""
+        """Return why a request is not forwarded, or None."""
         if self.draining:
             return _shutting_down()
         if method == "OPTIONS" and (path in self._local or model_in(path) is not None):
-            return None  # for an engine to say, as of its other paths
+            return None  # forwarded: an engine answers it, as for its other paths
         if path in self._local and method not in ("GET", "HEAD"):
             return ApiError(405, f"{method} is not supported for {path}", headers=[READ_ONLY])
         if path in PROMPT_PATHS:
@@ -649,7 +659,7 @@ class Proxy:
     # --- answers of the gateway's own
 
     def _without_slash(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
-        """As vLLM answers it; clients repeat the whole request there."""
+        """Redirect to the path without its slash, as vLLM does; clients repeat the whole request there."""
         path, mark, query = request.target.partition(b"?")
         exchange = self._exchange(client, request, "other")
         self.conductor.begin(exchange)
@@ -659,9 +669,11 @@ class Proxy:
         client.reply(307, b"", [(b"location", path.rstrip(b"/") + mark + query)])
 
     def _list_models(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
-        """Only where some name is known: an empty list would be taken for an answer. Until a replica is ready it is
-        503, as for prompts; one that tells the gateway no names (it wants an API key) is asked with what the client
-        brought."""
+        """Answer with the served models, which the caller has checked to be known.
+
+        An empty list would be taken for an answer. Without names the answer is 503 until a replica is ready; a replica
+        that does not report its models without an API key is sent the client's request.
+        """
         names = [name for name in sorted(self.eligible.names) if tenant is None or tenant.may_use(name)]
         data = [self._described(name) for name in names]
         client.reply(200, orjson.dumps({"object": "list", "data": data}), JSON)
@@ -675,7 +687,7 @@ class Proxy:
             client.reply(200, orjson.dumps(self._described(name)), JSON)
 
     def _described(self, name: str) -> dict[str, Any]:
-        """A served model or adapter, as OpenAI's API tells it."""
+        """Return a served model or adapter in the format of OpenAI's API."""
         parent = self.eligible.names[name]
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent,
@@ -683,7 +695,7 @@ class Proxy:
         }  # fmt: skip
 
     def _no_model(self, name: str, method: str, tenant: Tenant | None) -> ApiError:
-        """Why a model is not told of."""
+        """Return the error for a model that is not listed."""
         if method not in ("GET", "HEAD"):
             return ApiError(405, f"{method} is not supported for {MODELS}/NAME", headers=[READ_ONLY])
         if self.eligible.names or not self.eligible.ready_for(None):
@@ -705,7 +717,7 @@ class Proxy:
 
 
 def _coding(request: Request) -> str:
-    """The content coding of its body, "" for none."""
+    """Return the content coding of a request's body, "" for none."""
     values = [value for name, value in request.headers if name == b"content-encoding"]
     codings = [one.strip().lower() for one in b",".join(values).decode("latin-1").split(",")]
     return next((one for one in codings if one not in ("", "identity")), "")

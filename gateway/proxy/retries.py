@@ -1,23 +1,26 @@
-"""What follows when an attempt fails before its client has a byte. Data, and one function over it. Pure.
+"""The rules of what follows a failed attempt: tables, and one pure function over them.
 
-The rules: a kept connection that died of old age, and a replica that did not take token ids, are asked once more, since
-neither says anything about the replica. So is the last replica that is left, if it closed the connection before it can
-have read the request: one of several processes behind its address may have ended. A connection is replaced once,
-whichever of the two it was. Any other failure leads to another replica, as long as attempts and replicas are left. A
-request under which two replicas went down or hung gets no third one: it may be what kills them. A replica that closed
-the connection before it can have read all of the request is none of these. Nor is one that ends gracefully: whoever
-replaces all engines in turn asks it to, so its requests go anywhere from there. One in two legs has two engines at
-once, which may be of one machine: they do different work, so two that go down are too many only where both were
-computing its prompt, or both were writing its answer.
+- A stale pooled connection, or a replica that did not accept token ids, is followed by one repetition at the same
+  replica, since neither is evidence against it. So is a connection closed before the request can have been read, if no
+  other replica is left: one of several processes behind the address may have ended. A connection is replaced only once.
+- Any other failure leads to another replica, as long as attempts and replicas are left.
+- A request under which two replicas crashed or hung gets no third one, since it may be the cause. A replica that closed
+  the connection before it can have read the whole request does not count as one. Nor does one that shuts down
+  gracefully, as in a rolling restart; its requests may go to any replica.
+- A request in two legs has two engines at once, perhaps on one machine. Two crashes are too many only where both
+  engines were computing its prompt, or both were writing its answer.
 
-A first leg that fails is placed anew without that replica. Where its answer shows that the replica keeps no cache for
-others, or that it does not take the leg's body, the request stays whole. A second leg that was not sent goes to another
-decoder, with the same parameters while they are good: an engine that was sent it may have fetched the cache, or had it
-freed. After that the prompt is computed again, by a replica that most likely still has it in its own cache. An error
-that an engine answers to a second leg is what a failed transfer looks like, and no answer for many times as long as
-predicted what a stalled one does, so from then on the request stays whole. Of legs that run at the same time an engine
-also answers with an error where the other one died, so that says of neither which it was: their pair is left out for a
-while, and both stay.
+Requests in two legs:
+
+- A first leg that fails is placed again without that replica. If the replica keeps no cache for others, or refuses the
+  leg's body, the request stays whole, that is in one leg.
+- A second leg that was not sent goes to another decoder, with the same parameters while they are valid; an engine that
+  was sent it may have fetched the cache, or had it freed. After that the prompt is computed again, most likely by the
+  replica that still has it cached.
+- A failed transfer shows as an error of the second leg, and a stalled one as many times the predicted time without an
+  answer. From then on the request stays whole.
+- Where both legs run at the same time, an engine also reports an error if the other one died, so it is not known which
+  of them failed: the pair is left out for a while, and neither replica is excluded.
 """
 
 from __future__ import annotations
@@ -25,31 +28,30 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-# Kinds of failure. The wire's own: no connection, one that ended, no HTTP, a replica that was removed meanwhile, and
-# one that is another process by now.
+# Kinds of failure. Of the connection: it was not accepted, it was closed, the peer does not speak HTTP, the replica was
+# removed meanwhile, or it is another process by now.
 CONNECT, CLOSED, PROTOCOL, REMOVED, REPLACED = "connect", "closed", "protocol", "removed", "replaced"
-# The gateway itself cannot open a connection: it has no descriptors left.
+# The gateway itself cannot open a connection, since it has no file descriptors left.
 OWN = "own"
-# A replica that is unwell has sent nothing for too long; one that ends gracefully broke the connection, or stood still;
-# a stream stopped; no byte came within the request's time.
+# Of time: an unhealthy replica sent nothing for too long; one that shuts down closed the connection or stopped sending;
+# a stream stalled; no byte came within the request's timeout.
 HUNG, LEFT, STALLED, TIMEOUT = "hung", "left", "stalled", "timeout"
-# What an answer shows: an error behind a status 200, what no engine wrote, that the engine gave up, that it takes no
-# ids, and that the stored response which is asked for is another replica's.
+# Of the answer: an error within a status 200, an answer that no engine wrote, the engine aborted the request, it
+# accepts no token ids, another replica has the stored response that the request refers to.
 ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign answer", "aborted", "ids", "elsewhere"
-# Of legs: the first one's replica kept no cache for the second; the body that a leg has instead of the client's was
-# refused; the second one's replica waits for a cache that does not come; one that has the prompt computed elsewhere by
-# itself says that this failed, or that it did: which of the two it was its answer does not tell.
+# Of legs: the first leg's replica kept no cache for the second; a leg's body was refused; the second leg's replica
+# waits for a cache that does not come; a decoder that requests the prefill itself reports an error, which may be its
+# own or the prefill's.
 NOT_KEPT, LEG_REFUSED, TRANSFER_STALLED = "not kept", "leg refused", "transfer stalled"
 PREFILL_FAILED = "prefill failed"
-# The replica that resumed a stream wrote something that does not follow what the client has.
+# The replica that resumed a stream produced text that does not continue what the client already received.
 DIFFERS = "differs"
 SHUT_DOWN = "shutting_down"  # the gateway's own end cuts an answer
-# Statuses after which another replica is asked, whatever the request. 501 means the engine can't do it at all, and
-# neither can its siblings.
+# Statuses after which any request is retried on another replica. 501 is none: no engine of the kind could serve it.
 RETRYABLE = frozenset((500, 502, 503, 504))
-# An error that is not known yet to be the replica's fault is told to its watcher as this.
+# The kind reported to a replica's watcher for an error that may not be the replica's fault.
 UNCONFIRMED = "unconfirmed"
-MOST_CRASHES = 2  # replicas that go down or hang with the same work of one request; one may be a coincidence
+MOST_CRASHES = 2  # crashes or hangs under the same work of one request; a single one may be a coincidence
 
 
 def of_status(status: int) -> str:
@@ -57,13 +59,13 @@ def of_status(status: int) -> str:
 
 
 class FailureKind(NamedTuple):
-    """What a failure of some kind says."""
+    """The properties of a kind of failure."""
 
     computed: bool  # the replica may have computed the prompt
-    blamed: bool  # it counts against the replica at once; else what another one answers decides (`blame`)
-    crash: bool = False  # the replica went down, or hangs, with the request in its hands
-    counts: bool = True  # as one of the attempts that a request has
-    sent: bool = True  # the replica may have got the request
+    blamed: bool  # it counts against the replica at once; otherwise another replica's answer decides (`blame`)
+    crash: bool = False  # the replica crashed or hangs while it has the request
+    counts: bool = True  # it uses up one of the request's attempts
+    sent: bool = True  # the replica may have received the request
 
 
 KINDS: dict[str, FailureKind] = {
@@ -90,16 +92,16 @@ KINDS: dict[str, FailureKind] = {
 
 
 CRASHES = frozenset(kind for kind, failure in KINDS.items() if failure.crash)
-# How a second leg ends whose cache did not come: what engines answer then, or no answer.
+# Failures of a second leg whose cache did not come.
 TRANSFER_FAILED = frozenset(
     (TRANSFER_STALLED, PREFILL_FAILED, ERROR_ANSWER, *(of_status(status) for status in (500, 502, 504)))
 )
-# How an attempt ends that a pull from a peer may have ended: an engine that answers with an error, gives up, goes down
-# or hangs. One that is full, was not reached or is another process by now says nothing of it.
+# Failures that a pull from a peer may have caused: an error, an abort, a crash or a hang. An engine that is full, was
+# not reached or is another process by now is no evidence about the pull.
 PULL_FAILED = frozenset((CLOSED, HUNG, ABORTED, ERROR_ANSWER, *(of_status(status) for status in (500, 502, 504))))
 
 
-# How an attempt ends at a replica that is not there any more, or ends.
+# Failures of a replica that has ended or is shutting down.
 AWAY = frozenset((ABORTED, LEFT, *(kind for kind, failure in KINDS.items() if not failure.sent)))
 
 
@@ -116,36 +118,38 @@ class Next(Enum):
 
 
 class Failed(NamedTuple):
-    """An attempt's end, as far as it matters here."""
+    """The end of a failed attempt, as far as `after` depends on it."""
 
     kind: str
-    stale: bool = False  # on a kept connection, before a byte of an answer
-    repeated: bool = False  # it was itself the repetition on a connection of its own ...
-    had_whole: bool = False  # ... and the replica may have read all of the request on the one before
-    handed_over: bool = False  # it was a second leg ...
-    still_kept: bool = False  # ... whose parameters were good
-    computes: bool = True  # it was to compute the prompt; a second leg is not
-    writes: bool = True  # it was to write the answer; a first leg is not
-    beside: bool = False  # it was a first leg while the second one waited for it, and may have failed because of that
-    unread: bool = False  # its connection, kept or new, was closed before it can have read the whole request
+    stale: bool = False  # on a pooled connection, before any byte of an answer
+    repeated: bool = False  # it was already the repetition on a new connection
+    had_whole: bool = False  # the replica may have read the whole request on the connection before that
+    handed_over: bool = False  # it was a second leg
+    still_kept: bool = False  # it was a second leg whose parameters were valid
+    computes: bool = True  # it was to compute the prompt, unlike a second leg
+    writes: bool = True  # it was to write the answer, unlike a first leg
+    beside: bool = False  # it was a first leg while the second one waited for it, whose failure may be the cause
+    unread: bool = False  # its connection was closed before the replica can have read the whole request
     alone: bool = False  # no other replica is left
-    agreed: bool = False  # two engines have answered alike: it is the request
+    agreed: bool = False  # two engines have answered alike: the request is at fault
 
 
 def is_crash(failed: Failed) -> bool:
-    """Whether the replica went down or hangs with the request in its hands, which it has once it has read all of it. A
-    connection that brought it nothing whole (refused, closed unread, or one to another process) is a crash if the one
-    before it died with this request on it."""
+    """Return whether the replica crashed or hangs with the whole request read.
+
+    An attempt that brought it nothing whole (refused, closed unread, or to another process) is a crash only if the
+    connection before it died with this request on it.
+    """
     if failed.unread or failed.kind in (CONNECT, REPLACED):
         return failed.had_whole
     return KINDS[failed.kind].crash
 
 
 class Crashes(NamedTuple):
-    """How many replicas went down or hung while they had a request, by what they did with it."""
+    """The number of replicas that crashed or hung while they had a request, by their work on it."""
 
-    computing: int = 0  # its prompt
-    writing: int = 0  # its answer
+    computing: int = 0  # while computing its prompt
+    writing: int = 0  # while writing its answer
 
     @property
     def too_many(self) -> bool:
@@ -160,8 +164,12 @@ NO_CRASHES = Crashes()
 
 
 def after(failed: Failed, used: int, crashes: Crashes, retries: int) -> Next:
-    """`used`: the attempts that the request has had before, as far as they count; `crashes`: of replicas under it,
-    before this one; `retries`: how many more attempts than one it has."""
+    """Return what follows a failed attempt.
+
+    `used`: attempts that the request has used up before this one.
+    `crashes`: crashes under the request before this one.
+    `retries`: the number of retries allowed after the first attempt.
+    """
     if failed.kind == OWN:
         return Next.FULL
     if failed.kind == IDS or (failed.kind == CLOSED and failed.stale and not failed.repeated):

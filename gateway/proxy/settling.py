@@ -1,6 +1,6 @@
-"""What is learned from answers: load that moves, costs, and whether what was predicted was delivered.
+"""Accounting of answers: load that moves, learned costs, and predictions compared with what was delivered.
 
-Nobody else calls `Router.finish`.
+This module is the only caller of `Router.finish`.
 """
 
 from __future__ import annotations
@@ -61,48 +61,54 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
-OTHER_ERROR = "status 5xx"  # one of those that no other replica is asked after
-# How legs end. One that an engine refused, or whose prompt it did not keep, is no failure: the request goes on whole.
+OTHER_ERROR = "status 5xx"  # any 5xx that is not retried on another replica
+# Outcomes of legs. A leg that was refused, or whose cache was not kept, has not failed: the request goes on in one leg.
 COMPLETE, ABANDONED, FAILED = "complete", "abandoned", "failed"
 LEG_OUTCOMES = {COMPLETE: COMPLETE, ABANDONED: ABANDONED, NOT_KEPT: NOT_KEPT, LEG_REFUSED: "refused"}
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
-PACE_WEIGHT = 0.2  # of the last answer in one piece, in how long a token of such takes
-# Of an answer in one piece a transfer is learned that was to take this share at least of the seconds in which the
-# answer was to be written: what is less drowns in the error of these.
+PACE_WEIGHT = 0.2  # weight of the last non-streamed answer in the mean seconds per token of such answers
+# From a non-streamed answer, transfer time is learned only if it was predicted to be at least this share of the decode
+# time: a smaller one drowns in that prediction's error.
 LEAST_MOVED = 0.5
-# An engine that computed a prompt while another one waited for it answers at about the time at which that begins to
-# write; so long it is waited for. Closing the connection before could cost the other one its cache.
+# How long a first leg may outlast the second leg's first token. Its answer comes at about that time, and closing its
+# connection earlier could cost the decoder the cache.
 TRAILS_SECONDS = 10.0
-# A replica whose counters stand still while a request waits so long is ready no more (`replicas.progress.STALLED`, the
-# time between two looks, and as long again for a probe)
+# A replica whose counters stand still while a request waits this long is no longer ready (`replicas.progress.STALLED`,
+# the time between two looks, and as long again for a probe).
 COMPUTES_SECONDS = 30.0
-# A replica that refuses requests as too many is asked last for so long, unless its Retry-After says another time, and
-# for no longer than that whatever it says: it may refuse one client's API key.
+# A replica that refuses a request as one too many is tried last for FULL_SECONDS, or for the time of its Retry-After,
+# at most MOST_FULL_SECONDS: it may have refused the API key of one client only.
 FULL_SECONDS, MOST_FULL_SECONDS = 1.0, 60.0
 
-# A token is a byte at least, and an engine may add this to a prompt. At /v1/responses engines call tools of their own
-# and go on, so that so many prompts and answers are one response's.
+# Bounds for believable usage: UTF-8 bytes per character (a token has at least one byte), tokens that an engine may add
+# to a prompt, and turns of one response: at /v1/responses engines call tools of their own and go on.
 LONGEST_CHARACTER, MOST_ADDED, MOST_TURNS = 4, 4096, 16
 
 OnTraffic = Callable[[str, str | None, int], None]
-OnFirst = Callable[[Attempt, bool], None]  # whether the event loop was held up meanwhile
+OnFirst = Callable[[Attempt, bool], None]  # True: the event loop was held up while the token came
 OnEnd = Callable[[Exchange, str, Usage | None], None]
 
 
 def _of_copies(prompt: Prompt, predicted: int, cached: int | None, size: int, drops: bool) -> int:
-    """What is predicted of the one sequence that usage speaks of, where several have the same prompt. The first finds
-    what the replica held, the others what the first has left, all but the last token's block. In a stream it is the
-    first that is told of; else the one that ended last, whichever that is: the prediction is the one that it agrees
-    with. `drops`: the replica drops the last block that it finds."""
+    """Return the cached tokens predicted for the sequence that usage reports, of several with the same prompt.
+
+    The first sequence finds what the replica held, the others all blocks but the last token's, which the first has
+    computed. A stream reports the first sequence, other answers the one that ended last; there the prediction that
+    agrees is taken.
+
+    `predicted`: cached tokens predicted for the first sequence; `cached`: the reported ones.
+    `size`: tokens per block.
+    `drops`: the replica recomputes the last block that it finds.
+    """
     each = prompt.tokens * prompt.n // prompt.copies
     left = max(0, min(hittable(each, size), len(prompt.hashes)) - drops) * size if prompt.reads_cache else 0
     return left if cached == left and not prompt.stream else predicted
 
 
 class Settling:
-    """Is told how requests fare."""
+    """The accounting of requests: load, costs, health and metrics follow from their answers."""
 
     def __init__(
         self,
@@ -116,30 +122,38 @@ class Settling:
         pulse: Pulse | None = None,
         when_full: Callable[[Backend, float], None] = lambda backend, until: None,
     ):
-        """`on_traffic(replica, kind, count)`: what health learns from traffic; the kind of a failure, or None: so many
-        answers. `on_first`: of the first tokens of streams. `when_full(backend, until)`: of a replica that refuses
-        requests because it has too many."""
+        """Create the accounting.
+
+        `on_traffic(replica, kind, count)`: reports traffic to health; `kind` is that of a failure, or None for `count`
+        answers.
+        `on_end(exchange, outcome, usage)`: called for every request that ends.
+        `on_first(attempt, held_up)`: called for the first token of every stream.
+        `when_full(backend, until)`: called for a replica that refuses requests because it has too many, until monotonic
+        seconds.
+        """
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
         self._on_traffic, self._on_end, self._on_first = on_traffic, on_end, on_first
         self.complete: Batcher[Exchange] = Batcher(self._settle_all)
         self.pulse, self._when_full = pulse or Pulse(), when_full
 
     def on_end(self, told: OnEnd) -> None:
-        """Tell this one as well how each request ended, before the others."""
+        """Add a callback for the end of each request, before the present ones."""
         self._on_end = (told, *self._on_end)
 
-    # --- what health is told
+    # --- reports to health
 
     def tell(self, backend: Backend, kind: str) -> None:
-        """Of a failure, and of the answers before it."""
+        """Report a failure to health, after the answers counted before it."""
         self.tell_answers()
         self._on_traffic(backend.id, kind, 1)
 
     def tell_answers(self, replica: str | None = None) -> None:
-        """Tell health how many requests were answered since the last time; one by one that would cost a request six
-        calls more. Called a few times a second and before a failure for all replicas, since a failure is compared with
-        what the engine's other ranks and its siblings answered; before a probe counts, for the `replica` that it is
-        about."""
+        """Report to health how many requests were answered since the last call.
+
+        Reporting them one by one would cost six calls more per request. Called a few times a second and before a
+        failure for all replicas, since a failure is compared with the answers of the engine's other ranks and siblings,
+        and before a probe is evaluated, for its `replica` alone.
+        """
         backends = self._backends
         told = backends.values() if replica is None else [backends[replica]] if replica in backends else ()
         for backend in told:
@@ -155,12 +169,14 @@ class Settling:
             self.tell(backend, kind)
 
     def ran_short(self, backend: Backend) -> None:
-        """The gateway itself could not open a connection to this replica, so the replica is not blamed."""
+        """Record that the gateway itself could not open a connection; the replica is not blamed."""
         self._on_traffic(backend.id, OWN, 1)
 
     def record_error(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
-        """The replica answered with an error: `blame` has the rules for whose fault that is. A decoder that may only
-        have missed the prompt's cache is no witness against the request."""
+        """Record an error answer; the rules in `blame` decide whether the replica or the request is at fault.
+
+        A decoder that may only have missed the prompt's cache is no witness against the request.
+        """
         backend = attempt.backend
         witness = backend.record.is_witness and not attempt.could_not_fetch(kind)
         exchange.unattributed_errors += (UnattributedError(backend.id, backend.replica.engine, kind, witness),)
@@ -168,11 +184,11 @@ class Settling:
             self._when_full(backend, monotonic() + seconds_full(attempt.response_head))
         elif not backend.gone:
             backend.record.failures += 1
-            if kind not in REFUSED_ALIKE:  # a client's key may be wrong: no reason to look whether the engine computes
+            if kind not in REFUSED_ALIKE:  # a client's key may be wrong, which is no reason to probe the engine
                 self.tell(backend, UNCONFIRMED)
 
     def _attribute(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Another replica has answered the request, or refused it, so whose fault the errors before were is known."""
+        """Attribute earlier errors now that another replica has answered the request, or refused it too."""
         if attempt.status in REFUSALS or attempt.fault in REFUSALS:
             self._count(exchange.unattributed_errors, agreed=True)
         else:
@@ -181,7 +197,7 @@ class Settling:
         exchange.unattributed_errors = ()
 
     def close_unattributed(self, exchange: Exchange) -> None:
-        """No replica answers the request any more: what errors there were is counted, and held against nobody."""
+        """Count the errors of a request that no replica answers, without blaming any replica."""
         if exchange.unattributed_errors:
             self._count(exchange.unattributed_errors, agree(exchange.unattributed_errors))
             exchange.unattributed_errors = ()
@@ -194,29 +210,29 @@ class Settling:
                 )
 
     def turned_away(self, error: ApiError) -> None:
-        """No replica was asked."""
+        """Count a request that was refused before any replica was asked."""
         code = error.code or ("no_replica_ready" if error.status == 503 else "")
         self.metrics.rejections.inc(code if error.status in (404, 503) and code else str(error.status))
 
     def abandon(self, attempt: Attempt, computed: bool) -> None:
-        """It ends without an answer that one could learn from."""
+        """Release an attempt from whose answer nothing can be learned."""
         self._router.abandon(attempt.placement, computed=computed)
 
     def release(self, placement: Placement) -> None:
-        """Of a leg that is not sent."""
+        """Release the reservation of a leg that is not sent."""
         self._router.abandon(placement, computed=False)
 
     # --- two legs
 
     def leg_ended(self, leg: Leg, kind: str = COMPLETE) -> None:
-        """Count how a leg ended: each is, here and once. `kind`: of a failure (`retries`), COMPLETE or ABANDONED."""
+        """Count how a leg ended, once for each leg; `kind` is that of a failure (`retries`), COMPLETE or ABANDONED."""
         outcome = LEG_OUTCOMES.get(kind, FAILED)
         self.metrics.legs.inc(leg.value, outcome)
         if outcome == FAILED:
             self.metrics.leg_failures.inc(leg.value, kind)
 
     def handed_over(self, exchange: Exchange, first: Attempt, legs: Legs) -> None:
-        """The first leg's answer is complete: what is learned of a prompt is learned there."""
+        """Settle a complete first leg; the costs of the prefill are learned here."""
         backend, placement, prompt, usage = first.backend, first.placement, first.prompt, legs.usage
         assert prompt is not None and usage is not None
         backend.answers += 1
@@ -231,11 +247,11 @@ class Settling:
             return
         self.metrics.replica_requests.inc(backend.id, "2xx")
         self._compare(placement, backend, prompt, usage, tells_blocks, exchange.request.body)
-        if backend.intake is not None and tells_blocks and not prompt.media:  # how many blocks media have is not known
+        if backend.intake is not None and tells_blocks and not prompt.media:  # the blocks of media are not known
             backend.intake.request_finished(self._computed_blocks(backend, placement, prompt))
 
     def _transferred(self, second: Attempt, learns: bool) -> None:
-        """The second leg has its first token: what its decoder does not take itself, the transfer took."""
+        """Learn the transfer's time from a second leg's first token, less the decoder's own time."""
         legs, placement, seconds = second.exchange.legs, second.placement, second.first_at - second.sent_at
         if legs is not None:
             self.prefilled_elsewhere(legs, second.status == 200 and not second.fault)
@@ -245,9 +261,11 @@ class Settling:
         self._moved(legs, second, two_legs.moving_seconds(placement, seconds) - legs.computing, learns)
 
     def _transferred_whole(self, second: Attempt, legs: Legs, tokens: int, learns: bool) -> None:
-        """The same of an answer in one piece, whose first byte is its last as well: what is left once its decoder has
-        taken its own time for so many tokens. Whether it is learned from the predictions alone say: where the decoder
-        takes most of the time, what is left is the error of that prediction, and those that err upwards would count."""
+        """Learn the transfer's time from a non-streamed answer, less the decoder's time for its tokens.
+
+        Whether to learn it is decided by predictions alone. Where the decoder takes most of the time, the rest is
+        mostly that prediction's error, and choosing by the measured rest would select the errors that are too large.
+        """
         seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
         writing = two_legs.writing_seconds(second.placement, tokens)
         moving = two_legs.moving_seconds(second.placement, seconds - writing) - legs.computing
@@ -255,7 +273,7 @@ class Settling:
             self._moved(legs, second, moving, learns)
 
     def _moved(self, legs: Legs, second: Attempt, moving: float, learns: bool) -> None:
-        """Take `moving` for the seconds of a transfer. Nothing is learned of one whose sender stood still meanwhile."""
+        """Record the seconds of a transfer; learn from it only if its sender was ready throughout."""
         legs.moved_in = max(0.0, moving)
         self.metrics.transfer_seconds.observe(second.backend.id, legs.moved_in)
         self.metrics.predicted_transfer_seconds.inc(second.backend.id, by=legs.moving)
@@ -264,8 +282,12 @@ class Settling:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving, second.first_at)
 
     def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
-        """A first leg that the gateway did not send is over, with its replica's answer or without. One that runs beside
-        the second is about to be: its answer comes soon, or is of no use any more."""
+        """Settle a first leg that an engine sent itself, or one that runs at the same time as the second.
+
+        The latter's answer comes soon after the second leg's first token, or is not needed any more.
+
+        `computed`: whether the second leg was answered, so that the prompt was computed.
+        """
         if legs.first is not None:
             if computed:
                 asyncio.get_running_loop().call_later(TRAILS_SECONDS, self.drop_first, legs)
@@ -281,10 +303,10 @@ class Settling:
         self._router.answered(placement, monotonic())
         self._router.finish(placement)
         self.leg_ended(Leg.PREFILL)
-        legs.prefiller.drift.aside()  # nobody tells what was found cached there
+        legs.prefiller.drift.aside()  # its cached tokens are not reported
 
     def drop_first(self, legs: Legs) -> None:
-        """Nobody waits for the first leg any more, if it still runs beside the second."""
+        """Drop the first leg if it still runs."""
         first, legs.first = legs.first, None
         if first is not None and first.state is not AttemptState.ENDED:
             first.end_as(AttemptEvent.DROPPED)
@@ -297,7 +319,7 @@ class Settling:
     # --- the first byte
 
     def answered(self, exchange: Exchange, attempt: Attempt) -> None:
-        """A replica has begun to answer."""
+        """Account for the first byte of an answer."""
         backend = attempt.backend
         if (status := attempt.fault or attempt.status) >= 500 or (status in DOUBTFUL and exchange.unattributed_errors):
             if attempt.status >= 500 and attempt.status not in RETRYABLE:
@@ -310,7 +332,7 @@ class Settling:
         self.first_token(attempt, exchange.begun)
 
     def first_token(self, attempt: Attempt, since: float) -> None:
-        """`since`: when its client began to wait."""
+        """Record an attempt's first byte; `since` is when its client began to wait, in monotonic seconds."""
         backend, at = attempt.backend, attempt.first_at
         ours = attempt.streams and not self.pulse.saw(attempt.sent_at, at)
         answers = attempt.status == 200 and not attempt.fault
@@ -323,7 +345,7 @@ class Settling:
             self._router.answered(attempt.placement, at)
         if attempt.leg is not None:
             self._transferred(attempt, learns)
-        # An error took this long, and no first token; and the first byte of an answer in one piece is its last as well.
+        # The first byte of an error is no first token, and that of a non-streamed answer is its last as well.
         if not attempt.fault and attempt.streams and not backend.gone:
             self.metrics.ttft_seconds.observe((), at - since)
             self.metrics.replica_ttft_seconds.observe(backend.id, at - attempt.sent_at)
@@ -332,21 +354,20 @@ class Settling:
                     told(attempt, ours)
 
     def look_for_first(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        """Whether the answer has begun by now, of a stream that was passed on with nothing of it in its first bytes."""
+        """Look for the first token of a stream whose first bytes were relayed before they showed one."""
         if attempt.status == 200 and has_begun(exchange.label, b"".join([one[-TAIL_BYTES:] for one in attempt.tail])):
             attempt.first_at, attempt.seen_late = now, True
             self.first_token(attempt, exchange.begun)
 
     def came(self, attempt: Attempt) -> None:
-        """More of an answer has come since the sweep last saw it. A read of a stream has a token, or more where they
-        come together."""
+        """Count the reads of a stream since the last sweep; a read has a token, or a few where they come together."""
         if not attempt.first_at and attempt.streams:
             self.look_for_first(attempt.exchange, attempt, monotonic())
         if attempt.streams:
             self._router.came(attempt.placement, attempt.pieces - attempt.seen_pieces)
 
     def joined(self, attempt: Attempt) -> None:
-        """A replica resumes what another one began."""
+        """Account for the first byte of an attempt that resumes a stream."""
         backend, at = attempt.backend, attempt.first_at or monotonic()
         backend.answers += 1
         if attempt.exchange.unattributed_errors:
@@ -355,8 +376,11 @@ class Settling:
         self._router.first_token(attempt.placement, at, at - attempt.sent_at if learns else None)
 
     def still_unanswered(self, attempt: Attempt, now: float) -> None:
-        """An answer that does not stream shows no first token: take its prefill for done when it should be. And after
-        COMPUTES_SECONDS it is its own affair that nothing comes: a replica that is ready computes."""
+        """Take a non-streamed answer's prefill as done after its predicted time.
+
+        After COMPUTES_SECONDS without an answer from a ready replica, its silence no longer counts as a sign that the
+        replica is late: a ready replica computes.
+        """
         placement, waited = attempt.placement, self.pulse.ran(attempt.sent_at, now)
         if not attempt.streams and placement.computing and waited > placement.ttft:
             self._router.first_token(placement, None)
@@ -376,7 +400,7 @@ class Settling:
             self.ended(exchange, "failed" if attempt.fault else "complete", usage)
 
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> Usage:
-        """A complete answer, which its client has: compare what was predicted with what was delivered."""
+        """Settle a complete answer: compare predictions with what was delivered; return its usage."""
         prompt, backend = attempt.prompt, attempt.backend
         depth = 2 if attempt.streams and exchange.tells_response else 1
         usage = read_usage(tail, depth)
@@ -385,14 +409,14 @@ class Settling:
         record = exchange.stream_record
         whole = record.prompt if attempt.is_continued and record is not None else prompt
         usage = believed(usage, *most_tokens(backend, whole, 1 if exchange.response is not None else MOST_SEQUENCES))
-        # Of an answer to a prompt that came in one piece the judge has seen the end.
+        # Where the answer to a prompt came in one read, the judge has seen its end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         ended = COMPLETE
         if attempt.leg is not None:
             ended = self._leg_answered(exchange, attempt, tail)
-            if exchange.legs is not None:  # of an answer whose first bytes showed nothing
+            if exchange.legs is not None:  # the answer's first bytes showed no token
                 self.prefilled_elsewhere(exchange.legs, attempt.status == 200)
-        if attempt.fault:  # its first bytes said so
+        if attempt.fault:  # seen in its first bytes
             self.abandon(attempt, computed=False)
         elif not seen and (late := self._late_failure(exchange, attempt, tail, usage)) is not None:
             attempt.fault, ended, attempt.computed = late
@@ -414,7 +438,7 @@ class Settling:
         return usage
 
     def _leg_answered(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> str:
-        """How a leg ended whose answer its client has, by the answer's head and its first bytes."""
+        """Return how a leg ended whose answer the client has, by the answer's head and first bytes."""
         if attempt.fault >= 500:
             return ABORTED if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]) else ERROR_ANSWER
         if attempt.status == 200 and not attempt.fault:
@@ -426,8 +450,10 @@ class Settling:
     def _late_failure(
         self, exchange: Exchange, attempt: Attempt, tail: bytes, usage: Usage
     ) -> tuple[int, str, bool] | None:
-        """What the end of an answer shows: the status that it amounts to, what kind of failure it is, and whether the
-        prompt was computed."""
+        """Return the failure that an answer's end shows, or None.
+
+        The failure is the status that it amounts to, its kind, and whether the prompt was computed.
+        """
         if attempt.streams and attempt.status == 200 and (fault := error_status(tail, True)):
             return fault, ERROR_ANSWER, not _began_as_error(attempt)
         if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]):
@@ -437,7 +463,7 @@ class Settling:
         return None
 
     def finish(self, attempt: Attempt, prompt: Prompt, usage: Usage) -> None:
-        """The complete answer to a prompt: learn from it."""
+        """Learn from the complete answer to a prompt."""
         now = monotonic()
         backend, placement = attempt.backend, attempt.placement
         tells_blocks = backend.replica.takes_rank(prompt.path)
@@ -445,15 +471,15 @@ class Settling:
         tokens = output_tokens(attempt, usage)
         learns = (
             attempt.streams
-            and not (attempt.is_continued or attempt.seen_late)  # usage of the one is of the whole
+            and not (attempt.is_continued or attempt.seen_late)  # a resumed stream's usage covers the whole stream
             and tokens > LEAST_OUTPUT
             and self.pulse.saw(attempt.first_at, now)
             and backend.may_learn(now)
         )
-        # A second leg's cache came from elsewhere, and of a resumed stream usage reports the whole.
+        # A second leg's cache came from elsewhere, and the usage of a resumed stream covers the whole.
         whole = attempt.leg is None and not attempt.is_continued
         reported = cached if whole and tells_blocks and prompt.copies and not prompt.several else None
-        # How long an answer had become without our limit nobody knows; short ones alone would mislead as well.
+        # The length of an answer that the gateway capped is not known; learning from shorter ones alone would mislead.
         tells_length = not (prompt.several or attempt.is_continued or prompt.capped)
         output = tokens if tokens and tells_length else None
         self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
@@ -465,22 +491,25 @@ class Settling:
             self._transferred_whole(attempt, legs, completion, on_time)
         timed = not attempt.streams or (attempt.first_at > 0 and not attempt.seen_late)
         if tokens > 1 and timed and not (prompt.several or attempt.is_continued):
-            # Of an answer in one piece nothing shows when its first token was written.
+            # A non-streamed answer does not show when its first token was written.
             begun = attempt.first_at if attempt.streams else attempt.sent_at + placement.ttft
             if now > begun:
                 self.metrics.replica_decode_seconds.inc(backend.id, by=now - begun)
                 self.metrics.replica_decode_tokens.inc(backend.id, by=tokens - 1)
         if whole:
-            body = b"" if attempt.exchange is None else attempt.exchange.request.body  # none where it passes elsewhere
+            body = b"" if attempt.exchange is None else attempt.exchange.request.body  # none if not forwarded here
             self._compare(placement, backend, prompt, usage, tells_blocks, body)
         else:
             backend.drift.aside()
-        if backend.intake is not None and tells_blocks and not prompt.media:  # how many blocks media have is not known
+        if backend.intake is not None and tells_blocks and not prompt.media:  # the blocks of media are not known
             backend.intake.request_finished(self._computed_blocks(backend, placement, prompt))
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int, made: int, body: bytes) -> None:
-        """Record that the replica computed other tokens than the gateway made. Of exact prompts this is counted each
-        time and logged the first time; a second body of the kind makes the kind inexact."""
+        """Record that the replica counted other prompt tokens than the gateway made.
+
+        For exact prompts this is counted each time and logged once per replica; a second such body of a kind makes that
+        kind inexact.
+        """
         why = f"it counted {counted} tokens of a prompt of {made} at {prompt.path}"
         self._forwarding.made_otherwise(backend.id, prompt, body, why)
         if prompt.mode == "text":
@@ -498,8 +527,8 @@ class Settling:
         metrics, name, held, size = self.metrics, backend.id, placement.predicted, placement.demand.block_size
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
         if cached is not None and placement.pull is not None:
-            # The connector counts a prompt that fills its last block as found to its end, though the last token is
-            # computed all the same; whether the other replica has that block was not asked.
+            # For a prompt that fills its last block the connector reports all tokens as found, though the last token is
+            # computed anyway; whether the peer has that block was not asked.
             cached = min(cached, hittable(prompt.tokens, size) * size)
         drops = backend.slot >= 0 and self._router.map.drops(backend.slot)
         predicted = held if prompt.copies < 2 else _of_copies(prompt, held, cached, size, drops)
@@ -511,10 +540,10 @@ class Settling:
             elif prompt.doubted:
                 self._forwarding.made_alike(name, prompt)
         saved = predicted
-        # What was guessed says nothing of a map that an engine's events keep.
+        # Guessed prompts are no evidence about a map that an engine's events maintain.
         guessed = prompt.mode != "exact" and backend.intake is not None
         if guessed and prompt.mode not in GUESSED:
-            # An engine that finds more may know images by other names (flags of its own): not the map's fault.
+            # An engine that finds more may hash images differently (by its flags), which is no fault of the map.
             guessed = prompt.mode == "media" and cached is not None and cached > held
         if prompt.several or guessed or not tells_blocks:
             backend.drift.aside()
@@ -524,7 +553,7 @@ class Settling:
             backend.drift.unreported(placement.overlap, prompt.tokens)  # the engine counts what it fetches apart
             told = counted is not None and prompt.path not in NEVER_TELL_CACHED
             if placement.pull is not None:
-                saved -= placement.pull.tokens  # whether they came nobody knows
+                saved -= placement.pull.tokens  # it is not known whether they came
                 metrics.peer_pulls.inc(name, "unknown")
             if held and told and backend.replica.cached_tokens is None:
                 backend.replica.cached_tokens = False
@@ -539,7 +568,7 @@ class Settling:
             if error:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
             if placement.pull is not None and not pulling.ended(self._router, metrics, placement, saved):
-                backend.drift.aside()  # what did not come says nothing of its own cache
+                backend.drift.aside()  # a failed pull is no evidence about the replica's own cache
             elif saved > held and self._looks_further(backend):
                 backend.drift.aside()
             elif (
@@ -555,25 +584,31 @@ class Settling:
         metrics.prefill_saved_tokens.inc(name, by=saved)
 
     def _computed_blocks(self, backend: Backend, placement: Placement, prompt: Prompt) -> int:
-        """Blocks that were new to the replica."""
+        """Return the number of blocks that were new to the replica."""
         again = backend.slot >= 0 and self._router.map.drops(backend.slot)
         return len(prompt.hashes) - placement.overlap_blocks - again
 
     def _looks_further(self, backend: Backend) -> bool:
-        """Whether the replica asks slower tiers for what it has not itself, and nobody tells what they hold: what it
-        finds beyond the prediction says nothing of the map then."""
+        """Return whether the replica searches slower cache tiers whose contents it does not report.
+
+        What it finds beyond the prediction is then no evidence against the map.
+        """
         scrape = backend.replica.scrape
         return scrape is not None and bool(scrape.external_queries) and not self._router.map.holds_below(backend.slot)
 
     def compare_counts(self, backend: Backend, queries: float | None, hits: float | None, idle: bool) -> None:
-        """What the engine has counted of its cache, scraped; `idle`: nothing is in flight there."""
+        """Compare the engine's own scraped cache counters with the predictions.
+
+        `queries`, `hits`: tokens looked up and found; None if not reported.
+        `idle`: no request is in flight there.
+        """
         size = backend.event_format[0] if backend.event_format else 0
         if backend.drift.counted(queries, hits, idle, size):
             self.heal(backend, "the engine's own count of cached tokens differs from what was predicted")
         self._follow_offset(backend, size)
 
     def _follow_offset(self, backend: Backend, size: int) -> None:
-        """Predict a block less, or one more, where all answers of late had that."""
+        """Predict one block less, or one more, where all recent answers differed by that."""
         offset, prefixes = backend.drift.offset, self._router.map
         if not offset or abs(offset) != size or backend.gone or prefixes.drops(backend.slot) == (offset > 0):
             return
@@ -583,7 +618,10 @@ class Settling:
                  backend.id, *(("computes", "a block less") if offset > 0 else ("keeps", "a block more")))  # fmt: skip
 
     def follow_drop(self, backend: Backend) -> None:
-        """Predict by what the engine tells of the last block that it finds; answers may show otherwise."""
+        """Follow the engine's report of whether it recomputes the last block that it finds.
+
+        Answers may show otherwise later, see `_follow_offset`.
+        """
         replica = backend.replica
         drops = replica.drops_block and not replica.looks_ahead
         if drops != backend.said_to_drop:
@@ -594,7 +632,7 @@ class Settling:
         self._router.map.drop(backend.slot, drops, backend.replica.looks_to_end)
 
     def heal(self, backend: Backend, why: str) -> None:
-        """Forget what is believed about a replica and learn it again from its events, or from scratch."""
+        """Forget the blocks of a replica, and learn them again from its events or from scratch."""
         self.metrics.heals.inc(backend.id)
         log.warning("replica %s: map rebuilt: %s", backend.id, why)
         backend.drift.reset()
@@ -604,6 +642,7 @@ class Settling:
             self._router.map.clear(backend.slot)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None = None) -> None:
+        """Count a request that ended with this outcome, and call the `on_end` callbacks."""
         metrics, attempt = self.metrics, exchange.attempts[-1] if exchange.attempts else None
         if outcome in BROKEN_OFF:
             status = outcome
@@ -622,7 +661,7 @@ class Settling:
                 metrics.replica_answer_seconds.inc(attempt.backend.id, by=monotonic() - attempt.sent_at)
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)
-        # What a client got wrong says nothing of how well prompts are known.
+        # A client's error is no evidence of how well prompts are known.
         if (
             exchange.prompt is not None
             and attempt is not None
@@ -630,7 +669,7 @@ class Settling:
             and status != "4xx"
         ):
             metrics.prompts.inc(exchange.prompt.mode)
-        if status == "2xx":  # how soon a request is refused says nothing of how long answers take
+        if status == "2xx":  # the time of a refusal is not that of an answer
             metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
         for stage, seconds in exchange.stages:
             metrics.stage_seconds.observe(stage, seconds)
@@ -643,7 +682,7 @@ class Settling:
 
 
 def seconds_full(head: Head) -> float:
-    """Return for how long a replica that refuses requests as too many wants none, at most MOST_FULL_SECONDS."""
+    """Return for how many seconds a replica that refuses requests as too many wants none, at most MOST_FULL_SECONDS."""
     told = (head.get(b"retry-after") or b"").decode("latin-1").strip()
     try:
         seconds = float(told)
@@ -656,24 +695,26 @@ def seconds_full(head: Head) -> float:
 
 
 def _began_as_error(attempt: Attempt) -> bool:
-    """Whether a stream that ended with an error was nothing else. Where the prompt is read the judge has seen that."""
+    """Return whether a stream without a readable prompt was nothing but an error; the judge checks the others."""
     return attempt.prompt is None and attempt.pieces <= TAIL and error_status(attempt.tail[0], True) > 0
 
 
 def _but_for_tail(backend: Backend, held: int, saved: int, size: int) -> int:
-    """What was found, where part of a block more or less says nothing of the map: who does not follow the replica's
-    events, or sees a copy of the map, knows of whole blocks only."""
+    """Return `saved`, or `held` if the two differ by less than a block that this gateway cannot see.
+
+    Without the replica's own events, or with a copy of the map, only whole blocks are known.
+    """
     return held if backend.is_finer and abs(held - saved) < size else saved
 
 
 def cut_short(attempt: Attempt, path: str, answer: bytes) -> bool:
-    """Whether an answer, of which these are the first or the last bytes, says that its engine aborted it."""
+    """Return whether the first or last bytes of an answer say that its engine aborted it."""
     aborted = attempt.backend.replica.dialect.aborted
     return bool((aborted.get(path if attempt.status < 500 else ERROR) or aborted[ANY_PATH])(answer))
 
 
 def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool:
-    """Whether its client was given a stream in which no event of an inference API was."""
+    """Return whether the client was sent a stream without a single event of an inference API."""
     if (
         attempt.first_at
         or not attempt.streams
@@ -686,7 +727,10 @@ def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool
 
 
 def most_tokens(backend: Backend, prompt: Prompt | None, sequences: int = MOST_SEQUENCES) -> tuple[int, int]:
-    """Return as many tokens as a request's prompts and its answers can have. `sequences`: of one that is not read."""
+    """Return the most prompt tokens and output tokens that a request can have.
+
+    `sequences`: the number of sequences to assume where the prompt was not read.
+    """
     context = backend.replica.max_model_len or UNKNOWN_CONTEXT
     if prompt is None:
         return context * sequences, context * sequences

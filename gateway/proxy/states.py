@@ -1,6 +1,6 @@
-"""An exchange and its attempts as tables. Pure: no clock, no sockets, no replicas.
+"""The state machines of an exchange and its attempts, as pure tables without clock, sockets or replicas.
 
-An exchange is what a client asked for; an attempt is one leg of it, to one replica:
+An exchange is a client's request; an attempt is one leg of it, to one replica:
 
               prepared        placed           answered
     PREPARING -------> PLACING -----> TRYING ----------> ANSWERING --finished--> ENDED
@@ -9,34 +9,34 @@ An exchange is what a client asked for; an attempt is one leg of it, to one repl
         +-refused-> ENDED <- refused, exhausted, timed out
 
 Where requests are admitted by class or limit, one for which there is no room goes from PLACING to QUEUED (`held`), and
-back when it is its turn (`called`), to be placed by what is true then.
+back when it is its turn (`called`); it is then placed by the state of that moment.
 
     CONNECTING --connected--> AWAITING --answered--> ANSWERING --finished--> ENDED
 
-Where a prompt is computed on one replica and its answer written by another, an exchange has two legs, each an attempt.
-The answer to the first one is kept and never relayed: it goes from AWAITING to ENDED, the exchange stays TRYING
+Where one replica computes the prompt and another writes the answer, an exchange has two legs, each an attempt. The
+answer to the first leg is kept and never relayed: that attempt goes from AWAITING to ENDED, the exchange stays TRYING
 (`handed over`), and the second leg is the attempt that answers.
 
-Until the first byte of an answer has gone to the client, a failed attempt is followed by another one; from then on the
-exchange is cut, and the client must be able to tell. Where streams are resumed (`interrupted`), it goes from
+Until the first byte of an answer has gone to the client, a failed attempt may be followed by another one; after that
+the exchange is cut, in a way that the client can notice. Where streams are resumed (`interrupted`), it goes from
 ANSWERING to RESUMING instead, where attempts follow each other as in TRYING, and back with the first byte of the rest;
-only a stream that no replica resumes is cut. `gone` (the client left) ends every state. An attempt
-ends when its replica's answer is complete, when it fails, and when its exchange does not want it any more (`dropped`).
-A pair that is not in its table can't happen; if it does, it is a bug and raises.
+only a stream that no replica resumes is cut. `gone` (the client left) ends every state. An attempt ends when its
+replica's answer is complete, when it fails, and when its exchange no longer needs it (`dropped`). A pair that is not in
+its table cannot occur; if it does, it is a bug and raises.
 
-Looking up a member of these classes takes 100 ns, a name of a module 5: where a member is needed for each request or
-each read, the module that needs it gives it a name.
+Looking up a member of these classes takes 100 ns, a module's global 5 ns: modules that need a member for each request
+or read give it a name of their own.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-BROKEN_OFF = frozenset(("aborted", "cut"))  # outcomes of an exchange that stand in place of a status
+BROKEN_OFF = frozenset(("aborted", "cut"))  # outcomes of an exchange that replace its status in metrics
 
 
 class Leg(Enum):
-    """Which part of an exchange an attempt is, where it is not the whole."""
+    """The part of a two-leg exchange that an attempt is."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -45,30 +45,30 @@ class Leg(Enum):
 
 
 class ExchangeState(Enum):
-    """Of an exchange."""
+    """The states of an exchange."""
 
-    PREPARING = "preparing"  # tokens are being made
+    PREPARING = "preparing"  # the prompt is being tokenized
     PLACING = "placing"  # a replica is being chosen; takes no time unless the ledger is shared
-    QUEUED = "queued"  # it waits until there is room
+    QUEUED = "queued"  # the request waits until there is room
     TRYING = "trying"  # an attempt is under way, nothing of an answer has gone to the client
     ANSWERING = "answering"  # the client has the first byte
-    RESUMING = "resuming"  # its replica broke off: another one is being chosen or asked to resume it
+    RESUMING = "resuming"  # the replica failed within the stream: another one is chosen or asked to resume it
     ENDED = "ended"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python: 3 x the time of a lookup in the table
+    __hash__ = object.__hash__  # Enum's own runs in Python and triples the time of a lookup in the table
 
 
 class ExchangeEvent(Enum):
-    """In an exchange."""
+    """The events of an exchange."""
 
     PREPARED = "prepared"
-    REFUSED = "refused"  # the request can't be served as it is: the client's fault, or no replica
-    HELD = "held"  # no replica has room for it now
-    CALLED = "called"  # one may have room for it
+    REFUSED = "refused"  # the request cannot be served: it is invalid or not allowed, or there is no replica
+    HELD = "held"  # no replica has room for the request now
+    CALLED = "called"  # a replica may have room for it
     PLACED = "placed"
     ANSWERED = "answered"
     HANDED_OVER = "handed over"  # the first leg is complete: another replica can fetch the prompt's cache
-    FAILED = "failed"  # the attempt did
+    FAILED = "failed"  # the attempt failed
     INTERRUPTED = "interrupted"  # the attempt failed, and another replica may resume its answer
     EXHAUSTED = "exhausted"  # no attempt or no replica is left
     FINISHED = "finished"
@@ -79,7 +79,7 @@ class ExchangeEvent(Enum):
 
 
 class Action(Enum):
-    """What follows in an exchange."""
+    """The actions that follow events of an exchange."""
 
     PLACE = "choose a replica and reserve"
     HOLD = "let it wait"
@@ -128,7 +128,7 @@ TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, Acti
     (S.RESUMING, E.PLACED): (S.RESUMING, A.TRY),
     (S.RESUMING, E.FAILED): (S.RESUMING, A.RETRY),
     (S.RESUMING, E.ANSWERED): (S.ANSWERING, A.JOIN),
-    (S.RESUMING, E.FINISHED): (S.ENDED, A.SETTLE),  # all was written but what closes the stream
+    (S.RESUMING, E.FINISHED): (S.ENDED, A.SETTLE),  # only the end of the stream was missing
     (S.RESUMING, E.REFUSED): (S.ENDED, A.GIVE_UP),
     (S.RESUMING, E.EXHAUSTED): (S.ENDED, A.GIVE_UP),
     (S.RESUMING, E.TIMED_OUT): (S.ENDED, A.GIVE_UP),
@@ -137,7 +137,7 @@ TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, Acti
 
 
 class AttemptState(Enum):
-    """States of an attempt."""
+    """The states of an attempt."""
 
     CONNECTING = "connecting"  # a replica is chosen and reserved, no connection yet
     AWAITING = "awaiting"  # the request is sent, nothing of an answer has gone to the client
@@ -148,12 +148,12 @@ class AttemptState(Enum):
 
 
 class AttemptEvent(Enum):
-    """Events in an attempt."""
+    """The events of an attempt."""
 
     CONNECTED = "connected"
     ANSWERED = "answered"
     FINISHED = "finished"
-    FAILED = "failed"  # no connection, or it broke, or the answer is none
+    FAILED = "failed"  # no connection, a broken one, or no valid answer
     DROPPED = "dropped"
 
     __hash__ = object.__hash__
@@ -165,7 +165,7 @@ ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
     (L.CONNECTING, T.FAILED): L.ENDED,
     (L.CONNECTING, T.DROPPED): L.ENDED,
     (L.AWAITING, T.ANSWERED): L.ANSWERING,
-    (L.AWAITING, T.FINISHED): L.ENDED,  # a first leg, of which the client gets nothing
+    (L.AWAITING, T.FINISHED): L.ENDED,  # a first leg, whose answer is not relayed
     (L.AWAITING, T.FAILED): L.ENDED,
     (L.AWAITING, T.DROPPED): L.ENDED,
     (L.ANSWERING, T.FINISHED): L.ENDED,

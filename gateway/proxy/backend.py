@@ -1,4 +1,4 @@
-"""One replica as the proxy sees it: what it is, its load, its costs, its part of the map, its connections."""
+"""A replica as the proxy sees it: its load and costs, its part of the map, its connections."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ if TYPE_CHECKING:
     from replicas.event_source import EventSource
     from replicas.pairing import Traits
 
-# An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. What comes at once is
-# all taken: the first of a batch alone, or those alone that end when nothing begins, tell of an emptier replica than
-# there is.
+# An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. Bursts are learned
+# completely: the first of a batch alone, or the last alone, would show an emptier replica than there is.
 LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
-# A collected body is sent with its length; Host is the replica's, the request's id the gateway's own header.
+# Headers that the gateway writes itself: bodies are collected and sent with their length.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect", b"x-request-id"}
-MOST_ADAPTERS = 4096  # whose folders are remembered, of one replica: those that it serves and those it did
+MOST_ADAPTERS = 4096  # adapters of one replica, present and past, whose folders are remembered
 
 
 Prove = Callable[[str], Awaitable[bool]]
 
 
 async def taken_at_its_word(replica: str) -> bool:
-    """Where nobody watches."""
+    """Accept any process at the address; used where no watcher runs."""
     return True
 
 
 class Backend:
+    """The state of one replica in this gateway."""
+
     __slots__ = (
         "replica",
         "id",
@@ -79,8 +80,12 @@ class Backend:
         prove: Prove = taken_at_its_word,
         hidden: frozenset[bytes] = frozenset(),
     ):
-        """`candidate`: as the router knows the replica. `prove(id)`: have its watcher look who is there, now; whether
-        an engine answered. `hidden`: the names of clients' headers that it does not get."""
+        """Create the state.
+
+        `candidate`: the replica in the router.
+        `prove(id)`: has its watcher check now which process listens there; returns whether an engine answered.
+        `hidden`: names of client headers that are not forwarded to it.
+        """
         self.replica = replica
         self.id = replica.id
         self.slot = candidate.slot
@@ -89,45 +94,48 @@ class Backend:
         self.pool = self._new_pool()
         self.drift = Drift()
         self.record = Record()
-        self.answers = 0  # that health has not been told of
+        self.answers = 0  # answered requests not yet reported to health
         self.forwarding = Forwarding()
         self.keeps_nothing: set[str] = set()  # paths at which it answered a first leg and kept no cache
-        self.learn_at = 0.0  # until when what was learned so far is enough
-        self.pace = 0.0  # seconds that answers in one piece have taken by the token, prompt included; 0: none has come
-        # It refused a request as overloaded; until then it is chosen only if all others are overloaded too.
+        self.learn_at = 0.0  # no observation is due before this time, in monotonic seconds
+        self.pace = 0.0  # mean seconds per token of non-streamed answers, prompt included; 0 before the first
+        # Monotonic seconds until which it is chosen only if all others are full: it refused a request as one too many.
         self.full_until = 0.0
-        self.source: EventSource | None = None  # what `intake` listens to
+        self.source: EventSource | None = None  # the source of `intake`
         self.intake: EventIntake | None = None
-        self.listening: asyncio.Task[None] | None = None  # runs `intake`, or one before it that has not ended yet
-        self.adapter_roots: dict[str, str] = {}  # where each adapter was loaded from, as last told
+        self.listening: asyncio.Task[None] | None = None  # runs `intake`, or its predecessor until that has ended
+        self.adapter_roots: dict[str, str] = {}  # adapter -> the folder that it was last reported loaded from
         self.hidden = hidden
         self.host_line, self.not_forwarded = self._head_parts()
         self.incarnation: str | None = None
-        # what `intake` takes its blocks to be: their tokens, and how many behind one are part of its name
+        # the format of its blocks for `intake`: tokens per block, and how many tokens after it are part of its hash
         self.event_format: tuple[int, int] | None = None
-        self.stored_as: Blocks = UNTOLD  # what its blocks are, as told or by events, as last followed
-        self.said_to_drop: bool | None = None  # what its engine tells of the last block that it finds, as last followed
-        self.gone = False  # removed; what still runs on it settles without a trace
+        self.stored_as: Blocks = UNTOLD  # the kind of blocks that it stores, as last reported or seen in events
+        self.said_to_drop: bool | None = None  # whether it last reported to recompute the last block that it finds
+        self.gone = False  # removed; requests that still run on it are not counted
 
     def _new_pool(self) -> Pool:
         replica = self.replica
         return Pool(replica.address or replica.host, replica.port, replica.tls, replica.host)
 
     def connect(self, sink: Sink) -> None:
-        """Open a connection, which counts only if it leads to the process that is the replica now."""
+        """Open a connection, which is accepted only if it leads to the replica's present process."""
         self.pool.connect(sink, partial(self._check, self.replica.incarnation))
 
     async def _check(self, incarnation: str) -> UpstreamError | None:
-        """Who listens at an address is told by whoever looked last, as long as a connection to that process stands.
-        After that connection has broken all is looked at again first: models, version, process. What answered was
-        then there while this connection was open, so it counts even if the engine has closed its own again."""
+        """Return why a new connection must not be used, or None.
+
+        The last check of who listens at an address holds as long as a connection to that process is open. After that
+        one has closed, the watcher first checks models, version and process again. What answered then was there while
+        this connection was open, so the check is valid even if the engine has closed this connection meanwhile.
+        """
         replica = self.replica
         answered = replica.is_proven or await self.prove(self.id)
         if replica.incarnation != incarnation or replica.state not in ENGINE_THERE:
             return UpstreamError(REPLACED, "is not the engine any more that was chosen")
         if replica.state is State.LEAVING:
             return UpstreamError(REPLACED, "is leaving, and takes nothing new")
-        if not answered and replica.state is State.DRAINING:  # nobody looks at it any more
+        if not answered and replica.state is State.DRAINING:  # its watcher has stopped
             return UpstreamError(REPLACED, "is drained, and was not looked at before that")
         if not answered and replica.fault == OWN:
             return UpstreamError(OWN, replica.reason)
@@ -136,7 +144,7 @@ class Backend:
         return None
 
     def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
-        """The header lines that every request to it has, and the names of those that only the gateway may write."""
+        """Return the header lines of every request to it, and the names of client headers that are not forwarded."""
         ours, transfer = {**self.replica.headers, **self.replica.credentials}, self.replica.transfer
         chosen = {name.lower().encode(): value.encode() for name, value in ours.items()}
         lines = b"".join(b"%b: %b\r\n" % header for header in chosen.items())
@@ -145,7 +153,7 @@ class Backend:
         )
 
     def follow_incarnation(self) -> None:
-        """The replica is another process than before, maybe at another address: what the last one taught is void."""
+        """Reset what was learned, since the replica is another process now, perhaps at another address."""
         self.incarnation, self.said_to_drop = self.replica.incarnation, None
         self.stored_as = UNTOLD
         self.host_line, self.not_forwarded = self._head_parts()
@@ -158,7 +166,7 @@ class Backend:
             self.pool = self._new_pool()
 
     def adapters_moved(self) -> list[str]:
-        """Adapters whose names stand for another folder than at the last call, also if they were away meanwhile."""
+        """Return the adapters whose names stand for another folder than at the last call, even if absent meanwhile."""
         told = self.replica.adapter_roots
         moved = [name for name, root in told.items() if self.adapter_roots.get(name, root) != root]
         self.adapter_roots |= told
@@ -168,7 +176,7 @@ class Backend:
 
     @property
     def traits(self) -> Traits:
-        """What decides with which others it can exchange caches."""
+        """The properties that decide with which others it can exchange caches."""
         return self.replica.traits
 
     @property
@@ -182,15 +190,17 @@ class Backend:
         return self.replica.serves(model)
 
     def may_learn(self, now: float) -> bool:
-        """Whether to learn from an answer; counts it if so."""
+        """Return whether to learn from an answer now, and count it if so."""
         if self.learn_at > now:
             return False
         self.learn_at = max(self.learn_at, now - LEARN_SECONDS * LEARN_AT_ONCE) + LEARN_SECONDS
         return True
 
     def listen(self, intake: EventIntake | None, begin: Callable[[], None], background: Background) -> None:
-        """Follow `intake` from now on, after `begin`. Both wait until whatever was followed before has ended, since
-        until then it may write to the same slot of the map."""
+        """Follow the events of `intake` from now on, after calling `begin`.
+
+        Both wait until the intake before has ended, since until then it may write to the same slot of the map.
+        """
         self.intake = intake
 
         def start() -> None:
@@ -209,7 +219,7 @@ class Backend:
             self.listening.cancel()
 
     def stop(self, then: Callable[[], None] = lambda: None) -> None:
-        """`then` is called when nothing writes to this replica's part of the map any more."""
+        """Close connections and stop listening; `then` is called once nothing writes to its slot of the map."""
         self.gone = True
         self.pool.close()
         self._stop_listening(then)

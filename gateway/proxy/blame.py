@@ -1,25 +1,23 @@
-"""Whose fault it is that an answer is an error: the replica's, or the request's.
+"""The rules by which an error answer is attributed to the replica or to the request. Pure.
 
-One answer cannot tell. An engine answers 500 when its core is dead, and also to a chat template of the client's that
-raises. The next replica's answer tells:
+One answer cannot tell: an engine answers 500 when its core is dead, and also if a client's chat template raises. The
+next replica's answer decides:
 
-  it answers the request                 the first replica failed by its own fault, and that counts against it
-  it refuses the request (400, 413, 422) the request is at fault
-  it fails the request in the same way   the request is at fault, so it counts against neither and no third is asked
+  it answers the request                   the first replica is at fault, and that counts against it
+  it refuses the request (400, 413, 422)   the request is at fault
+  it fails the request in the same way     the request is at fault: it counts against neither, and no third is tried
 
-So it is with 401, 403 and 404: a client's key or model may be wrong, and the replica's own may be. A replica that
-refuses all it is asked within a millisecond would else look idle and get everything.
+The same holds for 401, 403 and 404: a client's key or model may be wrong, or the replica's own configuration. A replica
+that refuses every request within a millisecond would otherwise look idle and get all of them.
 
-A replica that is full (429 and 503) says nothing of the request, so two that are full agree on nothing, and it is not
-ill. It is asked last for as long as its `Retry-After` says (`Backend.full_until`).
+A replica that is full (429 and 503) is no evidence about the request, so two full ones do not agree, and it is not
+unhealthy. It is tried last for the time of its `Retry-After` (`Backend.full_until`).
 
-Where nobody else could be asked, nothing is known, and nothing counts against the replica. Each such failure is told
-to the replica's watcher, which asks the engine something of its own after a few (`replicas.health`, rule 6).
+Where no other replica could be tried, nothing is known, and nothing counts against the replica. Each such failure is
+reported to the replica's watcher, which probes the engine after a few (`replicas.health`, rule 6).
 
-Two engines that are both broken agree as well. So an engine that has failed MOST_AGREED requests in a row is no
-witness: what it fails is tried on a third replica, until it has answered something again.
-
-Pure.
+Two broken engines agree as well. So an engine that has failed MOST_AGREED requests in a row is no witness: what it
+fails is tried on a third replica, until it has answered a request again.
 """
 
 from __future__ import annotations
@@ -29,18 +27,21 @@ from typing import NamedTuple
 
 MOST_AGREED = 3
 REFUSALS = frozenset((400, 413, 422))
-# Failures that an engine answers with. Other 5xx come from a proxy before it, or mean that it is full.
+# Errors that an engine itself answers with. Other 5xx come from a proxy before it, or mean that it is full.
 SAME = frozenset(("status 500", "error answer"))
 DOUBTFUL = frozenset((401, 403, 404, 429))
 OVERLOADED = frozenset(("status 429", "status 503"))
 REQUEST = "request"  # the kind of an error that is known to be the request's fault
-# Refusals of engines that clients get since no other replica answered, by status: their `reason` in figures and log.
+# Status -> `reason` in metrics and logs, for engines' refusals that clients get since no other replica answered.
 PASSED_ON = {429: "engines_full", 401: "engines_unauthorized", 403: "engines_unauthorized"}
 REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL) - OVERLOADED
 
 
 class UnattributedError(NamedTuple):
-    """One answer that was an error. Ranks of one `engine` are one witness. `witness`: whether its word counts."""
+    """An error answer that is not attributed yet.
+
+    Ranks of one `engine` are one witness; `witness` is False for an engine that has failed too many requests in a row.
+    """
 
     replica: str
     engine: str
@@ -49,8 +50,7 @@ class UnattributedError(NamedTuple):
 
 
 class Record:
-    """What one replica has done of late. `failures`: requests in a row that it has failed; whoever sees it answer one
-    sets that to 0."""
+    """A replica's recent record; `failures` counts requests in a row that it failed, and is reset by an answer."""
 
     __slots__ = ("failures",)
 
@@ -63,7 +63,7 @@ class Record:
 
 
 def agree(unattributed_errors: Sequence[UnattributedError]) -> bool:
-    """Whether the last one says of the request what another engine has said."""
+    """Return whether the last error says of the request what another engine has said."""
     *before, last = unattributed_errors
     return any(one.engine != last.engine and _alike(one.kind, last.kind) for one in before)
 
@@ -73,7 +73,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def settled(unattributed_errors: Sequence[UnattributedError]) -> bool:
-    """Whether no third replica has to be asked: two witnesses agree."""
+    """Return whether two witnesses agree, so that no third replica has to be tried."""
     return unattributed_errors[-1].witness and agree(
         [*(one for one in unattributed_errors[:-1] if one.witness), unattributed_errors[-1]]
     )

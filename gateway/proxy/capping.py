@@ -1,6 +1,6 @@
-"""A limit on an answer's length, written into the request's body, which is not parsed again for it.
+"""A limit on an answer's length, written into the request's body without parsing all of it.
 
-`min_tokens` beyond the limit would be refused, so none is asked for then.
+A `min_tokens` beyond the limit would be refused, so it is set to 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import orjson
 from ..members import with_members
 from ..prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
-# What limits an answer of each API. A chat may have either; vLLM takes the second where both are there.
+# The members that limit an answer in each API. A chat may have either; vLLM uses the second if both are present.
 LIMITS = {
     CHAT: (b"max_tokens", b"max_completion_tokens"),
     COMPLETIONS: (b"max_tokens",),
@@ -20,12 +20,12 @@ LIMITS = {
     MESSAGES: (b"max_tokens",),
 }
 LEAST = b"min_tokens"
-_ESCAPE = b"\\u00"  # of a letter that needs none
+_ESCAPE = b"\\u00"  # an escape of an ASCII letter
 _ESCAPED = re.compile(rb'"(?:[a-z_]|\\u00[0-7][0-9A-Fa-f])+"')
 
 
 def capped(body: bytes, path: str, tokens: int) -> bytes:
-    """The body, a JSON object posted to one of the paths of `LIMITS`, with this limit in the place of its own."""
+    """Return the body, a JSON object posted to a path of `LIMITS`, with this limit in place of its own."""
     named = _named(body)
     limits, limit = LIMITS[path], b"%d" % tokens
     members = dict.fromkeys([name for name in limits if name in named] or limits[:1], limit)
@@ -33,7 +33,7 @@ def capped(body: bytes, path: str, tokens: int) -> bytes:
 
 
 def _named(body: bytes) -> set[bytes]:
-    """Which of our members' names a body has, here or there."""
+    """Return which of the limiting members' names occur in a body, at any depth."""
     names = {name for limits in LIMITS.values() for name in limits} | {LEAST}
     found = {name for name in names if b'"%b"' % name in body}
     if _ESCAPE in body:

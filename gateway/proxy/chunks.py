@@ -1,5 +1,7 @@
-"""HTTP's chunks (RFC 9112, 7.1), of the answers that the gateway reads itself or gives to a client of HTTP/1.0, which
-knows none; all others pass as they are."""
+"""HTTP's chunked framing (RFC 9112, 7.1), for answers that the gateway reads itself or relays to HTTP/1.0 clients.
+
+All other answers keep their framing.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,21 @@ import re
 from ..http.upstream import Head, Sink, Upstream, UpstreamError
 from .retries import PROTOCOL
 
-# A size may begin with any number of zeros. Cut off behind its eighth digit, it would be another one.
+# A size may begin with any number of zeros; more than eight other digits do not match, instead of being cut off.
 CHUNK = re.compile(rb"(?=[0-9A-Fa-f])0*+([0-9A-Fa-f]{0,8})(?![0-9A-Fa-f])[^\r\n]*\r\n")
 END_OF_BODY = b"0\r\n\r\n"
-LONGEST_LINES = 65_536  # bytes of a chunk's size with its extensions, and of all that follows the last chunk
+LONGEST_LINES = 65_536  # bytes of a chunk's size line, and of the trailers after the last chunk
 
 
 class Chunks:
-    """Takes the framing off a body that comes in reads. A chunk is handed out as it comes, whatever its size, but for
-    its last byte, which waits for the line end behind it. `left`: bytes of a chunk that are not handed out yet; `rest`:
-    what has been read of them, or of a line; `ended`: the last chunk is here."""
+    """A decoder of chunked framing, for a body that comes in reads.
+
+    A chunk is returned as it comes, whatever its size, except for its last byte, which waits for the line end after it.
+
+    `left`: bytes of the present chunk that are not returned yet.
+    `rest`: bytes read of these, or of a line.
+    `ended`: whether the last chunk has begun.
+    """
 
     __slots__ = ("rest", "left", "ended")
 
@@ -27,7 +34,7 @@ class Chunks:
         self.ended = False
 
     def feed(self, data: bytes) -> bytes:
-        """Return what a read has of the body. Raises ValueError."""
+        """Return the part of the body in a read; raises ValueError for invalid framing."""
         raw, at, pieces = self.rest + data if self.rest else data, 0, []
         while not self.ended:
             if self.left:
@@ -53,12 +60,12 @@ class Chunks:
 
 
 def framed(data: bytes) -> bytes:
-    """A chunk of this data; nothing of none."""
+    """Return a chunk of this data; nothing for no data, which would end the body."""
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
 def unchunked(data: bytes) -> bytes:
-    """A complete body that came in chunks. Nothing is left out of one whose framing is not understood."""
+    """Return a complete body without its chunked framing, or unchanged if the framing is invalid."""
     chunks = Chunks()
     try:
         body = chunks.feed(data)
@@ -68,8 +75,11 @@ def unchunked(data: bytes) -> bytes:
 
 
 class ChunkDecodingSink:
-    """A sink before another one: takes the framing off what comes in chunks. The replica is asked in HTTP/1.1 for a
-    client of HTTP/1.0, too: in HTTP/1.0 the end of a stream and the death of its engine look alike."""
+    """A sink in front of another one that removes chunked framing.
+
+    Requests of HTTP/1.0 clients are sent as HTTP/1.1 too: in HTTP/1.0 the end of a stream and the death of its engine
+    look alike.
+    """
 
     __slots__ = ("_sink", "_chunks")
 

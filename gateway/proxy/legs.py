@@ -1,8 +1,8 @@
-"""Requests in two legs: the prompt is computed on one replica, the answer written by another.
+"""Requests in two legs: one replica computes the prompt (prefill), another writes the answer (decode).
 
-The first leg is the request for one token, in one piece; its answer is kept here, and what it says goes into the
-second leg, whose answer the client gets. Which replicas those are the Router prices (`policies.legs`), what is written
-into the bodies the engine's dialect knows (`Transfer`), what follows a failure is in `retries`.
+The first leg is the request for one token, not streamed. Its answer is kept, and its transfer parameters go into the
+second leg, whose answer the client gets. The Router prices pairs of replicas (`policies.legs`), the engine's dialect
+writes the bodies (`Transfer`), and `retries` has the rules for failures.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
-# The first leg's body is written by parsing the client's: 2 ms a MiB on the event loop. What is larger stays whole.
+# Writing the first leg's body parses the client's, at 2 ms per MiB on the event loop. Larger requests stay whole.
 MOST_BYTES = 2 * 2**20
-MOST_KEPT = 4 * 2**20  # bytes of a first leg's answer: of a million tokens it names 65,536 blocks
-# Seconds before the end of a lease from which it is taken to be over: the engine has to begin to read before that.
+MOST_KEPT = 4 * 2**20  # bytes of a first leg's answer: for a million tokens it lists 65,536 blocks
+# Seconds before the end of a lease at which parameters count as expired: the engine must begin to read before the end.
 MARGIN = 10.0
-# A second leg without a byte is given up after so many times what was predicted, and these seconds on top of that: an
-# engine gives a transfer up by itself after minutes, if at all.
+# A second leg without a byte is given up after STALLS_TIMES the predicted time and STALLS_SECONDS more; engines give up
+# a transfer after minutes, if at all.
 STALLS_TIMES, STALLS_SECONDS = 10.0, 10.0
 
 
 class Kind(NamedTuple):
-    """Replicas that pass caches on in one way, each to each: who may compute prompts, and who may write answers."""
+    """Replicas that exchange caches by the same transfer, each prefiller with each decoder."""
 
     transfer: Transfer
     prefillers: list[Backend]
@@ -79,12 +79,12 @@ def _by_transfer(backends: Iterable[Backend]) -> dict[Transfer, list[Backend]]:
 
 
 def _sentence(remedy: str) -> str:
-    """A remedy as it stands behind a full stop."""
+    """Return a remedy with a capital first letter."""
     return remedy[0].upper() + remedy[1:]
 
 
 class Sides:
-    """Who may compute prompts and who may write answers, of one model's ready replicas."""
+    """The prefillers and decoders among one model's ready replicas, in groups that can exchange caches."""
 
     def __init__(self, backends: Sequence[Backend]):
         self.any = any(one.replica.role != BOTH for one in backends)
@@ -96,15 +96,18 @@ class Sides:
 
 
 class Roles:
-    """What the roles of the replicas that are known come to; says once what is wrong with them."""
+    """The roles of all known replicas; each misconfiguration is logged once."""
 
     def __init__(self) -> None:
-        self.any = False  # whether some replica has one; else nothing else here is asked
+        self.any = False  # whether some replica has a role other than both
         self._said: set[str] = set()
         self._pressed: set[str | None] = set()
 
     def look(self, backends: Sequence[Backend], awaited: Set[str] = frozenset()) -> None:
-        """`awaited`: roles of replicas that were never ready, of which nobody knows what they will serve."""
+        """Check the roles of the replicas, and log what is newly wrong.
+
+        `awaited`: roles of replicas that have never been ready, whose models are not known yet.
+        """
         self.any = any(one.replica.role != BOTH for one in backends)
         if not any(one.replica.state in TAKES_TRAFFIC for one in backends):
             return
@@ -132,7 +135,7 @@ class Roles:
         self._said = wrong
 
     def pressed(self, model: str | None) -> None:
-        """Prefill replicas get whole requests: nobody else is there."""
+        """Log that prefill replicas get whole requests of a model, since no others are left."""
         if model not in self._pressed:
             self._pressed.add(model)
             log.warning("only replicas with role=%s are left for %s: they get whole requests",
@@ -140,7 +143,7 @@ class Roles:
 
 
 def unlike_pairs(backends: Sequence[Backend]) -> list[pairing.Complaint[Backend]]:
-    """What keeps replicas of one model from exchanging caches."""
+    """Return why replicas of one model cannot exchange caches."""
     return [
         complaint
         for transfer, alike in _by_transfer(backends).items()
@@ -149,7 +152,7 @@ def unlike_pairs(backends: Sequence[Backend]) -> list[pairing.Complaint[Backend]
 
 
 class Eligible(Protocol):
-    """Who may get a request, as far as legs need to know."""
+    """The part of `Eligibility` that legs need."""
 
     roles: Roles
     backends: dict[str, Backend]
@@ -160,13 +163,17 @@ class Eligible(Protocol):
 
 
 class LegPlan(NamedTuple):
+    """A choice of replicas for two legs, before their load is reserved."""
+
     chosen: legs.LegChoice
     transfer: Transfer
     first_body: bytes
 
     def to_decide(self, whole: Evaluation) -> tuple[Evaluation, Evaluation]:
-        """What the ledger of all gateways is asked: which of the prefillers that are as near, and to count the second
-        leg."""
+        """Return the two evaluations for the shared ledger.
+
+        The first lets it choose among equally near prefillers; the second only reserves the decoder.
+        """
         demand, choice, chosen = whole.demand, whole.choice, self.chosen
         near = chosen.near or (chosen.prefiller,)
         at = [one is chosen.prefiller for one in near].index(True)
@@ -178,20 +185,20 @@ class LegPlan(NamedTuple):
         )
 
     def among(self, near: Sequence[Candidate], decided: tuple[Decision, Decision] | None) -> LegPlan:
-        """The plan as it was decided."""
+        """Return the plan with the prefiller that the shared ledger chose."""
         if decided is None:
             return self
         return self._replace(chosen=self.chosen._replace(prefiller=near[decided[0].index]))
 
 
 class LegPlacing:
-    """Chooses both replicas, and counts the load on both, in one step."""
+    """The choice of both replicas of a request in two legs, with the load reserved on both in one step."""
 
     def __init__(self, eligible: Eligible, router: Router, metrics: Metrics):
         self._eligible, self._router, self._metrics = eligible, router, metrics
 
     def plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
-        """The exchange's legs, if two take less time than the whole, as evaluated. Nothing is counted yet."""
+        """Return the request's legs if they take less time than one leg, else None; nothing is reserved yet."""
         made = self._plan(exchange, evaluation, now)
         self._metrics.leg_choices.inc("apart" if made is not None else "whole")
         return made
@@ -211,17 +218,17 @@ class LegPlacing:
         return LegPlan(chosen, transfer, first_body)
 
     def ways(self, exchange: Exchange, evaluation: Evaluation, now: float) -> list[legs.Ways]:
-        """What a rule chooses the exchange's legs by; nothing where it is to stay whole."""
+        """Return the evaluated pairs of replicas to choose the legs from; none where the request stays whole."""
         return two_legs.ways(self._router, evaluation, self.pairings_of(exchange), now)
 
     def pairings_of(self, exchange: Exchange) -> Sequence[Pairing]:
-        """Who may have its legs; nobody where it is to stay whole."""
+        """Return the candidates for the legs of a request; none where it stays whole."""
         if exchange.stays_whole or exchange.response is not None or len(exchange.request.body) > MOST_BYTES:
             return ()
         return self._pairings(exchange.prompt, exchange.tried)
 
     def look_into(self, exchange: Exchange) -> None:
-        """Have a request stay whole whose body can be that of no first leg, before it is judged by two."""
+        """Mark a request as whole if no first leg can be made of its body, before admission judges it by two legs."""
         prompt, body = exchange.prompt, exchange.request.body
         sides = self._eligible.sides(prompt.model or None) if prompt is not None else None
         if prompt is None or prompt.path not in PATHS or sides is None or len(body) > MOST_BYTES:
@@ -230,7 +237,7 @@ class LegPlacing:
         exchange.stays_whole = bool(ways) and all(one.first_body(prompt.path, body) is None for one in ways)
 
     def are_there(self, chosen: legs.LegChoice) -> bool:
-        """Whether both replicas still are what they were when they were chosen."""
+        """Return whether both chosen replicas are still the same processes and accept requests."""
         backends = self._eligible.backends
         return all(
             (backend := backends.get(one.replica)) is not None
@@ -247,7 +254,10 @@ class LegPlacing:
         now: float,
         decided: tuple[Decision, Decision] | None = None,
     ) -> None:
-        """Give the exchange its first leg. `decided`: by the ledger of all gateways."""
+        """Reserve both replicas and add the first leg's attempt.
+
+        `decided`: the shared ledger's decisions for both legs, or None.
+        """
         (chosen, transfer, first_body), prompt = plan, exchange.prompt
         assert prompt is not None
         backends = self._eligible.backends
@@ -256,7 +266,7 @@ class LegPlacing:
         held = exchange.legs = Legs(transfer, prefiller, decoder, reserved, placement.predicted, *move)
         prompt = exchange.prompt = as_variant(prompt, placement.demand.space)
         prompt.token_ids = b""  # legs carry text
-        if transfer.header:  # what stands before the decoder sends the first leg
+        if transfer.header:  # the decoder's side sends the first leg itself
             held.unsent, held.computing = placement, placement.punctual_ttft
             second_leg(exchange, now)
             return
@@ -274,8 +284,7 @@ class LegPlacing:
     def choose(
         self, prompt: Prompt, evaluation: Evaluation, now: float
     ) -> tuple[legs.LegChoice | None, legs.LegChoice | None]:
-        """Return the legs that a request would have, or else those that cost least of what it would not have. Changes
-        nothing."""
+        """Return the legs that a request would get, or else the cheapest that it would not get; reserves nothing."""
         ways = two_legs.ways(self._router, evaluation, self._pairings(prompt, ()), now)
         chosen, cost = two_legs.choose_among(self._router, ways), legs.price(self._router.policy)
         if chosen is not None or cost is None:
@@ -283,7 +292,7 @@ class LegPlacing:
         return None, legs.best(legs.cheapest(cost, one) for one in ways)
 
     def _pairings(self, prompt: Prompt | None, tried: tuple[Backend, ...]) -> list[Pairing]:
-        """Who may compute a prompt and who may write its answer, of each way in which caches are passed on."""
+        """Return prefillers and decoders for a prompt, one pair of lists for each group that exchanges caches."""
         if prompt is None or prompt.path not in PATHS:
             return []
         if prompt.previous_response is not None or prompt.several or prompt.copies != 1:
@@ -300,19 +309,21 @@ class LegPlacing:
         ]
 
     def patience(self, exchange: Exchange, second: Attempt) -> float:
-        """Seconds from the sending of a second leg after which its transfer is taken to have stalled."""
+        """Return the seconds from the sending of a second leg after which its transfer counts as stalled."""
         held = exchange.legs
         assert held is not None
         computed = max(0.0, held.computed_at - second.sent_at)
         return computed + STALLS_SECONDS + STALLS_TIMES * (self.fetching(held) + second.placement.ttft)
 
     def fetching(self, held: Legs) -> float:
-        """Seconds that a decoder is predicted to wait for the prompt's cache, with its computation where it waits for
-        that as well."""
+        """Return the seconds that a decoder is predicted to wait for the prompt's cache.
+
+        That includes the prompt's computation where both legs run at the same time.
+        """
         return held.moving + held.computing
 
     def next_decoder(self, exchange: Exchange, demand: Demand, now: float) -> bool:
-        """Give the exchange a second leg on another decoder, with the parameters that it has."""
+        """Add a second leg on another decoder, with the same transfer parameters; return whether there was one."""
         held, prompt = exchange.legs, exchange.prompt
         sides = self._eligible.sides(prompt.model or None) if prompt is not None else None
         if held is None or prompt is None or sides is None:
@@ -345,7 +356,7 @@ class LegPlacing:
 
 
 def second_leg(exchange: Exchange, now: float) -> None:
-    """Give the exchange the attempt that answers, on the decoder that is reserved."""
+    """Add the attempt of the second leg, on the decoder that is reserved."""
     held = exchange.legs
     assert held is not None and held.placement is not None and exchange.prompt is not None
     placement, held.placement = held.placement, None
@@ -356,7 +367,7 @@ def second_leg(exchange: Exchange, now: float) -> None:
 
 
 def leg_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
-    """The head of a leg, which names the prefiller where a header does."""
+    """Return the request head of a leg, with the prefiller's address where the transfer has a header for it."""
     head, held = request_head(exchange, attempt, length, parent), exchange.legs
     if held is None or not held.transfer.header:
         return head
@@ -366,7 +377,7 @@ def leg_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent |
 
 
 class LegConductor(Protocol):
-    """What is conducted alike for attempts of all kinds."""
+    """The part of `Conductor` that handles attempts of all kinds."""
 
     settling: Settling
 
@@ -377,7 +388,7 @@ class LegConductor(Protocol):
 
 
 class FirstLegs:
-    """Handles the first legs' answers: they are collected, judged when they are complete, and never relayed."""
+    """The handler of first legs, whose answers are collected, judged when complete, and never relayed."""
 
     def __init__(self, conductor: LegConductor):
         self._conductor = conductor
@@ -439,7 +450,7 @@ class FirstLegs:
         self._conductor.dispatch(exchange, ExchangeEvent.HANDED_OVER, found)
 
     def _read(self, exchange: Exchange, attempt: Attempt, held: Legs, answer: bytes) -> bytes | UpstreamError:
-        """What the second leg needs of a complete answer, or why there is none."""
+        """Return the second leg's transfer parameters from a complete answer, or an error if it has none."""
         if fault := error_status(answer, False):
             self._conductor.settling.record_error(exchange, attempt, ERROR_ANSWER)
             return UpstreamError(ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")

@@ -1,8 +1,8 @@
-"""Models that no replica is known to serve: before a client is told so, the engines are asked.
+"""Models that no known replica serves: the engines are asked again before a client gets 404.
 
-What an engine serves is looked at every 10 s, and an adapter can be loaded at any time. A 404 is final to clients, so
-none is given for what was loaded before the request came. Who asks for names that do not exist shall not keep the
-engines busy with it: all that come meanwhile share the next question, and questions keep their distance.
+Model lists are read every 10 s, and an adapter can be loaded at any time. A 404 is final to clients, so a model that
+was loaded before the request came must not get one. Requests for names that do not exist must not keep the engines
+busy: all that come meanwhile share one refresh, and refreshes keep a distance.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("hitherto.proxy")
 
-PAUSE_SECONDS = 1.0  # between two questions
+PAUSE_SECONDS = 1.0  # between two refreshes
 
 
 class Newcomers:
-    """`ask`: asks all engines what they serve, and returns when that is known."""
+    """A single-flight refresh of the engines' model lists; `ask` reads them all."""
 
     def __init__(self, ask: Callable[[], Awaitable[None]]):
         self._ask = ask
-        self._next: asyncio.Future[None] | None = None  # what those wait for who came since the last question
+        self._next: asyncio.Future[None] | None = None  # the refresh that requests wait for since the last one began
         self._asking: asyncio.Task[None] | None = None
 
     async def asked(self) -> None:
-        """Returns when engines were asked that had heard of no question before this call."""
+        """Wait for a refresh of the model lists that begins after this call."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         if self._asking is None:
@@ -37,7 +37,7 @@ class Newcomers:
             told, self._next = self._next, None
             try:
                 await self._ask()
-            except Exception:  # they wait for an answer, and 404 is one
+            except Exception:  # the waiting requests go on, and may get 404
                 log.exception("asking the engines for a model failed")
             told.set_result(None)
             await asyncio.sleep(PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""What overload control works with: classes of service, and the rules of the queue."""
+"""The configuration of overload control: classes of service, and the rules of the queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from policies import Classes, Rules
 
 
 class Overload(NamedTuple):
-    """`tenant_header`: the header of a request that names its tenant; None: all requests are of one."""
+    """The configuration; `tenant_header` names the header with a request's tenant, None for a single tenant."""
 
     classes: Classes
     rules: Rules

@@ -1,8 +1,8 @@
-"""The queue in front of the replicas: requests go on where there is room, wait, or are refused with a time.
+"""The queue in front of the replicas: requests are sent where there is room, wait, or are refused with a Retry-After.
 
-`policies.Admission` decides, one for each model's replicas; here are the clock, the requests and what is counted. A
-request that waits has no attempt, so it costs no load, and is placed by what is true when it leaves. Retries do not
-wait again. Without classes and limits there is no queue, and `Placing.queue` is None.
+`policies.Admission` decides, with one instance per prompt space; this module has the clock, the requests and the
+metrics. A waiting request has no attempt, so it reserves no load, and it is placed by the state at the time when it
+leaves the queue. Retries do not wait again. Without classes and limits there is no queue, and `Placing.queue` is None.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from .control import OverloadControl
 
 SLO_HEADER = b"x-hitherto-slo"
-SLOW_POOL = b"slow pool"  # has answered
-LOOK_SECONDS = 0.05  # between two looks, while somebody waits: times pass, and other gateways' load ends
+SLOW_POOL = b"slow pool"  # the note on an answer from a slow pool
+LOOK_SECONDS = 0.05  # between two checks while requests wait: deadlines pass, and other gateways' load ends
 MOST_RETRY_AFTER = 600  # seconds
 WHY = {
     "ttft": "its first token would come too late, after the {limit:g} s that it may take",
@@ -49,22 +49,24 @@ WHY = {
 
 
 class Queue:
+    """The queue of requests that wait for a replica."""
+
     def __init__(
         self, overload: Overload, placing: Placing, metrics: Metrics, model_of: Callable[[Prompt], str] = lambda _: ""
     ):
-        """`model_of`: what a metric calls the model of a prompt."""
+        """Create the queue; `model_of` returns a prompt's model label in metrics."""
         self._model_of = model_of
         self._classes, self._rules, self._tenant_header = overload
         self._placing, self._metrics = placing, metrics
         self._space = Space()
-        self._fleets: dict[int, Admission] = {}  # by the space of their prompts
-        self._names: Mapping[int, str] = {}  # of these spaces' models, adapters aside
+        self._fleets: dict[int, Admission] = {}  # by prompt space
+        self._names: Mapping[int, str] = {}  # prompt space -> base model
         self._tickets: dict[Asker, tuple[Admission, Ticket]] = {}
         self.control: OverloadControl | None = None
-        self._notes: dict[Asker, bytes] = {}  # what its client is told, where it gets less than it asked for
-        self._looks = False  # soon, or it is under way
+        self._notes: dict[Asker, bytes] = {}  # the note for a client that gets less than it requested
+        self._looks = False  # a check is scheduled or under way
         self._under_way: Iterator[None] | None = None
-        self._again = False  # once that is done, since something has changed meanwhile
+        self._again = False  # check again after that, since something has changed meanwhile
         self._timer: asyncio.TimerHandle | None = None
         placing.pulse.on_held_up.append(self._held_up)
         placing.router.on_room(self.look)
@@ -74,10 +76,10 @@ class Queue:
     def classes(self) -> tuple[QosClass, ...]:
         return self._classes.all
 
-    # --- a request asks, for the first time or because it may be its turn
+    # --- admission, of a new request or one whose turn it may be
 
     def admit(self, asker: Asker, evaluation: Evaluation, now: float) -> Evaluation | None:
-        """Return what it is placed by; None: it was held, or refused."""
+        """Return the evaluation to place the request by, or None if it was queued or refused."""
         known = self._tickets.get(asker)
         if known is None:
             prompt = _computed(asker)
@@ -86,7 +88,7 @@ class Queue:
             if self._placing.eligible.roles.any and isinstance(asker, Exchange):
                 self._placing.legs.look_into(asker)
         elif not known[1].waits:
-            return evaluation  # it was admitted, and has to be placed again
+            return evaluation  # it was admitted before, and is placed again
         if known is None:
             assert prompt is not None
             try:
@@ -138,7 +140,7 @@ class Queue:
             evaluation,
             now,
             lambda: placing.eligible.slow_pool(prompt),
-            # Of one that passes elsewhere nobody here writes the body.
+            # /decide requests are not sent by the gateway, so their bodies cannot be rewritten.
             isinstance(asker, Exchange) and prompt is not None and prompt.path in LIMITS,
             self._pairings(asker),
         )
@@ -168,7 +170,7 @@ class Queue:
         return placing.legs.pairings_of(asker)
 
     def _cap(self, asker: Asker, tokens: int) -> None:
-        """Limit the tokens of its answer, whichever replica writes it."""
+        """Limit the tokens of the request's answer, in its body and its prompts."""
         prompt = asker.prompt
         assert isinstance(asker, Exchange) and prompt is not None
         asker.request.body = capped(asker.request.body, prompt.path, tokens)
@@ -178,10 +180,10 @@ class Queue:
         self._notes[asker] = b"max_tokens=%d" % tokens
 
     def note(self, exchange: Exchange, attempt: Attempt) -> bytes:
-        """The header line that says of an answer what was made of its request."""
+        """Return the header line for an answer that was degraded, or nothing."""
         note = self._notes.get(exchange)
         if note is SLOW_POOL and not attempt.backend.replica.spill:
-            return b""  # a retry, or Redis, has taken it elsewhere
+            return b""  # a retry or the shared ledger has chosen another replica
         return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
     def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, Ticket]:
@@ -193,7 +195,7 @@ class Queue:
         tenant = asker.header(self._tenant_header) if self._tenant_header is not None else name
         since = asker.begun if isinstance(asker, Exchange) else now
         fleet = self._fleet(prompt.space if asker.prompt is not None else space)
-        if self.control is not None and asker.prompt is not None:  # else there are no figures of it
+        if self.control is not None and asker.prompt is not None:  # there are no figures of unread prompts
             self.control.follow(fleet, self._model_of(prompt), self._names.get(prompt.space, ""))
         ticket = Ticket(qos, slo, since, tenant or "", asker.size, asker)
         ticket.held = now - since - self._placing.pulse.ran(since, now)
@@ -221,8 +223,11 @@ class Queue:
         return fleet
 
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
-        """There are these spaces now, by number and name, and a metric calls models by these names. What is known of
-        others goes, once nobody waits there."""
+        """Drop the admission state of other prompt spaces than these, once no request waits there.
+
+        `spaces`: prompt space -> base model.
+        `models`: the model labels in metrics.
+        """
         self._names = {number: name for number, name in spaces.items() if name in models}
         for space in self._fleets.keys() - spaces.keys():
             if self._fleets[space].close():
@@ -242,10 +247,10 @@ class Queue:
         )
         asker.run_isolated(asker.unplaced, error)
 
-    # --- those that wait
+    # --- waiting requests
 
     def look(self) -> None:
-        """There may be room, or nobody left to wait for: see to it soon."""
+        """Schedule a check of the waiting requests, for which there may be room or no replica left."""
         if self._looks:
             self._again = True
         elif self._space.requests or self._space.untold:
@@ -253,7 +258,7 @@ class Queue:
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """Go through those that wait, a dozen steps in an event-loop iteration, since others want the loop as well."""
+        """Check the waiting requests, a dozen per event-loop iteration."""
         steps, self._under_way = self._under_way or self._steps(), None
         try:
             if any(next(steps, steps) is steps for _ in range(MOST)):
@@ -284,13 +289,13 @@ class Queue:
             fleet.held_up(seconds)
 
     def _newcomer_waits(self) -> None:
-        """Nobody has room because of it, but others may have given way to it."""
+        """Schedule the checks after a request began to wait; others may have been displaced by it."""
         if self._space.untold:
             self.look()
         self._look_later()
 
     def _steps(self) -> Iterator[None]:
-        """See to all that wait, or have waited too long; after each of them it may be left for a while."""
+        """Check all requests that wait or have waited too long, yielding after each."""
         self._placing.pulse.look(monotonic())
         for fleet in [*self._fleets.values()]:
             for ticket, verdict in fleet.turned_out(monotonic()):
@@ -307,24 +312,27 @@ class Queue:
                 yield
 
     def _call(self, ticket: Ticket) -> bool:
-        """Have it placed if there is room now; whether others may be asked about at once."""
+        """Place a request if there is room for it now; return whether the next one may be checked at once."""
         asker: Asker = ticket.payload
         asker.run_isolated(asker.called, self._placing.place)
         shared = self._placing.shared
-        # Where Redis is asked, the load of one that was admitted is counted later, and then there is another look.
+        # In the shared ledger the load of an admitted request is counted later, and another check follows then.
         return shared is None or not shared.joined or ticket.costs is None
 
-    # --- those that leave
+    # --- requests that leave
 
     def leave(self, asker: Asker) -> None:
-        """No replica can take it: it waits no more. What it is admitted by is kept until its end, see `ended`."""
+        """Stop waiting: no replica can take the request. Its ticket is kept until its end, see `ended`."""
         known = self._tickets.get(asker)
         if known is not None:
             self._leave_line(*known, REFUSED, NO_REPLICA)
         self.look()
 
     def forget(self, asker: Asker, decision: str = LEFT, reason: str = "client") -> None:
-        """It has ended, or wants no replica any more. `decision` and `reason`: what is counted where it still waits."""
+        """Drop a request that has ended or needs no replica any more.
+
+        `decision`, `reason`: the labels to count it with if it was still waiting.
+        """
         known = self._take_ticket(asker)
         if known is not None:
             self._leave_line(*known, decision, reason)
@@ -336,7 +344,10 @@ class Queue:
             self._metrics.admission.inc(decision, ticket.qos.name, reason)
 
     def _take_ticket(self, asker: Asker) -> tuple[Admission, Ticket] | None:
-        """Its line may have the ticket for a while yet; the request, with its prompt and headers, is let go now."""
+        """Remove and return a request's ticket.
+
+        The class's queue may keep the ticket for a while; the request, with its prompt and headers, is freed now.
+        """
         known = self._tickets.pop(asker, None)
         if known is not None:
             self._notes.pop(asker, None)
@@ -344,27 +355,27 @@ class Queue:
         return known
 
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
-        """A stream has begun: compare what was predicted of its first token, see `Settling`."""
+        """Compare the predicted and the measured time of a stream's first token."""
         known = self._tickets.get(attempt.exchange)
         if known is not None and not held_up and _is_as_quoted(attempt.exchange, attempt, known[1]):
             known[0].first_token(known[1], attempt.first_at - known[1].since)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """Compare what was predicted with what was delivered."""
+        """Compare the predictions of a request that ended with what was delivered, and count it against its SLO."""
         known = self._tickets.get(exchange)
         if known is None:
             return
         if outcome == "aborted":
             self.forget(exchange)
-        else:  # if it still waits, the gateway stops, or the time is over that any request may take
+        else:  # if it still waits, the gateway is shutting down, or its request timeout has passed
             stops = isinstance(exchange.error, ApiError) and exchange.error.code == SHUTTING_DOWN
             self.forget(exchange, REFUSED, SHUTTING_DOWN if stops else "deadline")
         fleet, ticket = known
         attempt, name, prompt = exchange.attempt, ticket.qos.name, exchange.prompt
-        if prompt is None:  # nobody sees when its answer begins
+        if prompt is None:  # its first token is not seen
             return
         if _failed(exchange, outcome):
-            if ticket.costs is not None and _is_judged(prompt.stream, prompt, ticket.slo):  # else it was not admitted
+            if ticket.costs is not None and _is_judged(prompt.stream, prompt, ticket.slo):  # it was admitted
                 self._metrics.slo_requests.inc(name, self._model_of(prompt), "failed")
             return
         if outcome == "aborted" and _left_late(exchange, prompt, ticket):
@@ -389,7 +400,7 @@ class Queue:
                 self._metrics.delivered_ttft_seconds.inc(name, by=ttft)
 
     def waiting(self) -> dict[str, int]:
-        """Return how many wait now, by class."""
+        """Return the number of waiting requests by class."""
         waiting = {one.name: 0 for one in self._classes.all}
         for fleet in self._fleets.values():
             for line in fleet.lines:
@@ -397,20 +408,22 @@ class Queue:
         return waiting
 
     def reading(self) -> dict[str, Any]:
-        """For `Metrics.read_from`."""
+        """Return the gauges for `Metrics.read_from`."""
         return {"queued_requests": self.waiting(), "queued_bytes": self._space.bytes}
 
 
 def _failed(exchange: Exchange, outcome: str) -> bool:
-    """Whether a request got no answer, or not all of it, through no fault of its client's."""
+    """Return whether a request got no complete answer, through no fault of its client."""
     if outcome in ("complete", "failed"):
         return (exchange.fault or exchange.answered_with) >= 500
     return outcome == "cut" or (outcome == "refused" and exchange.status >= 500)
 
 
 def _left_late(exchange: Exchange, prompt: Prompt, ticket: Ticket) -> bool:
-    """Whether a stream's client has left without a first token after the time that this may take: it will not come
-    within that. Of who leaves earlier, or in the middle of the answer, nobody knows what it would have been."""
+    """Return whether a stream's client left without a first token after its TTFT limit, which counts as missed.
+
+    Clients that leave earlier, or within the answer, are not counted.
+    """
     limit = ticket.slo.ttft
     if limit is None or not prompt.stream or (exchange.attempts and exchange.beginning.first_at):
         return False
@@ -418,19 +431,21 @@ def _left_late(exchange: Exchange, prompt: Prompt, ticket: Ticket) -> bool:
 
 
 def _is_judged(streams: bool, prompt: Prompt, limits: Slo) -> bool:
-    """Whether its answer can be told to be within limits. Of one in a piece the first token is not seen, so that takes
-    both limits, and an answer made of tokens."""
+    """Return whether an answer can be compared with these limits.
+
+    The first token of a non-streamed answer is not seen, so that takes both limits and an answer made of tokens.
+    """
     return limits != NO_LIMITS if streams else None not in limits and prompt.path in LIMITS
 
 
 def _whole_limit(limits: Slo, tokens: int) -> float:
-    """Return in how many seconds an answer in one piece is complete if its first token and each after it keep them."""
+    """Return in how many seconds a non-streamed answer is complete if all its tokens keep the limits."""
     assert limits.ttft is not None and limits.tpot is not None
     return limits.ttft + limits.tpot * (tokens - 1)
 
 
 class AddedByQueue(Added):
-    """With what the queue has to say of an answer."""
+    """The gateway's header lines, with the queue's note."""
 
     def __init__(self, replica: bool, cached_tokens: bool, queue: Queue):
         super().__init__(replica, cached_tokens)
@@ -441,15 +456,19 @@ class AddedByQueue(Added):
 
 
 def _is_as_quoted(exchange: Exchange, attempt: Attempt, ticket: Ticket) -> bool:
-    """Whether its prompt was counted, and it is answered where it was admitted to. Retries and choices by the load of
-    all gateways may take it elsewhere, of which nothing was predicted."""
+    """Return whether a request is answered by the replica that it was admitted to, with its prompt's size known.
+
+    Retries and the shared ledger may choose another replica, for which nothing was predicted.
+    """
     sized = attempt.prompt is not None and attempt.prompt.tokens > 0
     return sized and not exchange.tried and attempt.placement.candidate.costs is ticket.costs
 
 
 def _computed(asker: Asker) -> Prompt | None:
-    """Return what an engine computes for it; None: nothing that has to wait. Of a prompt that is not read the size is
-    unknown: it is predicted as one of no tokens, and takes its turn as a short one."""
+    """Return the prompt that an engine computes for a request; None if it need not wait.
+
+    A prompt that is not read counts as one of no tokens, and takes its turn as a short one.
+    """
     prompt = asker.prompt
     if prompt is not None:
         path = prompt.path

@@ -1,4 +1,4 @@
-"""What is held of the block behind the last whole one, at engines that find parts of a block."""
+"""The part of a prompt's next block that is cached, for engines that find parts of a block."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ TOKEN_BYTES = 4
 
 
 def add_tail(placement: Placement, backend: Backend, prompt: Prompt) -> None:
-    """Count it as held too. The choice is not made by it: it is at most a block, and the placement is made already."""
+    """Add the cached part of the next block to a placement's overlap.
+
+    The replica is chosen without it, since it is less than a block.
+    """
     if not backend.is_finer or backend.intake is None or not prompt.token_ids or prompt.several or placement.lower:
         return
     if not prompt.reads_cache:
         return
     held, tokens = placement.overlap // prompt.block_size, memoryview(prompt.token_ids)
-    # the last token is always computed
+    # The last token is always computed.
     found = tokens[: (prompt.tokens - 1) * TOKEN_BYTES]
     placement.overlap = backend.intake.reach(held, prompt.hashes, prompt.seed, found)

@@ -1,12 +1,12 @@
-"""What an answer's bytes say about it: that it is an error in spite of its status, that no engine wrote it, its usage.
+"""The reading of answers' bytes: errors within a status 200, answers that no engine wrote, token usage.
 
-An engine that streams sends its 200 before it computes anything, so a failure after that is an event in the stream:
-vLLM 0.32 answers a prompt with a token id outside the vocabulary, or the death of its core, with 200, one error event
-and `[DONE]`. Such an answer takes a millisecond and must not be taken for a fast one.
+An engine that streams sends its 200 before it computes anything, so a later failure is an event in the stream: vLLM
+0.32 answers a prompt with a token id outside the vocabulary, or the death of its core, with 200, one error event and
+`[DONE]`. Such an answer takes a millisecond and must not be taken for a fast one.
 
-Nothing here is called per chunk. The first bytes are looked at when they come, the last ones when the answer is over
-and its usage is read. A line break or a quote inside generated text is escaped in JSON, so a line that begins like an
-event is one, and a key with plain quotes around it is a key of the answer itself.
+Nothing here is called per chunk. The first bytes are read when they come, the last ones when the answer is over. A line
+break or a quote within generated text is escaped in JSON, so a line that begins like an event is one, and a key in
+plain quotes is a key of the answer itself.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import orjson
 
 from .chunks import CHUNK, Chunks
 
-# Chunk framing passes through untouched, so the size of the first chunk may come before the body. A stream may begin
-# with a byte order mark, which is none of it.
+# Chunked framing is relayed unchanged, so the size of the first chunk may precede the body. A stream may begin with a
+# byte order mark, which is not part of it.
 _SIZE = re.compile(rb"0*[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?(?:\r\n|\r?\Z)")
 BOM = b"\xef\xbb\xbf"
 _BEGINS = re.compile(rb"(?:" + _SIZE.pattern + rb")?(?:" + BOM + rb")?\s*")
-# How an event of a stream begins, the comment that keeps a connection alive included.
+# The beginning of an event in a stream, or of a comment that keeps the connection alive.
 _FIELD = re.compile(rb":|(?:data|event|id|retry)(?=[:\r\n]|\Z)")
 _FIELDS = (b"data:", b"event:", b"id:", b"retry:", BOM)
-# What an answer of each API cannot be without: a member of its JSON object, and its stream's first event. Quotes inside
-# generated text are escaped, so this is never part of one.
+# Bytes that every answer of an API has: a member of its JSON object, and a part of its stream's first event. Quotes
+# within generated text are escaped, so it cannot contain these.
 MEMBERS = {
     "chat": b'"choices"',
     "completions": b'"choices"',
@@ -45,7 +45,7 @@ _EVENTS = {
     "responses": b'"response.',
     "messages": b'"message_start"',
 }
-# What else an engine's answer may have instead: those of one API are often given for another's.
+# Members of engines' answers to any API: an engine may answer one API in another's format.
 _ANY_MEMBER = re.compile(rb'"(?:choices|output|content|embedding|results|tokens|prompt|text|usage)"\s*:')
 # OpenAI's chat and completions (`{"error": ...}`; before vLLM 0.10 `{"object": "error", ...}`), Responses and Messages.
 _ERROR_OBJECT = rb'\{\s*"(?:error"\s*:\s*[{"]|(?:object|type)"\s*:\s*"(?:error|response\.failed)")'
@@ -53,34 +53,34 @@ _ERROR_EVENT = re.compile(
     rb"\n(?:" + BOM + rb")?(?:event: ?(?:error|response\.failed)\s|data: ?" + _ERROR_OBJECT + rb")"
 )
 _ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
-# HTTP's framing between two chunks, which may stand within an event; and what an event with an error holds somewhere.
+# HTTP's framing between two chunks, which may stand within an event; and a member that an error event has.
 _BETWEEN_CHUNKS = re.compile(rb"\r\n0*[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
 _ERROR_MEMBER = re.compile(rb'"error"\s*:\s*[{"]|:\s*"(?:error|response\.failed)"')
-ERROR_MARK, ERROR_WITHIN = b'rror"', 48  # what an answer in one piece has near its beginning if it is an error
-LONGEST_ERROR = 65_536  # of one event
-MOST_HELD_BACK = 2**18  # bytes in which nothing of an answer is; instructions stand in what announces a response
-LOOKED_AT_FREELY = 4096  # bytes that are held back, up to which it takes no time to look at them at each read
-MOST_UNNUMBERED = 16  # events at the end of a response's stream that are read for a number
-# What servers answer to whatever they are asked: a list of models, or that they are well. No prompt gets that.
+ERROR_MARK, ERROR_WITHIN = b'rror"', 48  # bytes near the beginning of any non-streamed error, and within how many
+LONGEST_ERROR = 65_536  # bytes of one error event
+MOST_HELD_BACK = 2**18  # bytes before the first output; a response's announcement repeats the instructions
+LOOKED_AT_FREELY = 4096  # bytes held back, up to which parsing them at each read costs next to nothing
+MOST_UNNUMBERED = 16  # last events of a response's stream that are searched for a sequence number
+# Answers that some servers give to any request: a list of models, or a health status. No prompt gets them.
 _OTHER_ANSWER = re.compile(
     rb'\{\s*"(?:object"\s*:\s*"list"\s*,\s*"data"\s*:\s*\[\s*\{[^{}\[]{0,400}"object"\s*:\s*"model"|status"\s*:\s*"\w{1,20}"\s*\})'
 )
 _DONE = re.compile(rb"data: ?\[DONE\]")
 _ENDS_WITH_DONE = re.compile(rb"[\r\n]data: ?\[DONE\]\s*\Z")
 _BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")  # the end of an event
-# What marks the last event of each API's streams. The last event of a response repeats all of its text and ends with
-# its usage, so where the beginning of an event is no longer kept, its usage shows that it is the last one. A quote
-# inside generated text is escaped. In a whole event usage shows nothing, because a response's other events repeat the
-# client's tools, which may have a property of that name.
+# The mark of the last event of each API's streams. The last event of a response repeats all of its text and ends with
+# its usage, so where the beginning of an event is no longer kept, its usage shows that it is the last one. In a
+# complete event usage shows nothing, because a response's other events repeat the client's tools, which may have a
+# property of that name.
 _LAST_EVENTS = {
     "responses": re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete|failed)"'),
     "messages": re.compile(rb'"type"\s*:\s*"message_stop"'),
 }
-# An event that says anything: neither the end of a stream nor a ping, and not empty.
+# An event with content: neither the end of a stream nor a ping, and not empty.
 _SAYS = re.compile(rb'data:(?!\s*(?:\[DONE\]|\{\s*"type"\s*:\s*"ping"\s*\})|[ \t]*(?:[\r\n]|\Z))')
-# What some event of a stream of each API has, the last ones included. A quote inside generated text is escaped.
+# Keys and event types that occur in the streams of inference APIs, in their last events too.
 _EVENT_MARKS = re.compile(rb'"(?:choices|usage|delta|finish_reason)"\s*:|"(?:response|message|content_block)[._\w]*"')
-# The end of an answer may be without a mark only because it is cut from the middle of a long event; it is shorter then.
+# A tail of at least this many bytes has a mark; a shorter one may be cut from the middle of a long event.
 _SHORT_TAIL = 256
 _CODE = re.compile(rb'"(?:code|status)"\s*:\s*"?([45]\d\d)\b')
 _CLIENTS_FAULT = re.compile(
@@ -99,8 +99,8 @@ _ANNOUNCEMENTS = (
 _ONLY_ROLE = re.compile(
     rb'"delta"\s*:\s*\{\s*"role"\s*:\s*"assistant"\s*(?:,\s*"(?:content|reasoning|reasoning_content|refusal|tool_calls|function_call)"\s*:\s*(?:""|null|\[\s*\])\s*)*\}'
 )
-# What each event that brings output has once, and no other of its API but chat's that has only a role. Quotes inside
-# generated text are escaped, so none of these is part of one.
+# Bytes that each output event of an API has once, and no other event except chat's chunk with only a role. Quotes
+# within generated text are escaped, so it cannot contain these.
 OUTPUT_MARKS = {
     "chat": b'"delta":{"',
     "completions": b'"text":',
@@ -109,32 +109,32 @@ OUTPUT_MARKS = {
 }
 ANY_EVENT = b"\ndata: {"
 _KEEPS_ALIVE = re.compile(rb"(?:^|\n)(?::|event: ping)")
-# Comments, pings and blank lines, each to the blank line behind it.
+# Comments, pings and blank lines, each with the blank line after it.
 _KEEP_ALIVES = re.compile(
     rb"(?:(?::[^\r\n]*\r?\n|event: ?ping\r?\n|data: ?\{[ \t]*\"type\"[ \t]*:[ \t]*\"ping\"[ \t]*\}\r?\n)*\r?\n)*"
 )
 
-# Statuses that a server which is no inference engine gives to a prompt. Others (401, 413, 429, 502) may come from a
-# proxy before an engine, in whatever format it has.
+# Statuses with which a server that is no inference engine answers a prompt. Others (401, 413, 429, 502) may come from a
+# proxy in front of an engine, in any format.
 FOREIGN_STATUSES = frozenset((200, 404, 405, 501))
-# Embeddings can be asked for as raw numbers.
+# Embeddings may be requested as raw numbers.
 _TYPES = (b"text/event-stream", b"application/json", b"application/octet-stream", b"multipart/")
 
 
 def media_type(content_type: bytes) -> str:
-    """An answer's type, for a message."""
+    """Return a content type for a message."""
     return content_type.decode("latin-1")[:100] or "no content type"
 
 
 def foreign_head(status: int, content_type: bytes) -> bool:
-    """Whether no engine answers a prompt with this head. Without a content type its body decides."""
+    """Return whether no engine answers a prompt with this head; without a content type its body decides."""
     return 200 < status < 400 or (
         status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
     )
 
 
 class Sight(Enum):
-    """What so much of a body of status 200 shows."""
+    """The verdict on the first bytes of a body with status 200."""
 
     ANSWER = "an answer, or an error"
     EARLY = "nothing of an answer yet"
@@ -143,12 +143,15 @@ class Sight(Enum):
     SILENT = "a stream that ends and has said nothing"
 
 
-# `bytes in bytes` first takes the left side for a number, and drops the TypeError that this raises: 2,000 instructions
-# that `find` does without.
+# `find` instead of `in`: `bytes in bytes` first tries its left side as a number and drops the TypeError, which costs
+# 2,000 instructions.
 
 
 def begins(label: str, data: bytes, streams: bool) -> bool:
-    """Whether an answer has begun. False: `look` tells why not. Called for each answer: one search for nearly all."""
+    """Return whether the first bytes show that an answer has begun; if not, `look` tells why.
+
+    Called for each answer, and done with one search for nearly all.
+    """
     if not streams:
         return data.find(MEMBERS.get(label, b"")) >= 0
     if data.find(_EVENTS.get(label, b"")) < 0:
@@ -157,12 +160,15 @@ def begins(label: str, data: bytes, streams: bool) -> bool:
 
 
 def _is_announcement(label: str, data: bytes) -> bool:
-    """Whether the last complete event tells only that an answer is going to be made. vLLM begins each stream of
-    /v1/responses like that, before it computes anything: measured with 0.32 at 21 ms, the first token at 200."""
+    """Return whether the last complete event only announces an answer.
+
+    vLLM begins each stream of /v1/responses with such events, before it computes anything: measured with 0.32 at 21 ms,
+    the first token at 200 ms.
+    """
     if label == "chat":
         at = data.rfind(b'"role"')
         if at < 0:
-            # of an event that is not whole the rest may have a role, and nothing else
+            # the rest of an incomplete event may still be a role and nothing else
             return data.find(b'"content"') < 0 and _last_end(data) < data.find(_EVENTS[label])
         behind = data.find(b"data:", at)
         if behind >= 0:
@@ -176,7 +182,7 @@ def _is_announcement(label: str, data: bytes) -> bool:
 
 
 def has_begun(label: str, tail: bytes) -> bool:
-    """Whether these last bytes of a stream contain generated output, for a stream whose first bytes did not."""
+    """Return whether a stream's last bytes contain output, for a stream whose first bytes did not."""
     data = b"\n" + _joined(tail)
     if label == "responses" or label == "messages":
         at = data.rfind(b"\nevent: ", 0, max(_last_end(data), 0)) + 1
@@ -185,8 +191,10 @@ def has_begun(label: str, tail: bytes) -> bool:
 
 
 def output_events(label: str, data: bytes, first: bool) -> int:
-    """Return how many events that begin in a read of a stream bring output. `first`: none did before, so those that
-    announce an answer may be among them. Called for each read of a metered stream: one search."""
+    """Return how many output events begin in a read of a stream; one search.
+
+    `first`: no output event came before, so a chunk with only a role may be among them.
+    """
     count = data.count(OUTPUT_MARKS.get(label, ANY_EVENT))
     if first and count and label == "chat":
         return max(0, count - len(_ONLY_ROLE.findall(data)))
@@ -194,24 +202,24 @@ def output_events(label: str, data: bytes, first: bool) -> int:
 
 
 def next_number(pieces: Iterable[bytes]) -> int:
-    """The number of the event that follows these last pieces of a response's stream; 0 where they tell none."""
+    """Return the sequence number after a response stream's last bytes; 0 if they have none."""
     events = (line for line in reversed(b"".join(pieces).splitlines()) if line.startswith(b"data:"))
     for line in islice(events, MOST_UNNUMBERED):
         try:
             return int(orjson.loads(line[5:])["sequence_number"]) + 1
-        except (ValueError, KeyError, TypeError):  # a part of an event, or one that is not numbered
+        except (ValueError, KeyError, TypeError):  # an incomplete event, or one without a number
             continue
     return 0
 
 
 def _body_at(data: bytes) -> int:
-    """Where the body begins, behind the size of its first chunk and white space."""
+    """Return where the body begins, after the size of its first chunk and white space."""
     found = _BEGINS.match(data)
-    return found.end() if found is not None else 0  # always found: nothing in it has to be there
+    return found.end() if found is not None else 0  # always found: every part of the pattern is optional
 
 
 def _unframed(data: bytes) -> bytes:
-    """The body, without the framing of its chunks. It may be one that is not in chunks."""
+    """Return the body without chunked framing, if it has any."""
     try:
         return Chunks().feed(data) if _SIZE.match(data) else data
     except ValueError:
@@ -219,14 +227,14 @@ def _unframed(data: bytes) -> bytes:
 
 
 def _joined(data: bytes) -> bytes:
-    """A piece of a body without the framing within its events: of one that begins in one chunk and ends in another."""
+    """Return a piece of a body without the framing within its events."""
     if data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):
         return _BETWEEN_CHUNKS.sub(b"", data)
     return data
 
 
 def _last_end(data: bytes, since: int = 0) -> int:
-    """Where the last complete event ends; -1 without one."""
+    """Return where the last complete event ends; -1 without one."""
     return max(data.rfind(b"\n\n", since), data.rfind(b"\r\n\r\n", since))
 
 
@@ -239,7 +247,7 @@ def has_grown(size: int, looked_at: int) -> bool:
 
 
 def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: bool) -> Sight:
-    """What the first bytes of a body show, or all of them (`whole`)."""
+    """Return the verdict on the first bytes of a body, or on all of it (`whole`)."""
     if streams:
         return Beginning(_SIZE.match(data) is not None).look(label, data, whole)
     at = _body_at(data)
@@ -250,7 +258,7 @@ def look(label: str, data: bytes, streams: bool, content_type: bytes, whole: boo
     if content_type.startswith(_TYPES[2:]):
         return Sight.ANSWER
     if data[at] != 0x7B:  # {
-        # <, of markup; else nothing says what it should be
+        # `<` begins markup; without a content type nothing else can be excluded
         return Sight.FOREIGN if content_type or data[at] == 0x3C else Sight.ANSWER
     if _OTHER_ANSWER.match(data, at):
         return Sight.FOREIGN
@@ -273,7 +281,7 @@ class Beginning:
     def __init__(self, chunked: bool, data: bytes = b"") -> None:
         self.body = b""
         self._chunks = Chunks() if chunked else None
-        self._read = self._searched = self._looked = 0  # bytes: with the framing, for an event's end, of whole events
+        self._read = self._searched = self._looked = 0  # bytes read with framing, searched for an end, and parsed
         self._speaks = False
         self._add(data)
 
@@ -287,8 +295,8 @@ class Beginning:
         self.body += data
 
     def look(self, label: str, data: bytes, whole: bool) -> Sight:
-        """Add `data`, and return what the bytes so far show. `whole`: they are all of the body."""
-        self._add(data)  # what has nothing may be chunks of nothing but blank lines
+        """Add `data` and return the verdict on all bytes so far; `whole`: they are the complete body."""
+        self._add(data)
         body = self.body
         at = _body_at(body)
         early = Sight.EARLY if self._read < MOST_HELD_BACK else Sight.BLIND
@@ -297,12 +305,12 @@ class Beginning:
         if not whole and any(
             name.startswith(body[at : at + len(name)]) for name in _FIELDS if len(body) - at < len(name)
         ):
-            return early  # perhaps the name of a field, cut within it or right behind
+            return early  # perhaps a field's name that is not complete yet
         if _DONE.match(body, at):
             return Sight.SILENT
         if not _FIELD.match(body, at):
             return Sight.FOREIGN
-        # An error in two pieces must not pass for a token.
+        # Only complete events are read: an error cut in two must not be taken for a token.
         end = len(body) if whole else _last_end(body, max(self._looked, self._searched - 3))
         self._searched = len(body)
         if end <= self._looked and not whole:
@@ -317,27 +325,32 @@ class Beginning:
 
 
 def says_anything(stream: bytes) -> bool:
-    """Whether a stream has any event but pings and its end. An engine may end without one, and so may a proxy whose
-    engine fails: unlike what no engine writes, that does not show that something else answers at the address."""
+    """Return whether a stream has any event other than pings and its end.
+
+    An engine may end its stream without one, and so may a proxy whose engine fails, so its absence does not show that
+    something other than an engine answers at the address.
+    """
     return _SAYS.search(_BETWEEN_CHUNKS.sub(b"", stream)) is not None
 
 
 def keeps_alive(data: bytes) -> bool:
-    """Whether comments or pings are in what was held back: the engine wants its client to know that it is alive."""
+    """Return whether the bytes held back contain comments or pings, by which the engine keeps the connection alive."""
     return _KEEPS_ALIVE.search(data) is not None
 
 
 def has_other_event(data: bytes) -> bool:
-    """Whether the first bytes of a stream have a whole event that is no comment and no ping."""
+    """Return whether a stream's first bytes have a complete event that is neither comment nor ping."""
     body = _unframed(data)
     return any(body.find(end, keep_alives_end(body, False)) >= 0 for end in _BLANK_LINES)
 
 
 def keep_alives_end(data: bytes, chunked: bool) -> int:
-    """Return how many bytes at the beginning of a stream are nothing but comments and pings; 0 without any. They end at
-    a whole event and, if the body is chunked, at a whole chunk."""
+    """Return how many of a stream's first bytes are nothing but comments and pings.
+
+    They end at a complete event and, if the body is chunked, at a complete chunk.
+    """
     if not chunked:
-        return len(_KEEP_ALIVES.match(data)[0])  # type: ignore[index]  # nothing in it has to be there
+        return len(_KEEP_ALIVES.match(data)[0])  # type: ignore[index]  # it matches the empty string
     at, pieces, length, ends = 0, [b"\n"], 1, []  # a line end in front, so that each event ends with a blank line
     while (size := CHUNK.match(data, at)) is not None and (count := int(size[1] or b"0", 16)):
         at = size.end() + count + 2
@@ -352,14 +365,17 @@ def keep_alives_end(data: bytes, chunked: bool) -> int:
 
 
 def speaks_api(tail: bytes, whole: bool) -> bool:
-    """Whether a stream that ends like this has been one of an inference API. `whole`: this is all of it."""
+    """Return whether a stream with this tail was one of an inference API; `whole`: this is all of it."""
     return _EVENT_MARKS.search(tail) is not None or (not whole and len(tail) < _SHORT_TAIL)
 
 
 def has_end(label: str, tail: bytes, streams: bool, content_type: bytes, whole: bool) -> bool:
-    """Whether an answer that ends like this may be whole, where the end of its connection is all that tells: a stream
-    has its API's last event to its end, or an error, and JSON that begins with a bracket a last one. Nobody knows it of
-    other bodies. `whole`: this is all of it; where it is not, it is taken for JSON that begins with a bracket."""
+    """Return whether an answer with this tail may be complete, where only the end of its connection ended it.
+
+    A stream must have its API's last event, or an error, and JSON its last bracket; other bodies cannot be checked.
+
+    `whole`: this is all of the answer; otherwise it is taken for JSON that begins with a bracket.
+    """
     if streams:
         tail = _without_comments(tail)
         if label not in _EVENTS or _ENDS_WITH_DONE.search(_BETWEEN_CHUNKS.sub(b"", b"\n" + tail)) is not None:
@@ -372,11 +388,11 @@ def has_end(label: str, tail: bytes, streams: bool, content_type: bytes, whole: 
 
 
 def _without_comments(tail: bytes) -> bytes:
-    """The end of a stream without comments behind its last event: those that keep a connection alive may come there."""
+    """Return a stream's tail without the comments after its last event."""
     if b"\n:" not in tail:
         return tail
     lines = _BETWEEN_CHUNKS.sub(b"", b"\r\n" + tail).split(b"\n")
-    behind = 0  # blank lines; what stands behind the last line end is none
+    behind = 0  # blank lines after the last event
     for at in range(len(lines) - 1, -1, -1):
         if lines[at] in (b"", b"\r"):
             behind += at < len(lines) - 1
@@ -386,7 +402,7 @@ def _without_comments(tail: bytes) -> bytes:
 
 
 def _ends_with_last_event(label: str, tail: bytes) -> bool:
-    """Whether the event at the end is the last one of its API's streams."""
+    """Return whether the event at the end is the last one of its API's streams."""
     if (mark := _LAST_EVENTS.get(label)) is None:
         return False
     event = _BETWEEN_CHUNKS.sub(b"", b"\r\n" + tail).rstrip()
@@ -407,12 +423,14 @@ def first_error(data: bytes, streams: bool) -> int:
 
 
 def error_status(data: bytes, streams: bool) -> int:
-    """The HTTP status that an error in a 200 amounts to, 0 if there is none. `data`: the first or last bytes of a
-    stream's body, or the first ones of another answer's."""
+    """Return the HTTP status that an error within a 200 amounts to; 0 without one.
+
+    `data`: the first or last bytes of a stream's body, or the first ones of another answer's.
+    """
     if not streams:
         return _status(data) if data.find(ERROR_MARK, 0, ERROR_WITHIN) >= 0 and _ERROR_BODY.match(data) else 0
     data = _joined(data)
-    if data.find(b"error") < 0:  # a response that failed has an error, too
+    if data.find(b"error") < 0:  # a failed response contains it, too
         return 0
     data = b"\n" + data
     found = _ERROR_EVENT.search(data)
@@ -424,7 +442,7 @@ def error_status(data: bytes, streams: bool) -> int:
 
 
 def _is_error(line: bytes) -> bool:
-    """Whether this line of a stream is an event whose object says that it is an error, whatever its members' order."""
+    """Return whether a line of a stream is an error event, whatever the order of its members."""
     line = line.removeprefix(BOM)
     if not line.startswith(b"data:") or len(line) > LONGEST_ERROR or not _ERROR_MEMBER.search(line):
         return False
@@ -440,13 +458,13 @@ def _is_error(line: bytes) -> bool:
 
 
 def _status(error: bytes) -> int:
-    """By its code, else by its type; an error that tells neither is the engine's."""
+    """Return an error's status by its code, else by its type; 500 if it has neither."""
     if (code := _CODE.search(error)) is not None:
         return int(code[1])
     return 400 if _CLIENTS_FAULT.search(error) else 500
 
 
-# Answers to these have no count of cached tokens, however the engine was started.
+# Paths whose answers never report cached tokens, however the engine was started.
 NEVER_TELL_CACHED = frozenset(("/v1/embeddings",))
 # OpenAI chat, completions and responses; Anthropic messages. No engine counts as far as 19 digits.
 COUNT = re.compile(
@@ -455,7 +473,7 @@ COUNT = re.compile(
 
 
 class Usage(NamedTuple):
-    """`prompt`: all tokens of the prompt, cached or not."""
+    """Token counts of an answer, None where not reported; `prompt` includes cached tokens."""
 
     prompt: int | None
     completion: int | None
@@ -465,22 +483,24 @@ class Usage(NamedTuple):
 NOTHING = Usage(None, None, None)
 
 
-# An answer repeats what its client wrote, such as metadata and tools. A quote within a text is escaped, so this is a
-# key, and its depth tells whose it is.
+# An answer may repeat the client's metadata and tools. A quote within a text is escaped, so a match is always a key,
+# and its depth shows whether it is the answer's own.
 USAGE = re.compile(rb'"usage"\s{0,8}:\s{0,8}\{')
 _TEXT = re.compile(rb'(%b)|"[^"\\]*+(?:\\.[^"\\]*+)*+"' % USAGE.pattern, re.DOTALL)
 _BRACE = re.compile(rb"[{}]")
-MOST_SEARCHED = 2**17  # bytes: one of nothing but short texts takes 3 ms
+MOST_SEARCHED = 2**17  # bytes: an answer of nothing but short texts takes 3 ms
 
 
 def read_usage(tail: bytes, depth: int = 1) -> Usage:
-    """Token counts from the last bytes of a response (JSON or the last events of a stream). `depth`: in how many
-    objects the usage stands."""
+    """Return the token counts in the last bytes of an answer (JSON or the last events of a stream).
+
+    `depth`: the number of objects around the usage.
+    """
     tail = _joined(tail[-MOST_SEARCHED:])
     found = list(USAGE.finditer(tail))
     if not found:
         return NOTHING
-    bare = _TEXT.sub(rb"\1", tail[found[0].start() :])  # without texts and all keys but these
+    bare = _TEXT.sub(rb"\1", tail[found[0].start() :])  # without strings, except the usage keys
     behind = USAGE.split(bare)[1:]
     open_objects = 0
     for match, rest in zip(reversed(found), reversed(behind), strict=False):
@@ -490,16 +510,16 @@ def read_usage(tail: bytes, depth: int = 1) -> Usage:
     return NOTHING
 
 
-# The same of a read, whose escapes are gone, and which may end within a text or a key. It has no groups, with which a
-# replacement costs ten times as much.
+# The same for a read whose escapes are replaced, and which may end within a string. Without groups, since a replacement
+# with groups takes ten times as long.
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _PLAIN_TEXT = re.compile(rb'(?<!"usage)(?!%b)"[^"]*+"?' % USAGE.pattern)
 _CUT_KEY = re.compile(rb'"usage"\s{0,8}(?::\s{0,8})?\Z')
-USAGE_BYTES, USAGE_KEY_BYTES = 4096, 25  # as much as is kept of a usage: it may count each turn; and of the key before
+USAGE_BYTES, USAGE_KEY_BYTES = 4096, 25  # bytes kept of a usage, which may count each turn, and of the key before it
 
 
 def _level(bare: bytes) -> int:
-    """Return by how many the open objects and lists have grown."""
+    """Return the change in nesting depth over these bytes, which have no strings."""
     return bare.count(b"{") + bare.count(b"[") - bare.count(b"}") - bare.count(b"]")
 
 
@@ -513,8 +533,10 @@ def _cut_text(plain: bytes) -> bytes:
 
 
 class UsageSearch:
-    """Finds the usage of an answer that is read piece by piece, however much stands behind it: the texts and messages
-    of its client. It keeps that one which the fewest objects are around, and how many of them ended since."""
+    """A search for the usage of an answer that comes in reads, with any amount of the client's own text after it.
+
+    It keeps the outermost usage, and how many objects have ended since.
+    """
 
     __slots__ = ("_rest", "_level", "_found_at", "_usage")
 
@@ -524,7 +546,7 @@ class UsageSearch:
         self._level = self._found_at = 0
 
     def feed(self, data: bytes) -> None:
-        """Take the next read; the first one has a usage in it, and begins anywhere before that."""
+        """Add the next read; the first one contains a usage, and begins anywhere before that."""
         if self._usage is not None and len(self._usage) < USAGE_BYTES:
             self._usage += data[: USAGE_BYTES - len(self._usage)]
         data = self._rest + _joined(data)
@@ -540,14 +562,14 @@ class UsageSearch:
             self._level += 1 + _level(behind)
 
     def usage(self, depth: int) -> Usage:
-        """What was found, once the answer is complete; `depth` as in `read_usage`."""
+        """Return the usage of the complete answer; `depth` as in `read_usage`."""
         if self._usage is None or self._level != self._found_at - depth:
             return NOTHING
         return counts_of(self._usage)
 
 
 def counts_of(data: bytes, at: int = 0) -> Usage:
-    """The counts of the usage whose object begins before `at`, as far as it is there."""
+    """Return the counts of the usage object that begins before `at`, as far as it is there."""
     end, level = len(data), 1
     for brace in _BRACE.finditer(data, at):
         level += 1 if brace[0] == b"{" else -1
@@ -563,7 +585,7 @@ def counts_of(data: bytes, at: int = 0) -> Usage:
         elif name == b"completion_tokens" or name == b"output_tokens":
             completion = count if completion is None else completion
         else:
-            # Anthropic's input_tokens are what is neither of these, and vLLM's Messages keep to that
+            # Anthropic's input_tokens exclude cached tokens, as vLLM's Messages API does.
             if name != b"cached_tokens":
                 besides += count
             if name != b"cache_creation_input_tokens":
@@ -572,8 +594,7 @@ def counts_of(data: bytes, at: int = 0) -> Usage:
 
 
 def believed(usage: Usage, most_read: int, most_written: int) -> Usage:
-    """These counts without those that cannot be: a longer prompt or answer than there can be, more found than the
-    prompt has."""
+    """Return the counts without impossible ones: above the given limits, or more cached than prompt tokens."""
     prompt, completion, cached = usage
     if prompt is not None and prompt > most_read:
         prompt = None

@@ -1,8 +1,8 @@
-"""The loop that closes overload control: windows of what classes got, and what lower ones give up for higher ones.
+"""The control loop of overload: it measures classes per window, and limits lower ones for higher ones.
 
-`policies.Control` decides, one for each model's replicas; here are the clock, the figures, and what is said of it. The
-sweep calls `look`. For the status page and whoever else shows it, `status` has the state and the last events
-(`/status`, `control`); `on_change` is for the journal of the live page.
+`policies.Control` decides, with one instance per model's replicas; this module has the clock, the metrics and the
+events. The sweep calls `look`. `status` returns the state and the last events (`/status`, `control`); `on_change` feeds
+the journal of the live page.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
-MOST_EVENTS = 100  # that are remembered
-# What a step does to a class, and what its undoing does
+MOST_EVENTS = 100  # events that are kept
+# The text for each step, when taken and when undone
 WORDS = {
     TIGHTEN: (
         "a replica counts as full for class {qos} at 0.8 of what it may have",
@@ -57,8 +57,8 @@ WORDS = {
     HALVE: ("every other request of class {qos} is refused", "class {qos} is admitted again"),
     SHED: ("class {qos} is refused", "every other request of class {qos} is admitted again"),
 }
-Gain = dict["Key", list[float]]  # of a histogram's buckets and sum
-# What is said of a trial when it begins, and at its end
+Gain = dict["Key", list[float]]  # the growth of a histogram's buckets and sum
+# The texts of a trial at its begin and its end
 TRIAL = (
     "admitted for a trial are classes that were refused: limits are missed, or nearly, all the same "
     "({missed:.1f} % of the requests of a higher class)"
@@ -68,8 +68,11 @@ MORE, ENOUGH = "more replicas are needed: limits are missed", "no more replicas 
 
 
 class Fleet:
-    """One model's replicas. `names`: what a metric calls the models that were asked for there, adapters too; `base`:
-    what it calls the model that they are adapters of, "" where that is not known."""
+    """One model's replicas under overload control.
+
+    `names`: the model labels in metrics that were requested there, adapters included.
+    `base`: the label of their base model, "" if unknown.
+    """
 
     def __init__(self, admission: Admission, control: Control):
         self.admission, self.control = admission, control
@@ -79,12 +82,12 @@ class Fleet:
 
     @property
     def name(self) -> str:
-        """The same in all workers and at all times, whatever was asked for: alerts and autoscalers go by it."""
+        """The label that alerts and autoscalers use, the same in all workers and at all times."""
         return self.base or min(self.names, default="")
 
 
 class Gained:
-    """What the histograms of answers gained between two looks, by class and model; the first look is made here."""
+    """The growth of the answers' histograms since the last look, by class and model."""
 
     def __init__(self, histograms: Sequence[Histogram]) -> None:
         self._of = [(Gains(), one) for one in histograms]
@@ -95,6 +98,8 @@ class Gained:
 
 
 class OverloadControl:
+    """Overload control for all models of the gateway."""
+
     def __init__(
         self,
         classes: tuple[QosClass, ...],
@@ -103,29 +108,34 @@ class OverloadControl:
         look_at_queue: Callable[[], None],
         unanswered: Callable[[float], Mapping[tuple[str, str], Sequence[float]]],
     ):
-        """`look_at_queue`: have it seen to that who waits may have to go, or may be sent. `unanswered`: at a moment,
-        how many seconds streams have waited for a first token, by class and model."""
+        """Create the control loop.
+
+        `window`: seconds of a window.
+        `look_at_queue`: has the queue check its waiting requests.
+        `unanswered(now)`: returns, by class and model, the seconds that streams have waited for a first token.
+        """
         self._unanswered = unanswered
         self._classes, self._window, self._metrics = classes, window, metrics
         self._look_at_queue = look_at_queue
         self._until = monotonic() + window
-        # A bucket is 12 % wide: answers of 45 ms each would else be read as 50.1 ms, above a limit of 50 ms.
+        # Split the buckets at the limits. They are 12 % wide: answers of 45 ms would otherwise be read as 50.1 ms,
+        # above a limit of 50 ms.
         ttfts, tpots = [
             [limit for limit in limits if limit is not None] for limits in zip(*[one.slo for one in classes])
         ]
         for histogram, limits in ((metrics.answer_ttft_seconds, ttfts), (metrics.answer_tpot_seconds, tpots)):
             histogram.split([_border(limit * share) for limit in limits for share in BORDERS])
-        # The whole answers have no limit. Of those that are not streamed they alone say that there were such.
+        # Whole answers have no limit; they are read since non-streamed answers are in no other histogram.
         self._histograms = metrics.answer_ttft_seconds, metrics.answer_tpot_seconds, metrics.answer_e2e_seconds
         self._gained = Gained(self._histograms)
-        self._late: Gained | None = None  # in the last third of the window, once that has begun
+        self._late: Gained | None = None  # since the last third of the window began
         self._fleets: dict[Admission, Fleet] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
         self.on_change: Callable[[dict[str, Any]], None] = lambda event: None
         metrics.read_from(self.reading)
 
     def follow(self, admission: Admission, name: str, base: str = "") -> None:
-        """Requests of this name are admitted there, by replicas of the model `base`."""
+        """Note that requests for the model label `name` are admitted there, by replicas of the model `base`."""
         fleet = self._fleets.get(admission)
         if fleet is None:
             fleet = self._fleets[admission] = Fleet(admission, Control(self._classes, admission.observes))
@@ -133,14 +143,17 @@ class OverloadControl:
         fleet.base = base
 
     def keep(self, admissions: Iterable[Admission], models: Set[str]) -> None:
-        """There are these now, and a metric has these models."""
+        """Drop other admission instances than these, and other model labels."""
         self._fleets = {one: self._fleets[one] for one in admissions if one in self._fleets}
         for fleet in self._fleets.values():
             fleet.names = fleet.names & models or fleet.names
 
     def look(self, now: float) -> None:
-        """Judge the window if it is over: 3 ms of CPU for 256 series of each histogram, and as much when
-        its last third begins. All fleets have the same one, so that each series is looked at once."""
+        """Judge the window if it is over; `now` in monotonic seconds.
+
+        That takes 3 ms of CPU for 256 series of each histogram, and as much when its last third begins. All fleets have
+        the same window, so each series is read once.
+        """
         if now < self._until:
             if self._late is None and now >= self._until - LATELY * self._window:
                 self._late = Gained(self._histograms)
@@ -165,7 +178,7 @@ class OverloadControl:
             self._judge(fleet, pressures, late, now)
 
     def _seen(self, gained: Sequence[Gain], qos: QosClass, fleet: Fleet) -> Answers:
-        """What the histograms say of a class's answers by this fleet."""
+        """Return the statistics of a class's answers from this fleet."""
         ttft, tpot, whole = [
             _seen(histogram.bounds, gain, qos.name, fleet.names, limit)
             for histogram, gain, limit in zip(self._histograms, gained, (*qos.slo, None))
@@ -188,7 +201,7 @@ class OverloadControl:
             fleet.admission.obey(control, now)
             self._look_at_queue()
 
-    # --- what is said of it
+    # --- events and status
 
     def _tell(self, fleet: Fleet, change: Change) -> None:
         step, qos = change.rung.step, change.rung.qos
@@ -205,7 +218,7 @@ class OverloadControl:
         self.on_change(event)
 
     def status(self) -> dict[str, Any]:
-        """For `/status`: of each model what is taken from whom now, and the last events, the latest at the end."""
+        """Return the state for `/status`: the steps in force for each model, and the last events, oldest first."""
         return {
             "window_seconds": self._window,
             "models": [
@@ -225,7 +238,7 @@ class OverloadControl:
         }
 
     def reading(self) -> dict[str, Any]:
-        """For `Metrics.read_from`; of fleets of one name, as two variants of a model have it, the worst."""
+        """Return the gauges for `Metrics.read_from`; of fleets with the same name, the worst."""
         level: dict[str, int] = {}
         ratio: dict[tuple[str, str], float] = {}
         wanted: dict[str, int] = {}
@@ -245,7 +258,7 @@ def control_of(
     look_at_queue: Callable[[], None],
     unanswered: Callable[[float], Mapping[tuple[str, str], Sequence[float]]],
 ) -> OverloadControl | None:
-    """None where it is switched off, nobody is refused, or there are no limits that could be missed."""
+    """Return the control loop; None if it is off, nothing is ever refused, or no class has limits."""
     classes, rules = overload.classes.all, overload.rules
     if rules.control_window is None or rules.when_full == (OBSERVE,) or all(one.slo == NO_LIMITS for one in classes):
         return None
@@ -255,7 +268,7 @@ def control_of(
 def _seen(
     bounds: Sequence[float], gained: Mapping[Key, list[float]], qos: str, names: Iterable[str], limit: float | None
 ) -> Seen | None:
-    """Of a class, whichever of the fleet's models was asked for. Some bucket ends at the limit."""
+    """Return the statistics of a class over all of the fleet's models; the histogram has a bucket border at `limit`."""
     found = [gain for name in names if (gain := gained.get((qos, name))) is not None]
     if not found:
         return None
@@ -266,9 +279,9 @@ def _seen(
     answers = sum(counts)
     if not answers:
         return None
-    if limit is None:  # all that counts is that there were answers
+    if limit is None:  # only the number of answers matters
         return Seen(answers, 0.0, 0.0)
-    # A hair less: what falls between two buckets is in the lower one, so the limit itself is kept.
+    # Slightly less, so that a share at the border of two buckets is in the lower one, and the limit itself is met.
     shares = [max(0.0, share - 1e-9) for share in (0.99, 0.999, 1.0 - 1.0 / answers)]
     p99, p999, second = [quantile(bounds, counts, share) or 0.0 for share in shares]
     late = sum(counts[bisect_right(bounds, _border(limit)) :])
@@ -276,5 +289,5 @@ def _seen(
 
 
 def _border(seconds: float) -> float:
-    """Return where a bucket ends: 39.3 ms has the same end whether it is read or multiplied."""
+    """Return a bucket border without rounding error: 39.3 ms must be the same whether read or multiplied."""
     return float(f"{seconds:.12g}")

@@ -1,4 +1,4 @@
-"""Deadlines of a request under way: what the sweep does that looks at it now and then, once it has waited too long.
+"""Deadlines of requests under way, which the sweep checks now and then.
 
 A replica is only blamed for time in which this process itself ran: each deadline is measured by `Pulse.ran`.
 """
@@ -17,32 +17,37 @@ from .figures import Figures
 from .retries import HUNG, NO_CRASHES, PREFILL_FAILED, STALLED, TIMEOUT, TRANSFER_STALLED
 from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
-# Comments and pings that keep a connection alive are held back so long after a request was sent, since until then a
-# failure can be told by a status; from then on they pass as they come.
+# How long after a request was sent comments and pings that keep a connection alive are held back. Until then a failure
+# can be reported by a status; after that they are relayed as they come.
 COMMENT_SECONDS = 1.0
 # Keep-alives that follow an announcement (`response.created`, a chunk with only the role) are held for five seconds:
 # once they are sent, no other replica can answer, because it would announce another id. Clients and proxies give up
 # after 10 to 60 s of silence.
 KEEP_ALIVE_SECONDS = 5.0
-# Seconds that a request without a first byte stays where it was sent once that replica is in this state and, where its
-# engine is there, computes nothing.
+# Seconds that a request without a first byte stays at a replica in this state while that shows no sign of computing.
 PATIENCE = {State.DEGRADED: 10.0, State.LEAVING: STANDS_STILL, State.FAILED: 0.0}
-FIRST_LEG_SECONDS = 10.0  # from the head of a first leg's answer, which follows its work, to the end of its few bytes
-LOST_SILENCE = 10.0  # seconds between two pieces of a stream from a replica that is lost
+FIRST_LEG_SECONDS = 10.0  # from the head of a first leg's answer, sent after the prefill, to the end of its few bytes
+LOST_SILENCE = 10.0  # seconds without a byte after which a stream from a lost replica is given up
 
 
 class Deadlines:
+    """The deadlines of all requests under way."""
+
     def __init__(
         self, conductor: Conductor, figures: Figures | None, *, request_timeout: float, idle_timeout: float
     ) -> None:
-        """`request_timeout`: seconds until the first byte of an answer; `idle_timeout`: between two pieces of one."""
+        """Create the deadlines.
+
+        `request_timeout`: seconds until the first byte of an answer.
+        `idle_timeout`: seconds between two reads of an answer.
+        """
         self._conductor, self._figures = conductor, figures
         self._request_timeout, self._idle_timeout = request_timeout, idle_timeout
         self._placing, self._judge, self._settling = conductor.placing, conductor.judge, conductor.settling
         self._ran = self._settling.pulse.ran
 
     def check(self, exchange: Exchange, now: float) -> None:
-        """Have what follows be done if it has waited too long for what it waits for."""
+        """Check a request's deadlines, and act on those that have passed."""
         if exchange.state is ExchangeState.ENDED:
             return
         if exchange.state is ExchangeState.ANSWERING:
@@ -59,7 +64,7 @@ class Deadlines:
         if exchange.state is ExchangeState.RESUMING and exchange.stream_record is not None:
             since = exchange.stream_record.broke_at
         if attempt is not None and attempt.state is AttemptState.AWAITING:
-            since = max(since, attempt.seen_at)  # when it last sent a comment to say that it is alive
+            since = max(since, attempt.seen_at)  # when it last sent a keep-alive comment
         if self._ran(since, now) > self._request_timeout:
             self._settling.failed(attempt.backend if attempt else None, TIMEOUT)
             self._time_out(exchange, self._late(attempt))
@@ -74,15 +79,14 @@ class Deadlines:
         return ApiError(504, f"replica {attempt.backend.id} {what}", discreet=f"the replica {what}")
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        first_leg = attempt.leg is Leg.PREFILL  # the client gets nothing of its answer
-        # An error is sent whole, in the format of the client's API, so no part of it passes.
+        first_leg = attempt.leg is Leg.PREFILL  # its answer is not relayed
+        # An error is relayed as a whole, in the format of the client's API, so no part of it is sent early.
         passes = attempt.withheld and attempt.status == 200 and not first_leg
         held_back = self._ran(attempt.sent_at, now) if passes else 0.0
         if held_back > COMMENT_SECONDS and attempt.streams:
             self._conductor.pass_keep_alives(exchange, attempt, now)
-        # These keep-alives may end in the middle of a comment: they pass as they are, because the rest of the comment
-        # follows in the next read. A resumed stream needs no other event first, because what resumes it writes only
-        # whole events.
+        # These keep-alives may end within a comment, whose rest follows in the next read. A resumed stream needs no
+        # other event first, since only complete events of it are written.
         if (
             held_back > KEEP_ALIVE_SECONDS
             and attempt.beginning is not None
@@ -123,10 +127,12 @@ class Deadlines:
         self._conductor.failed(attempt, UpstreamError(HUNG, f"is {state} and sent no byte for {silent:.0f} s"))
 
     def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
-        """Whether an unanswered request should leave a replica that is lost, or that is unwell and has had its time,
-        for one that is ready. What was computed for it is computed again: slowness alone is no reason, and an
-        engine whose counters move computes, whatever it answers to others. A request that was moved once is moved again
-        only from a replica that is failed or leaving."""
+        """Return whether an unanswered request should move from a lost or unhealthy replica to a ready one.
+
+        Its work is then done again, so slowness alone is no reason, and an engine whose counters move computes,
+        whatever it answers to probes. A request that was moved once is moved again only from a replica that is failed
+        or leaving.
+        """
         state = attempt.backend.replica.state
         moves_again = state in (State.FAILED, State.LEAVING) or exchange.crashes == NO_CRASHES
         patience = PATIENCE.get(state) if moves_again else None
@@ -139,8 +145,10 @@ class Deadlines:
         return self._judge.others(exchange, attempt)[0].replica.state is State.READY
 
     def _stood_still(self, attempt: Attempt, now: float) -> float:
-        """Return for how many seconds the replica has had the request and shown no sign of computing. For one that is
-        leaving this is known only while its figures can still be read."""
+        """Return for how many seconds the replica has had the request and shown no sign of computing.
+
+        For one that is leaving this is known only while its metrics can still be read.
+        """
         replica, since = attempt.backend.replica, attempt.sent_at
         if replica.state is State.FAILED:
             return self._ran(since, now)
@@ -149,8 +157,11 @@ class Deadlines:
         return self._ran(max(since, min(replica.moved_at, now)), max(since, now))
 
     def _silence(self, attempt: Attempt, now: float) -> float:
-        """Return after how many seconds without a byte a stream is given up. An engine that was asked to stop may have
-        ended its core and wait for its connections to close, which never happens if nobody gives them up."""
+        """Return after how many seconds without a byte a stream is given up.
+
+        That is shorter for a lost replica: an engine that was asked to stop may have ended its core and wait for its
+        connections to close, which never happens if nobody closes them.
+        """
         state = attempt.backend.replica.state
         lost = state is State.FAILED or (
             state is State.LEAVING and self._stood_still(attempt, now) >= PATIENCE[State.LEAVING]
@@ -158,7 +169,7 @@ class Deadlines:
         return min(self._idle_timeout, LOST_SILENCE) if lost else self._idle_timeout
 
     def _stalled(self, exchange: Exchange, seconds: float) -> None:
-        if exchange.client.writing_paused:  # it is the client that does not take what is there
+        if exchange.client.writing_paused:  # the client is the one that does not read
             client = exchange.client
             self._conductor.dispatch(exchange, ExchangeEvent.GONE)
             client.abort()

@@ -1,8 +1,8 @@
-"""Decisions for somebody else's proxy: a request gets a replica and is counted there, and its bytes pass elsewhere.
+"""Decisions for another proxy (`/decide`): a request is placed and counted here, and forwarded by the caller.
 
-What an `Exchange` learns from its own sockets, the caller tells: the first byte, the end. Load is counted from the
-choice on, so whoever asks next sees it. Each report renews a lease; a request not heard of within it is taken off the
-ledger, so a caller that dies leaves nothing behind.
+The caller reports what an `Exchange` learns from its own sockets: the first byte and the end. Load is counted from the
+choice on, so later choices see it. Each report renews a lease; a request without a report within its lease is taken off
+the ledger, so a caller that dies leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from ..prompt import Prompt
     from .backend import Backend
 
-LEASE = 60.0  # seconds without a word, unless the caller asks for another time
+LEASE = 60.0  # seconds without a report, unless the caller requests another time
 LEASES = (1.0, 3600.0)
-# Seconds after a lease's end for words that came in time: when this process stood still for less than `Pulse` notes,
-# they have not been read.
+# Seconds after a lease's end in which reports that came in time may still be read: this process may have been held up
+# for less than `Pulse` notices.
 GRACE = 0.25
-LEAST_LEFT = 0.1  # seconds; less than that is how exactly timers and the clock agree
-# Under way at once: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well
+LEAST_LEFT = 0.1  # seconds; timers and the clock do not agree more exactly
+# Limits on decisions under way: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well.
 MOST, MOST_BYTES = 16_384, 256 * 2**20
-# Seconds for which a replica counts as late because nothing is told of a request: its caller may as well have died
+# Seconds for which a request without a report makes its replica count as late; after that its caller may have died.
 SILENT = 5.0
-MOST_CANDIDATES = 8  # named; nobody tries more, and each costs a choice
+MOST_CANDIDATES = 8  # candidates in an answer: each costs a choice
 
 
 class Leased:
-    """A request that is answered elsewhere: its one attempt, and how long nothing may be heard of it."""
+    """A request that another proxy forwards: it has one attempt, and a lease instead of a connection."""
 
     __slots__ = ("id", "prompt", "tried", "attempt", "stages", "seconds", "found", "timers", "size", "headers")
 
-    response: str | None = None  # no answer passes here, so nobody knows who made one
+    response: str | None = None  # answers are not seen here, so the makers of responses are not known
     model: str | None = None
-    tenant = None  # its caller asks clients for their keys
+    tenant = None  # its caller authenticates clients
     attempt_type = Attempt
 
     def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], seconds: float, headers: Mapping[str, str]):
@@ -56,7 +56,7 @@ class Leased:
         self.attempt: Attempt = None  # type: ignore[assignment]  # until a replica is found
         self.stages: list[tuple[str, float]] = []
         self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        self.timers: dict[Callable[[Leased], None], asyncio.TimerHandle] = {}  # by what they call
+        self.timers: dict[Callable[[Leased], None], asyncio.TimerHandle] = {}  # by their callbacks
         self.headers = headers  # until it is placed
         self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
 
@@ -68,7 +68,7 @@ class Leased:
 
     def add_attempt(self, attempt: Attempt) -> None:
         self.attempt, self.prompt = attempt, attempt.prompt or self.prompt
-        attempt.status, attempt.sent_at = 200, attempt.begun_at  # what goes wrong is the caller's to see
+        attempt.status, attempt.sent_at = 200, attempt.begun_at  # the caller handles errors
 
     def header(self, name: bytes) -> str | None:
         return self.headers.get(name.decode("latin-1"))
@@ -81,11 +81,11 @@ class Leased:
 
     def placed(self) -> None:
         self.headers = {}
-        if not self.found.done():  # else the caller has left
+        if not self.found.done():  # the caller is still there
             self.found.set_result(self.attempt)
 
     def unplaced(self, error: Exception) -> None:
-        error.__traceback__ = None  # it has this in its frames, and `found` keeps the error: a cycle
+        error.__traceback__ = None  # its frames refer to this request, and `found` to the error: a cycle
         if not self.found.done():
             self.found.set_exception(error)
 
@@ -97,19 +97,27 @@ class Leased:
 
 
 class Decisions:
-    """Those whose end has not been told. `name` begins their ids."""
+    """The decisions under way; `name` is a prefix of their ids."""
 
     def __init__(self, proxy: Proxy, name: str = ""):
         self._proxy = proxy
         self._placing, self._settling, self._router = proxy.placing, proxy.settling, proxy.router
         self._ids = map(f"{name}{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._open: dict[str, Leased] = {}
-        self._bytes = 0  # of what is under way, and of bodies that are being prepared
+        self._bytes = 0  # held by decisions under way, and by bodies that are being prepared
 
     async def decide(
         self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE
     ) -> dict[str, Any]:
-        """Choose and reserve. Raises ApiError for the client's faults, and where nobody can take the request."""
+        """Choose a replica for a request and reserve its load.
+
+        `path`, `body`, `headers`: of the client's request.
+        `exclude`: ids of replicas that have failed it.
+        `lease`: seconds until the first report.
+
+        Returns the decision as JSON data. Raises ApiError for the client's faults, and if no replica can take the
+        request.
+        """
         if (refused := self._proxy.refusal(path, "POST")) is not None:
             raise refused
         if len(self._open) >= MOST or self._bytes >= MOST_BYTES:
@@ -123,16 +131,16 @@ class Decisions:
             prompt = await self._proxy.preparation.prompt(path, body, headers)
         finally:
             self._bytes -= len(body)
-        prompt.token_ids = b""  # nothing is sent from here
+        prompt.token_ids = b""  # the gateway does not forward this request
         leased = Leased(next(self._ids), prompt, tried, lease, headers)
         try:
             self._placing.place(leased)
             attempt = await leased.found
-        except BaseException:  # an answer of the shared ledger that comes after a cancellation is taken back there
-            if leased.attempt is not None:  # it has answered in the same turn
+        except BaseException:  # a shared decision that comes after a cancellation is undone by the shared ledger
+            if leased.attempt is not None:  # it came in the same event-loop iteration
                 self._router.abandon(leased.attempt.placement)
             self._leave_queue(leased)
-            del leased  # what is raised is held by it, and holds this frame
+            del leased  # it refers to the exception, and that to this frame: a cycle
             raise
         self._leave_queue(leased)
         for stage, seconds in leased.stages:
@@ -142,14 +150,14 @@ class Decisions:
         self._renew(leased)
         self._router.tells_end_alone(attempt.placement)
         self._after(max(0.0, attempt.placement.reservation.due - monotonic() + SILENT), self._disregard, leased)
-        if not attempt.streams:  # no first byte to tell of: as `still_unanswered`
+        if not attempt.streams:  # no first byte is reported; see `Settling.still_unanswered`
             asyncio.get_running_loop().call_later(
                 attempt.placement.ttft, self._router.first_token, attempt.placement, None
             )
         return self._told(leased, attempt)
 
     def _leave_queue(self, leased: Leased) -> None:
-        """It has a replica, or wants none any more. Not before: one that was admitted may have to be placed again."""
+        """Drop a request from the queue once it has a replica or needs none; before, it may have to be placed again."""
         if self._placing.queue is not None:
             self._placing.queue.forget(leased)
 
@@ -178,7 +186,7 @@ class Decisions:
         }
 
     def _in_order(self, leased: Leased, chosen: Backend) -> list[str]:
-        """Whom the gateway itself would try, one after the other."""
+        """Return the ids of the replicas that the gateway itself would try, in order."""
         order = [chosen.id]
         try:
             targets = self._proxy.eligible.targets(leased.prompt, (*leased.tried, chosen))
@@ -188,7 +196,7 @@ class Decisions:
         return order + self._router.ranking(self._placing.demand(leased.prompt, now), targets, now, MOST_CANDIDATES - 1)
 
     async def first_byte(self, id: str) -> dict[str, Any]:
-        """The answer has begun. Told again it only renews the lease."""
+        """Record that the answer has begun, and renew the lease; later calls only renew it."""
         leased = self._find(id)
         attempt = leased.attempt
         if not attempt.first_at:
@@ -199,14 +207,17 @@ class Decisions:
         return {"id": id, "lease_seconds": leased.seconds}
 
     async def done(self, id: str, answer: bytes) -> dict[str, Any]:
-        """It has ended, however. `answer`: its last bytes, with the engine's usage, if that is to be learned from."""
+        """Record the end of a request.
+
+        `answer`: the last bytes of its answer, with the engine's usage, to learn from; may be empty.
+        """
         leased = self._find(id)
         self._close(leased, "done")
         attempt, prompt = leased.attempt, leased.prompt
         is_event = prompt.stream and prompt.path == RESPONSES and not answer.startswith(b"{")
         usage = believed(read_usage(answer, 2 if is_event else 1), *most_tokens(attempt.backend, prompt))
-        attempt.streams &= attempt.first_at > 0  # else nobody knows how long it decoded
-        if answer and not _is_error(answer):  # without one nobody knows how it ended
+        attempt.streams &= attempt.first_at > 0  # without a first byte its decode time is not known
+        if answer and not _is_error(answer):  # without an answer its outcome is not known
             self._router.answered(attempt.placement, monotonic())
         if usage.prompt is not None and not attempt.backend.gone and not _is_error(answer):
             self._settling.finish(attempt, leased.prompt, usage)
@@ -215,7 +226,7 @@ class Decisions:
         return {"id": id, "done": True}
 
     def on(self) -> Counter[str]:
-        """How many there are on each replica."""
+        """Return the number of decisions under way by replica."""
         return Counter(leased.attempt.backend.id for leased in self._open.values())
 
     def _find(self, id: str) -> Leased:
@@ -231,7 +242,7 @@ class Decisions:
         self._after(leased.seconds, self._ran_out, leased)
 
     def _after(self, seconds: float, call: Callable[[Leased], None], leased: Leased) -> None:
-        """Call it once this process ran for so many seconds: while it did not, nobody read what its caller told."""
+        """Call back once this process has run for this many seconds; while it was held up, no report was read."""
         timer = asyncio.get_running_loop().call_later(seconds, self._due, seconds, monotonic(), call, leased)
         leased.timers[call] = timer
 

@@ -1,25 +1,24 @@
-"""Predict, then check: does a replica's part of the map still tell the truth?
+"""The check of a replica's part of the map against the cached tokens that its engine reports. Pure.
 
-Two witnesses. A response that reports its cached tokens is compared at once. Those that report nothing
-(streams whose clients did not ask for usage, engines without the flag) are still in the engine's counts of
-prompt tokens looked up and found; their growth is compared with what was predicted for the requests sent there
-meanwhile. Pure: numbers in, a verdict out.
+Two sources are compared with the predictions. A response that reports its cached tokens is compared at once. Responses
+that do not (streams whose clients did not request usage, engines without the flag) are still in the engine's counters
+of prompt tokens looked up and found; their growth is compared with the predictions for the requests sent meanwhile.
 
-Answers that are off by the same number of tokens, whatever was predicted, show how the engine looks its cache up, say
-that it drops the last block it finds: the map is right, and stays. `offset` has that number.
+If answers differ by the same number of tokens, whatever was predicted, that is how the engine looks up its cache, for
+example that it recomputes the last block: the map is right and is kept. `offset` has that number.
 """
 
 from __future__ import annotations
 
-# A prediction can be off by what was evicted or stored between choice and prefill. Over a window that averages
-# out to under 1 % (bench.exactness); a tenth of all prompt tokens wrong means the map itself is wrong.
+# The share of wrong prompt tokens above which the map itself is wrong. Blocks evicted or stored between choice and
+# prefill make single predictions wrong, which averages out to under 1 % over a window (bench.exactness).
 TOLERATED = 0.10
 WINDOW = 32
-STEADY = 3  # answers in a row with the same offset: one may be what was stored or evicted since the choice
+STEADY = 3  # answers in a row with the same offset; a single one may be due to blocks stored or evicted meanwhile
 
 
 class Drift:
-    """Running comparison for one replica. All figures in tokens."""
+    """The running comparison for one replica, in tokens."""
 
     __slots__ = (
         "_count",
@@ -55,15 +54,19 @@ class Drift:
 
     @property
     def offset(self) -> int:
-        """Tokens that were predicted and not found in each of the last answers; negative: found and not predicted."""
+        """Tokens predicted but not found in each of the last answers; negative if found but not predicted."""
         return self._offset if self._steady >= STEADY else 0
 
     def reported(self, predicted: int, cached: int, tokens: int, fetched: int = 0, block_size: int = 0) -> bool:
-        """Compare one response that reported its cached tokens, and return whether the map has drifted and must heal.
+        """Compare a response that reported its cached tokens; return whether the map has drifted and must heal.
 
-        `cached` counts those in all tiers; `fetched` of the predicted ones are in slower tiers.
+        `predicted`: cached tokens that were predicted.
+        `cached`: the reported ones, in all tiers.
+        `tokens`: prompt tokens.
+        `fetched`: those of the predicted ones that are in slower tiers.
+        `block_size`: tokens per block.
         """
-        self._promised += max(0, cached - fetched)  # the engine counted it as well, but for what it fetched
+        self._promised += max(0, cached - fetched)  # the engine's counters include it, except for fetched tokens
         self._prompts += tokens
         self._count += 1
         error = predicted - cached
@@ -96,19 +99,21 @@ class Drift:
         self._steady += answers
 
     def unreported(self, predicted: int, tokens: int) -> None:
-        """Note a response that did not report its cached tokens, so that only the engine's counters can tell."""
+        """Note a response that did not report its cached tokens, for comparison with the engine's counters."""
         self._promised += predicted
         self._prompts += tokens
         self._silent += tokens
         self._silent_prompts[predicted > 0] += 1
 
     def aside(self) -> None:
-        """Note a response to a request of several prompts or choices. Its report is about one of them, the prediction
-        may be about another, so the counters mean nothing until they are next compared."""
+        """Ignore the engine's counters until they are next compared, after a response that cannot be compared.
+
+        For example, the report on a request with several prompts may be about another one than the prediction.
+        """
         self._aside = True
 
     def _take(self) -> tuple[int, int, int, bool]:
-        """Return what `counted` judges by, and begin to count anew."""
+        """Return the sums that `counted` judges by, and reset them."""
         taken = self._promised, self._prompts, self._silent, self._aside
         self._promised = self._prompts = self._silent = 0
         self._silent_prompts = [0, 0]
@@ -116,11 +121,13 @@ class Drift:
         return taken
 
     def counted(self, queries: float | None, hits: float | None, idle: bool, block_size: int = 0) -> bool:
-        """The engine's totals of tokens looked up and of those found, scraped; `idle`: nothing is in flight that
-        it may have counted already.
+        """Compare the engine's scraped totals; return whether the map has drifted.
 
-        True: the map has drifted. Only judged when idle and when the engine looked up just the prompts known here:
-        others' requests and aborted ones are in its counts too.
+        `queries`, `hits`: tokens looked up and found.
+        `idle`: no request is in flight there that the engine may have counted.
+
+        The totals are only judged when idle, and if the engine looked up just the prompts known here: they include
+        other clients' requests and aborted ones.
         """
         if hits is None or not idle:
             return False
@@ -133,7 +140,7 @@ class Drift:
             return False
         error = promised - int(hits - hit)
         blocks, parts = divmod(abs(error), block_size) if block_size else (0, 1)
-        # what answers were off by alone is not known, but a block each of those with a hit is no accident
+        # The error of single answers is not known, but one block for each answer with a hit is no accident.
         if blocks and not parts and (blocks == expected or (error < 0 and expected < blocks <= expected + without)):
             self._follow(block_size if error > 0 else -block_size, blocks)
             return False

@@ -1,9 +1,8 @@
-"""What answers took, by class and model: time to the first token, between tokens, per token and in all, tokens, and the
-time that requests spent in each phase.
+"""Latencies of answers by class and model: TTFT, ITL, TPOT and total time, tokens, and the time in each phase.
 
-Told of a request at its first token and at its end (`python -m bench.figures`), and of a stream under way by the sweep,
-four times a second; of single tokens never. Without classes, limits and `--slo-figures` there is no `Figures`, and
-a request costs nothing of it.
+Updated at a request's first token and at its end (`python -m bench.figures`), and for a stream under way by the sweep,
+four times a second, never per token. Without classes, limits and `--slo-figures` there is no `Figures`, and requests
+cost nothing for it.
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ from .states import ExchangeState
 if TYPE_CHECKING:
     from ..prompt import Prompt
 
-MOST_MODELS = 64  # names that a label can have; of a gateway that serves more, the rest are one
+MOST_MODELS = 64  # values of the model label; a gateway that serves more counts the rest as OTHER
 OTHER = "other"
 UNANSWERED = frozenset((ExchangeState.PLACING, ExchangeState.QUEUED, ExchangeState.TRYING))
 
 
 class Figures:
+    """The latency metrics of answers."""
+
     def __init__(self, metrics: Metrics, class_of: Callable[[Exchange], str] | None = None):
-        """`class_of`: the name of a request's class; None: all are of one."""
+        """Create the metrics; `class_of` returns the class of a request, None puts all in one class."""
         self._metrics = metrics
         self.class_of = class_of or (lambda exchange: DEFAULT_CLASS.name)
         self.models: dict[str, None] = {}  # values of the label
@@ -38,7 +39,7 @@ class Figures:
     # --- labels
 
     def serve(self, names: Iterable[str]) -> None:
-        """These are the models' names now. One that is served no longer keeps its series while there is space."""
+        """Set the names of the models served now; those no longer served keep their series while there is space."""
         served = sorted(names)
         for name in served:
             if name in self.models:
@@ -53,23 +54,23 @@ class Figures:
             self.models[name] = None
 
     def model_of(self, prompt: Prompt) -> str:
-        """What a client asked for is a label only if it is served."""
+        """Return a prompt's model label: the requested name if it is served, else OTHER."""
         if prompt.model in self.models:
             return prompt.model
         self.models.setdefault(OTHER)
         return OTHER
 
-    # --- what happens to requests
+    # --- events of requests
 
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
-        exchange: Exchange | None = attempt.exchange  # None where the answer passes elsewhere
+        exchange: Exchange | None = attempt.exchange  # None if the gateway does not forward the request
         prompt = attempt.prompt
         if exchange is not None and prompt is not None:
             key = self.class_of(exchange), self.model_of(prompt)
             self._metrics.answer_ttft_seconds.observe(key, attempt.first_at - exchange.begun)
 
     def unanswered(self, exchanges: Iterable[Exchange], now: float) -> dict[tuple[str, str], list[float]]:
-        """Return how many seconds clients have waited for the first token of a stream, by class and model."""
+        """Return the seconds that clients have waited for a stream's first token, by class and model."""
         waited: dict[tuple[str, str], list[float]] = {}
         for one in exchanges:
             if one.state in UNANSWERED and (prompt := one.prompt) is not None and prompt.stream:
@@ -78,12 +79,12 @@ class Figures:
         return waited
 
     def passing(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        """A stream has had more pieces since `seen_at`, when the sweep last saw one.
+        """Observe the inter-token latencies of a stream since `seen_at`, when the sweep last saw new reads.
 
-        The sweep comes every `SWEEP_SECONDS`, so beyond that the stream stood still, and one gap was at least as long:
-        a mean over the pieces that came behind it would hide the pause that a client saw.
+        The sweep comes every `SWEEP_SECONDS`. Time beyond that was a pause, observed as one gap: a mean over the reads
+        that came after it would hide a pause that the client saw.
         """
-        pieces = attempt.pieces - max(attempt.seen_pieces, 1)  # from the first piece on
+        pieces = attempt.pieces - max(attempt.seen_pieces, 1)  # without the first one
         if pieces > 0 and attempt.streams and attempt.prompt is not None and not attempt.pauses and attempt.first_at:
             key = self.class_of(exchange), self.model_of(attempt.prompt)
             elapsed = now - attempt.seen_at
@@ -112,7 +113,7 @@ class Figures:
         if usage.cached:
             metrics.answer_tokens.inc(*key, "cached", by=usage.cached)
         begun = exchange.attempts[0].begun_at
-        sent = beginning.begun_at if beginning.leg is None else begun  # what a first leg took is part of the prefill
+        sent = beginning.begun_at if beginning.leg is None else begun  # a first leg's time is part of the prefill
         prepared = exchange.prepared_at or begun
         phases = metrics.answer_phase_seconds
         phases.inc(qos, "prepare", by=prepared - exchange.begun)

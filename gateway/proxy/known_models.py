@@ -1,5 +1,4 @@
-"""The models and adapters that replicas reported, also those of replicas that are away and of pods that went, and the
-error for one that no replica serves now."""
+"""The models and adapters that replicas have reported, present or away, and the error for one that is not served."""
 
 from __future__ import annotations
 
@@ -19,27 +18,28 @@ if TYPE_CHECKING:
     from ..tenants.tenant import Tenant
     from .backend import Backend
 
-# Of the 503 for a model that no replica is known to serve, while some have not told theirs.
+# The code of the 503 for a model that no replica is known to serve, while some have not reported theirs.
 MODEL_NOT_KNOWN = "model_not_known"
-EXPECTED_SECONDS = 600.0  # that a model is waited for after a pod of it went: the next one is found a place first
-MOST_NAMES = 4096  # of pods that went: the latest are kept
+EXPECTED_SECONDS = 600.0  # how long a pod's replacement is expected, which has to be scheduled first
+MOST_NAMES = 4096  # models of removed pods that are kept, the latest ones
 TAKEN_OUT = (State.DRAINING, State.STOPPED)  # by an operator, or with its pod
-UNTOLD = (State.STARTING, State.WARMING, State.FAILED)  # in these a replica is expected to tell its models by itself
+UNTOLD = (State.STARTING, State.WARMING, State.FAILED)  # states in which a replica is expected to report its models
 
 
 class KnownModels:
-    """`replicas`: all that are known. `backends` are those that were ready once."""
+    """The names of models and adapters by replica, with those of removed pods."""
 
     def __init__(self, backends: Mapping[str, Backend], replicas: Mapping[str, Replica]):
+        """Create the registry; `replicas` are all known ones, `backends` those that have been ready once."""
         self._backends, self._replicas = backends, replicas
-        self.unlisted: Callable[[], str] = lambda: ""  # why `replicas` may lack some that there are; "": it lacks none
+        self.unlisted: Callable[[], str] = lambda: ""  # why `replicas` may be incomplete; "" if it is not
         self._now: Collection[str] = ()  # the names that are served
-        self._served: dict[str, frozenset[str]] = {}  # by replica: the names it reported last, also while it is away
-        self._pod_went: dict[str, float] = {}  # by name: when a pod of it went last, the latest last
-        self._gone: set[str] = set()  # of these, those that no replica has served since
+        self._served: dict[str, frozenset[str]] = {}  # replica -> the names that it reported last
+        self._pod_went: dict[str, float] = {}  # name -> when its last pod was removed, in order of time
+        self._gone: set[str] = set()  # names of removed pods that no replica has served since
 
     def changed(self, now: Collection[str]) -> None:
-        """These names are served `now`."""
+        """Set the names that are served `now`."""
         self._now = now
         self._gone.difference_update(now)
         reported = {id: frozenset(backend.replica.models) for id, backend in self._backends.items()}
@@ -47,13 +47,13 @@ class KnownModels:
         self._served = before | {id: names or self.served_by(id) for id, names in reported.items()}
 
     def served_by(self, replica: str) -> frozenset[str]:
-        """Return the names that it reported last, also while it is away."""
+        """Return the names that a replica reported last, even if it is away."""
         return self._served.get(replica, frozenset())
 
-    # --- pods that went
+    # --- removed pods
 
     def expect_back(self, replicas: Iterable[Replica]) -> None:
-        """The pods of these replicas go, and most likely others come in their place."""
+        """Note that the pods of these replicas are being removed, and are probably replaced."""
         now = monotonic()
         names = {name for one in replicas for name in (*self._reported_names(one), one.required_model) if name}
         before = [(name, at) for name, at in self._pod_went.items() if name not in names]
@@ -61,22 +61,25 @@ class KnownModels:
         self._gone = (self._gone | names) & {*self._pod_went}
 
     def expected_back(self) -> dict[str, float]:
-        """Return the names whose pods are expected back, and how many seconds ago a pod of each went."""
+        """Return the names whose pods are expected back, with the seconds since a pod of each was removed."""
         return {name: seconds for name, seconds in self._since_pod_went().items() if seconds < EXPECTED_SECONDS}
 
     def gone(self) -> list[str]:
-        """Return the names that no replica has served since a pod of them went. A replica that is away, drained or on
-        its way out serves no new request, so it does not count, and an operator's removal of it changes nothing."""
+        """Return the names that no replica has served since a pod of them was removed.
+
+        A replica that is away, drained or shutting down serves no new request, so it does not count, and an operator's
+        removal of it changes nothing.
+        """
         return sorted(self._gone.difference(self._now))
 
     def _since_pod_went(self) -> dict[str, float]:
         now = monotonic()
         return {name: now - at for name, at in self._pod_went.items()}
 
-    # --- a worker in another one's place
+    # --- handover to another worker process
 
     def handed_on(self) -> dict[str, Any]:
-        """Return what it goes on with: the names that each replica served last, and the arguments of `resume`."""
+        """Return the state for another process: the names by replica, and the arguments of `resume`."""
         return {
             "served": {id: sorted(names) for id, names in self._served.items() if names},
             "since_pod_went": {
@@ -88,20 +91,23 @@ class KnownModels:
         }
 
     def resume(self, since_pod_went: Mapping[str, float], gone: Iterable[str]) -> None:
-        """Take over what another process saw of pods that went, as `handed_on` returns it."""
+        """Take over what another process knew of removed pods, as `handed_on` returns it."""
         now = monotonic()
         self._pod_went = {name: now - seconds for name, seconds in since_pod_went.items()} | self._pod_went
         self._gone.update(name for name in gone if name in self._pod_went)
 
     def served_before(self, replica: str, names: Iterable[str]) -> None:
-        """A replica served these names before this process began."""
+        """Note the names that a replica served before this process began."""
         self._served.setdefault(replica, frozenset(names))
 
-    # --- a model that nobody serves now
+    # --- models that are not served now
 
     def is_away(self, model: str) -> bool:
-        """Whether a replica that is not ready served it before, or has to serve it, or a pod of it went lately. A drain
-        is a step of an upgrade where the replica has served; where it never has, nobody waits for it."""
+        """Return whether a model is not served now, but may come back.
+
+        So it is if a replica that is not ready served it before or is required to serve it, or a pod of it was removed
+        lately. A drained replica counts only if it has served the model: a drain is then a step of an upgrade.
+        """
         return (
             self._has_served(model)
             or any(one.required_model == model and one.state not in TAKEN_OUT for one in self._replicas.values())
@@ -109,8 +115,11 @@ class KnownModels:
         )
 
     def no_replica_error(self, model: str | None, tenant: Tenant | None) -> ApiError:
-        """Return why nobody serves this model: it is not served here, no replica of it is ready, or one that is not
-        ready may serve it. For a tenant it names no models but those that the tenant may use."""
+        """Return the error for a model that is not served now.
+
+        It says that the model does not exist, that no replica of it is ready, or that one may still serve it. For a
+        tenant it names only models that the tenant may use.
+        """
         known = self._now
         if model is not None and known and model not in known and not self.is_away(model):
             untold = [_described(one) for one in self._replicas.values() if self._is_untold(one)]
@@ -125,28 +134,31 @@ class KnownModels:
         return ApiError(503, f"{what} ({'; '.join(states) or 'none is known'})", discreet=what)
 
     def _has_served(self, model: str) -> bool:
-        """Whether a known replica reported this name last."""
+        """Return whether a known replica reported this name last."""
         return any(model in names for id, names in self._served.items() if id in self._backends or id in self._replicas)
 
     def _is_expected_back(self, model: str) -> bool:
         return monotonic() - self._pod_went.get(model, -inf) < EXPECTED_SECONDS
 
     def _is_untold(self, replica: Replica) -> bool:
-        """Whether it is expected to tell its models, and has not yet. What is no engine has none to tell."""
+        """Return whether a replica is expected to report its models and has not yet."""
         return replica.state in UNTOLD and not replica.foreign and not self._reported_names(replica)
 
     def _reported_names(self, replica: Replica) -> Collection[str]:
-        """The names that it has reported, now or before it went away."""
+        """Return the names that a replica reports now, or reported before it went away."""
         return replica.models or self.served_by(replica.id)
 
     def _may_serve(self, replica: Replica, model: str | None) -> bool:
-        """Whether it serves that model once it is ready, as far as is known."""
+        """Return whether a replica will serve the model once it is ready, as far as is known."""
         return model is None or may_serve(model, self._reported_names(replica), replica.required_model)
 
 
 def unknown_model_error(model: str, known: Collection[str], untold: Sequence[str]) -> ApiError:
-    """Refuse a model that no replica is known to serve. A 404 is final to clients, so none is given while replicas may
-    serve it that have not told their models. `untold`: these, in words."""
+    """Return the error for a model that no replica is known to serve.
+
+    A 404 is final to clients, so the status is 503 while replicas have not reported their models; `untold` describes
+    these.
+    """
     served = f"served here: {', '.join(sorted(known)) or 'none'}"
     if untold:
         what = f"no replica is known to serve {model[:200]!r} ({served})"

@@ -1,9 +1,9 @@
-"""What becomes of the other leg of a request when one of them ends.
+"""The effect of a failed leg on the other leg of its request.
 
-Of legs that follow each other only one is under way, and the other is no more than a reservation. Of legs that are sent
-at once one computes and the other waits for it, each at its own replica: where one fails before the client has a byte,
-the other is dropped, which makes its engine free what it holds, and the request is placed anew. After that only the
-first leg can fail without the answer, which goes on: the client gets nothing of that leg.
+Of consecutive legs only one is under way, and the other is just a reservation. Of simultaneous legs one computes while
+the other waits for it at its own replica. Where one of these fails before the client has a byte, the other is dropped,
+so that its engine frees the blocks, and the request is placed again. After that, a failure of the first leg does not
+end the answer, since the client gets nothing of that leg.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ if TYPE_CHECKING:
 
 
 class Begins(Protocol):
+    """The part of `Conductor` that starts attempts."""
+
     def begin_attempt(self, exchange: Exchange, attempt: Attempt) -> None: ...
 
 
 class LegEnds:
+    """The handler of failed legs."""
+
     def __init__(self, conductor: Begins, settling: Settling, metrics: Metrics):
         self._conductor, self._settling, self._metrics = conductor, settling, metrics
 
     def what_failed(self, exchange: Exchange, attempt: Attempt, error: UpstreamError, failed: Failed) -> Failed | None:
-        """What a failed leg is to its exchange; None: nothing, that goes on."""
+        """Return the failure of a leg as its exchange sees it; None if the exchange goes on."""
         legs = exchange.legs
         if legs is None:
             return failed
@@ -46,7 +50,7 @@ class LegEnds:
         )
 
     def failed(self, exchange: Exchange, attempt: Attempt, kind: str, following: Next) -> None:
-        """One failed, and this follows."""
+        """Settle a failed leg, given what follows it."""
         legs, leg = exchange.legs, attempt.leg
         if legs is None or leg is None:
             return
@@ -58,7 +62,7 @@ class LegEnds:
             self.drop(exchange)
 
     def drop(self, exchange: Exchange) -> None:
-        """No leg but the last attempt is wanted any more: what they have is given back, and nothing is expected."""
+        """Release the reservations and the first leg of a request that goes on without legs."""
         legs, exchange.legs = exchange.legs, None
         if legs is not None:
             self._settling.drop_first(legs)
@@ -67,8 +71,11 @@ class LegEnds:
                     self._settling.release(placement)
 
     def _first_failed(self, exchange: Exchange, first: Attempt, error: UpstreamError, stale: bool) -> bool:
-        """A first leg that ran beside the second one has failed; whether the exchange fails with it. It is its last
-        attempt then. `stale`: it was sent on a kept connection that may have died of old age."""
+        """Settle a failed first leg that ran at the same time as the second; return whether the exchange fails.
+
+        If it does, the first leg becomes its last attempt. `stale`: it was sent on a pooled connection that may have
+        timed out.
+        """
         legs, attempts = exchange.legs, exchange.attempts
         assert legs is not None
         legs.first = None

@@ -1,1 +1,1 @@
-"""One request's life: admit, choose, forward, retry, settle."""
+"""The path of one request: admit, choose a replica, forward, retry, settle."""

@@ -1,21 +1,23 @@
-"""Forward token ids in place of text, to replicas that were shown to make the same ids themselves.
+"""Forwarding of token ids in place of text, to replicas that were shown to make the same ids themselves.
 
-An engine that is sent ids cannot tell that they are wrong: with another template or tokenizer than the gateway's, or
-after a mistake of the gateway's, it would answer a prompt that nobody wrote. So nothing is forwarded that the engine
-has not confirmed, and what it confirmed is void when the gateway makes ids in another way. Bodies are sorted into kinds
-(`prompt.forward.kind_of`: template, tools or none, shape of the content). The first body of a kind only makes it known:
-one that never comes again is not worth a check. Of each kind CONFIRMATIONS different bodies are sent to a replica as
-received; once answered, the replica is asked about them again, for one token and for the ids it made itself (the prompt
-is cached by then, so this costs it a rendering), and those must be the gateway's. From then on bodies of that kind are
-forwarded as ids, and one in CHECK_EVERY is sent as received and checked like the first ones. Besides, wherever usage is
-told it must count the gateway's number of tokens.
+An engine that is sent ids cannot notice that they are wrong: if the gateway's template or tokenizer differs from its
+own, or the gateway has a bug, it would answer a prompt that nobody wrote. So nothing is forwarded that the engine has
+not confirmed, and confirmations are void when the gateway makes ids in another way. Bodies are sorted into kinds
+(`prompt.forward.kind_of`: template, tools or none, shape of the content).
 
-The first difference ends it for the whole model, for all replicas: whose mistake it is cannot be seen from here, and if
-it is the gateway's it reaches every replica. It begins again, with nothing confirmed, once the replica that differed is
-removed or another process is behind it. A body whose client steers how it is rendered, by template variables for
-instance, ends it for its kind only, and a body of no kind, which is never forwarded, for none: the other kinds have
-each been confirmed, and no client is to end for all what its own bodies alone show. A replica that does not take ids,
-or does not tell those it makes, gets text at that path until another process is behind it.
+- The first body of a kind only makes the kind known, since a kind that never comes again is not worth a check.
+- Then CONFIRMATIONS different bodies are sent to a replica as received. Once each is answered, the replica is asked
+  about it again, for one token and for the ids that it made. The prompt is cached by then, so this costs it a
+  rendering. Those ids must equal the gateway's.
+- From then on bodies of that kind are forwarded as ids, and one in CHECK_EVERY is sent as received and checked.
+- Wherever usage is reported, it must count the gateway's number of tokens.
+
+The first difference ends forwarding for the whole model, on all replicas: the cause cannot be seen from here, and if it
+is the gateway it concerns every replica. It begins again, with nothing confirmed, once the replica that differed is
+removed or is another process. If the client steers the rendering of the body, by template variables for instance, the
+difference ends forwarding for the body's kind only. A body of no kind is never forwarded, and ends it for none: the
+other kinds were confirmed each, and one client's bodies must not end it for all. A replica that does not accept ids, or
+does not report those that it makes, gets text at that path until it is another process.
 """
 
 from __future__ import annotations
@@ -59,15 +61,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.proxy")
 
 
-# A callback for a replica whose tokens of a prompt differ from the gateway's. It gets the replica's id, the prompt, the
-# body (b"" once that is forgotten), and how the tokens differ.
+# A callback for a replica whose tokens of a prompt differ from the gateway's: the replica's id, the prompt, the body
+# (b"" once that is freed), and how the tokens differ.
 MadeOtherwise = Callable[[str, "Prompt", bytes, str], None]
-# A callback for a replica that reports as many tokens as the gateway made, of a prompt of a kind that was miscounted.
+# A callback for a replica that reports as many tokens as the gateway made, for a kind of prompt that was miscounted.
 MadeAlike = Callable[[str, "Prompt"], None]
 
 
 class TokenIdForwarding:
-    """Decides between a prompt's text and its ids."""
+    """The choice between a prompt's text and its ids."""
 
     def __init__(
         self,
@@ -78,17 +80,23 @@ class TokenIdForwarding:
         made_otherwise: MadeOtherwise,
         made_alike: MadeAlike,
     ):
-        """`made_by`: the number of the present way of making a replica's ids. What was confirmed of another is void."""
+        """Create the state; with `wanted` False nothing is forwarded as ids.
+
+        `made_by(replica)`: returns the number of the present tokenization for a replica; confirmations of others are
+        void.
+        """
         self.metrics, self.wanted, self._backends, self._made_by = metrics, wanted, backends, made_by
         self.made_otherwise, self.made_alike = made_otherwise, made_alike
-        self._differed: dict[str, tuple[Forwarding, str]] = {}  # by replica: the process that made other ids, and how
-        # By the way of making ids, path and kind of body: the replica that made other ids of such, and its process
+        self._differed: dict[str, tuple[Forwarding, str]] = {}  # replica -> its process that made other ids, and how
+        # (tokenization, path, kind of body) -> the replica that made other ids of such a body, and its process
         self._stopped: dict[tuple[int, str, str], tuple[str, Forwarding]] = {}
         self._may_warn_at = 0.0
 
     def body(self, attempt: Attempt, prompt: Prompt, body: bytes, first: bool) -> bytes:
-        """What is sent of this body; on any but the first attempt it is as received. Ids that nobody will ask for again
-        are dropped: they are as large as the body, and the answer may take minutes."""
+        """Return the body to send: with ids, or as received, as on any attempt but the first.
+
+        Ids that are not needed again are freed: they are as large as the body, and the answer may take minutes.
+        """
         backend = attempt.backend
         if prompt.also is not None:
             prompt.also.token_ids = b""
@@ -112,7 +120,7 @@ class TokenIdForwarding:
         return body
 
     def settled(self, attempt: Attempt, prompt: Prompt, request: Request, usage: Usage) -> None:
-        """A complete answer with status 200: does it agree, and is it one to check?"""
+        """Compare the usage of a complete answer with status 200, and check its body if one is due."""
         backend = attempt.backend
         if not self.wanted or prompt.path not in PATHS:
             return
@@ -134,7 +142,7 @@ class TokenIdForwarding:
             backend.id not in self._differed
             and prompt.mode == "exact"
             and not prompt.several
-            and not prompt.cut  # an engine that leaves another part out, or none, may have the same tokenizer
+            and not prompt.cut  # an engine that truncates differently may have the same tokenizer
             and not self._outdated(backend, prompt)
         ):
             self._differ(backend, prompt, f"its usage says {counted} tokens of a prompt that has {prompt.tokens} here")
@@ -142,12 +150,12 @@ class TokenIdForwarding:
     def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: BodyKind) -> bool:
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
             return False
-        # An engine that makes the ids refuses what is too long for its context; one that gets them cuts the answer.
+        # Given text, an engine refuses a request that exceeds its context; given ids, it truncates the answer.
         limit = attempt.backend.replica.max_model_len
         return limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
     def _wants_check(self, backend: Backend, known: Forwarding, kind: BodyKind, prompt: Prompt) -> bool:
-        """Whether this body, sent as received, is to be checked once it is answered."""
+        """Return whether a body that was sent as received is to be checked once it is answered."""
         if (
             known.checking is not None
             or prompt.path in known.rejected_because
@@ -216,11 +224,11 @@ class TokenIdForwarding:
         kind.left = CHECK_EVERY - 1
 
     def _outdated(self, backend: Backend, prompt: Prompt) -> bool:
-        """Whether its ids were made in a way that has been left since."""
+        """Return whether a prompt's ids were made in a way that is no longer used."""
         return prompt.made_by != self._made_by(backend.id)
 
     def _known(self, backend: Backend) -> Forwarding:
-        """What is known of the process that is behind the replica now, and of ids as they are made now."""
+        """Return the state of the replica's present process, valid for the present tokenization."""
         known, made_by = backend.forwarding, self._made_by(backend.id)
         if known.incarnation != backend.incarnation:
             known = process_of(backend)
@@ -233,7 +241,7 @@ class TokenIdForwarding:
         return known
 
     def look(self) -> None:
-        """Some replica has come, gone or become another process."""
+        """Allow forwarding again where the replicas that made other ids are gone or are other processes."""
         for stopped in [key for key, (id, known) in self._stopped.items() if self._is_gone(id, known)]:
             del self._stopped[stopped]
         gone = [id for id, (known, _) in self._differed.items() if self._is_gone(id, known)]
@@ -246,8 +254,7 @@ class TokenIdForwarding:
         return (one := self._backends.get(id)) is None or process_of(one) is not known
 
     def _off(self, backend: Backend, prompt: Prompt) -> bool:
-        """Whether the present process of a replica whose prompts are made alike has made other ids than the gateway, of
-        bodies that no client steers or of this kind."""
+        """Return whether forwarding has ended for a replica's model, or for this kind of body."""
         if self._stopped and (prompt.made_by, prompt.path, prompt.kind) in self._stopped:
             return True
         return bool(self._differed) and any(
@@ -261,7 +268,7 @@ class TokenIdForwarding:
             backend.replica.takes_ids = process_of(backend).says()
 
     def _differ(self, backend: Backend, prompt: Prompt, why: str) -> None:
-        """End it for all replicas whose prompts are made in the same way."""
+        """End forwarding for all replicas whose prompts are made in the same way."""
         if backend.id in self._differed:
             return
         if prompt.steered is not None:
@@ -281,12 +288,12 @@ class TokenIdForwarding:
             one.replica.takes_ids = f"{path}: no, {why if one is backend else f'replica {backend.id} makes other ids'}"
 
     def _stop(self, backend: Backend, prompt: Prompt, kind: str, why: str) -> None:
-        """End it for one kind of body."""
+        """End forwarding for one kind of body."""
         now = monotonic()
         key = prompt.made_by, prompt.path, kind
         if key in self._stopped:
             return
-        if now >= self._may_warn_at:  # clients can make any number of kinds
+        if now >= self._may_warn_at:  # clients can create any number of kinds
             self._may_warn_at = now + PAUSE_SECONDS
             log.warning("no replica gets the token ids of these bodies from now on, they go as text: %s. Replica %s, %s: "
                         "%s. Bodies whose clients steer the rendering in another way, or not at all, are not held back",
@@ -302,7 +309,7 @@ class TokenIdForwarding:
                 one.replica.takes_ids = process_of(one).says()
 
     def _reject(self, backend: Backend, path: str, why: str) -> None:
-        """End it for this replica's process and this path."""
+        """End forwarding for this replica's process and path."""
         known = process_of(backend)
         if path not in known.rejected_because:
             for one in [one for one in known.kinds if one[0] == path]:
@@ -314,7 +321,7 @@ class TokenIdForwarding:
 
 
 def process_of(backend: Backend) -> Forwarding:
-    """What is known of the process that is behind the replica now."""
+    """Return the state of the replica's present process, a new one if the process has changed."""
     known = backend.forwarding
     if known.incarnation != backend.incarnation:
         known = backend.forwarding = Forwarding(backend.incarnation)

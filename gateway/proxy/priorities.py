@@ -1,9 +1,9 @@
-"""The priority of a request's class, sent to its engine: requests that wait there go in the order of the classes too.
+"""The priority of a request's class, sent to its engine, so that requests waiting there keep the order of the classes.
 
-Engines take a priority in the body, or in a header where an API's body has no place for it; which of both on which path
-is the dialect's to say. The lower goes first: the highest class has 0, which is also what an engine takes for a request
-that names none; a lower class has as much more as its priority is less. An engine that does not schedule by priority
-ignores it. The client's own priority is replaced wherever it stands, since it would pass all classes.
+Engines take a priority in the body, or in a header where an API's body has no member for it; the dialect knows which on
+which path. A lower number goes first: the highest class has 0, which engines also assume for requests that name none,
+and a lower class has as much more as its priority is less. An engine that does not schedule by priority ignores it. The
+client's own priority is replaced, since it would override the classes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ..prompt import Prompt
 
 FIELD = b"priority"
-# How each spelling of that name begins that JSON knows: as it is, or with a small letter as an escape. No client that
-# writes JSON spells letters so.
+# The beginnings of all spellings of that name in JSON: plain, or with a lowercase letter escaped, as no usual client
+# writes it.
 NAMED, ESCAPED = b'"priority"', (b"\\u006", b"\\u007")
-LONGEST_READ = 2**18  # bytes of a body that the event loop reads for its priority: half a millisecond
+LONGEST_READ = 2**18  # bytes of a body that the event loop parses for its priority, in half a millisecond
 
-# What makes the head of a request of this length: `exchange.request_head`, or one like it.
+# A function that makes a request's head for a body of this length, such as `exchange.request_head`.
 HeadOf = Callable[[Exchange, Attempt, int, Parent | None], bytes]
 
 
@@ -42,8 +42,10 @@ decode = msgspec.json.Decoder(_Body).decode
 
 
 def has_priority(body: bytes) -> bool:
-    """Whether a JSON object has a priority of its own, as far as one can tell: engines read some JSON that is none, and
-    a long body is searched for the name without being read."""
+    """Return whether a JSON object may have a priority of its own.
+
+    Bodies that are long, or that only engines take for JSON, are just searched for the name.
+    """
     if NAMED not in body and not any(letters in body for letters in ESCAPED):
         return False
     if len(body) > LONGEST_READ:
@@ -55,20 +57,23 @@ def has_priority(body: bytes) -> bool:
 
 
 def encoding_refusal(request: Request) -> ApiError | None:
-    """Why a request is refused in whose body no priority can be written: engines would take the client's own."""
+    """Return why a request is refused into whose body no priority can be written, or None.
+
+    Its engine would use the client's own priority.
+    """
     if not takes_members(request) or in_utf8(request.body):
         return None
     return no_object("requests have classes here, and that is where the priority of its class goes")
 
 
 class Priorities:
-    """Writes the priorities of `classes` into requests; `class_of` returns the class of a request."""
+    """The writer of the priorities of `classes` into requests; `class_of` returns a request's class."""
 
     def __init__(self, class_of: Callable[[Exchange, Prompt], QosClass], classes: Sequence[QosClass]):
         self._class_of, self._highest = class_of, max(one.priority for one in classes)
 
     def write(self, exchange: Exchange, attempt: Attempt, body: bytes, head_of: HeadOf) -> tuple[bytes, HeadOf]:
-        """Return the body to send in place of `body`, and the function that makes the request's head."""
+        """Return the body to send, and the function that makes the request's head."""
         prompt, replica = attempt.prompt, attempt.backend.replica
         if prompt is not None and replica.takes_priority:
             dialect = replica.dialect

@@ -1,8 +1,8 @@
-"""Prompts whose beginning a replica takes from another's memory: who can, what a request is told, what became of it.
+"""Prompt prefixes that a replica pulls from another replica's memory: which pairs can, the request's body, the outcome.
 
-What that costs and when it is worth it is `policies.pulls`; how a request says it, the engine's dialect (`PeerPull`).
-Who takes part names its side channel behind its URL (`#peer=HOST:PORT`); without two such replicas nothing here is
-asked.
+`policies.pulls` has their cost and decides when they are worth it, and the engine's dialect writes the request
+(`PeerPull`). Replicas that take part name their side channel in their URL (`#peer=HOST:PORT`); without two of them
+nothing here is used.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 
 class Pulls:
+    """The replicas that can pull prefixes from each other."""
+
     def __init__(self, backends: Mapping[str, Backend], router: Router, metrics: Metrics):
         self._backends, self._router, self._metrics = backends, router, metrics
-        self.any = False  # whether two replicas can
+        self.any = False  # whether at least two replicas can pull
         self._peers: list[Backend] = []
 
     def changed(self) -> None:
-        """Some replica's state changed, or which there are."""
+        """Find the replicas that can pull again, after replicas or their states changed."""
         self._peers = [
             one
             for one in self._backends.values()
@@ -41,8 +43,10 @@ class Pulls:
         self.any = len(self._peers) > 1
 
     def peers(self, asker: object) -> list[Candidate]:
-        """Who may take its prompt from whom. Nobody, where it is computed by one that is told nothing, is to stay as it
-        came, or is several prompts."""
+        """Return the candidates that may pull a request's prompt.
+
+        There are none for a request that stays whole, resumes a stream, has several prompts, or is not forwarded here.
+        """
         if not isinstance(asker, Exchange) or asker.stays_whole or asker.is_continued:
             return []
         prompt = asker.prompt
@@ -55,12 +59,12 @@ class Pulls:
 
     def _may_take(self, backend: Backend, prompt: Prompt) -> bool:
         how = backend.replica.dialect.peer_pull
-        if backend.replica.cached_tokens is False:  # whether a pull came it would not tell
+        if backend.replica.cached_tokens is False:  # it would not report whether a pull succeeded
             return False
         return how is not None and prompt.path in PATHS and backend.replica.takes_rank(prompt.path)
 
     def body(self, exchange: Exchange, placement: Placement) -> bytes | None:
-        """What its replica is sent. None: the client's own body, and nothing is pulled."""
+        """Return the body that makes a replica pull; None sends the client's own body, and nothing is pulled."""
         pull = placement.pull
         assert pull is not None
         source = self._backends.get(pull.source)
@@ -68,13 +72,15 @@ class Pulls:
         told = None
         if source is not None and source.replica.peer and how is not None:
             told = how.body(exchange.request.body, source.replica.peer, token_hex(12))
-        if told is None:  # it left meanwhile, or the request is another gateway's leg
+        if told is None:  # the peer left meanwhile, or the request is a leg of another gateway
             self._router.drop_pull(placement)
         return told
 
     def failed(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
-        """The attempt failed before its answer. If that may be the transfer's fault the pair is left out for a while,
-        and the request asked again without a pull."""
+        """Handle a failure before the first byte that the pull may have caused.
+
+        The pair is left out for a while, and the request is repeated without a pull.
+        """
         pull = attempt.placement.pull
         if pull is not None and kind in PULL_FAILED:
             exchange.stays_whole = True
@@ -83,7 +89,7 @@ class Pulls:
 
 
 def ended(router: Router, metrics: Metrics, placement: Placement, cached: int) -> bool:
-    """A replica that was to pull found so many prompt tokens in all; whether what it was to pull came."""
+    """Record that a pulling replica found `cached` prompt tokens in all; return whether the pull succeeded."""
     came = router.pulled(placement, cached, monotonic())
     metrics.peer_pulls.inc(placement.candidate.replica, "complete" if came else "missed")
     return came

@@ -1,7 +1,7 @@
-"""Errors of engines, as the API that the client called spells them.
+"""Errors of engines in the format of the API that the client called.
 
-vLLM gives whatever its own checks refuse OpenAI's error object, at Anthropic's paths as well, and Anthropic's clients
-find no type and no message in that.
+vLLM answers whatever its own checks refuse with OpenAI's error object, even at Anthropic's paths, whose clients find no
+type and message in it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from .exchange import Attempt, Exchange
 
 
 def respelled(exchange: Exchange, attempt: Attempt, data: bytes) -> bytes:
-    """The body of an error at one of Anthropic's paths, all of which is `data`; the attempt's head fits what is
-    returned."""
+    """Return the body of an error at one of Anthropic's paths in Anthropic's format, and adapt the attempt's head.
+
+    `data`: the complete body of the engine's error.
+    """
     head, path = attempt.response_head, exchange.request.path
     message = None if head.get(b"content-encoding") else _message(unchunked(data) if head.is_chunked else data)
     if message is None:
@@ -26,7 +28,7 @@ def respelled(exchange: Exchange, attempt: Attempt, data: bytes) -> bytes:
 
 
 def _message(body: bytes) -> str | None:
-    """What an error says; None where it is Anthropic's already, or nobody knows how to read it."""
+    """Return an error's message; None if it is in Anthropic's format already or cannot be read."""
     try:
         told = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -1,7 +1,8 @@
-"""Stored responses (`/v1/responses`): only the engine that made one can tell it, cancel it, or go on from it.
+"""Stored responses (`/v1/responses`), which only the engine that made one can return, cancel or continue.
 
-Who made which is noted as answers pass. What is not known here, since it passed another worker or gateway or is long
-ago, is found by asking: an engine without it answers 404 before it computes anything, and the next one is tried.
+The maker is noted when an answer passes. One that is not known here, since the answer passed another worker or gateway
+or was long ago, is found by trying: an engine without the response answers 404 before it computes anything, and the
+next one is tried.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from .paths import STORED_RESPONSE
 
 PATH = "/v1/responses"
 MOST = 10_000  # 5 MB
-# The first id in an answer, whole or streamed, is the response's. A client of vLLM may name it (`request_id`), and then
-# it need not begin with `resp_`. One of other letters is none that a path can name.
+# The first id in an answer, streamed or not, is the response's. A client of vLLM may choose it (`request_id`), so it
+# need not begin with `resp_`; with characters other than these it cannot be in a path.
 _MADE = re.compile(rb'"id": ?"(?:([\w.:-]{1,%d})")?' % LONGEST_RESPONSE_ID)
 
 
 def referred_to(request: Request) -> str | None:
-    """The stored response that a request's path names. Which one its body goes on from its prompt tells."""
+    """Return the stored response that a request's path names; the one that its body continues is in its prompt."""
     named = STORED_RESPONSE.fullmatch(request.path)
     return named[1] if named else None
 
 
 class Stored:
-    """A stored response, as one request made it. `replica`: the one that has it. `counted`: the tokens of its prompt
-    and its text that a tenant has been charged for, by whichever request told of them."""
+    """A stored response.
+
+    `replica`: the id of the replica that has it.
+    `counted`: its prompt and output tokens that a tenant has been charged for, by whichever request returned them.
+    """
 
     __slots__ = ("replica", "counted")
 
@@ -37,7 +41,7 @@ class Stored:
 
 
 class Responses:
-    """The MOST stored responses that were asked for last."""
+    """The MOST stored responses that were last requested."""
 
     def __init__(self) -> None:
         self._stored: dict[str, Stored] = {}
@@ -47,8 +51,12 @@ class Responses:
         return stored.replica if stored is not None else None
 
     def answered(self, replica: str, about: str | None, makes: bool, begin: bytes) -> Stored | None:
-        """Return the stored response that an answer of status 200 makes or tells. `begin`: the first bytes of its body;
-        `about`: the one that it is about; `makes`: it may make one, which is new whatever has had its id before."""
+        """Return the stored response that an answer with status 200 creates or returns, or None.
+
+        `about`: the id that the request refers to, or None.
+        `makes`: the answer may create one, which is new whatever had its id before.
+        `begin`: the first bytes of the answer's body.
+        """
         told = self._note(about, replica) if about is not None else None
         if not makes:
             return told
@@ -61,7 +69,7 @@ class Responses:
 
     def _note(self, response: str, replica: str) -> Stored:
         stored = self._stored.pop(response, None) or Stored(replica)
-        self._stored[response] = stored  # behind all others, since it is asked for
+        self._stored[response] = stored  # last in the order, as the most recently requested
         if len(self._stored) > MOST:
             del self._stored[next(iter(self._stored))]
         stored.replica = replica

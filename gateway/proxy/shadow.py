@@ -1,17 +1,17 @@
-"""Shadow mode: what other policies would have done with the requests that come, without doing it.
+"""Shadow mode: the decisions that other policies would have made, without acting on them.
 
-After each choice the shadows are asked about the same candidates, and what the request would have met where they say
-is compared with what it meets where it went: prompt tokens to compute, and seconds to its first and to its last token,
-by the learned costs (`least_time`'s terms `prefill` to `room`, then the steps of the answer's expected length). A
-shadow has its own turns and memory, but the caches and the load are those that the acting policy made. So each figure
-is about one request that goes another way while all others stay, which is not what the fleet would come to if they all
-did: a policy that would pile requests up never meets its own pile.
+After each choice the shadows choose among the same candidates. If they choose another replica, its predicted prompt
+tokens to compute and seconds to the first and last token are compared with those of the replica chosen, by the learned
+costs (`least_time`'s terms `prefill` to `room`, then the decode steps of the expected output). A shadow has its own
+state, but caches and load are those that the acting policy made. So each figure is about one request that goes
+elsewhere while all others stay, not about a fleet under that policy: a policy that would pile requests up never meets
+its own pile.
 
-Where replicas have roles a request has two legs, or one, and both are compared in the same figures. `legs:RULE` is the
-acting policy with another rule for legs (`policies.leg_rules`), a policy is asked with the gateway's own.
+Where replicas have roles, a request has one leg or two, and both are compared in the same figures. `legs:RULE` is the
+acting policy with another rule for legs (`policies.leg_rules`); other policies are used with the gateway's own rule.
 
-Before the choice is sent, a copy of the candidates is made (1 us each); the rest waits for the next turn of the event
-loop, when the request's bytes have left.
+The candidates are copied before the request is sent (1 us each); the rest runs in the next event-loop iteration, after
+the request's bytes have left.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ Went = int | legs.LegChoice  # the candidate of this index, or two legs
 
 
 class Seen(NamedTuple):
-    """What a decision was made from, as it was then. `ways`: where replicas have roles, what legs were chosen by, of
-    the same copies."""
+    """The state that a decision was made from; `ways` are the evaluated pairs for two legs, of the same copies."""
 
     demand: Demand
     candidates: list[Candidate]
@@ -43,9 +42,10 @@ class Seen(NamedTuple):
 
 
 class Shadows:
-    """`acting`: the policy's name, as the settings have it, that `legs:RULE` goes with."""
+    """The shadow policies."""
 
     def __init__(self, names: Sequence[str], metrics: Metrics, acting: str = ""):
+        """Create the policies; `acting` is the policy in the settings, which `legs:RULE` combines with."""
         self.policies = {name: make(acting if name.startswith(LEGS) else name) for name in names}
         self._leg_rules = {name: make_leg_rule(name.removeprefix(LEGS)) for name in names if name.startswith(LEGS)}
         self._metrics = metrics
@@ -53,7 +53,7 @@ class Shadows:
     def see(
         self, asker: object, evaluation: Evaluation, ways: Callable[[], Sequence[legs.Ways]]
     ) -> Callable[[Went], None]:
-        """As `placing.Onlooker`."""
+        """Copy the state of a decision; return a callback for its outcome, as `placing.Onlooker` describes."""
         seen = self.seen(evaluation.demand, evaluation.candidates)
         if found := ways():
             seen = _with_legs(seen, evaluation.candidates, found)
@@ -63,7 +63,7 @@ class Shadows:
         return Seen(demand, [_copy(one) for one in candidates])
 
     def acted(self, seen: Seen, went: Went) -> None:
-        """The acting policy's choice is known."""
+        """Compare the acting policy's choice in the next event-loop iteration."""
         asyncio.get_running_loop().call_soon(self.judge, seen, went)
 
     def judge(self, seen: Seen, went: Went) -> None:
@@ -82,7 +82,7 @@ class Shadows:
                 _add(metrics.shadow_answer_seconds, name, last - its_last)
 
     def _choice(self, name: str, policy: Policy, seen: Seen) -> Went:
-        """Where it would go, as if this policy had acted: it has a memory of its own."""
+        """Return a shadow's choice, and let it learn as if it had acted."""
         demand, candidates, ways = seen
         choice = policy.choose(demand, candidates)
         chosen = None
@@ -100,7 +100,7 @@ def _copy(one: Candidate) -> Candidate:
 
 
 def _with_legs(seen: Seen, candidates: Sequence[Candidate], ways: Sequence[legs.Ways]) -> Seen:
-    """With a copy of what legs were chosen by, in which a replica that is a candidate as well has the same copy."""
+    """Return the state with copies of the pairs for legs; a replica that is a candidate too has the same copy."""
     copies = {one.replica: copy for one, copy in zip(candidates, seen.candidates)}
 
     def of(side: Sequence[Candidate]) -> list[Candidate]:
@@ -116,7 +116,7 @@ def _replicas(seen: Seen, went: Went) -> tuple[str, ...]:
 
 
 def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
-    """Prompt tokens that would be computed, and predicted seconds to the first token and to the last."""
+    """Return the prompt tokens to compute, and the predicted seconds to the first and the last token."""
     demand = seen.demand
     if isinstance(went, int):
         candidate = seen.candidates[went]
@@ -131,7 +131,7 @@ def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
 
 
 def _seen_as(seen: Seen, one: Candidate) -> Candidate:
-    """The copy of one that legs were chosen among."""
+    """Return the copy of a candidate for legs."""
     sides = (side for ways in seen.ways for side in (ways.prefillers, ways.decoders))
     return next(copy for side in sides for copy in side if copy.replica == one.replica)
 
@@ -142,7 +142,7 @@ def _add(counter: Counter, name: str, less: float) -> None:
 
 
 def told(metrics: Metrics, names: Sequence[str]) -> list[dict[str, Any]]:
-    """For people: of each policy how often it agreed, and what it would have saved on balance (negative: cost)."""
+    """Return for each policy how often it agreed, and what it would have saved on balance (negative: cost)."""
 
     def net(counter: Counter, name: str) -> float:
         return counter.total(policy=name, effect="saved") - counter.total(policy=name, effect="cost")

@@ -1,21 +1,21 @@
-"""One ledger for all gateways of a deployment, in Redis: choose and reserve in one step there.
+"""A load ledger in Redis that all gateways of a deployment share: choose and reserve in one step there.
 
     shared = SharedLedger(Ways(parse(url)), "default", ledger, policy.cost)
     shared.start()
     shared.decide(evaluation, answer)     # answer(Decision) or answer(None)
 
-Whatever waits goes there together: the requests of one turn of the event loop, and what this gateway now has on the
-replicas where that has changed (`Ledger.moved`). One call of a script states the latter, decides the former one after
-the other, and says what others have there, which is added to the loads that policies see; heartbeats say the same of
-all replicas. All that a gateway has stands under its token. Whenever it is not certain what arrived (an error, a lease
-that ran out), the token is given up, which takes everything under it out of the sums, and all that is outstanding is
-counted anew under another one. What Redis itself loses or somebody damages is mended by heartbeats: each restates all
-that the gateway has outstanding and compares sums with their parts.
+Requests of one event-loop iteration are sent together, with what this gateway now has on the replicas where that has
+changed (`Ledger.moved`). One call of a script takes the changes, decides the requests one after the other, and returns
+the other gateways' load, which is added to the loads that policies see; heartbeats return it for all replicas. All load
+of a gateway is stored under its token. Whenever it is not certain what arrived (an error, an expired lease), the token
+is given up, which removes its load from the sums, and all outstanding load is counted again under a new one. Load that
+Redis loses, or that somebody damages, is repaired by heartbeats: each restates all outstanding load of the gateway and
+compares sums with their parts.
 
-Nothing waits for Redis: a decision that takes longer than its deadline is made by the local view and what Redis
-reserved for it is taken back; while Redis is away all decisions are local at once.
+No request waits for Redis beyond a deadline: after that it is placed by the local view, and what Redis reserved for it
+is undone. While Redis is away all decisions are local at once.
 
-The rule there is the rule here: the script computes the policy's own statement of its cost, from all gateways' load.
+The rule is the same in both places: the script computes the policy's own cost formula from all gateways' load.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.proxy")
 
 _SCRIPT = Path(__file__).with_name("shared.lua").read_text()
-DEADLINE = 0.002  # seconds a request may wait for the shared decision; it takes 0.3 ms on one machine
+DEADLINE = 0.002  # seconds that a request may wait for the shared decision; it takes 0.3 ms on one machine
 TICK = 0.0005  # seconds by which a timer may be early
-TURNS = 3  # of this process's event loop, after that: it may have been busy with something else while the reply came
-LEASE = 3.0  # seconds after which a gateway that is silent is taken out of the sums
-GATHER = 0.005  # seconds that changes wait for a decision to go along with; a message of their own costs as much as one
+TURNS = 3  # event-loop iterations granted after the deadline: the loop may have been busy while the reply came
+LEASE = 3.0  # seconds after which a silent gateway's load is removed from the sums
+GATHER = 0.005  # seconds that changes wait for a decision to go with: a message of their own costs as much as one
 BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' load may be
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
-MOST = 64  # candidates that are handed over: those cheapest by the local view
-MOST_TOGETHER = 32  # requests in one call of the script: it takes 2 ms at most, and others wait meanwhile
-MOST_UNSENT = 16_000  # bytes of prefixes that a replica did not get, in one call
+MOST = 64  # candidates sent per request, the cheapest by the local view
+MOST_TOGETHER = 32  # requests in one call of the script, which takes 2 ms at most while others wait
+MOST_UNSENT = 16_000  # bytes of prefixes, per call and replica, that did not go there after all
 _HEADER = struct.Struct("<20d")
 _LOAD = struct.Struct("<6d")
 _STANDING = struct.Struct("<7d")
 _ANSWER = struct.Struct("<8d")
 _NO_STANDING = bytes(_STANDING.size)
 _NO_COST = "local function cost() return 0 end"
-# Numbers of blocks at which a prompt's prefix is made known to other gateways: all up to 8, then four an octave.
+# Lengths in blocks of the prefixes of a prompt that other gateways learn of: all up to 8, then four per octave.
 _COUNTS = (1, 2, 3, *(part << octave for octave in range(20) for part in (4, 5, 6, 7)))
 _COUNT = struct.Struct("<I")
 _PACKED_COUNTS = b"".join(map(_COUNT.pack, _COUNTS))
@@ -73,11 +73,11 @@ Answer = Callable[[Decision | None], None]
 AnswerBoth = Callable[[tuple[Decision, Decision] | None], None]
 
 HEARTBEAT, DECISIONS = "shared ledger: heartbeat", "shared ledger: decisions"  # kinds of background work
-LOG_SECONDS = 10.0  # between two lines that say the same
+LOG_SECONDS = 10.0  # between two equal log lines
 
 
 class _Heartbeat:
-    """One on its way. `stated`: what this gateway has outstanding, by the name that all gateways have for a replica."""
+    """A heartbeat on its way; `stated` is this gateway's outstanding load by the replicas' shared names."""
 
     __slots__ = ("done", "stated")
 
@@ -87,7 +87,7 @@ class _Heartbeat:
 
 
 class _Pending:
-    """A decision on its way. `answer` is None once the request has gone on without it."""
+    """A decision on its way; `answer` is None once the request has gone on without it."""
 
     __slots__ = ("answer", "evaluation", "begun", "candidates", "chosen", "names", "overlaps", "lowers", "packed")
 
@@ -109,8 +109,10 @@ class _Pending:
 
 
 class _Both:
-    """What is answered to the two legs of a request: once, when both are known. Without one of them what was counted
-    for the other is taken back."""
+    """The answer for the two legs of a request, given once when both are decided.
+
+    If one of them is not decided, the other one's reservation is undone.
+    """
 
     __slots__ = ("_answer", "_undo", "_known")
 
@@ -138,10 +140,7 @@ class _Both:
 
 
 class SharedLedger:
-    """This gateway's part in it, from `start` to `stop`. `observe(outcome, seconds)` hears of each decision:
-    shared, late or away. All keys of a deployment lie in one slot, so that one script can see them.
-
-    Answers come several at once, between calls of `begin_answers` and `end_answers`."""
+    """This gateway's part of the shared ledger, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -154,6 +153,17 @@ class SharedLedger:
         deadline: float = DEADLINE,
         background: Background | None = None,
     ):
+        """Create the part; it joins after `start`.
+
+        `ways`: the connections to Redis.
+        `deployment`: the name of the deployment, whose keys all lie in one slot, so that one script can access them.
+        `ledger`: the gateway's own load.
+        `cost`: the policy's cost formula, or None for a policy without one, whose choices are only counted.
+        `observe(outcome, seconds)`: called for each decision, with "shared", "late" or "away".
+        `deadline`: seconds that a decision may take.
+
+        Several answers may come at once, between calls of `begin_answers` and `end_answers`.
+        """
         self._deadline, self._cost = deadline, cost
         self.script = Script(f"local FAR = {FAR}\n{cost.lua() if cost is not None else _NO_COST}\n{_SCRIPT}")
         self._background = background or Background()
@@ -164,21 +174,21 @@ class SharedLedger:
         self._token = self._former = ""
         self._scopes: dict[str, str] = {}
         self._queue: list[_Pending] = []
-        self._open: deque[_Pending] = deque()  # the latest decisions, some of which may wait still
-        self._watch: asyncio.TimerHandle | None = None  # when the first of them is late
-        self._changed: set[str] = set()  # replicas on which this gateway has something else than it last stated
-        self._replicas: dict[str, list[str]] = {}  # by the names that all gateways have for them
-        self._unsent: dict[str, bytes] = {}  # by replica's name: prefixes of prompts that did not go there after all
-        self._targets: tuple[Sequence[Candidate], list[str]] = (), []  # the latest, and their names
-        self._due: asyncio.TimerHandle | None = None  # when changes go by themselves
+        self._open: deque[_Pending] = deque()  # the latest decisions, some of which may still wait
+        self._watch: asyncio.TimerHandle | None = None  # runs when the first of them is late
+        self._changed: set[str] = set()  # replicas on which the load differs from what this gateway last stated
+        self._replicas: dict[str, list[str]] = {}  # shared name -> ids of replicas
+        self._unsent: dict[str, bytes] = {}  # shared name -> prefixes of prompts that did not go there after all
+        self._targets: tuple[Sequence[Candidate], list[str]] = (), []  # the latest candidates, and their shared names
+        self._due: asyncio.TimerHandle | None = None  # sends changes by themselves
         self._pump: asyncio.Task[None] | None = None
         self._beats: asyncio.Task[None] | None = None
-        self._heartbeat: _Heartbeat | None = None  # to go with the next batch
+        self._heartbeat: _Heartbeat | None = None  # sent with the next batch
         self._stopped = False
         self._logged_at = self._away_logged_at = float("-inf")
         self._log_when_joined = True
         self.joined = False
-        # Loads in Redis that were not what this gateway has there, or what their parts add up to
+        # Loads repaired in Redis: parts that differed from this gateway's load, and sums from their parts
         self.repairs = {"part": 0, "sum": 0}
         self.reason = "not connected yet"
         self.begin_answers: Callable[[], None] = _nothing
@@ -188,8 +198,10 @@ class SharedLedger:
     # --- decisions
 
     def decide(self, evaluation: Evaluation, answer: Answer) -> None:
-        """Choose one of the candidates and count the request there. `answer` is called once: with None, the choice that
-        was made by the loads known here stands."""
+        """Choose one of the candidates and reserve its load in the shared ledger.
+
+        `answer` is called once: with the decision, or with None, which leaves the choice made by the local view.
+        """
         if not self.joined:
             self._observe("away", 0.0)
             answer(None)
@@ -197,8 +209,10 @@ class SharedLedger:
         self._ask(evaluation, answer)
 
     def decide_legs(self, first: Evaluation, second: Evaluation, answer: AnswerBoth) -> None:
-        """Choose one of the candidates of a first leg and count it there, and count the second where it goes, together.
-        `second` has one candidate; the prompt is there when it begins. `answer` is called once, as in `decide`."""
+        """Choose among the candidates of a first leg, and reserve the load of both legs, together.
+
+        `second` has one candidate, which will hold the prompt when it begins. `answer` is called once, as in `decide`.
+        """
         if not self.joined:
             self._observe("away", 0.0)
             answer(None)
@@ -208,7 +222,7 @@ class SharedLedger:
         self._ask(second, both.told(1, second), second.demand.tokens - 1)
 
     def _ask(self, evaluation: Evaluation, answer: Answer, held: int | None = None) -> None:
-        """`held`: tokens that each candidate is going to hold; None: those that it holds."""
+        """Queue a decision; `held` is the number of tokens that each candidate will hold, None for the present."""
         demand, candidates, choice, *_ = evaluation
         chosen = self._among(choice, demand, candidates)
         if len(chosen) == len(candidates):
@@ -227,7 +241,7 @@ class SharedLedger:
         self._start_pump()
 
     def _names_of(self, candidates: Sequence[Candidate]) -> list[str]:
-        """As all gateways call them; of the same candidates the same list, so it is packed once for many requests."""
+        """Return the candidates' shared names; the same list for the same candidates, so that it is packed once."""
         latest, names = self._targets
         if candidates is not latest:
             names = [self._name(one.replica) for one in candidates]
@@ -235,9 +249,11 @@ class SharedLedger:
         return names
 
     def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
-        """Among whom to decide, as indices. A choice that is not the least of a cost is made here, counted there. The
-        script has the coefficients of one kind of replica: where they are of several, it is asked about those like the
-        one that is chosen here."""
+        """Return the indices of the candidates to decide among.
+
+        A choice that is not the least of a cost is made here and only counted there. The script has the coefficients of
+        one kind of replica, so it is given those of the kind that is chosen here.
+        """
         among = choice.among
         if self._cost is None or among is None:
             return (choice.index,)
@@ -250,15 +266,20 @@ class SharedLedger:
         return sorted(among, key=totals.__getitem__)[:MOST]
 
     def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int], tiers: bool) -> bytes:
-        """What they hold of the prompt, packed: in their first tiers, and if any holds more, in slower ones, and that
-        by its worth."""
+        """Return what the candidates hold of the prompt, packed.
+
+        These are the tokens in their first tiers, and if any holds more, the tokens in slower tiers and those by their
+        worth.
+        """
         if self._cost is None or not tiers or not any(one.lower for one in candidates):
             return struct.pack(f"<{len(overlaps)}d", *overlaps)
         return struct.pack(f"<{3 * len(overlaps)}d", *chain(*zip(*map(self._cost.held, candidates), strict=True)))
 
     def _prefixes(self, demand: Demand, overlaps: Sequence[int]) -> tuple[bytes, bytes]:
-        """Prefixes of the prompt by which gateways tell each other where it went: their lengths in blocks and their
-        hashes, packed. What every candidate holds anyway is left out."""
+        """Return the packed lengths in blocks and hashes of the prefixes by which gateways learn where the prompt went.
+
+        Prefixes that every candidate holds anyway are left out.
+        """
         hashes = demand.hashes if demand.reads_cache else ()
         blocks = len(hashes)
         if not blocks:
@@ -272,7 +293,7 @@ class SharedLedger:
         return lengths, struct.pack(f"<{len(chosen)}Q", *chosen)
 
     def _name(self, replica: str) -> str:
-        """As all gateways call it."""
+        """Return a replica's name in all gateways."""
         name = self._scopes.get(replica)
         if name is None:
             name = self._scopes[replica] = scope(replica)
@@ -280,7 +301,7 @@ class SharedLedger:
         return name
 
     def _look(self) -> None:
-        """Whoever has waited for as long as is allowed gets some turns of the event loop more, and then goes on."""
+        """Go on without decisions that are late, after granting them a few event-loop iterations more."""
         self._watch, overdue, decisions = None, [], self._open
         loop, since = asyncio.get_running_loop(), perf_counter() - self._deadline
         while decisions and (decisions[0].answer is None or decisions[0].begun <= since + TICK):
@@ -302,8 +323,10 @@ class SharedLedger:
         self.end_answers()
 
     def _decided(self, batch: Sequence[_Pending], token: str, replies: Sequence[Any]) -> None:
-        """Redis has answered, or (None) the token is dead or the script failed. Whatever is amiss with a reply or with
-        what is done about it is one request's alone, and it is answered."""
+        """Take the replies of Redis; None for a request means a dead token or a failed script.
+
+        Errors in one reply, or in its callback, concern that request alone, and it is answered.
+        """
         self.begin_answers()
         for pending, reply in zip(batch, chain(replies, repeat(None))):
             try:
@@ -314,7 +337,7 @@ class SharedLedger:
             if pending.answer is not None:
                 self._answer(pending, "away" if decision is None else "shared", decision)
             elif decision is not None:
-                went_there = decision.index == pending.evaluation.choice.index  # though it did not wait for this
+                went_there = decision.index == pending.evaluation.choice.index  # the local choice was the same
                 self.undo(decision._replace(note=b"") if went_there else decision)
         self.end_answers()
 
@@ -329,18 +352,20 @@ class SharedLedger:
             self._background.failed(DECISIONS, error)
 
     def undo(self, decision: Decision) -> None:
-        """Take back what was reserved, and what other gateways were told that the replica is going to hold: the request
-        went elsewhere, or away. The latter goes with whatever goes next."""
+        """Undo a reservation, since the request went elsewhere or ended.
+
+        Other gateways' note that the replica will hold the prompt is removed with the next message.
+        """
         name = self._name(decision.replica)
         if decision.note and len(self._unsent.get(name, b"")) < MOST_UNSENT:
             self._unsent[name] = self._unsent.get(name, b"") + decision.note
         if decision.counted:
             self._moved(decision.replica)
 
-    # --- what goes there
+    # --- messages to Redis
 
     def _moved(self, replica: str) -> None:
-        """`Ledger.moved`: what this gateway has there now is stated with whatever goes next."""
+        """Note that this gateway's load on a replica has changed, for the next message (`Ledger.moved`)."""
         self._changed.add(replica)
         if self._due is None and self.joined:
             self._due = asyncio.get_running_loop().call_later(GATHER, self._start_pump)
@@ -353,7 +378,7 @@ class SharedLedger:
             self._pump = asyncio.get_running_loop().create_task(self._send_all())
 
     async def _send_all(self) -> None:
-        """Whatever waits goes out together; decisions that come meanwhile, and the changes by then, go next."""
+        """Send all that waits together; decisions and changes that come meanwhile go next."""
         while self.joined and (self._queue or self._heartbeat or (self._changed and self._due is None)):
             batch, self._queue = self._queue, []
             heartbeat, self._heartbeat = self._heartbeat, None
@@ -381,9 +406,11 @@ class SharedLedger:
     async def _send(
         self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]
     ) -> tuple[bool, Any, list[Any]]:
-        """Whether the token is alive, the reply to the heartbeat, and that to each request; raises what the script or
-        the connection raised. Nothing else is under way under this token, so what is outstanding now is what Redis must
-        have once this is counted."""
+        """Send one message; return whether the token is alive, the reply to the heartbeat, and one to each request.
+
+        Raises what the script or the connection raised. Nothing else is under way under this token, so Redis must have
+        the load that is outstanding now once this is counted.
+        """
         begin = ("EVALSHA", self.script.sha, 1, self._key)
         changed, self._changed = self._changed, set()
         unsent, self._unsent = self._unsent, {}
@@ -406,10 +433,10 @@ class SharedLedger:
         return 0 not in replies, beaten, list(_ANSWER.iter_unpack(answers))
 
     def _turn(self, changed: Collection[str], batch: Sequence[_Pending]) -> list[Any]:
-        """What the script's `turn` takes after the token."""
+        """Return the arguments of the script's `turn` after the token."""
         replicas: dict[str, Candidate | None] = dict.fromkeys(map(self._name, changed))
         stated = b"".join([_LOAD.pack(*self._own(name)) for name in replicas])
-        alike = {id(pending.names): pending for pending in batch}  # those with the same candidates
+        alike = {id(pending.names): pending for pending in batch}  # one for each list of candidates
         for pending in alike.values():
             replicas.update(zip(pending.names, pending.candidates))
         standing = b"".join([_standing(one) if one is not None else _NO_STANDING for one in replicas.values()])
@@ -437,14 +464,14 @@ class SharedLedger:
         )
 
     def _own(self, name: str) -> tuple[int, ...]:
-        """What this gateway has on the replicas of that name."""
+        """Return this gateway's load on the replicas with that shared name."""
         replicas = self._replicas[name]
         if len(replicas) == 1:
             return self._ledger.outstanding_on(replicas[0])
         return tuple(map(sum, zip(*map(self._ledger.outstanding_on, replicas))))
 
     def _stated(self) -> dict[str, tuple[int, ...]]:
-        """All that this gateway has outstanding, by the names that all gateways have for replicas."""
+        """Return all outstanding load of this gateway by shared name."""
         found: dict[str, tuple[int, ...]] = {}
         for replica, counts in self._ledger.outstanding().items():
             name = self._name(replica)
@@ -452,7 +479,7 @@ class SharedLedger:
         return found
 
     def _compared(self, stated: dict[str, tuple[int, ...]], reply: Any) -> None:
-        """A heartbeat's answer: the loads of all on each of the replicas, and what had to be mended."""
+        """Take a heartbeat's reply: all gateways' load on each replica, and how much was repaired."""
         loads, parts, sums = reply
         others = {name: _less(load, mine) for (name, mine), load in zip(stated.items(), loads, strict=True)}
         for replica in self._ledger.outstanding():
@@ -470,13 +497,13 @@ class SharedLedger:
     # --- the token
 
     def start(self) -> None:
-        """Join as soon as Redis answers, and renew the lease."""
+        """Join as soon as Redis answers, then renew the lease until `stop`."""
         self._beats = self._background.spawn(
             HEARTBEAT, self._keep, on_failure=lambda: self._lost("its heartbeat failed")
         )
 
     async def stop(self) -> None:
-        """Take this gateway's load out of the sums, and close the connections, also of a Redis that does not answer."""
+        """Remove this gateway's load from the sums and close the connections, even if Redis does not answer."""
         self._stopped = True
         if self._beats is not None:
             self._beats.cancel()
@@ -485,7 +512,7 @@ class SharedLedger:
             with contextlib.suppress(*FAILURES):
                 async with asyncio.timeout(PATIENCE):
                     await self._run("leave", self._token)
-        for task in (self._beats, self._pump):  # what is on its way there would open a connection anew
+        for task in (self._beats, self._pump):  # a message on its way would open a connection again
             while task is not None and not task.done():
                 task.cancel()
                 await asyncio.wait((task,), timeout=PATIENCE)
@@ -502,9 +529,9 @@ class SharedLedger:
             await asyncio.sleep(BEAT)
 
     async def _join(self) -> None:
-        """A new token, and all that is outstanding under it."""
+        """Join under a new token with all outstanding load."""
         token = os.urandom(8).hex()
-        # From here on changes wait until the token is known to be alive; those before are in `outstanding`.
+        # From here on changes wait until the token is known to be alive; earlier ones are in `_stated`.
         self._changed = set()
         self._former, self._token = self._token or self._former, token
         stated = {name: counts for name, counts in self._stated().items() if any(counts)}
@@ -519,7 +546,7 @@ class SharedLedger:
             self._start_pump()
 
     async def _beat(self) -> None:
-        """Goes the way of all changes, and so never beside one."""
+        """Send a heartbeat through the queue of changes, so that it never overlaps another update."""
         heartbeat = self._heartbeat = _Heartbeat()
         self._start_pump()
         await heartbeat.done.wait()
@@ -528,7 +555,7 @@ class SharedLedger:
         return await self.script(await self._ways.to(self._key), [self._key], list(arguments))
 
     def _lost(self, why: str) -> None:
-        """Nothing is known of what others have; decisions are local until a new token is joined."""
+        """Give up the token: the others' load is unknown, and decisions are local until a new token is joined."""
         now = asyncio.get_running_loop().time()
         if now - self._away_logged_at > LOG_SECONDS and (self.joined or why != self.reason):
             self._away_logged_at, self._log_when_joined = now, True
@@ -549,7 +576,7 @@ def _nothing() -> None: ...
 
 @lru_cache(1024)
 def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Of a prompt's hashes the last one, and those that end prefixes of _COUNTS[first:end] blocks."""
+    """Return a function from a prompt's hashes to the last one (twice) and those that end _COUNTS[first:end] blocks."""
     return itemgetter(-1, -1, *[count - 1 for count in _COUNTS[first:end]])
 
 
@@ -561,7 +588,7 @@ def _standing(candidate: Candidate) -> bytes:
 
 
 def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decision:
-    """What Redis decided."""
+    """Return the decision in a reply of Redis."""
     at, held, *others = map(int, reply)
     known = pending.overlaps[at]
     overlap = max(known, held)
@@ -577,5 +604,5 @@ def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decis
 
 
 def _less(load: bytes, mine: Sequence[float]) -> tuple[int, ...]:
-    """What is left of a load without this gateway's part."""
+    """Return a load without this gateway's part."""
     return tuple(max(0, int(all_of - own)) for all_of, own in zip(_LOAD.unpack(load), mine))

@@ -1,4 +1,4 @@
-"""What is known of the token ids that one replica's process makes, and how it is asked."""
+"""The checks by which a replica's process is shown to make the same token ids, and what is known from them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from replicas.ask import body_of
 
 from ..prompt.forward import written
 
-CONFIRMATIONS = 3  # different bodies of a kind that a replica must have made the same ids of
-# Bodies of a confirmed kind, of which one is checked: its text and the check cost a hundredth of what is saved
+CONFIRMATIONS = 3  # different bodies of a kind for which a replica must have made the same ids
+# One body in so many of a confirmed kind is checked: its text and the check cost a hundredth of what is saved
 CHECK_EVERY = 100
-# Known of a replica, of 600 characters at most each; the one that was not seen for longest is forgotten
+# Kinds kept per replica, of 600 characters at most each; the least recently seen one is dropped
 MOST_KINDS = 256
-PAUSE_SECONDS = 30.0  # before a check that was not answered is made again, of that kind
+PAUSE_SECONDS = 30.0  # before an unanswered check is repeated for its kind
 ANSWER_SECONDS = 60.0
-# How long an answer gets and what it is made of; one token is asked for in their place.
+# Members that govern an answer's length and form; a check requests one token instead.
 _OUTPUT = frozenset(
     """
     max_tokens max_completion_tokens min_tokens n best_of stream stream_options request_id priority
@@ -35,11 +35,11 @@ _NOTHING = msgspec.Raw(b"null")
 
 
 class Unanswered(Exception):
-    """A check told nothing either way."""
+    """The failure of a check that showed nothing either way."""
 
 
 class Different(Exception):
-    """The engine made other ids than the gateway."""
+    """The result of a check whose engine made other ids than the gateway."""
 
 
 class _Choice(msgspec.Struct):
@@ -51,8 +51,10 @@ class _Usage(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """Of a reply as much as shows what the engine did. Ids stay as they came: 100,000 as Python ints take 10 ms, in
-    which no other thread has a turn."""
+    """The part of a reply that shows what the engine did.
+
+    Ids stay as raw JSON: 100,000 as Python ints take 10 ms, during which no other thread runs.
+    """
 
     choices: list[_Choice] | None = None
     prompt_token_ids: msgspec.Raw = _NOTHING
@@ -60,9 +62,9 @@ class _Reply(msgspec.Struct):
 
 
 async def check_ids(post: Post, path: str, body: bytes, ids: bytes) -> str:
-    """Ask an engine for the ids it makes of this body; they must be these (uint32 LE).
+    """Ask an engine for the ids that it makes of a body, and compare them with `ids` (uint32 LE).
 
-    Returns "", or why the engine cannot be asked that. Raises Different or Unanswered.
+    Returns "", or why the engine cannot be checked. Raises Different or Unanswered.
     """
     status, reply = await post(path, await asyncio.to_thread(_asking_for_ids, body))
     if status != 200:
@@ -71,8 +73,13 @@ async def check_ids(post: Post, path: str, body: bytes, ids: bytes) -> str:
 
 
 async def takes_ids(post: Post, path: str, model: str, first: bytes, around: tuple[bytes, bytes] | None) -> str:
-    """Send an engine one id (uint32 LE) in place of a text: "", or what shows that it does not use it. Raises
-    Unanswered. `around`: as of `with_ids`."""
+    """Send an engine one id in place of a text; return "", or what shows that it does not use the id.
+
+    `first`: the id (uint32 LE).
+    `around`: the bytes around the ids in a chat's body, as in `with_ids`.
+
+    Raises Unanswered.
+    """
     one: dict[str, Any] = {**({"model": model} if model else {}), "max_tokens": 1}
     ids = [int.from_bytes(first, "little")]
     if path == _COMPLETIONS:
@@ -100,7 +107,7 @@ def _asking_for_ids(body: bytes) -> bytes:
 def _compare(reply: bytes, ids: bytes) -> str:
     told = _read(reply)
     theirs = bytes(told.prompt_token_ids)
-    if not theirs.startswith(b"[") and told.choices:  # of completions, and with some engines of chats
+    if not theirs.startswith(b"[") and told.choices:  # in completions, and with some engines in chats
         theirs = bytes(told.choices[0].prompt_token_ids)
     if not theirs.startswith(b"["):
         return "it does not tell the ids it makes (return_token_ids), so nothing shows that ours are the same"
@@ -119,18 +126,18 @@ def _read(reply: bytes) -> _Reply:
 
 
 class BodyKind:
-    """What is known of one kind of body at one replica."""
+    """The state of one kind of body at one replica."""
 
     __slots__ = ("bodies", "left", "pause")
 
     def __init__(self) -> None:
-        self.bodies: set[int] = set()  # digests of the ids that were confirmed, until they are enough
-        self.left = 0  # how many more are forwarded before one is checked
-        self.pause = 0.0  # no check before
+        self.bodies: set[int] = set()  # digests of confirmed ids, up to CONFIRMATIONS
+        self.left = 0  # bodies to forward as ids before the next check
+        self.pause = 0.0  # no check before this time, in monotonic seconds
 
 
 class Forwarding:
-    """What is known of one replica's process."""
+    """The state of id forwarding to one replica's process."""
 
     __slots__ = (
         "incarnation",
@@ -144,22 +151,22 @@ class Forwarding:
 
     def __init__(self, incarnation: str | None = None):
         self.incarnation = incarnation
-        self.made_by = 0  # the way of making ids of which the kinds are known
-        self.rejected_because: dict[str, str] = {}  # by path
+        self.made_by = 0  # the number of the tokenization that `kinds` are valid for
+        self.rejected_because: dict[str, str] = {}  # path -> why ids are not forwarded there
         self.accepts: set[str] = set()  # paths at which it was seen to use ids
-        # APIs (`Exchange.label`) at which it refuses to be asked for the ids that it writes
+        # APIs (`Exchange.label`) at which it refuses to report the ids of its output
         self.silent_at: set[str] = set()
-        self.kinds: dict[tuple[str, str], BodyKind] = {}  # by path and kind of body, the one seen last at the end
+        self.kinds: dict[tuple[str, str], BodyKind] = {}  # (path, kind of body) -> state, most recently seen last
         self.checking: asyncio.Task[None] | None = None
 
     def says(self) -> str:
-        """For people: the status page, the log, doctor."""
+        """Return the state by path in words, for the status page, the log and the doctor."""
         confirmed = {path for (path, _), kind in self.kinds.items() if len(kind.bodies) >= CONFIRMATIONS}
         told = dict.fromkeys(confirmed, "yes") | {path: f"no, {why}" for path, why in self.rejected_because.items()}
         return "; ".join(f"{path}: {what}" for path, what in sorted(told.items())) or "not tried yet"
 
     def seen(self, path: str, name: str) -> BodyKind | None:
-        """A body of this kind goes to the replica: what is known of the kind, None if this is its first."""
+        """Note a body of this kind; return the kind's state, or None for its first body."""
         found = self.kinds.pop((path, name), None)
         self.kinds[path, name] = found or BodyKind()
         if len(self.kinds) > MOST_KINDS:
@@ -168,7 +175,7 @@ class Forwarding:
 
 
 def poster(session: aiohttp.ClientSession) -> Post:
-    """POST to the session's base URL."""
+    """Return a function that POSTs to paths below the session's base URL."""
 
     async def post(path: str, body: bytes) -> tuple[int, bytes]:
         try:

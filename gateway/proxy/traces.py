@@ -1,7 +1,7 @@
-"""Exchanges as traces: one span for the request (SERVER), and below it one for each attempt (CLIENT).
+"""Exchanges as traces: a span for the request (SERVER), and a child span for each attempt (CLIENT).
 
-They are named as OpenTelemetry's semantic conventions have it; what they have no name for is under `hitherto.`. Of what
-clients and engines say to each other nothing is in them but the model's name and the counts of tokens.
+Names follow OpenTelemetry's semantic conventions; other attributes begin with `hitherto.`. Spans hold nothing of the
+content of requests and answers but the model's name and token counts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from ..ops.spans import Moment, Trace
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"))
-LONGEST = 1000  # characters kept of what a client wrote
-# A state belongs to a valid parent, so where the client named none its state is dropped as well.
+LONGEST = 1000  # characters kept of a client's string
+# A tracestate belongs to a valid traceparent, so without one from the client its tracestate is dropped as well.
 PARENT, PARENT_AND_STATE = frozenset((b"traceparent",)), frozenset((b"traceparent", b"tracestate"))
 
 
 class Traces:
+    """The tracing of exchanges."""
+
     def __init__(self, spans: Spans, policy: str):
         self._spans, self._policy = spans, policy
 
@@ -41,21 +43,21 @@ class Traces:
         exchange.trace = self._spans.begin(_name(exchange), known, headers)
 
     def attempt(self, exchange: Exchange, attempt: Attempt) -> None:
-        """It begins."""
+        """Start the attempt's span."""
         if exchange.trace.sampled:
             attempt.context, attempt.predicted_ttft = exchange.trace.child(), attempt.placement.ttft
 
     def parent(self, exchange: Exchange, attempt: Attempt) -> Parent | None:
-        """What its replica is told."""
+        """Return the trace context to send to the attempt's replica, or None to pass the client's on."""
         trace: Trace = exchange.trace
         replaces = PARENT if trace.parent is not None else PARENT_AND_STATE
         if trace.sampled:
             return Parent(traceparent(attempt.context), replaces)
-        # Not sampled, and the engine would decide for itself unless it is told so; a client has said it already.
+        # Not sampled: without a context from the client, the engine must be told so, or it would sample for itself.
         return Parent(traceparent(trace.root), replaces) if trace.parent is None else None
 
     def end(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """Hand its spans on."""
+        """End the spans of a request."""
         trace: Trace = exchange.trace
         if not trace.sampled:
             return
@@ -102,7 +104,7 @@ class Traces:
     def _attempt(
         self, exchange: Exchange, attempt: Attempt, number: int, before: str | None, usage: Usage | None
     ) -> None:
-        """`before`: how the attempt before it failed."""
+        """End an attempt's span; `before` is the kind of failure of the attempt before it."""
         replica, kind = attempt.backend.replica, _kind(attempt)
         fault = exchange.fault if attempt is exchange.attempts[-1] else 0
         refused = (fault or attempt.status) >= 400
@@ -145,12 +147,12 @@ class Traces:
 
 
 def _kind(attempt: Attempt) -> str | None:
-    """Of the error that it ended with."""
+    """Return the kind of the error that an attempt ended with, or None."""
     return None if attempt.error is None else getattr(attempt.error, "kind", TIMEOUT)
 
 
 def _both_legs(exchange: Exchange) -> dict[str, Any]:
-    """Where a request in two legs is computed and answered, and what is moved from one to the other."""
+    """Return the attributes of a request in two legs: its replicas, and the tokens and seconds of the transfer."""
     legs = exchange.legs
     if legs is None:
         return {}
@@ -164,7 +166,7 @@ def _both_legs(exchange: Exchange) -> dict[str, Any]:
 
 
 def _name(exchange: Exchange) -> str:
-    """As many as there are endpoints, whatever clients ask for."""
+    """Return the span's name, which has as many values as there are endpoints, whatever clients request."""
     request = exchange.request
     method = request.method if request.method in METHODS else "HTTP"
     return f"{method} {request.path}" if exchange.label != "other" else method
@@ -183,7 +185,7 @@ def _tokens(exchange: Exchange, usage: Usage) -> dict[str, Any]:
 
 
 def _address(host: str | None) -> dict[str, Any]:
-    """What the client calls the gateway."""
+    """Return the attributes of the gateway's address as the client wrote it."""
     if not host:
         return {}
     name, colon, port = host[:LONGEST].rpartition(":")

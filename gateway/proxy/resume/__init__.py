@@ -1,1 +1,1 @@
-"""Streams whose replica broke off, resumed on another one (`--continue-streams`)."""
+"""Streams whose replica failed, resumed on another one (`--continue-streams`)."""

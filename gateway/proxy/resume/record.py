@@ -1,16 +1,16 @@
-"""What is kept of a stream so that another replica can resume it, and how the rest is joined to it.
+"""The record of a stream from which another replica can resume it, and the joining of the rest.
 
-The stream is read event by event, and the client gets whole events only, so its part ends where an event does whenever
-the replica breaks off. Kept are the text that the client has and, where the engine reports them, the token ids of the
-prompt and of the answer. After a break the rest comes in one of two ways:
+The stream is read event by event, and the client gets complete events only, so its part always ends with an event. Kept
+are the text that the client has and, where the engine reports them, the token ids of the prompt and of the answer.
+After a failure the rest comes in one of two ways:
 
-- by ids: the next engine is asked for what follows these ids. Ids at the end whose text is not complete (part of a
-  character) or that came together with others are left for it to write again.
+- by ids: the next engine gets these ids as its prompt. Ids at the end whose text is incomplete (part of a character),
+  or that came together with others, are left for it to write again.
 - by repetition: the next engine gets the same request. Decoding has to be greedy, unless the client has no text yet.
 
-Text that the client has is compared with what comes and left out. A difference ends the stream: nothing is ever joined
-to text that does not lead there. Streams are read as vLLM 0.28 and 0.32 write them; from an event on that is unknown
-here nobody can resume the stream, and its events pass as they are.
+Text that the client has is compared with what comes, and left out. A difference ends the stream: nothing is ever joined
+to text that it does not continue. Streams are read as vLLM 0.28 and 0.32 write them; after an unknown event the stream
+can no longer be resumed, and its events are relayed unchanged.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ if TYPE_CHECKING:
     from ...prompt import Prompt
     from ...prompt.api.resumable import Terms
 
-LONGEST_EVENT = 2**22  # bytes, without the prompt's ids; no engine writes such an event
-LONGEST_UNKEPT = 2**16  # bytes of an event of a stream that nobody can resume
+LONGEST_EVENT = 2**22  # bytes, without the prompt's ids; engines write no longer events
+LONGEST_UNKEPT = 2**16  # bytes of an event in a stream that cannot be resumed
 ID_BYTES = 12  # most bytes of an id in an event: ten digits, a comma and a blank
-OVERHEAD = 1024  # bytes of a record's objects without what they hold: 900 with Python 3.11
-IDS, REPEAT, OVER = "ids", "repeat", "over"  # how a stream goes on; `over`: the gateway writes its end
-# Exceptions that reading an event raises if it is not one that a known engine writes.
+OVERHEAD = 1024  # bytes of a record's objects without their contents: 900 with Python 3.11
+IDS, REPEAT, OVER = "ids", "repeat", "over"  # ways to resume a stream; `over`: the gateway writes its end
+# Exceptions raised by reading an event that no known engine writes.
 UNKNOWN = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 _TOKEN_IDS = re.compile(rb'("(?:prompt_token_ids|token_ids)"\s*:\s*)\[[0-9,\s]*\]')
 _PARSED = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal", "audio")
 
 
 class Kind(Enum):
+    """The kinds of events in a stream."""
+
     OPENS = "comes before the text"
     TEXT = "brings text, perhaps none"
     CLOSES = "comes after the text"
@@ -58,8 +60,12 @@ class Kind(Enum):
 
 
 class Event(NamedTuple):
-    """One event of a stream. `text` stands in `holder[name]`; `reason` is the engine's word for why generation ended;
-    `ids` are the tokens of the text, and `prompt_ids` those of the prompt, where the event has them."""
+    """An event of a stream.
+
+    `text`: its text, which stands in `holder[name]`.
+    `reason`: the engine's reason for the end of generation.
+    `ids`: the tokens of the text; `prompt_ids`: those of the prompt; None if not reported.
+    """
 
     kind: Kind
     data: Any = None
@@ -75,7 +81,11 @@ END, BESIDE, STRANGE = Event(Kind.END), Event(Kind.BESIDE), Event(Kind.STRANGE)
 
 
 def read(label: str, raw: bytes) -> Event:
-    """Read an event of this API (`Exchange.label`), given without the blank line behind it."""
+    """Parse an event of an API's stream.
+
+    `label`: the API (`Exchange.label`).
+    `raw`: the event without the blank line after it.
+    """
     raw = raw.removeprefix(BOM)
     at = 0 if raw.startswith(b"data:") else raw.find(b"\ndata:") + 1
     if not raw.startswith(b"data:", at):
@@ -87,7 +97,7 @@ def read(label: str, raw: bytes) -> Event:
     try:
         data = orjson.loads(payload)
         if data.get("error") or data.get("type") in ("error", "response.failed") or data.get("object") == "error":
-            return Event(Kind.ERROR, data)  # a response that is well has an error too: null
+            return Event(Kind.ERROR, data)  # a successful response has `"error": null`
         event = _READERS[label](data)
         return event if type(event.text) is str else Event(Kind.STRANGE, data)
     except UNKNOWN:
@@ -99,7 +109,7 @@ def _ids(given: Any) -> array[int] | None:
 
 
 def _read_choice(data: dict[str, Any]) -> Event:
-    """Read an event of `/v1/chat/completions` or `/v1/completions`."""
+    """Parse an event of `/v1/chat/completions` or `/v1/completions`."""
     if not data["choices"]:
         return Event(Kind.CLOSES, data)
     choice = data["choices"][0]
@@ -115,7 +125,7 @@ def _read_choice(data: dict[str, Any]) -> Event:
 
 
 def _read_message(data: dict[str, Any]) -> Event:
-    """Read an event of `/v1/messages`."""
+    """Parse an event of `/v1/messages`."""
     kind, reason = data["type"], None
     if kind == "content_block_delta" and data["delta"]["type"] == "text_delta":
         return Event(Kind.TEXT, data, data["delta"]["text"], data["delta"], "text")
@@ -127,7 +137,7 @@ def _read_message(data: dict[str, Any]) -> Event:
 
 
 def _read_response(data: dict[str, Any]) -> Event:
-    """Read an event of `/v1/responses`."""
+    """Parse an event of `/v1/responses`."""
     kind = data["type"].removeprefix("response.")
     if kind == "output_text.delta":
         return Event(Kind.TEXT if not data.get("logprobs") else Kind.STRANGE, data, data["delta"], data, "delta")
@@ -163,21 +173,21 @@ def write(label: str, data: Any) -> bytes:
 class StreamRecord:
     """The record of one client's stream, from its first replica to the last one that resumes it."""
 
-    resumer: Any  # the `Resumer`, which is given each read
+    resumer: Any  # the `Resumer`, which accounts for each read
     terms: Terms
     label: str
     prompt: Prompt
-    body: bytes = b""  # the request's, while it may be sent once more
+    body: bytes = b""  # the request's, while it may be sent again
     keeps_body: bool = False
-    # What the client has: the first replica's head, which attempt that was, how many events brought output.
+    # The client's part: the first replica's head, that attempt's index, the number of output events.
     head: Head | None = None
     chunked: bool = False
     first: int = 0
     events: int = 0
-    # How far the present replica is read: HTTP's framing (None without one), and bytes of an unfinished event.
+    # The parsing of the present replica's answer: chunked framing (None without it), bytes of an incomplete event.
     chunks: Chunks | None = None
     part: bytearray = field(default_factory=bytearray)
-    # What the client has of the answer; `clean`: how many ids and how many bytes of text (UTF-8) stand for the same.
+    # The client's part of the answer; `clean`: the number of ids, and of bytes of text (UTF-8), that correspond.
     text: bytearray = field(default_factory=bytearray)
     ids: array[int] = field(default_factory=lambda: array("I"))
     prompt_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -185,14 +195,14 @@ class StreamRecord:
     reports_ids: bool = False
     names: tuple[Any, Any] | None = None  # the stream's id and its time of creation
     item: Any = None  # the id of a response's message
-    number: int = -1  # of a response's last event
-    passed: int = 0  # events before and after the text
+    number: int = -1  # the sequence number of a response's last event
+    passed: int = 0  # events before and after the text that the client has
     has_usage: bool = False
     reason: str | None = None  # why generation ended
     complete: bool = False
-    # Since the last break: how the stream goes on; text that the client has and the present replica is still to write;
-    # how many events before and after the text it wrote; how many ids it was given, and whether it has shown that it
-    # uses them, and written new text; whether the client knew why generation ended.
+    # Since the last failure: the way to resume; text that the client has and the present replica must still repeat; the
+    # number of events before and after the text that it wrote; the number of ids that it was given, whether it has
+    # shown that it uses them, and whether it has written new text; whether the client had the reason for the end.
     way: str = ""
     skip: bytearray = field(default_factory=bytearray)
     came: int = 0
@@ -202,13 +212,13 @@ class StreamRecord:
     knew_reason: bool = False
     breaks: int = 0
     broke_at: float = 0.0
-    broke: str = ""  # the last break in words, until somebody has resumed the stream
-    lost: str = ""  # why nobody can resume it any more
-    counted: int = 0  # bytes of `size` that are in the budget
+    broke: str = ""  # the last failure in words, until the stream is resumed
+    lost: str = ""  # why the stream can no longer be resumed
+    counted: int = 0  # bytes of `size` that the budget has counted
 
     @property
     def size(self) -> int:
-        """Bytes that the budget counts."""
+        """The bytes that the budget counts."""
         if self.is_unread:
             return len(self.part)
         held = OVERHEAD + len(self.body) + len(self.terms.kept) + (len(self.chunks.rest) if self.chunks else 0)
@@ -216,30 +226,32 @@ class StreamRecord:
 
     @property
     def is_unread(self) -> bool:
-        """Whether its events pass as they come, since nobody can resume it. The rest of a stream is always read, to be
-        joined."""
+        """Whether its events are relayed unread, since it cannot be resumed and has not been."""
         return bool(self.lost) and not self.breaks
 
     @property
     def received(self) -> str:
-        """What the client has of the answer, in words."""
+        """The client's part of the answer, in words."""
         return f"{len(self.ids)} tokens" if self.ids else f"{len(self.text + self.skip)} bytes of text"
 
-    # --- the stream as it passes
+    # --- the stream of the first replica
 
     def begin(self, head: Head, first: int, body: bytes, keeps_body: bool) -> None:
-        """Note that the first replica's head goes to the client. `first`: which attempt that is; `body`: the request's,
-        kept until the client has text, and for longer with `keeps_body`."""
+        """Begin with the first replica's head.
+
+        `first`: the index of its attempt.
+        `body`: the request's, kept until the client has text, and for longer with `keeps_body`.
+        """
         self.head, self.first, self.body, self.keeps_body = head, first, body, keeps_body
         self.read_from(head)
         self.chunked = self.chunks is not None
 
     def read_from(self, head: Head) -> None:
-        """Expect reads of the answer that has this head."""
+        """Begin to read the answer that has this head."""
         self.chunks, self.part = Chunks() if head.is_chunked else None, bytearray()
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """Return what the client gets of a read, and why nothing more follows, if nothing does."""
+        """Return the client's part of a read, and the error that ends the replica's answer, if any."""
         try:
             body = data if self.chunks is None else self.chunks.feed(data)
         except ValueError as broken:
@@ -256,14 +268,14 @@ class StreamRecord:
         if error is None and len(self.part) > longest:
             if self.breaks:
                 error = UpstreamError(PROTOCOL, f"sent an event of more than {longest} bytes")
-            else:  # nothing is wrong with it, so it passes in parts
+            else:  # it is valid, so it is relayed in parts
                 self.lose(self.lost or "events")
                 out.append(self._shown(bytes(self.part)))
                 self.part.clear()
         return self.framed(b"".join(out)), error
 
     def take_last(self) -> tuple[bytes, UpstreamError | None]:
-        """As `take`, for a last event without the blank line behind it."""
+        """Take the end of the body as `take` does, whose last event may lack its blank line."""
         self.chunks, part = None, bytes(self.part)
         passes = part and (self.is_unread or read(self.label, part).kind is not Kind.STRANGE)
         return self.take(b"\n\n") if passes else (b"", None)
@@ -273,11 +285,11 @@ class StreamRecord:
 
     @property
     def end(self) -> bytes:
-        """Bytes that end the client's body."""
+        """The bytes that end the client's body."""
         return END_OF_BODY if self.chunked else b""
 
     def _events(self, data: bytes) -> list[bytes]:
-        """Split the body at the blank lines behind its events; line ends become one byte."""
+        """Split the body at the blank lines after its events, with line ends of one byte."""
         part = self.part
         if part.endswith(b"\r"):
             del part[-1:]
@@ -293,11 +305,11 @@ class StreamRecord:
         return events
 
     def _shown(self, raw: bytes) -> bytes:
-        """Return an event without token ids that the client did not ask for, as engines write it then."""
+        """Return an event without the token ids that the client did not request."""
         return raw if self.terms.tells_ids else _TOKEN_IDS.sub(rb"\1null", raw)
 
     def _passed(self, raw: bytes) -> bytes:
-        """Return what the client gets of an event. Raises UpstreamError where it ends the replica's answer."""
+        """Return the client's part of an event; raises UpstreamError if the event ends the replica's answer."""
         if self.is_unread:
             return self._shown(raw + b"\n\n")
         event = read(self.label, raw)
@@ -309,7 +321,7 @@ class StreamRecord:
         if event.reason == "abort":
             raise UpstreamError(ABORTED, "aborted it")
         self.reports_ids |= bool(event.ids or event.prompt_ids)
-        # An engine that reports ids says why it ends; in the two newer APIs another event than [DONE] is the last one.
+        # Engines that report ids also report a reason for the end, and the two newer APIs end with an event of their own.
         says_why = self.reports_ids or self.label in ("messages", "responses")
         if kind is Kind.END and event.data is None and self.reason is None and says_why and not self.lost:
             raise UpstreamError(CLOSED, "ended its stream without saying why")
@@ -328,12 +340,12 @@ class StreamRecord:
         return self._shown(raw + b"\n\n")
 
     def lose(self, reason: str) -> None:
-        """Keep only what the rest of the present replica is joined by: nobody can resume the stream any more."""
+        """Free what another replica would need, since the stream can no longer be resumed."""
         self.lost, self.body, self.text = reason, b"", bytearray()
         self.ids = self.prompt_ids = array("I")
 
     def _keep(self, event: Event) -> None:
-        """Take note of an event that the client gets, or has."""
+        """Record an event that the client gets, or has."""
         kind, begins = event.kind, not self.breaks or self.way == REPEAT
         if kind in (Kind.OPENS, Kind.CLOSES) and not self.breaks:
             self.passed += 1
@@ -347,7 +359,7 @@ class StreamRecord:
         if event.ids:
             self.ids.extend(event.ids)
         elif event.text and begins:
-            self.prompt_ids = array("I")  # not all of its text has ids
+            self.prompt_ids = array("I")  # some text has no ids, so they cannot be used
         self.text += event.text.encode()
         if event.text and event.ids and len(event.ids) == 1:
             self.clean = len(self.ids), len(self.text)
@@ -355,7 +367,7 @@ class StreamRecord:
             self.body = b""
 
     def _rename(self, data: dict[str, Any]) -> None:
-        """Give an event the names that the client knows the stream by, which are those of its first events."""
+        """Give an event the ids and times of the stream's first events, by which the client knows it."""
         if self.label in ("chat", "completions"):
             self.names = self.names or (data.get("id"), data.get("created"))
             data["id"], data["created"] = self.names
@@ -368,7 +380,7 @@ class StreamRecord:
             self.names = self.names or (response["id"], response.get("created_at"))
             response["id"], response["created_at"] = self.names
             if self.breaks and "store" in response:
-                response["store"] = False  # no replica has it under this id
+                response["store"] = False  # no replica has stored it under this id
             items += response.get("output") or ()
         for item in items:
             self.item = self.item or item["id"]
@@ -376,15 +388,15 @@ class StreamRecord:
         if "item_id" in data:
             data["item_id"] = self.item
 
-    # --- the rest of it, which another replica writes
+    # --- the rest of the stream, from another replica
 
     def _joined(self, event: Event) -> bytes:
-        """Return what the client gets of an event of a replica that resumes the stream."""
+        """Return the client's part of an event from a replica that resumes the stream."""
         kind, text = event.kind, event.text
         if not self.proven:
             self._prove(event)
         if kind in (Kind.STRANGE, Kind.ERROR):
-            # The call of a tool, say, that follows a text which the client has: all of it is this replica's.
+            # For example a tool call after text that the client has: all of the call is from this replica.
             if kind is Kind.ERROR or self.way != REPEAT or self.skip or self.label == "responses" or not event.data:
                 raise ValueError(kind)
             self.lose(self.terms.why_strange)
@@ -418,8 +430,10 @@ class StreamRecord:
         return self._shown(write(self.label, event.data))
 
     def _prove(self, event: Event) -> None:
-        """Compare the prompt that the engine reports with what it was given: an engine that does not take ids would
-        answer a prompt that nobody wrote. Raises UpstreamError."""
+        """Check that the engine went on from the ids that it was given; raises UpstreamError.
+
+        An engine that does not use ids would answer a prompt that nobody wrote.
+        """
         if event.prompt_ids:
             if event.prompt_ids != self.prompt_ids + self.ids:
                 raise UpstreamError(DIFFERS, "was given token ids, and went on from others")
@@ -428,29 +442,29 @@ class StreamRecord:
             raise UpstreamError(DIFFERS, "was given token ids, and does not report what it goes on from")
 
     def _join_counts(self, usage: dict[str, Any]) -> None:
-        """Let usage report the client's prompt and the whole answer: a part of that was in the engine's prompt."""
+        """Make usage count the client's prompt and the whole answer, a part of which was in the engine's prompt."""
         usage["prompt_tokens"] = self.prompt.tokens
         usage["completion_tokens"] += self.given
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
             details["cached_tokens"] = min(details["cached_tokens"], self.prompt.tokens)
 
-    # --- the break
+    # --- the failure of a replica
 
     @property
     def limit(self) -> int | None:
-        """How many tokens the answer may have, None for all that there is room for."""
+        """The most tokens that the answer may have; None if only the context limits it."""
         default = 16 if self.label == "completions" else None
         return default if self.prompt.max_tokens is None else self.prompt.max_tokens
 
     @property
     def has_all_text(self) -> bool:
-        """Whether only what follows the text is missing, if ids are known."""
+        """Whether only the events after the text are missing, if ids are known."""
         return self.reason is not None or (self.limit is not None and self.clean[0] >= self.limit > 0)
 
     @property
     def lacks_end(self) -> bool:
-        """Whether only the event is missing that ends the stream, which has had a reason and usage."""
+        """Whether only the event that ends the stream is missing, after the reason and usage."""
         if self.reason is None or self.complete or self.skip or self.label in ("messages", "responses"):
             return False
         return self.has_usage or not self.prompt.include_usage
@@ -467,12 +481,12 @@ class StreamRecord:
         return not (self.shown if self.breaks else self.text)
 
     def break_off(self, why: str, events: int) -> None:
-        """The replica is gone, and what the client has stands. `events`: how many of them brought output."""
+        """Note that the replica has failed; `events` is the number of output events that the client has."""
         self.breaks, self.broke_at, self.broke, self.events = self.breaks + 1, monotonic(), why, events
         self.chunks, self.part, self.came, self.shown = None, bytearray(), 0, False
 
     def go_by_ids(self) -> bytes:
-        """Expect the rest from an engine that is given these ids (uint32 LE): the prompt's and the answer's."""
+        """Resume by ids; return the prompt's and the answer's (uint32 LE), which the next engine gets as its prompt."""
         count, end = self.clean
         self.skip = self.text[end:] + self.skip
         del self.ids[count:], self.text[end:]
@@ -480,13 +494,13 @@ class StreamRecord:
         return (self.prompt_ids + self.ids).tobytes()
 
     def go_by_repetition(self) -> None:
-        """Expect the whole answer once more, of which the client has a part or nothing."""
+        """Resume by repetition: the next engine writes the whole answer, of which the client has a part or nothing."""
         self.skip, self.text = self.text + self.skip, bytearray()
         self.ids, self.prompt_ids, self.clean, self.given, self.proven = array("I"), array("I"), (0, 0), 0, True
         self.knew_reason, self.reason = self.knew_reason or self.reason is not None, None
 
     def closing_events(self) -> bytes:
-        """Write the events that a chat or a completion lacks whose text is all there."""
+        """Return the events that a chat or completion lacks whose text is complete."""
         if self.complete:
             return b""
         object_ = "chat.completion.chunk" if self.label == "chat" else "text_completion"

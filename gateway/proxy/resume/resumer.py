@@ -1,8 +1,8 @@
-"""Resume streams whose replica broke off (`--continue-streams`): which, how, and what follows.
+"""Resumption of streams whose replica failed (`--continue-streams`).
 
-A stream's `StreamRecord` says what its client has. Here are the decisions: whether a request's stream is recorded,
-within what budget, and how it is resumed. Another replica is chosen by `Placing` as for any request, with the prompt
-and the written ids as one longer prompt, so the replica that holds most of them is known.
+A stream's `StreamRecord` holds what its client has. This module decides whether a stream is recorded, within a budget
+of bytes, and how it is resumed. `Placing` chooses the other replica as for any request, with the prompt and the written
+ids as one longer prompt, so the replica that holds most of them is known.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.proxy")
 
 PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
-MOST_BYTES = 2**22  # of a body; reading a larger one once more would hold the event loop for milliseconds
-MOST_BREAKS = 8  # of one stream
+MOST_BYTES = 2**22  # bytes of a body; parsing a larger one again would hold the event loop for milliseconds
+MOST_BREAKS = 8  # failures of replicas in one stream
 ASKS_IDS = b'"return_token_ids":true,'
-LOG_SECONDS, MOST_LINES = 10.0, 10  # an engine that dies has hundreds of streams
-LONGEST_ID = 200  # characters of a stream's id in the log; it is the client's
+LOG_SECONDS, MOST_LINES = 10.0, 10  # at most so many log lines in that time: a dying engine has hundreds of streams
+LONGEST_ID = 200  # characters of a stream's id in the log, which the client may choose
 
 
 class ResumableAttempt(Attempt):
-    """An attempt whose stream is read, so that another replica can resume it. `asks_ids`: it asks for token ids that
-    its client did not ask for."""
+    """An attempt whose stream is recorded, so that another replica can resume it.
+
+    `asks_ids`: it requests token ids that its client did not request.
+    """
 
     __slots__ = ("asks_ids",)
 
@@ -71,7 +73,7 @@ class ResumableAttempt(Attempt):
             self.conductor.on_complete(self)
 
     def write(self, data: bytes, error: UpstreamError | None = None) -> None:
-        """Give the client its part of a read. `error`: why nothing more follows."""
+        """Relay the client's part of a read; `error` ends the attempt."""
         self.pieces += 1
         if data:
             if self.exchange.metered:
@@ -86,22 +88,26 @@ class ResumableAttempt(Attempt):
 
 
 class Resumer:
-    """Decides which streams are recorded, and what follows when one of them breaks off."""
+    """The recording and resumption of streams."""
 
     def __init__(
         self, placing: Placing, settling: Settling, eligible: Eligibility, metrics: Metrics, budget: int, discreet: bool
     ):
-        """`budget`: bytes that may be kept of all streams; `discreet`: see `Conductor`."""
+        """Create it.
+
+        `budget`: bytes that all records together may hold.
+        `discreet`: errors name no replicas, as in `Conductor`.
+        """
         self._placing, self._settling, self._eligible, self._metrics = placing, settling, eligible, metrics
         self._budget, self._discreet = budget, discreet
-        self.kept = 0  # bytes
-        self._refused: dict[Exchange, str] = {}  # why nobody would resume its stream
+        self.kept = 0  # bytes held by all records
+        self._refused: dict[Exchange, str] = {}  # why its stream cannot be resumed
         self._lines, self._lines_since = 0, 0.0
 
-    # --- a stream begins, passes and ends
+    # --- the begin, course and end of a stream
 
     def begin(self, exchange: Exchange) -> None:
-        """Record its stream, if that can be resumed. Called before its first attempt is made."""
+        """Record a request's stream if it can be resumed; called before its first attempt is created."""
         prompt, body = exchange.prompt, exchange.request.body
         if prompt is None or not prompt.stream or prompt.path not in PATHS or len(body) > MOST_BYTES:
             return
@@ -116,7 +122,7 @@ class Resumer:
         self._count(record)
 
     def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
-        """Return what is sent instead of this body."""
+        """Return the body to send in place of this one."""
         record = exchange.stream_record
         if record is None or (attempt.leg is not None and not attempt.streams):
             return body
@@ -133,8 +139,11 @@ class Resumer:
         return b"".join((body[:at], ASKS_IDS, body[at:]))
 
     def _may_have_ids(self, record: StreamRecord, attempt: Attempt) -> bool:
-        """Whether this attempt's engine can report ids that are of use: if the gateway does not know the prompt's, its
-        engine may have more than ids."""
+        """Return whether this attempt's engine can report ids that are of use.
+
+        They are of none where the gateway does not know the prompt's tokens, since the prompt may then be more than
+        ids.
+        """
         return (
             record.prompt.path in (CHAT, COMPLETIONS)
             and not record.terms.no_ids
@@ -144,7 +153,7 @@ class Resumer:
         )
 
     def begun(self, exchange: Exchange, attempt: Attempt, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """Return what the client gets of the first bytes of an answer, and why nothing more follows, if so."""
+        """Return the client's part of an answer's first bytes, and the error that ends the answer, if any."""
         record, head = exchange.stream_record, attempt.response_head
         if record is None:
             return data, None
@@ -162,7 +171,7 @@ class Resumer:
         return self.taken(attempt, record, record.take(data))
 
     def ended(self, attempt: ResumableAttempt, record: StreamRecord) -> None:
-        """Finish a stream whose replica ended its answer as HTTP has it, unless an event is missing."""
+        """Finish a stream whose HTTP message is complete, unless an event is missing."""
         written, error = self.taken(attempt, record, record.take_last())
         if error is None and not record.is_unread and record.lacks_end:
             written += record.framed(record.closing_events())
@@ -177,7 +186,7 @@ class Resumer:
     def taken(
         self, attempt: Attempt, record: StreamRecord, taken: tuple[bytes, UpstreamError | None]
     ) -> tuple[bytes, UpstreamError | None]:
-        """Account for what a record has taken of a read, and return it."""
+        """Account for a record's read, and return what it has taken of it."""
         if record.shown and record.broke:
             self._metrics.continue_gap_seconds.observe(record.way, monotonic() - record.broke_at)
             self._log(record, f"replica {attempt.backend.id} resumed it")
@@ -186,7 +195,7 @@ class Resumer:
 
     def _count(self, record: StreamRecord) -> None:
         size = record.size
-        # A replica that resumes is first to report the ids that it was given, to be compared with the kept ones.
+        # Until a resuming replica has reported the ids that it was given, the record is needed for the comparison.
         if self.kept + size - record.counted > self._budget and record.proven and not record.lost:
             record.lose("budget")
             size = record.size
@@ -194,7 +203,7 @@ class Resumer:
         record.counted = size
 
     def _drop(self, exchange: Exchange, record: StreamRecord, reason: str) -> None:
-        """Let its answer pass unread."""
+        """Relay the answer unread from here on."""
         exchange.stream_record = None
         self.kept -= record.counted
         exchange.attempt_type = MeteredAttempt if exchange.metered else Attempt
@@ -202,7 +211,10 @@ class Resumer:
             self._refused[exchange] = reason
 
     def settled(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
-        """An `on_end`, the first one: to all others prompt and count of events are those of the whole stream."""
+        """Release the record at the end of a request, before other `on_end` callbacks.
+
+        They need the prompt and the event count of the whole stream.
+        """
         self._refused.pop(exchange, None)
         record = exchange.stream_record
         if record is None:
@@ -210,13 +222,13 @@ class Resumer:
         self.kept -= record.counted
         record.counted = 0
         if exchange.is_continued:
-            if outcome == "complete" and record.broke:  # without more text
+            if outcome == "complete" and record.broke:  # resumed without more text
                 self._log(record, f"replica {exchange.attempts[-1].backend.id} resumed it")
             exchange.prompt = record.prompt
             exchange.attempts[-1].events = max(exchange.attempts[-1].events, record.events)
 
     def _log(self, record: StreamRecord, how: str) -> None:
-        """Log that a stream goes on, for ten streams in ten seconds; the metrics count all of them."""
+        """Log that a stream was resumed, for ten streams in ten seconds; the metrics count all of them."""
         now = monotonic()
         if now - self._lines_since > LOG_SECONDS:
             self._lines, self._lines_since = 0, now
@@ -224,10 +236,10 @@ class Resumer:
             log.info("%s; %s %.3f s later (%s)", record.broke, how, now - record.broke_at, record.way)
         self._lines, record.broke = self._lines + 1, ""
 
-    # --- a stream breaks off
+    # --- the failure of a replica
 
     def event_after(self, exchange: Exchange) -> ExchangeEvent:
-        """Return what it is to the exchange that the attempt which answered has failed."""
+        """Return the exchange's event for a failure of the attempt that was answering."""
         record, attempt = exchange.stream_record, exchange.attempts[-1]
         if record is None:
             reason = self._refused.get(exchange, "")
@@ -238,7 +250,7 @@ class Resumer:
         return ExchangeEvent.FAILED
 
     def _refusal(self, exchange: Exchange, record: StreamRecord, attempt: Attempt) -> str:
-        """Return why nobody resumes its stream, or "" and set the way in which somebody does."""
+        """Return why a stream is not resumed, or "" after setting the way to resume it."""
         if isinstance(attempt.error, UpstreamError) and attempt.error.kind == DIFFERS:
             return DIFFERS
         if not record.is_unread and (record.complete or record.lacks_end):
@@ -258,11 +270,11 @@ class Resumer:
         return reason
 
     def _way(self, record: StreamRecord) -> tuple[str, str]:
-        """Return how a stream is resumed, or why it is not."""
+        """Return the way to resume a stream, or "" and the reason why there is none."""
         terms, prompt = record.terms, record.prompt
         reason = terms.no_ids or ("" if record.prompt_ids and record.ids else "ids")
         if not reason and (prompt.media or len(record.prompt_ids) != prompt.tokens):
-            reason = "prompt"  # media, or another tokenizer: the ids are not all that the engine has
+            reason = "prompt"  # with media, or another tokenizer, the ids are not the engine's whole prompt
         if not reason and not terms.greedy and len(record.text) > record.clean[1]:
             reason = "boundary"
         if record.body and (record.is_untouched or (reason and terms.greedy)):
@@ -270,8 +282,11 @@ class Resumer:
         return ("", reason) if reason else (OVER if record.has_all_text else IDS, "")
 
     def _unlike(self, attempt: Attempt, way: str) -> tuple[Backend, ...]:
-        """Return the replicas that cannot resume a stream: the one that broke off, those that make other ids of its
-        prompt, and those that do not take or report ids if it goes by them."""
+        """Return the replicas that cannot resume a stream.
+
+        These are the one that failed, those that make other ids of the prompt, and for a resumption by ids those that
+        do not accept or report ids.
+        """
         gone, label = attempt.backend, attempt.exchange.label
 
         def may(one: Backend) -> bool:
@@ -282,7 +297,7 @@ class Resumer:
         return (gone, *(one for one in self._eligible.backends.values() if one is not gone and not may(one)))
 
     def resume(self, exchange: Exchange) -> None:
-        """Place the rest of its stream, or end the stream if only its end is missing."""
+        """Place the rest of a stream, or end the stream if only its end is missing."""
         record, attempt = exchange.stream_record, exchange.attempts[-1]
         assert record is not None
         stream = exchange.id.decode("latin-1")[:LONGEST_ID]
@@ -305,14 +320,14 @@ class Resumer:
     def _close(self, exchange: Exchange, record: StreamRecord) -> None:
         """Write the end of a stream whose client has all of its text."""
         data = record.framed(record.closing_events()) + record.end
-        exchange.attempts[-1].tail.append(data)  # without `meter`: no event of it brings output
+        exchange.attempts[-1].tail.append(data)  # without `meter`: it has no output events
         exchange.client.transport.write(data)
         self._metrics.continued_streams.inc(OVER)
         self._log(record, "the gateway wrote its end")
         exchange.conductor.dispatch(exchange, ExchangeEvent.FINISHED)
 
     def join(self, exchange: Exchange, data: bytes) -> None:
-        """Send the first bytes of a replica that resumes the stream."""
+        """Relay the first bytes of a replica that resumes the stream."""
         record, attempt = exchange.stream_record, exchange.attempts[-1]
         assert record is not None and record.head is not None and isinstance(attempt, ResumableAttempt)
         if record.way == REPEAT and not record.skip:
@@ -328,7 +343,7 @@ class Resumer:
         attempt.data(data)
 
     def give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
-        """End a stream that nobody resumed. Called once nothing is connected or reserved any more."""
+        """End a stream that no replica resumed; called after all connections and reservations are released."""
         record = exchange.stream_record
         assert record is not None
         exchange.error = error
@@ -350,13 +365,15 @@ class Resumer:
 
 
 def is_open_ended(head: Head) -> bool:
-    """Whether what another replica writes may follow what came behind this head."""
+    """Return whether more bytes, from any replica, may follow a body with this head."""
     return (head.is_chunked or head.until_close) and head.get(b"content-encoding") is None
 
 
 def rest_error(attempt: Attempt, opened: Head | None = None) -> UpstreamError | None:
-    """Return why an answer with this head is not the rest of one that the client has a part of, if it is not.
-    `opened`: the head that its client has, if the rest passes as it comes."""
+    """Return why an answer with this head cannot continue the client's, or None.
+
+    `opened`: the head that the client has, if the rest is relayed unchanged.
+    """
     head = attempt.response_head
     if attempt.status == 200 and attempt.streams and head.get(b"content-encoding") is None:
         if opened is None or (opened.is_chunked, opened.until_close) == (head.is_chunked, head.until_close):

@@ -1,4 +1,4 @@
-"""Run the actions that follow each event of an exchange and of its attempts.
+"""The actions that follow each event of an exchange and of its attempts.
 
 The tables in `states` map an event to the next state and action; the state itself is in `Exchange` and `Attempt`. One
 conductor serves all exchanges.
@@ -249,6 +249,8 @@ def _foreign(what: str) -> UpstreamError:
 
 
 class Conductor:
+    """The runner of exchanges: an event changes an exchange's state by the tables, and the action follows here."""
+
     def __init__(
         self, placing: Placing, judge: Judge, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics, added: Added,
         *, retries: int, traces: Traces | None, discreet: bool,
@@ -265,11 +267,16 @@ class Conductor:
         self.resumer: Resumer | None = None  # with --continue-streams
 
     def begin(self, exchange: Exchange) -> None:
+        """Start an exchange's trace, and list it as under way."""
         if self._traces is not None:
             self._traces.begin(exchange)
         self.under_way.add(exchange)
 
     def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: Any = None) -> None:
+        """Change the exchange's state by this event, and run the action of that transition with `detail`.
+
+        A pair of state and event that is not in the table is a bug and raises KeyError.
+        """
         exchange.state, act = STEPS[exchange.state, event]
         act(self, exchange, detail)
 
@@ -315,6 +322,7 @@ class Conductor:
     # --- what an attempt's replica does
 
     def connected(self, attempt: Attempt, upstream: Upstream) -> None:
+        """Send the request on a new connection, unless the attempt has ended or the replica has moved."""
         exchange = attempt.exchange
         if attempt.state is AttemptState.CONNECTING and upstream.pool is attempt.backend.pool:
             exchange.run_isolated(self._send, exchange, attempt, upstream)
@@ -338,6 +346,7 @@ class Conductor:
             self.on_body(attempt, body)
 
     def on_body(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
+        """Judge the bytes of a body that has not begun to be relayed."""
         exchange = attempt.exchange
         first = self.judge.first(exchange, attempt, data, whole)
         if isinstance(first, bytes):
@@ -372,6 +381,7 @@ class Conductor:
         exchange.client.transport.write(data)
 
     def on_complete(self, attempt: Attempt) -> None:
+        """Finish an attempt whose answer is complete."""
         if attempt.state is AWAITING:  # the bytes that were held back are the whole body
             self.on_body(attempt, b"", whole=True)
             if attempt.state is ANSWERING:
@@ -381,14 +391,17 @@ class Conductor:
             self.dispatch(attempt.exchange, FINISHED)
 
     def lost(self, attempt: Attempt, error: UpstreamError) -> None:
+        """Fail an attempt whose connection failed, unless it has ended."""
         if attempt.state is not AttemptState.ENDED:
             attempt.exchange.run_isolated(self.failed, attempt, error)
 
     def answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
+        """Begin to relay an answer, with these first bytes."""
         attempt.advance(ATTEMPT_ANSWERED)
         self.dispatch(exchange, ANSWERED, data)
 
     def failed(self, attempt: Attempt, error: UpstreamError) -> None:
+        """End a failed attempt, and dispatch what its failure is to the exchange."""
         if attempt.backend.replica.ends and attempt.state is not ANSWERING and error.kind in CRASHES:
             error = UpstreamError(LEFT, f"ends: {error}")
         # A kept connection may die of old age under the request; that says nothing about the replica.
@@ -443,6 +456,7 @@ class Conductor:
         self.begin_attempt(exchange, attempt)
 
     def begin_attempt(self, exchange: Exchange, attempt: Attempt) -> None:
+        """Start an attempt: connect to its replica, and send the request."""
         if self._traces is not None:
             self._traces.attempt(exchange, attempt)
         self._connect(exchange, attempt)

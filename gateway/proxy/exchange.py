@@ -66,6 +66,8 @@ class AttemptHandler(Protocol):
 
 
 class Attempt:
+    """An attempt to have a request answered by one replica; the sink of its upstream connection."""
+
     __slots__ = (
         # arguments of __init__
         "backend", "placement", "prompt", "new_connection", "had_whole", "without_ids",
@@ -146,6 +148,7 @@ class Attempt:
         return self.leg is Leg.DECODE and kind in TRANSFER_FAILED
 
     def advance(self, event: AttemptEvent) -> None:
+        """Change the attempt's state by this event."""
         self.state = ATTEMPT_TRANSITIONS[self.state, event]
 
     def end_as(self, event: AttemptEvent, error: Exception | None = None) -> None:
@@ -362,6 +365,8 @@ class ExchangeHandler(AttemptHandler, Protocol):
 
 
 class Exchange:
+    """A client's request, from its last byte in to the last byte of its answer out."""
+
     __slots__ = (
         # arguments of __init__
         "conductor", "client", "request", "id", "label",
@@ -391,6 +396,11 @@ class Exchange:
     )  # fmt: skip
 
     def __init__(self, conductor: ExchangeHandler, client: Downstream, request: Request, request_id: bytes, label: str):
+        """Create an exchange.
+
+        `request_id`: the client's, or the gateway's own.
+        `label`: the API in metrics ("chat", "completions", ...); "other" for paths without a prompt.
+        """
         self.conductor = conductor
         self.client = client
         self.request = request
@@ -498,14 +508,17 @@ class Exchange:
     # --- called by the client's connection
 
     def client_gone(self) -> None:
+        """End the exchange, since the client has left."""
         if self.state is not ExchangeState.ENDED:
             self.conductor.dispatch(self, ExchangeEvent.GONE)
 
     def cut(self) -> None:
+        """End the exchange at shutdown."""
         if self.state is not ExchangeState.ENDED:
             self.conductor.dispatch(self, ExchangeEvent.GONE, ConnectionAbortedError("the gateway is shutting down"))
 
     def pause(self) -> None:
+        """Stop reading the answer while the client does not keep up."""
         attempt = self.attempt
         if attempt is not None and attempt.upstream is not None:
             attempt.upstream.pause()
@@ -513,6 +526,7 @@ class Exchange:
             attempt.tail = deque((piece[-TAIL_BYTES:] for piece in attempt.tail), TAIL)
 
     def resume(self) -> None:
+        """Read the answer again."""
         attempt = self.attempt
         if attempt is not None and attempt.upstream is not None:
             attempt.upstream.resume()
@@ -520,6 +534,7 @@ class Exchange:
     # --- called by preparation, placing and the queue
 
     def prepared(self, prompt: Prompt | None) -> None:
+        """Place the request: its prompt is known, or it has none that is read."""
         if self.state is PREPARING:
             self.prompt = prompt
             if prompt is not None:
@@ -527,6 +542,7 @@ class Exchange:
             self.conductor.dispatch(self, PREPARED)
 
     def refused(self, error: ApiError) -> None:
+        """Refuse the request before a replica is chosen."""
         if self.state is PREPARING:
             self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
 
@@ -539,6 +555,7 @@ class Exchange:
         self.attempts.append(attempt)
 
     def placed(self) -> None:
+        """Send the last attempt that was added."""
         self.conductor.dispatch(self, PLACED)
 
     def held(self) -> None:

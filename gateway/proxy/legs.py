@@ -198,7 +198,7 @@ class LegPlacing:
         self._eligible, self._router, self._metrics = eligible, router, metrics
 
     def plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
-        """Return the request's legs if they take less time than one leg, else None; nothing is reserved yet."""
+        """Return the request's legs if two are chosen over one, else None; nothing is reserved yet."""
         made = self._plan(exchange, evaluation, now)
         self._metrics.leg_choices.inc("apart" if made is not None else "whole")
         return made

@@ -318,7 +318,7 @@ class Gate(Protocol):
         """Return the evaluation to place the request by, or None if it was queued or refused."""
 
     def look(self) -> None:
-        """Place queued requests that have room now, and refuse those for which no replica is left."""
+        """Check the queued requests soon: there may be room for them, or no replica left."""
 
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
         """Drop the queues and figures of other spaces (number -> name) and model names than these."""
@@ -349,6 +349,8 @@ class Onlooker(Protocol):
 
 
 class Placing:
+    """The choice of a replica for each request, by this gateway's own view or in the shared ledger."""
+
     def __init__(
         self,
         eligible: Eligibility,
@@ -372,6 +374,7 @@ class Placing:
         self._found = []
 
     def end_batch(self) -> None:
+        """Send the requests that were placed since `begin_batch`."""
         found, self._found = self._found, None
         for asker in found or ():
             asker.run_isolated(asker.placed)

@@ -366,6 +366,8 @@ class Preparation:
 
 
 class Proxy:
+    """The proxy of one process, with the handler for requests that the HTTP layer calls."""
+
     def __init__(
         self,
         *,
@@ -394,6 +396,22 @@ class Proxy:
         continue_budget: int = 2**26,
         pulse: Pulse | None = None,
     ):
+        """Put the parts together.
+
+        `retries`: retries per request.
+        `request_timeout`: seconds until the first byte of an answer; `idle_timeout`: seconds between two reads of one.
+        `response_headers`: name the replica in a response header; `cached_tokens_header`: and its predicted cached
+        tokens.
+        `replicas`: all known replicas, by id.
+        `on_traffic`, `on_end`: as in `Settling`; `usage_log` is an `on_end` that needs the tokens of all answers.
+        `ask_models`: reads the model lists of all engines.
+        `tokenize_once`: forward token ids to replicas that have confirmed them.
+        `shadows`: policies to compare with the acting one.
+        `allow_paths`: values of `--allow-path`.
+        `keys`, `metering`, `overload`, `traces`: None where these features are off.
+        `slo_figures`: measure latencies by class and model even without `overload`.
+        `continue_streams`: "never", or resume streams, with records of at most `continue_budget` bytes in all.
+        """
         self.models, self.router, self.metrics = models, router, metrics
         self.pulse = pulse or Pulse()
         # After the event loop was held up, answers may wait to be read: replicas are not late before that.
@@ -483,10 +501,12 @@ class Proxy:
     # --- replicas come and go
 
     def add(self, backend: Backend) -> None:
+        """Add a replica that is ready for the first time."""
         self.backends[backend.id] = backend
         self.changed()
 
     def remove(self, replica: str) -> Backend | None:
+        """Remove a replica; its slot in the map is detached once nothing writes to it any more."""
         backend = self.backends.pop(replica, None)
         if backend is not None:
             slot = backend.slot
@@ -530,6 +550,7 @@ class Proxy:
     # --- called by the HTTP layer
 
     def handle(self, client: Downstream, request: Request) -> None:
+        """Answer a request, or make an exchange of it."""
         path = request.path
         label = PROMPT_PATHS.get(path)
         has_prompt = label is not None and request.method == "POST"
@@ -635,6 +656,7 @@ class Proxy:
         return None
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
+        """Return the headers and body of the HTTP layer's own error for a request target."""
         path, headers = target.decode("latin-1"), [*JSON, *(HEADERS_OF.get(status, ()))]
         if status == 503 and self.draining:
             error = _shutting_down()
@@ -644,6 +666,7 @@ class Proxy:
         return headers, error_body(path, status, message, code="gateway_full" if status == 503 else None)
 
     def sweep(self, now: float) -> None:
+        """Check the deadlines of all requests and connections; called a few times a second, with monotonic seconds."""
         for exchange in list(self.exchanges):
             try:
                 self.deadlines.check(exchange, now)

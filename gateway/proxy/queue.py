@@ -213,6 +213,7 @@ class Queue:
         return self.qos_of(exchange, exchange.prompt).name
 
     def qos_of(self, exchange: Exchange, prompt: Prompt) -> QosClass:
+        """Return a request's class, the one of its ticket if it has one."""
         known = self._tickets.get(exchange)
         return known[1].qos if known is not None else self._class(exchange, prompt)
 

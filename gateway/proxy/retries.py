@@ -106,6 +106,8 @@ AWAY = frozenset((ABORTED, LEFT, *(kind for kind, failure in KINDS.items() if no
 
 
 class Next(Enum):
+    """The next step after a failed attempt."""
+
     SAME = "the same replica once more"
     ANEW = "any replica, this one included: nothing was sent to it, or it ends and comes back"
     OTHER = "another replica"

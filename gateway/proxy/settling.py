@@ -164,6 +164,7 @@ class Settling:
     # --- failures
 
     def failed(self, backend: Backend | None, kind: str) -> None:
+        """Count a failure that is the replica's fault, and report it to health."""
         if backend is not None and not backend.gone:
             self.metrics.upstream_errors.inc(backend.id, kind)
             self.tell(backend, kind)
@@ -314,6 +315,7 @@ class Settling:
             self.leg_ended(Leg.PREFILL, ABANDONED)
 
     def transfer_failed(self, legs: Legs) -> None:
+        """Record that a transfer failed, so that the pair of replicas is left out for a while."""
         self._router.transfers.failed(legs.prefiller.id, legs.decoder.id, monotonic())
 
     # --- the first byte

@@ -1,28 +1,28 @@
--- The load that all gateways of a deployment have put on each replica, and choices made by it in one step.
+-- The load that all gateways of a deployment have on each replica, and decisions made by it in one step.
 --
--- KEYS  one prefix, whose braces keep all of a deployment in one slot; under it
---         load        hash: replica -> its load, packed: the sum over all gateways
---         alive       sorted set: gateway token -> when its lease ends (ms, by this server's clock alone)
---         of:TOKEN    the part of `load` that one gateway answers for
---         sent:N      hash for 5 s of time: hash of a prompt's prefix -> replicas it was sent to
--- ARGV  an operation, the gateway's token, and what the operation needs. Lists are packed into one argument each, and
---       names are joined by line ends.
+-- KEYS  one prefix, whose braces keep all keys of a deployment in one slot; under it
+--         load        hash: replica -> its packed load, the sum over all gateways
+--         alive       sorted set: gateway token -> end of its lease (ms, by this server's clock alone)
+--         of:TOKEN    hash like `load`: one gateway's part of it
+--         sent:N      hash for 5 s of time: hash of a prompt's prefix -> replicas that the prompt was sent to
+-- ARGV  an operation, the gateway's token, and the operation's arguments. Lists are packed into one argument each, and
+--       names are joined by line feeds.
 --
--- Before this text stands `cost`, what the gateways' policy weighs replicas by, in Lua, and FAR, a time that is not known.
--- A gateway that stops renewing its lease is taken out of `load` with the next heartbeat of any other. Each gateway restates its part with
--- every heartbeat, and sums are compared with their parts, so whatever is lost or damaged here is right again within
--- seconds. A load that cannot be one counts as none.
+-- This text is preceded by `cost`, the policy's cost formula in Lua, and by FAR, which stands for an unknown time.
+-- A gateway that stops renewing its lease is removed from `load` with the next heartbeat of any other. Each gateway
+-- restates its part with every heartbeat, and sums are compared with their parts, so data that is lost or damaged here
+-- is repaired within seconds. An invalid load counts as none.
 local LOAD, ALIVE, OF, SENT = KEYS[1] .. 'load', KEYS[1] .. 'alive', KEYS[1] .. 'of:', KEYS[1] .. 'sent:'
 local PACKED = '<dddddd' -- requests, prefilling, prefill tokens, decoding, context tokens, expected output tokens
 local SIZE = 48 -- bytes of a packed load
-local STANDING = 56 -- bytes of what a gateway says of a replica: two speeds, then what `load_of` takes
+local STANDING = 56 -- bytes of a gateway's view of a replica: two speeds, then five numbers for `load_of`
 local NOTHING = struct.pack(PACKED, 0, 0, 0, 0, 0, 0)
-local MOST = 1e12 -- of anything that is counted
-local GENERATION = 5000 -- ms: predictions live for one to two of them
-local AUDITED = 5000 -- parts compared in a second by all gateways together, at four heartbeats a second each: 1 us a part
-local SLICE = 1000 -- replicas compared at once, at most
-local MOST_NAMES = 20000 -- replicas, or gateways; a key with more is another program's
-local REAPED = 100 -- gateways whose lease ended that are taken out at once
+local MOST = 1e12 -- upper bound of every count
+local GENERATION = 5000 -- ms; `sent` entries live for one to two generations
+local AUDITED = 5000 -- parts audited per second by all gateways, at four heartbeats a second each; 1 us per part
+local SLICE = 1000 -- most replicas audited per heartbeat
+local MOST_NAMES = 20000 -- most replicas or gateways; a key with more belongs to another program
+local REAPED = 100 -- most gateways with expired leases that are removed at once
 
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -30,7 +30,7 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function numbers(packed)
   if type(packed) == 'string' and #packed == SIZE then
     local a, b, c, d, e, f = struct.unpack(PACKED, packed)
-    -- NaN is neither
+    -- false for NaN
     if a >= 0 and b >= 0 and c >= 0 and d >= 0 and e >= 0 and f >= 0
       and a < MOST and b < MOST and c < MOST and d < MOST and e < MOST and f < MOST then
       return a, b, c, d, e, f
@@ -50,7 +50,7 @@ end
 local function add(key, replica, packed, sign)
   local a, b, c, d, e, f = struct.unpack(PACKED, packed)
   local a0, b0, c0, d0, e0, f0 = numbers(ask('HGET', key, replica))
-  -- below zero only if something was lost, which the next heartbeats mend
+  -- below zero only if data was lost, which the next heartbeats repair
   put(key, replica, math.max(0, a0 + sign * a), math.max(0, b0 + sign * b), math.max(0, c0 + sign * c),
     math.max(0, d0 + sign * d), math.max(0, e0 + sign * e), math.max(0, f0 + sign * f))
 end
@@ -76,7 +76,7 @@ end
 
 local function renew(token, lease)
   call('ZADD', ALIVE, string.format('%.0f', now + lease), token)
-  call('PEXPIRE', OF .. token, 10 * lease) -- a part that nobody would reap, its entry in `alive` being lost
+  call('PEXPIRE', OF .. token, 10 * lease) -- in case its entry in `alive` is lost, so that it is never reaped
 end
 
 local function count(token, replica, packed)
@@ -96,7 +96,7 @@ end
 
 local operations = {}
 
--- token, lease ms, former token or '', replicas and their loads: all this gateway has outstanding
+-- Join under a new token. Arguments: token, lease (ms), former token or '', replicas, all outstanding load on them.
 function operations.join(token)
   reap_dead()
   if ARGV[4] ~= '' then reap(ARGV[4]) end
@@ -110,7 +110,7 @@ function operations.leave(token)
   return 1
 end
 
--- Make the gateway's part what the gateway says it is; gives how many loads were not.
+-- Set the gateway's part to the stated loads; return how many differed.
 local function restate(token, replicas, loads)
   local key, there, wrong = OF .. token, {}, 0
   local found = ask('HGETALL', key)
@@ -132,7 +132,7 @@ local function restate(token, replicas, loads)
   return wrong
 end
 
--- Who is alive. A lease that ends later than any gateway can have asked for ends in time.
+-- Return the tokens of all gateways; a lease with an impossibly late end is shortened.
 local function gateways(lease)
   local found, tokens = call('ZRANGEBYSCORE', ALIVE, '-inf', '+inf', 'WITHSCORES'), {}
   for i = 1, #found, 2 do
@@ -142,7 +142,7 @@ local function gateways(lease)
   return tokens
 end
 
--- Of these replicas and of those that have a load, as many as there is time for, beginning with another one each time
+-- Return as many of these replicas and those with a load as there is time to audit, from another start each time.
 local function to_audit(replicas, gateways)
   local all, known = {}, {}
   for _, replica in ipairs(replicas) do all[#all + 1], known[replica] = replica, true end
@@ -156,7 +156,7 @@ local function to_audit(replicas, gateways)
   return slice
 end
 
--- Make sums what their parts add up to; gives how many were not.
+-- Set sums to the totals of their parts; return how many differed.
 local function audit(replicas, lease)
   local tokens = gateways(lease)
   local slice, sums, wrong = to_audit(replicas, #tokens), {}, 0
@@ -179,8 +179,9 @@ local function audit(replicas, lease)
   return wrong
 end
 
--- token, lease ms, replicas, what this gateway has on each: renews the lease, mends what is wrong. Gives the load of all
--- on each of the replicas, and how many loads of this gateway and how many sums were wrong
+-- Renew the lease and repair loads. Arguments: token, lease (ms), replicas, this gateway's load on each. Returns all
+-- gateways' load on each of the replicas, and how many of this gateway's loads and how many sums were repaired; 0 if the
+-- token is not alive.
 function operations.beat(token)
   reap_dead()
   if not alive(token) then return 0 end
@@ -196,7 +197,7 @@ function operations.beat(token)
   return {loads, parts, sums}
 end
 
--- What a hash has for the replicas, as tables of numbers
+-- Return a hash's loads of the replicas, as tables of numbers.
 local function loads_at(key, replicas)
   local found = ask('HMGET', key, unpack(replicas))
   for i = 1, #replicas do found[i] = {numbers(found[i])} end
@@ -218,22 +219,22 @@ local function store(key, replicas, loads, changed)
   if #gone > 0 then call('HDEL', key, unpack(gone)) end
 end
 
--- Make the first replicas' part what the gateway says it is. `changed` has those where it was not.
+-- Set the first replicas' parts to the stated loads, and mark those that differed in `changed`.
 local function count_stated(packed, ours, all, changed)
   for i = 1, #packed / SIZE do
     local stated = {struct.unpack(PACKED, packed, SIZE * (i - 1) + 1)}
     for n = 1, 6 do
       local by = stated[n] - ours[i][n]
       if by ~= 0 then
-        -- below zero only if something was lost, which the next heartbeats mend
+        -- below zero only if data was lost, which the next heartbeats repair
         all[i][n], ours[i][n], changed[i] = math.max(0, all[i][n] + by), stated[n], true
       end
     end
   end
 end
 
--- What a replica is known to do: the sums here, and what its engine and the asking gateway say (`at`: where in `standing`).
--- It is not known since when it computes its prompts. Whether it is late the gateway says by its own requests and clock.
+-- Return a replica's load for `cost`: the sums here, and the gateway's view of its engine (at byte `at` of `standing`).
+-- The begin of its prefills is not known. Whether it is late the gateway judges by its own requests and clock.
 local function load_of(counts, standing, at)
   local load = {since = FAR, begun = counts[2], begun_tokens = counts[3]}
   load.requests, load.prefilling, load.prefill_tokens, load.decoding, load.context_tokens, load.output_tokens = unpack(counts)
@@ -241,7 +242,7 @@ local function load_of(counts, standing, at)
   return load
 end
 
--- Where prompts with these prefixes were sent in this generation and in the one before, by prefix
+-- Return where prompts with these prefixes were sent in this generation and in the one before, by prefix.
 local function sent_lately(fields)
   local current, before = {}, {}
   if #fields > 0 then
@@ -252,7 +253,7 @@ local function sent_lately(fields)
   return current, before
 end
 
--- Which replicas were sent which of the prefixes, from the shortest to the longest: replica -> number of the longest
+-- Return for each replica the number of the longest of these prefixes (in order of length) that it was sent.
 local function longest_sent(fields, current, before)
   local longest = {}
   for i = #fields, 1, -1 do
@@ -288,8 +289,8 @@ local function store_sent(current, changed)
   end
 end
 
--- token, a replica, hashes of prefixes: a prompt with these did not go there after all. That another one with the same
--- beginning did is forgotten with it: by now engines have told of that.
+-- Remove a replica from `sent`, since a prompt did not go there after all. Arguments: token, replica, hashes of prefixes.
+-- Another prompt with the same beginning that did go there is forgotten too; its engine has reported the blocks by now.
 function operations.unsent()
   local replica, hashes, fields = ARGV[3], ARGV[4], {}
   for i = 1, #hashes / 8 do fields[i] = string.sub(hashes, 8 * i - 7, 8 * i) end
@@ -310,7 +311,7 @@ function operations.unsent()
   return 1
 end
 
--- A request: its five arguments from ARGV[at], see `turn`. All its prefixes are added to `fields`, once.
+-- Return a request from its five arguments at ARGV[at], see `turn`; its prefixes are added to `fields`, each once.
 local function request_at(at, fields, seen)
   local header, hashes = ARGV[at], ARGV[at + 4]
   local one = {held = ARGV[at + 2], counts = ARGV[at + 3], terms = {}, who = {}, fields = {}}
@@ -326,7 +327,7 @@ local function request_at(at, fields, seen)
   return one
 end
 
--- What the n-th candidate holds: tokens in its first tier, in slower ones, and these by their worth
+-- Return the n-th candidate's cached tokens: in its first tier, in slower ones, and the latter by their worth.
 local function held_by(request, n)
   local many = #request.who
   local overlap, lower, fetched = struct.unpack('<d', request.held, 8 * n - 7), 0, 0
@@ -336,8 +337,8 @@ local function held_by(request, n)
   return overlap, lower, fetched
 end
 
--- Which of its candidates is to get the request; what it is taken to hold in its first tier, -1 if that is what the gateway
--- thought, and in all
+-- Choose a candidate for the request; return its index, its tokens in the first tier (-1: as the gateway said), and its
+-- tokens in all tiers.
 local function choose(request, replicas, loads, standing, longest)
   local costs, held, cached, least = {}, {}, {}, math.huge
   for n, i in ipairs(request.who) do
@@ -347,7 +348,7 @@ local function choose(request, replicas, loads, standing, longest)
     if depth then
       local sent = math.min(struct.unpack('<I4', request.counts, 4 * depth - 3), request.most) * request.size
       if sent > overlap then
-        local left = math.max(0, overlap + lower - sent) -- in slower tiers, behind what was sent there
+        local left = math.max(0, overlap + lower - sent) -- in slower tiers, after the prefix that was sent there
         fetched = lower > 0 and fetched * left / lower or 0
         overlap, lower, held[n] = sent, left, sent
       end
@@ -365,15 +366,17 @@ local function choose(request, replicas, loads, standing, longest)
   return chosen, held[chosen], cached[chosen]
 end
 
--- token; replicas; what this gateway has on the first of them, now that it has changed; of each replica two speeds and five
--- numbers that the gateway knows of its load; then of each request, in the order in which they are to be decided, five:
---   draw, ratio, slack, tokens of a block, blocks that can be found held, and what `cost` takes of the request,
---   of which the first is its prompt's tokens and the third its expected output
+-- Take changed loads and decide requests. Arguments: token; replicas; this gateway's changed loads on the first of them;
+-- for each replica two speeds and five numbers of the gateway's view of its load; then five for each request, in the
+-- order of decision:
+--   draw, ratio, slack, tokens per block, blocks that can be found cached, and the request's terms for `cost`, the first
+--   of which is its prompt tokens and the third its expected output tokens
 --   its candidates, as indices from 0 into the replicas
---   what each candidate holds: in its first tier; then, if any holds more, in slower ones, and these by their worth
---   lengths in blocks of prefixes of its prompt, and their hashes
--- Gives eight numbers of each: index into its candidates from 0, tokens held (-1: as the gateway thought), and the load met of
--- all other gateways. 0 if the token is not alive: then nothing is counted.
+--   each candidate's cached tokens: in its first tier; then, if any holds more, in slower ones, and those by their worth
+--   the lengths in blocks of prefixes of its prompt
+--   the hashes of these prefixes
+-- Returns eight numbers for each request: the index into its candidates from 0, cached tokens (-1: as the gateway said),
+-- and the other gateways' load on the replica before. 0 if the token is not alive: then nothing is counted.
 function operations.turn(token)
   if not alive(token) then return 0 end
   local replicas, standing = names(ARGV[3]), ARGV[5]

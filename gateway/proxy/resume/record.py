@@ -321,7 +321,7 @@ class StreamRecord:
         if event.reason == "abort":
             raise UpstreamError(ABORTED, "aborted it")
         self.reports_ids |= bool(event.ids or event.prompt_ids)
-        # Engines that report ids also report a reason for the end, and the two newer APIs end with an event of their own.
+        # Engines that report ids also report a reason for the end; the two newer APIs have a last event of their own.
         says_why = self.reports_ids or self.label in ("messages", "responses")
         if kind is Kind.END and event.data is None and self.reason is None and says_why and not self.lost:
             raise UpstreamError(CLOSED, "ended its stream without saying why")

@@ -319,7 +319,7 @@ class Conductor:
             exchange.attempts[-1].end_as(AttemptEvent.FAILED, error)
         self.dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
 
-    # --- what an attempt's replica does
+    # --- called for an attempt's upstream connection
 
     def connected(self, attempt: Attempt, upstream: Upstream) -> None:
         """Send the request on a new connection, unless the attempt has ended or the replica has moved."""
@@ -404,7 +404,7 @@ class Conductor:
         """End a failed attempt, and dispatch what its failure is to the exchange."""
         if attempt.backend.replica.ends and attempt.state is not ANSWERING and error.kind in CRASHES:
             error = UpstreamError(LEFT, f"ends: {error}")
-        # A kept connection may die of old age under the request; that says nothing about the replica.
+        # A pooled connection may time out under the request, which is no evidence against the replica.
         stale = attempt.upstream is not None and attempt.upstream.used and attempt.response_head is None
         attempt.end_as(AttemptEvent.FAILED, error)
         event, exchange = ExchangeEvent.FAILED, attempt.exchange

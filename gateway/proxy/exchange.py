@@ -125,8 +125,8 @@ class Attempt:
         self.new_connection, self.without_ids, self.streams = new_connection, without_ids, streams
         self.had_whole = had_whole
         self.exchange: Exchange = None  # type: ignore[assignment]  # until it is added to one
-        self.client: Downstream = None  # type: ignore[assignment]  # until it is the exchange's
-        self.conductor: AttemptHandler = None  # type: ignore[assignment]  # as the client
+        self.client: Downstream = None  # type: ignore[assignment]  # until then, too
+        self.conductor: AttemptHandler = None  # type: ignore[assignment]  # until then, too
         self.state = CONNECTING
         self.upstream: Upstream | None = None
         self.response_head: Head = None  # type: ignore[assignment]  # until the head is there

@@ -532,7 +532,7 @@ class Placing:
     ) -> None:
         """Go on with the shared ledger's decision, or with the choice made here if there is none in time."""
         asker.stages.append(("choose", perf_counter() - begun))
-        waiting = asker.needs_replica  # else the client left meanwhile
+        waiting = asker.needs_replica  # False if the client left meanwhile
         candidate = evaluation.candidates[decision.index if decision is not None else evaluation.choice.index]
         backend = self.eligible.backends.get(candidate.replica)
         there = (

@@ -124,11 +124,11 @@ class Settling:
     ):
         """Create the accounting.
 
-        `on_traffic(replica, kind, count)`: reports traffic to health; `kind` is that of a failure, or None for `count`
-        answers.
+        `on_traffic(replica, kind, count)`: reports to health a failure of this kind, or `count` answers if `kind` is
+        None.
         `on_end(exchange, outcome, usage)`: called for every request that ends.
         `on_first(attempt, held_up)`: called for the first token of every stream.
-        `when_full(backend, until)`: called for a replica that refuses requests because it has too many, until monotonic
+        `when_full(backend, until)`: called for a replica that refuses a request as one too many; `until` in monotonic
         seconds.
         """
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
@@ -680,7 +680,7 @@ class Settling:
                 told(exchange, outcome, usage)
             except Exception:
                 log.exception("%s failed at the end of a request", getattr(told, "__qualname__", told))
-        exchange.attempts.clear()  # they refer back to it
+        exchange.attempts.clear()  # they refer to the exchange: a cycle
 
 
 def seconds_full(head: Head) -> float:
@@ -702,9 +702,9 @@ def _began_as_error(attempt: Attempt) -> bool:
 
 
 def _but_for_tail(backend: Backend, held: int, saved: int, size: int) -> int:
-    """Return `saved`, or `held` if the two differ by less than a block that this gateway cannot see.
+    """Return `saved`, or `held` where they differ by a part of a block that only the engine knows.
 
-    Without the replica's own events, or with a copy of the map, only whole blocks are known.
+    Without the replica's own events, or with a copy of the map, the gateway knows complete blocks only.
     """
     return held if backend.is_finer and abs(held - saved) < size else saved
 

@@ -1,9 +1,9 @@
-"""The process put together: settings in, rooms wired, signals out.
+"""The gateway process: its parts are made from the settings, connected, started and stopped.
 
-Start: the tokenizer is loaded and both ports are bound before any engine is started, so whatever is wrong
-with the settings is said at once and leaves nothing behind. Engines may come up later; until then
-requests get 503. Stop (SIGTERM, SIGINT, a closed terminal): new work is refused, running requests get
-`drain_timeout_s`; then those without a byte of an answer get 503, and the others are cut.
+Start: the tokenizer is loaded and both ports are bound before any engine is started, so an error in the settings is
+reported at once and leaves nothing running. Engines may come up later; until then requests get 503. Stop (SIGTERM,
+SIGINT, a closed terminal): new requests are refused and running ones get `drain_timeout_s`. After that, requests
+without a byte of an answer get 503, and the others are cut off.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = logging.getLogger("hitherto")
 CARE_SECONDS = 0.25
 # Kinds of background work
 CARE, FOLLOW_KEYS, FOLLOW_CERTIFICATE = "care for replicas", "API keys", "TLS certificate"
-METRICS = "metrics"  # a part of the page that could not be read
+METRICS = "metrics"  # a part of the metrics page that failed
 CONNECTIONS, CLIENTS = "connections to replicas", "connections of clients"
 SHORT = "the gateway has no descriptors left: raise its limit of open files (LimitNOFILE, `ulimit -Hn`)"
 FULL = (
@@ -63,8 +63,10 @@ FOLLOW_RECENT, FOLLOW_PODS = "recent figures", "pods of the cluster"
 
 
 class Gateway:
-    """One gateway: `await start()`, `await stop()`; between them it serves. A worker is one as well, and starts it in
-    parts."""
+    """One gateway, which serves between `await start()` and `await stop()`.
+
+    A worker process has a gateway too, and calls `listen` and `begin` itself.
+    """
 
     def __init__(
         self,
@@ -73,8 +75,12 @@ class Gateway:
         decision_prefix: str = "",
         secrets: Secrets | None = None,
     ):
-        """`costs`: what another gateway has learned (`CostGroup.state`); `decision_prefix` begins the ids of its
-        decisions; `secrets`: the settings' own, None: they are read."""
+        """Make the parts of the gateway from its settings; nothing is started.
+
+        `costs`: the costs that another gateway has learned (`CostGroup.state`). `decision_prefix`: the start of the
+        ids of this gateway's decisions. `secrets`: the secrets read from the files in the settings; None to read
+        them here.
+        """
         self.settings = settings
         secrets = read_secrets(settings) if secrets is None else secrets
         self.background = Background()
@@ -95,7 +101,7 @@ class Gateway:
             engine_key=secrets.engine_key,
             pulse=self.pulse,
         )
-        # With keys of its own on either side, the gateway passes no client's key on, unless it is told to.
+        # Where the gateway has API keys or a key for its engines, it passes no client's key on, unless set to.
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
         self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
         classes = datapath.class_names(settings)
@@ -183,7 +189,7 @@ class Gateway:
         self._following: list[asyncio.Task[None]] = []
 
     def _own_policies(self) -> FaultRecord:
-        """The record of how the policies fail that the operator wrote, the acting one and those in shadow."""
+        """Make the record of the failures of policies that the operator wrote, whether acting or in shadow."""
         record, shadows = FaultRecord(), self.proxy.placing.shadows
         in_shadow = shadows.policies.items() if shadows is not None else ()
         for name, policy in ((self.settings.policy, self.proxy.router.policy), *in_shadow):
@@ -206,7 +212,7 @@ class Gateway:
             raise
 
     async def listen(self, shared_port: bool = False) -> None:
-        """Take clients' connections. `shared_port`: beside other processes that listen on the same one."""
+        """Accept clients' connections; with `shared_port` other processes may listen there too. Raises ConfigError."""
         settings = self.settings
         tls = self.certificate.context if self.certificate is not None else None
         try:
@@ -215,7 +221,7 @@ class Gateway:
             raise cannot_listen(settings, error) from None
 
     async def begin(self, urls: Iterable[str]) -> None:
-        """Start whatever works in the background, and follow these replicas, besides those that are launched."""
+        """Start all background work, launch engines, and add the running replicas at these URLs."""
         if self.shared is not None:
             self.shared.start()
         if self.shared_ledger is not None:
@@ -243,11 +249,11 @@ class Gateway:
         return greeting(self.settings, self.port, self.admin_port)
 
     def hurry(self) -> None:
-        """Let running requests have no more time, while it stops."""
+        """End the time that running requests still have while the gateway stops."""
         self.server.hurry()
 
     async def stop(self, seconds: float) -> None:
-        """Refuse new work, let running requests end for up to `seconds`, then stop everything that was started."""
+        """Refuse new requests, give running ones up to `seconds` to end, then stop everything that was started."""
         self.proxy.drain()
         self.view.draining = True
         begun = monotonic()
@@ -263,7 +269,7 @@ class Gateway:
                 cut,
                 refused,
             )
-        if self.usage_log is not None:  # before engines, for which a service manager may not wait
+        if self.usage_log is not None:  # before the engines stop: a service manager may kill the gateway meanwhile
             await asyncio.to_thread(self.usage_log.close)
             self.usage_log.tell_lost()
         for task in (self._caring, *self._following):
@@ -286,7 +292,7 @@ class Gateway:
     # --- replicas come, change and go
 
     def _unlisted(self) -> str:
-        """Why there may be replicas that the fleet does not have; "" where there are none."""
+        """Return why the fleet may still lack replicas, or "" if it lacks none."""
         if self._is_launching:
             return "engines are being launched"
         if self.discovery is not None and self.discovery.problem:
@@ -310,12 +316,12 @@ class Gateway:
         elif fault == UNCONFIRMED:
             self.fleet.unconfirmed(replica)
         elif fault not in ("status 503", "status 429"):  # "full, try another": load, not illness
-            if fault == ABORTED:  # it may end, and give up all that it is newly sent: it is asked whether it does
+            if fault == ABORTED:  # an engine that shuts down aborts every new request: check whether it does
                 self.fleet.unconfirmed(replica)
             self.fleet.failed(replica, _FAULTS.get(fault, "5xx"))
 
     def _replica_changed(self, replica: Replica, old: State, new: State) -> None:
-        if self.fleet.replicas.get(replica.id) is not replica:  # its engine came back with other ranks
+        if self.fleet.replicas.get(replica.id) is not replica:  # its engine restarted with other ranks
             backend = self.proxy.backends.get(replica.id)
             if backend is not None and backend.replica is replica:
                 self._forget(backend)
@@ -323,9 +329,9 @@ class Gateway:
             self._meet(replica)
 
     def _meet(self, replica: Replica) -> None:
-        """A replica is ready, for the first time or again: know it, and listen to its events."""
+        """Add or update the backend of a replica that has become ready, and follow its KV events."""
         backend = self.proxy.backends.get(replica.id)
-        if backend is not None and backend.replica is not replica:  # removed, and added again before we saw it
+        if backend is not None and backend.replica is not replica:  # removed, and added again before `_care` ran
             self._forget(backend)
             backend = None
         if backend is not None:
@@ -363,13 +369,15 @@ class Gateway:
             log.warning("replica %s: %s. To mend it, %s", replica.id, problem.what, problem.remedy)
 
     def _hidden_from(self, replica: Replica) -> frozenset[bytes]:
-        """Clients' headers that it does not get. A priority is their class's, where there are classes."""
+        """Return the client headers not passed to the replica; with classes, also its priority header."""
         header = replica.dialect.priority_header
         return self._hidden if header is None or self.proxy.conductor.priorities is None else self._hidden | {header}
 
     def _follow_adapters(self, backend: Backend) -> None:
-        """What an engine cached for an adapter it finds again only while the name stands for the same folder. Events
-        tell the name alone."""
+        """Forget the cached blocks of adapters that were loaded again from another folder.
+
+        The engine does not find those blocks again, but KV events carry only the adapter's name.
+        """
         for name in backend.adapters_moved():
             log.warning("replica %s: adapter %r was loaded from %s: what was cached under that name is forgotten",
                         backend.id, name, backend.adapter_roots[name])  # fmt: skip
@@ -379,7 +387,7 @@ class Gateway:
                 self.map.clear(backend.slot)
 
     def _moved(self, replica: Replica, space: ModelSpace) -> None:
-        """What the replica holds is known in other tokens and blocks from now on, or it is of another model."""
+        """Move a replica to its new space; if its blocks differ, clear its map and follow its events again."""
         backend = self.proxy.backends[replica.id]
         backend.candidate.space = space.number
         self.proxy.router.regroup(replica.id, space.costs)
@@ -394,7 +402,7 @@ class Gateway:
         self.server.clients.limits = datapath.limits(self.settings, self.models.pipelines)
 
     def _listen(self, backend: Backend, anew: bool = False) -> None:
-        """Follow the replica's events as it tells of them now. `anew`: whatever is known of its cache is void."""
+        """Follow the KV events of the replica's current source. `anew`: clear the map of its cache first."""
         source = backend.source = backend.replica.events
         block_size, looks_ahead = backend.event_format = self.models.blocks(backend.id)
 
@@ -416,7 +424,7 @@ class Gateway:
             "replay": source.replay,
             "snapshot": source.snapshot,
             "decode": backend.replica.dialect.event_decoder(records),
-            "topic": "",  # all: one publisher an endpoint, and a topic nobody expected must not make us deaf
+            "topic": "",  # all topics: an endpoint has one publisher, and its topic may be any
             "model": HASHED_AS,
             "block_size": block_size,
             "looks_ahead": looks_ahead,
@@ -432,7 +440,7 @@ class Gateway:
         backend.listen(intake, begin, self.background)
 
     async def _care(self) -> None:
-        """A few times a second: what scrapes told reaches policies and drift; removed replicas are forgotten."""
+        """Pass new scrapes to policies and drift detection and forget removed replicas, every CARE_SECONDS."""
         seen: dict[str, float] = {}
         while True:
             due = monotonic() + CARE_SECONDS
@@ -440,12 +448,12 @@ class Gateway:
             self.metrics.loop_delay_seconds.observe((), max(0.0, monotonic() - due))
             for backend in list(self.proxy.backends.values()):
                 if self.fleet.replicas.get(backend.id) is not backend.replica:
-                    await asyncio.sleep(0)  # each that goes costs some ms, and 100 ranks of one engine go at once
+                    await asyncio.sleep(0)  # forgetting one takes some ms, and 100 ranks of one engine go at once
                     if self.proxy.backends.get(backend.id) is not backend:
-                        continue  # its replica was added again and is ready: `_meet` has forgotten this one already
+                        continue  # its replica was added again and is ready: `_meet` has dropped this backend
                 try:
                     self._care_for(backend, seen)
-                except Exception as error:  # one replica's trouble must not keep the others from being looked after
+                except Exception as error:  # an error with one replica must not stop the loop for the others
                     self.background.failed(CARE, error, backend.id)
 
     def _care_for(self, backend: Backend, seen: dict[str, float]) -> None:
@@ -465,8 +473,10 @@ class Gateway:
         self.proxy.settling.compare_counts(backend, scrape.prefix_queries, scrape.prefix_hits, idle)
 
     def _follow_blocks(self, backend: Backend, told: Blocks) -> None:
-        """Its events agree on other blocks than were known: prompts are hashed in these from here on, or in the parts
-        of them that the engine finds."""
+        """Hash prompts in the blocks that the replica's events show, if they differ from the blocks known so far.
+
+        Where the engine also matches parts of these blocks, prompts are hashed in the parts.
+        """
         if told == backend.stored_as:
             return
         backend.stored_as, replica = told, backend.replica
@@ -486,7 +496,7 @@ class Gateway:
         self.models.forget(backend.replica)
 
     def _connections(self) -> Reading:
-        elsewhere = self.decisions.on()  # counted here, and on others' connections
+        elsewhere = self.decisions.on()  # /decide requests count as load, but use no connection of this gateway
         upstream = {
             b.id: len(b.pool.idle) + self.ledger.own(b.id)[0] - elsewhere[b.id] for b in self.proxy.backends.values()
         }
@@ -513,11 +523,11 @@ class Gateway:
         return self.proxy.requests_at(replicas)
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """What would happen to this request now. Nothing is placed."""
+        """Return how this request would be routed now; nothing is placed."""
         return await datapath.explain(self.proxy, path, body, headers)
 
 
-# what the proxy calls a failure -> what health calls it
+# the proxy's name of a failure -> the health tracker's
 _FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout",
            "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
 
@@ -532,14 +542,14 @@ def _say_held_up(now: float, seconds: float) -> None:
 
 
 def _shared_map(settings: Settings, cachemap: CacheMap, background: Background) -> SharedMap | None:
-    """What gateways share of who holds what; none without Redis, nor where each follows the events itself."""
+    """Make the cache map that gateways share; None without Redis, or where each gateway follows the events itself."""
     if settings.redis_url is None or settings.event_intake == "each":
         return None
-    from cachemap.cluster import SharedMap, parse  # a fifth of a second, for those who use it
+    from cachemap.cluster import SharedMap, parse  # this import takes 0.2 s, so only where it is used
 
     return SharedMap(parse(settings.redis_url), settings.deployment, cachemap, background)
 
 
 def serve(settings: Settings) -> int:
-    """Run one gateway until a signal; returns the exit code. Raises ConfigError before anything is started."""
+    """Run one gateway until a signal and return the exit code. Raises ConfigError before anything is started."""
     return run(settings, lambda: Gateway(settings), datapath.started)

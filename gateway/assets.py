@@ -1,8 +1,8 @@
-"""`hitherto assets DIR`: what runs a gateway and is no Python, for those who installed a wheel.
+"""`hitherto assets DIR`: deployment files for those who installed a wheel.
 
-Compose files, the Dockerfile, configuration and rules of Prometheus, dashboards of Grafana, a systemd unit.
-With them come the packages as they are installed, so that the image which the compose files build is this version. A
-wheel has these files in its `share/hitherto` (`data-files` in pyproject.toml), a checkout where they are.
+Compose files, the Dockerfile, Prometheus configuration and rules, Grafana dashboards, a systemd unit. The installed
+packages are written with them, so that the compose files build an image of this version. A wheel has these files in
+its `share/hitherto` (`data-files` in pyproject.toml), a checkout in their folders.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 written, 1 not, because of what is there already. Raises ConfigError."""
+    """Write the files and return 0, or 1 if files with other contents exist. Raises ConfigError if it cannot write."""
     contents = {name: path.read_bytes() for name, path in found()}
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def _some(names: list[str]) -> str:
 
 
 def found() -> Iterator[tuple[str, Path]]:
-    """The files, each by its name in the folder. Raises ConfigError where they were not installed."""
+    """Yield the name in the target folder and the path of each file. Raises ConfigError if they are not installed."""
     for package in PACKAGES:
         for path in sorted((HERE / package).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -90,7 +90,7 @@ def _of_checkout() -> Iterator[tuple[str, Path]]:
         for path in sorted((HERE / name).rglob("*")) if (HERE / name).is_dir() else [HERE / name]:
             if (
                 path.is_file() and path.suffix not in (".py", ".pyc") and path.name != "checked.json"
-            ):  # how boards are made
+            ):  # without the scripts that generate the dashboards
                 yield str(path.relative_to(HERE)), path
 
 

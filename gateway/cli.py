@@ -1,10 +1,10 @@
 """`hitherto serve | config | key | replica | explain | plan | doctor ...`: flags in, exit code out.
 
-Flags are made from the schema in `gateway.settings`, so that a setting has one name, one help text
-and one check whether it comes from a file, the environment or the command line. Verbs import
-what they need when they run: `hitherto config` answers in a fraction of a second.
+Flags are made from the schema in `gateway.settings`, so that a setting has one name, one help text and one check
+whether it comes from a file, the environment or the command line. Verbs import what they need when they run, so that
+`hitherto config` answers in a fraction of a second.
 
-Exit codes: 0 done, 1 it ran and found or met trouble, 2 flags or configuration are wrong.
+Exit codes: 0 success, 1 a failure or a problem found, 2 wrong flags or configuration.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ METAVARS = {
 }
 
 
-# Of the settings in `--help`: a subject, and the first field that is about it. The schema is declared in this order.
+# Headings of the settings in `--help`, by the first field below each. The schema declares its fields in this order.
 SUBJECTS = {
     "host": "where it listens",
     "api_keys": "who may ask",
@@ -60,12 +60,12 @@ SUBJECTS = {
 }
 
 
-ACTIONS = ("list", "add", "drain", "remove")  # of `replicas`
-OF_ITS_OWN = {"explain": "BODY.json ", "replicas": "[ACTION] [URL|ID] "}  # what a verb takes before the settings
+ACTIONS = ("list", "add", "drain", "remove")  # actions of the verb `replicas`
+OF_ITS_OWN = {"explain": "BODY.json ", "replicas": "[ACTION] [URL|ID] "}  # a verb's arguments before the settings
 
 
 class Parser(cli_errors.PlainParser):
-    """The parser of each verb: what it complains of is a wrong configuration."""
+    """A parser for one verb, which raises ConfigError for wrong arguments."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -83,7 +83,7 @@ class Parser(cli_errors.PlainParser):
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of the schema; absent flags stay absent, so lower sources show through."""
+    """Add a flag for each field of the schema; a flag not given sets nothing, so files and environment apply."""
     group = parser
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS,
                         help="YAML file with settings (default: ./hitherto.yaml if there is one)")  # fmt: skip
@@ -194,7 +194,7 @@ def build_parser() -> Parser:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
-    if unknown and unknown[0].partition("=")[0] == "--admin":  # which `explain` has
+    if unknown and unknown[0].partition("=")[0] == "--admin":  # a flag of `explain` and `replicas` only
         raise ConfigError("unknown argument '--admin'. Say where the admin side is with --admin-host and --admin-port")
     verb = next(action for action in parser._actions if action.dest == "verb").choices[args.verb]
     if unknown:
@@ -204,8 +204,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_back(args: argparse.Namespace, verb: argparse.ArgumentParser) -> None:
-    """Move a command's own arguments out of --replica-url, which takes every word that follows it. A URL contains a
-    colon, so a file name without one, or the name of an action, is no URL."""
+    """Move a command's own arguments out of --replica-url, which takes every word that follows it.
+
+    A URL contains a colon, so a file name without one, or the name of an action, is no URL.
+    """
     urls = getattr(args, "replica_url", [])
     is_given = bool(urls)
     if args.verb == "explain" and args.body is None:
@@ -237,7 +239,7 @@ def load_config(args: argparse.Namespace, without_files: bool = False) -> Config
 
 
 def _warn_of_ignored_variables() -> None:
-    """Near misses are an error of their own where settings are read."""
+    """Warn of environment variables that look like settings but are none. Misspelt settings are an error of `load`."""
     for variable, near in unknown_variables(os.environ).items():
         hint = f". Did you mean {near}?" if near else ""
         print(f"hitherto: environment {variable}: this is no setting, so it changes nothing{hint}", file=sys.stderr)
@@ -245,7 +247,7 @@ def _warn_of_ignored_variables() -> None:
 
 @contextlib.contextmanager
 def _placing(config: Config) -> Iterator[None]:
-    """What is wrong with a setting is said with where that was set."""
+    """Prefix configuration errors with the source of the setting."""
     try:
         yield
     except ConfigError as error:
@@ -286,7 +288,7 @@ def show_config(args: argparse.Namespace) -> int:
         print(config.to_yaml())
     settings = config.settings
     if any(setting is not None for setting in (settings.scheduler, settings.admission, settings.api_keys)):
-        from gateway.settings.warnings import find_warnings  # numpy comes with it, for which nobody else is to wait
+        from gateway.settings.warnings import find_warnings  # it imports numpy, which takes a while
 
         for warning in find_warnings(config.settings):
             print(f"hitherto: {warning}", file=sys.stderr)
@@ -310,7 +312,7 @@ def replica(argv: Sequence[str]) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """The load generator's. It is found by name, since the gateway imports nothing of that room."""
+    """Run the load generator's `plan` verb, found by its entry point: the gateway imports nothing of that package."""
     from importlib.metadata import entry_points
 
     for command in entry_points(group="hitherto.commands", name="plan"):
@@ -362,7 +364,7 @@ def completion(args: argparse.Namespace) -> int:
 
 
 def _whole_parser() -> Parser:
-    """The parser with what a shell completes besides: the flags of the verbs that read their own, names of policies."""
+    """Build the parser for shell completion: with policy names and the flags of verbs that parse their own."""
     from gateway import assets
     from gateway.tenants import verb as key
     from policies import NAMES
@@ -395,7 +397,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the `hitherto` command; returns the exit code."""
+    """Run the `hitherto` command and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if not argv:

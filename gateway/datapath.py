@@ -1,4 +1,4 @@
-"""The data path put together from the settings."""
+"""Constructors of the parts of the data path, each from the settings."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
-# The largest body of a model that takes text alone, where the operator says nothing. Text has 4 to 5 bytes a token,
-# with every character escaped 12. The least is for lists of prompts, whose sum no context bounds; images and sound
-# have any size.
+# These bound the largest body where the operator sets none. BYTES_PER_TOKEN is for models that take text alone: text
+# has 4 to 5 bytes a token, and 12 with every character escaped. LEAST_BODY leaves room for lists of prompts, whose sum
+# no context bounds, and MOST_BODY is for models that take images or sound, which have any size.
 BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 32, 16 * 2**20, 64 * 2**20
 
 
@@ -80,14 +80,14 @@ def proxy(
 
 
 def class_names(settings: Settings) -> list[str]:
-    """Classes that requests may be of; none where there are neither classes nor limits, and no figures of them."""
+    """Return the names of the request classes, or [] where neither overload control nor SLO figures need them."""
     found = overload_of(settings)
     classes = found.classes.all if found is not None else (DEFAULT_CLASS,) if settings.slo_figures else ()
     return [one.name for one in classes]
 
 
 def largest_body(settings: Settings, pipelines: Iterable[Pipeline]) -> int:
-    """Bytes of the largest body that is taken: as --max-body-bytes says, else as prompts of these models need."""
+    """Return the largest accepted body in bytes: --max-body-bytes, else as much as prompts of these models need."""
     if settings.max_body_bytes is not None:
         return settings.max_body_bytes
     needed = [
@@ -98,11 +98,11 @@ def largest_body(settings: Settings, pipelines: Iterable[Pipeline]) -> int:
 
 
 def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
-    """What clients may send. Made again when more is known of the models."""
+    """Return the limits of clients' requests; the caller makes them again when models change."""
     largest = largest_body(settings, pipelines)
     return Limits(
         body_bytes=largest,
-        # Whatever the budget, one request of the largest size must fit
+        # One request of the largest size must fit, whatever the budget
         requests_bytes=max(settings.request_budget, 2 * largest + 2**20),
         head_seconds=settings.header_timeout_s,
         body_seconds=settings.upload_timeout_s,
@@ -111,7 +111,7 @@ def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
 
 
 def origins(settings: Settings) -> Origins | None:
-    """Of the web pages that may use the gateway; none: what engines say of pages is passed on."""
+    """Make the CORS rules of --allow-origin; without it return None, and the engines' CORS headers are passed on."""
     exposed = (
         b"retry-after, x-request-id, x-should-retry, x-hitherto-replica, x-hitherto-cached-tokens, x-hitherto-degraded"
     )
@@ -122,7 +122,7 @@ def origins(settings: Settings) -> Origins | None:
 def shared_ledger(
     settings: Settings, metrics: Metrics, ledger: Ledger, background: Background | None = None
 ) -> SharedLedger | None:
-    """Where the load of all gateways is counted; none without Redis."""
+    """Make the ledger that counts the load of all gateways; None without Redis."""
     if settings.redis_url is None:
         return None
     from cachemap.cluster import Ways, parse
@@ -145,7 +145,7 @@ def shared_ledger(
 
 
 def keys(settings: Settings) -> Keys | None:
-    """Of clients; None where they need none. Raises ConfigError."""
+    """Read the clients' API keys; None where clients need none. Raises ConfigError."""
     if settings.api_keys is None:
         return None
     try:
@@ -155,7 +155,7 @@ def keys(settings: Settings) -> Keys | None:
 
 
 def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background: Background) -> Metering | None:
-    """What counts tenants' limits, with Redis those of all gateways; none without keys."""
+    """Make the counters of tenants' limits, with Redis across all gateways; None without API keys."""
     if keys is None:
         return None
     made = Metering(refused=metrics.tenant_refusals.inc)
@@ -187,7 +187,7 @@ def discovery(settings: Settings, fleet: Fleet) -> Discovery | None:
 
 
 def certificate(settings: Settings) -> Certificate | None:
-    """Of the gateway; None where clients speak plain HTTP. Raises ConfigError."""
+    """Load the gateway's TLS certificate; None where clients use plain HTTP. Raises ConfigError."""
     if settings.tls_cert is None:
         return None
     try:
@@ -205,8 +205,8 @@ def usage_log(settings: Settings, metrics: Metrics) -> UsageLog | None:
 
 
 def started() -> None:
-    """How the interpreter is to run from now on, when all is there that lives for ever."""
-    # Out of the collector's sight, so that a full collection looks at requests only.
+    """Tune garbage collection and thread switching, once all long-lived objects have been made."""
+    # Frozen objects are skipped by the collector, so a full collection looks at requests only.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)  # requests make almost no cycles: 5 us of 130 a request, against (700, 10, 10)
@@ -214,7 +214,10 @@ def started() -> None:
 
 
 async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-    """What would happen to this request now, with keys in force to a tenant's. Changes nothing."""
+    """Return how this request would be routed now; nothing changes.
+
+    With API keys in force, the request counts as a tenant's. Raises the ApiError that would refuse it.
+    """
     from .ops.reasons import describe, explained, legs_told
 
     if (refused := proxy.refusal(path, "POST")) is not None:
@@ -233,7 +236,7 @@ async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str])
 
 
 def _is_stopped(error: Exception | None) -> bool:
-    """Whether the gateway's own end is why a request had no whole answer."""
+    """Return whether a request lacks a complete answer because the gateway shut down."""
     by = error.code if isinstance(error, ApiError) else getattr(error, "kind", None)
     return by == SHUT_DOWN or isinstance(error, ConnectionAbortedError)
 
@@ -258,6 +261,6 @@ def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         cached=usage.cached if usage else None,
         reason=error.code if refused else SHUT_DOWN if _is_stopped(error) else passed_on,
         limit=error.limit if refused else None,
-        # Words of other 4xx may quote the prompt.
+        # The messages of other 4xx may quote the prompt.
         error=str(error) if error and (attempt or exchange.status >= 500 or exchange.status == 429) else None,
     )  # fmt: skip

@@ -32,8 +32,10 @@ def show_seconds(seconds: float) -> str:
 
 
 def split_limits(text: str) -> dict[str, str]:
-    """Return the parts of `ttft=2s,tpot=50ms`, which has one limit or both. A colon is as good as `=`, since load
-    generators write it. Raises ValueError."""
+    """Return the value of each limit in `ttft=2s,tpot=50ms`, as text. Raises ValueError.
+
+    A colon may stand for `=`, since load generators write it.
+    """
     pairs = [part.replace(":", "=", 1).partition("=") for part in text.split(",")]
     found = {name.strip(): value for name, _, value in pairs}
     if not all(sign for _, sign, _ in pairs) or len(found) < len(pairs):
@@ -55,5 +57,5 @@ def parse_limits(text: str) -> dict[str, float]:
 
 
 def _shown(value: Any) -> str:
-    """Return the value for a message: clients may send limits of any length in a header."""
+    """Return the value for a message, cut to 100 characters: a header from a client may have any length."""
     return repr(value[:100] if isinstance(value, str) else value)

@@ -1,4 +1,4 @@
-"""What a client is told that cannot be served: one type, spelled as the API that it called spells errors.
+"""Errors that the gateway answers with, in the format of the API that the client called.
 
 OpenAI's error object, Anthropic's on /v1/messages, and both as stream events.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 JSON = [(b"content-type", b"application/json")]
-MESSAGES = "/v1/messages"  # and what is below it: Anthropic's
+MESSAGES = "/v1/messages"  # this path and all below it are Anthropic's API
 
 # status -> (OpenAI type, default code, Anthropic type)
 KINDS: dict[int, tuple[str, str, str]] = {
@@ -34,11 +34,13 @@ KINDS: dict[int, tuple[str, str, str]] = {
 
 
 class ApiError(Exception):
-    """Why a request is answered with an error of ours. `status` is HTTP's; `type`, `param` and `code` are fields of the
-    error object, where None says that the status decides. `headers`: of the answer, besides those that every error
-    has. `again`: False tells clients that repeat a request by themselves after a 429 or 5xx (OpenAI's and Anthropic's
-    do) not to. `discreet`: what tenants are told in place of a message that names replicas. `limit`: the limit of its
-    tenant that refuses the request, for the log."""
+    """An error that the gateway itself answers a request with.
+
+    `status` is the HTTP status. `type`, `param` and `code` are fields of the error object; the status decides a `type`
+    or `code` of None. `headers`: headers of the answer, besides those that every error has. `again`: False asks clients
+    that retry a 429 or 5xx by themselves, as OpenAI's and Anthropic's do, not to. `discreet`: the message for tenants,
+    where `message` names replicas. `limit`: the tenant's limit that refuses the request, for the log.
+    """
 
     def __init__(
         self,
@@ -68,12 +70,12 @@ class ApiError(Exception):
 
 
 def bad(message: str, param: str | None = None) -> ApiError:
-    """The client's own fault."""
+    """Return a 400 error for a mistake in the request; `param`: the field that it is about."""
     return ApiError(400, message, param=param)
 
 
 def compressed(coding: str) -> ApiError:
-    """Of a request whose body has a content coding: engines read none, and its prompt cannot be read here."""
+    """Return a 415 error for a body with a content coding, which neither engines nor the gateway decode."""
     return ApiError(
         415,
         f"the body has Content-Encoding {coding[:100]!r}: send it as it is",
@@ -84,7 +86,7 @@ def compressed(coding: str) -> ApiError:
 def error_object(
     path: str, status: int, message: str, *, type: str | None = None, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The error as the API at `path` spells it."""
+    """Return the error object in the format of the API at `path`."""
     openai_type, default_code, anthropic_type = KINDS.get(status, KINDS[500 if status >= 500 else 400])
     if path.startswith(MESSAGES):
         return {"type": "error", "error": {"type": anthropic_type, "message": message}}
@@ -96,9 +98,12 @@ def error_body(path: str, status: int, message: str, code: str | None = None) ->
 
 
 def error_event(path: str, status: int, message: str, number: int = 0, *, code: str | None = None) -> bytes:
-    """One server-sent event that ends a broken stream. No `[DONE]` follows: the stream is not complete. `number`: its
-    place among the events of a response. There it has its error twice: in its own fields, as OpenAI's reference has it,
-    and as the object `error`, without which OpenAI's client takes the stream for complete."""
+    """Return the server-sent event that ends a broken stream.
+
+    No `[DONE]` follows it, since the stream is incomplete. `number`: the event's sequence number, for /v1/responses.
+    There the event has the error twice: in its own fields, as OpenAI's reference says, and as the object `error`,
+    without which OpenAI's client takes the stream for complete.
+    """
     error = error_object(path, status, message, code=code)
     if path.startswith(MESSAGES):
         return b"event: error\ndata: %b\n\n" % orjson.dumps(error)

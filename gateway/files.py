@@ -1,4 +1,4 @@
-"""Files that are read again when they change."""
+"""Reading, following and appending to files, without waiting for the other end of a pipe."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from pathlib import Path
 from typing import BinaryIO
 
 LOOK_SECONDS = 0.5  # between two looks
-MOST_BYTES = 64 * 2**20  # of what is read whole: as many as the admin side takes
+MOST_BYTES = 64 * 2**20  # of a file that is read whole, as many as the admin side accepts in a body
 
-# What tells one state of a file from another; None where there is no file.
+# Modification time in ns, size in bytes, inode and device of a file; None where there is none.
 Signature = tuple[int, int, int, int] | None
 
 
 class Followed:
-    """Some files, as they are now."""
+    """A set of files that is watched for changes."""
 
     def __init__(self, paths: Sequence[Path]):
         self._paths = paths
         self._known = signatures(paths)
 
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
-        """Call `changed` after each change, until cancelled: once the files have stayed the same for a while, since
-        they may be written in several steps, or one after the other."""
+        """Call `changed` after each change of the files, until cancelled.
+
+        It waits until the files have stayed the same for LOOK_SECONDS, since they may be written in several steps or
+        one after the other.
+        """
         seen = self._known
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -43,12 +46,12 @@ def signatures(paths: Sequence[Path]) -> list[Signature]:
 
 
 def unblocked(path: str, flags: int) -> int:
-    """An opener that opens at once what else would wait for somebody at its other end."""
+    """Open a file without waiting for the other end of a pipe; an opener for `open`."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def regular(path: str, flags: int) -> int:
-    """An opener of regular files, which raises OSError at once for a device, a pipe or a folder."""
+    """Open a regular file; an opener for `open`. Raises OSError at once for a device, a pipe or a folder."""
     file = unblocked(path, flags)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -57,10 +60,13 @@ def regular(path: str, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """Return what is in a file, or comes through a pipe. A pipe through which nothing comes is not waited for, nor
-    taken for an empty file, as the command behind it may have failed: OSError, also for more than MOST_BYTES."""
+    """Return the contents of a file or a pipe. Raises OSError, also for more than MOST_BYTES.
+
+    A pipe that nobody writes to raises OSError at once: it does not count as an empty file, as its command may
+    have failed.
+    """
     with open(path, "rb", buffering=0, opener=unblocked) as file:
-        begun = file.read(1)  # None: somebody has the other end, and has not written yet
+        begun = file.read(1)  # None: a writer has opened the pipe and not written yet
         if begun == b"" and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EPIPE, "it is a pipe through which nothing comes")
         os.set_blocking(file.fileno(), True)
@@ -68,7 +74,7 @@ def read(path: Path) -> bytes:
 
 
 def read_to_end(file: io.RawIOBase | BinaryIO) -> bytes:
-    """Return the rest of a file. Raises OSError where it has more than MOST_BYTES, as /dev/zero has."""
+    """Return the rest of a file. Raises OSError for more than MOST_BYTES, as from /dev/zero."""
     found = bytearray()
     while piece := file.read(2**20):
         found += piece
@@ -78,7 +84,7 @@ def read_to_end(file: io.RawIOBase | BinaryIO) -> bytes:
 
 
 def open_to_append(path: Path, more_flags: int = 0) -> int:
-    """The descriptor of the file at `path`. A pipe that nobody reads is not waited for: OSError."""
+    """Open a file for appending and return its descriptor. Raises OSError, at once for a pipe that nobody reads."""
     try:
         opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | more_flags, 0o640)
     except OSError as error:
@@ -90,8 +96,10 @@ def open_to_append(path: Path, more_flags: int = 0) -> int:
 
 
 def check_appendable(path: Path) -> None:
-    """Raises OSError where nothing could be appended to the file at `path`; does not create it. A pipe is not opened:
-    its reader would take it to have ended once it is closed."""
+    """Check that the file at `path` could be appended to, without creating it. Raises OSError if not.
+
+    A pipe is not opened, since its reader would see the end of its input when it is closed.
+    """
     try:
         if not path.is_fifo():
             os.close(open_to_append(path))

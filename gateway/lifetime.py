@@ -1,5 +1,7 @@
-"""From the settings to a signal: start, serve, let running requests end, stop. Alike for one gateway and for its
-workers' supervisor."""
+"""The life of a service: start, serve until a signal, let running requests end, stop.
+
+The same for a single gateway and for the supervisor of workers.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +31,32 @@ from .settings.warnings import find_warnings
 log = logging.getLogger("hitherto")
 
 
-AWAITED_SECONDS = 15.0  # until it is said which replicas are not ready yet, and twice as long each time after that
+AWAITED_SECONDS = 15.0  # until replicas that are not ready yet are logged; the pause doubles after each time
 
 
 class Service(Protocol):
-    """What runs until a signal comes."""
+    """A service that runs until a signal: a gateway, or the supervisor of workers."""
 
     fleet: Fleet
 
     @property
     def greeting(self) -> str:
-        """What is logged once it serves."""
+        """The line that is logged once it serves."""
 
     async def start(self) -> None: ...
 
     async def stop(self, seconds: float) -> None:
-        """Refuse new requests, let running ones end for up to `seconds`, then stop everything that was started."""
+        """Refuse new requests, give running ones up to `seconds` to end, then stop everything that was started."""
 
     def hurry(self) -> None:
-        """Let running requests have no more time, while it stops."""
+        """End the time that running requests still have while the service stops."""
 
 
 def run(settings: Settings, make: Callable[[], Service], started: Callable[[], None] = lambda: None) -> int:
-    """Serve until a signal; returns the exit code. Raises ConfigError before anything is started. `started` is called
-    once it serves."""
+    """Serve until a signal and return the exit code. Raises ConfigError before anything is started.
+
+    `make` makes the service inside the event loop; `started` is called once it serves.
+    """
     share_one_heap()
     allow_many_connections()
     outbox = lines.setup(settings.log_level)
@@ -68,11 +72,11 @@ def run(settings: Settings, make: Callable[[], Service], started: Callable[[], N
 async def _serve(settings: Settings, make: Callable[[], Service], started: Callable[[], None]) -> None:
     service = make()
     loop, signalled = asyncio.get_running_loop(), asyncio.Event()
-    stops_on_hangup = any(map(os.isatty, (0, 2)))  # asked now: no descriptor of a terminal says so once that is closed
+    stops_on_hangup = any(map(os.isatty, (0, 2)))  # checked now: after a terminal is closed, isatty is False
     starting = asyncio.ensure_future(service.start())
 
     def stop() -> None:
-        signalled.set()  # the start may have ended already, and nobody looked yet
+        signalled.set()  # cancelling does nothing if the start has just ended
         starting.cancel()
 
     on_signal(loop, stop)
@@ -96,12 +100,12 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
     )
     stopping = asyncio.ensure_future(service.stop(settings.drain_timeout_s))
     on_signal(loop, service.hurry)
-    on_hangup(loop, lambda: None)  # of a terminal that closes come two: its own, and its shell's
+    on_hangup(loop, lambda: None)  # a closing terminal sends two: its own and its shell's
     await stopping
 
 
 async def tell_awaited(fleet: Fleet, seconds: float = AWAITED_SECONDS) -> None:
-    """Say now and then what is not ready yet of what there was at the start."""
+    """Log which of the replicas given at the start are not ready yet, at doubling intervals until all are."""
     given = [*fleet.engines]
     while True:
         await asyncio.sleep(seconds)
@@ -112,7 +116,7 @@ async def tell_awaited(fleet: Fleet, seconds: float = AWAITED_SECONDS) -> None:
 
 
 def awaited(fleet: Fleet, given: Collection[str], now: float) -> str:
-    """Which of these engines are not ready and why, in words; "" if all are, or have been removed."""
+    """Return which of these engines are not ready and why, in words, or "" if all are ready or removed."""
     left = [fleet.engines[id] for id in given if id in fleet.engines]
     unready = [one.lead for one in left if one.lead.state not in TAKES_TRAFFIC]
     if not unready:
@@ -130,7 +134,7 @@ def on_signal(loop: asyncio.AbstractEventLoop, then: Callable[[], object]) -> No
 
 
 def on_hangup(loop: asyncio.AbstractEventLoop, then: Callable[[], object]) -> None:
-    """Whoever starts the gateway with SIGHUP ignored, as nohup does, wants it to stay so."""
+    """Call `then` on SIGHUP, unless the process was started with SIGHUP ignored, as by nohup."""
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, then)
 

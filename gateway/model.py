@@ -1,4 +1,4 @@
-"""Which model's tokenizer and chat template the gateway works with: a name or a folder becomes a folder."""
+"""The models of the settings: their folders, their names, and the engines that are launched for them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from replicas.launch.command import LaunchProfile
 from replicas.replica import parse_url
 from replicas.roles import DECODE, PREFILL
 
-SIM = "sim"  # what the simulated engine calls the model that comes with it
+SIM = "sim"  # the name of the model that comes with the simulated engine
 
 
 def model_dir(*names: str | None) -> Path:
-    """The folder with the model's tokenizer, by the first of `names` (None: not told) that leads to one. ConfigError
-    says of each what is wrong and what would do."""
+    """Return the folder with the model's tokenizer, by the first of `names` that leads to one; None is skipped.
+
+    A name is a folder or a model's name. Raises ConfigError with what is wrong with each name and what to give instead.
+    """
     from gateway.prompt.tokens.model import ModelError, find_model
 
     wrong = []
@@ -43,8 +45,10 @@ def model_dir(*names: str | None) -> Path:
 
 
 def folder_here(root: str | None) -> Path | None:
-    """The folder that an engine names as its model's, if it is here too. Only a whole path: a bare name may be a folder
-    here by chance."""
+    """Return the folder of the model that an engine names as its root, if it exists on this machine, or None.
+
+    Only an absolute path counts: a bare name may be a folder here by chance.
+    """
     if not root or "/" not in root or not Path(root).is_absolute():
         return None
     path = Path(root)
@@ -56,14 +60,14 @@ def folder_here(root: str | None) -> Path | None:
 
 
 def main_model(settings: Settings, launched: Sequence[Launch]) -> tuple[Path | None, str]:
-    """The folder and name of the model that settings are about: the one they name, else the first that is launched."""
+    """Return the folder and name of the main model: the one that the settings name, else the first that is launched."""
     if settings.model or not launched:
         return model_and_name(settings, launched[0].profile if launched else None)
     return launched[0].directory, launched[0].served_name
 
 
 class Launch(NamedTuple):
-    """Engines that are launched alike, as `Fleet.launch` takes them."""
+    """A number of equal engines to launch, as `Fleet.launch` takes them."""
 
     count: int
     profile: LaunchProfile
@@ -74,23 +78,25 @@ class Launch(NamedTuple):
 
 
 def launches(settings: Settings) -> list[Launch]:
-    """What is launched: the engines of --launch, then each pool's. Raises ConfigError for pools that cannot work
-    together."""
+    """Return the engines to launch: those of --launch, then each pool's.
+
+    Raises ConfigError for a profile or model that cannot be used, and for pools that cannot work together.
+    """
     found = {name: one._replace(directory=_folder_of(name, its, one)) for name, its, one in _given(settings)}
     _check_together(settings, found)
     return [*found.values()]
 
 
 def check_roles(settings: Settings) -> None:
-    """Raises ConfigError as `launches` does, for what can be said of pools without their models' files."""
+    """Check the pools as `launches` does, without looking for their models' files. Raises ConfigError."""
     _check_together(settings, {name: one for name, _, one in _given(settings)})
 
 
-LAUNCH = "the engines of --launch"  # in place of a pool's name
+LAUNCH = "the engines of --launch"  # stands for a pool's name
 
 
 def _given(settings: Settings) -> Iterator[tuple[str, Settings, Launch]]:
-    """(pool's name, settings with its own model, its engines without their model's folder)."""
+    """Yield each pool's name, the settings with its own model, and its engines, their model's folder not filled in."""
     if settings.launch:
         profile = _loaded(settings.profile, "profile")
         yield LAUNCH, settings, Launch(settings.launch, profile, None, name_of(settings, profile), profile.role)
@@ -110,7 +116,7 @@ def _folder_of(name: str, its: Settings, one: Launch) -> Path | None:
 
 
 def _of_pool(settings: Settings, pool: Pool) -> Settings:
-    """The settings with the pool's own model."""
+    """Return the settings with the pool's own model."""
     model = {"model": pool.model or settings.model, "served_model_name": pool.served_model_name}
     if pool.model in (None, settings.model):
         model["served_model_name"] = pool.served_model_name or settings.served_model_name
@@ -118,7 +124,7 @@ def _of_pool(settings: Settings, pool: Pool) -> Settings:
 
 
 def _check_together(settings: Settings, launched: Mapping[str, Launch]) -> None:
-    """Raises ConfigError, a line each, for pools that cannot work together. `launched`: by pool."""
+    """Raise ConfigError, a line for each problem, if these pools cannot work together."""
     kinds: dict[str, list[Kind]] = {}
     for name, one in launched.items():
         kinds.setdefault(one.served_name, []).append(Kind(name, one.role, one.profile, one.directory))
@@ -137,19 +143,21 @@ def _loaded(name: str, setting: str, part: str = "") -> LaunchProfile:
 
 
 def model_and_name(settings: Settings, profile: LaunchProfile | None) -> tuple[Path | None, str]:
-    """The folder of the model (None: it is learned from the replicas) and the name that engines of this profile serve
-    it by."""
+    """Return the folder of the model and the name that engines of this profile serve it by.
+
+    The folder is None if it is learned from the replicas. Raises ConfigError for a model that is not found.
+    """
     name = _model_of(settings, profile)
     try:
         directory = None if name is None else model_dir(name)
     except ConfigError as error:
-        why = error.text.removeprefix(f"model {name}: ")  # which its place says
+        why = error.text.removeprefix(f"model {name}: ")  # the source of the setting is named instead
         raise ConfigError(why, "model") if settings.model else error from None
     return directory, name_of(settings, profile)
 
 
 def name_of(settings: Settings, profile: LaunchProfile | None) -> str:
-    """The name that engines of this profile serve their model by."""
+    """Return the name that engines of this profile serve their model by."""
     return settings.served_model_name or os.path.basename((_model_of(settings, profile) or "model").rstrip("/"))
 
 

@@ -1,7 +1,7 @@
-"""The files of each model: where they are, what is in them, and the pipelines that are made of them.
+"""The files of each model: their folders, a digest of their contents, and the pipelines made from them.
 
-Files are looked for, read and loaded in threads, but for those of the model that the operator names, which are read
-once before anything is served.
+Files are searched, read and loaded in threads, except those of the model that the operator names, which are read once
+before anything is served.
 """
 
 from __future__ import annotations
@@ -23,49 +23,52 @@ from .settings import ConfigError, Settings
 
 log = logging.getLogger("hitherto")
 
-# What block hashes are seeded with, and so a part of what gateways that share a map must have in common. Not the name
-# of a folder or of a setting, which may differ between gateways before the same engines: one replica serves one base
-# model, and the map has a part for each replica.
+# The seed of block hashes, which gateways that share a map must have in common. It is not the name of a folder or a
+# setting, which may differ between gateways in front of the same engines. One seed for all models is enough: a replica
+# serves one base model, and the map has a part for each replica.
 HASHED_AS = "model"
-DEFAULT_BLOCK_SIZE = 16  # vLLM's, until a replica tells its own
+DEFAULT_BLOCK_SIZE = 16  # tokens, vLLM's default, until a replica reports its own
 RETRY_SECONDS, MOST_RETRY_SECONDS = 1.0, 60.0
 T = TypeVar("T")
 
 
 class Source(NamedTuple):
-    """A model's files as they were when an engine started. `contents`: a digest of them."""
+    """The folder of a model, with a digest of its contents when an engine started."""
 
     directory: Path
     contents: int
 
 
 class ModelFiles:
-    """Where the files of replicas' models are, and pipelines made of them."""
+    """The finder of replicas' model files, which makes pipelines from them."""
 
     def __init__(self, settings: Settings, directory: Path | None, name: str):
-        """`directory`: of the model that the operator names, None if none is; `name`: what launched engines serve it
-        by."""
+        """Read the files of the model that the operator names.
+
+        `directory`: the folder of that model, None if the operator names none. `name`: the name that launched engines
+        serve it by.
+        """
         self._settings, self._directory, self._name = settings, directory, name
         self.given = self._read(directory)
         # Called with the names of a model that was taken for the operator's, once another one turns out to be it.
         self.mistaken: Callable[[set[str]], None] = lambda names: None
         self._owner: set[str] = set()  # names of the model that `directory` is for
         self._owner_is_certain = False
-        # By what an engine was started with and what it calls its model. A search is made once.
+        # Searches by the engine's root and model name; each is made once.
         self._searches: dict[tuple[str | None, str], asyncio.Task[Path | None]] = {}
-        self._last: dict[tuple[str | None, str], Source] = {}  # what was found for it
+        self._last: dict[tuple[str | None, str], Source] = {}  # the files found last, by the same key
 
     def stop(self) -> None:
         for search in self._searches.values():
             search.cancel()
 
     def known(self, replica: Replica) -> Source | None:
-        """What was found last for its model, which may have changed on disk. Reads nothing."""
+        """Return the files found last for the replica's model, without reading the disk, or None."""
         given = self.given if self._directory is not None and self._is_owner(replica) else None
         return self._last.get(_asked(replica), given)
 
     async def find(self, replica: Replica) -> Source | None:
-        """The files that an engine which starts now works with. None: there are none here."""
+        """Find the replica's model files and read their digest; return None if there are none here."""
         directory = await self._find_directory(replica)
         source = await _in_thread(self._read, directory)
         if source is not None:
@@ -73,7 +76,10 @@ class ModelFiles:
         return source
 
     def new_pipeline(self, directory: Path | None, name: str | None = None) -> Pipeline:
-        """Raises ConfigError for a model that cannot be used, by the name that the operator knows it by."""
+        """Make a pipeline from the model's files in `directory`, or one without a tokenizer for None.
+
+        Raises ConfigError for a model that cannot be used, with `name`, or the name of the operator's model for None.
+        """
         name, size = name or self._name, self._settings.block_size or DEFAULT_BLOCK_SIZE
         try:
             made = Pipeline(directory, HASHED_AS, size, chat_template=self._settings.chat_template)
@@ -84,13 +90,13 @@ class ModelFiles:
         return made
 
     async def load(self, source: Source, name: str | None) -> Pipeline | None:
-        """A pipeline of these files, or None if they cannot be used, which is logged."""
+        """Load a pipeline from these files in a thread; return None, and log why, if they cannot be used."""
         try:
             return await _in_thread(self.new_pipeline, source.directory, name)
         except ConfigError as error:
             log.error("no tokenizer: prompts of %s are matched as text. %s", name or self._name, error)
             return None
-        except Exception as error:  # a folder has whatever its maker put there: the other models go on
+        except Exception as error:  # a model's folder may contain anything, and must not stop other models
             log.exception("no tokenizer: prompts of %s are matched as text. Its files cannot be used: %s", name or self._name,
                           type(error).__name__)  # fmt: skip
             return None
@@ -102,7 +108,7 @@ class ModelFiles:
         if self._directory is not None:
             if self._is_owner(replica):
                 return self._directory
-            # Without a folder of its own it gets the operator's, which the comparison with the engine may prove wrong.
+            # Another model without a folder here gets the operator's; the comparison with the engine may reject it.
             return folder_here(replica.root) or self._directory
         if not replica.models:
             return None
@@ -112,8 +118,11 @@ class ModelFiles:
         return await asyncio.shield(self._searches[asked])
 
     async def _search(self, root: str | None, name: str) -> Path | None:
-        """No --model was given: try what a replica was started with, which is not here if its folders are its own, and
-        then what it calls its model, which may be any name."""
+        """Find the folder of a model where no --model was given, or None, which is logged.
+
+        The replica's root is tried first, which may exist only on its own machine, then the name that it serves, which
+        may be any.
+        """
         try:
             found = folder_here(root) or await _in_thread(model_dir, root, name)
         except ConfigError as error:
@@ -123,8 +132,11 @@ class ModelFiles:
         return found
 
     def _is_owner(self, replica: Replica) -> bool:
-        """Whether this is the model that the operator gave the files of: the one that has its name or folder, else the
-        first. Where engines are launched, it is theirs."""
+        """Return whether this replica serves the model that the operator gave the files of.
+
+        That is the model with the name or folder from the settings, else the first model seen. Where engines are
+        launched, a model needs that name or folder.
+        """
         if not replica.models:
             return True
         names = set(base_names(replica.models))
@@ -153,9 +165,11 @@ def _same_folder(root: str | None, directory: Path) -> bool:
 
 
 async def _in_thread(function: Callable[..., T], *args: Path | str | None) -> T:
-    """Call `function` in a thread, and again after growing pauses while the operating system refuses it something that
-    passes (PASSING). All else that it raises is raised, and an input/output error once the pauses are at their
-    longest: a network mount mostly recovers within a minute, and a bad disk never does."""
+    """Call `function` in a thread, and retry it with growing pauses after temporary system errors (PASSING).
+
+    Other errors are raised, and so is an input/output error once the pauses are at their longest: a network mount
+    usually recovers within a minute, and a bad disk never does.
+    """
     pause = RETRY_SECONDS
     while True:
         try:
@@ -170,8 +184,7 @@ async def _in_thread(function: Callable[..., T], *args: Path | str | None) -> T:
 
 
 def _refusal(error: BaseException | None) -> int | None:
-    """Return the number of the operating system's refusal of something that passes, where this is the error or what
-    the error was made of, or None."""
+    """Return the errno of a temporary system error (PASSING) in the error's chain of causes, or None."""
     if error is None:
         return None
     if isinstance(error, OSError) and error.errno in PASSING:

@@ -1,8 +1,7 @@
-"""Models: which replicas are of which model, and the files that each model's prompts are made with.
+"""Models: which replicas serve which model, and the files that each model's prompts are made with.
 
-Everything is found from what engines tell, whenever they tell it. What requests ask is answered by `Routes`, which are
-made anew when replicas change: a request is prepared once for each variant of its model that is present, for two at
-most.
+Both follow from what engines report, at any time. Requests read `Routes`, which are made again when replicas change: a
+request is prepared once for each variant of its model that is present, for two at most.
 """
 
 from __future__ import annotations
@@ -30,29 +29,35 @@ log = logging.getLogger("hitherto")
 
 
 class Models:
-    """The spaces of all models, into which replicas are adopted. `routes`: what is asked for each request."""
+    """The spaces of all models, and the replicas adopted into them.
+
+    `routes` is the present mapping from a request's model to its spaces.
+    """
 
     def __init__(self, settings: Settings, directory: Path | None, name: str, costs: CostGroup | None = None):
-        """`directory`: of the model that the operator names, None if none is; `name`: what launched engines serve it
-        by."""
+        """Make the first space, for the model that the operator names.
+
+        `directory`: the folder of that model, None if the operator names none. `name`: the name that launched engines
+        serve it by. `costs`: the learned costs that the first space starts with.
+        """
         self._settings = settings
         self._files = ModelFiles(settings, directory, name)
         self._files.mistaken = self._find_again
         self._numbers = count()
         self.members: dict[str, Member] = {}
-        # Called when a replica is of another space or its space has changed, and when something changed that nobody
-        # else knows of.
+        # `moved` is called when a replica joins another space or its space has changed, `on_change` after changes that
+        # this class makes by itself.
         self.moved: Callable[[Replica, ModelSpace], None] = lambda replica, space: None
         self.on_change: Callable[[], None] = lambda: None
         first = self._files.new_pipeline(directory)
         format = PromptFormat(self._files.given, first.block_size, VersionQuirks())
         self.spaces = [ModelSpace(next(self._numbers), format, first, costs or CostGroup(), self._judged)]
-        self._said: dict[str, frozenset[PromptFormat]] = {}  # by model: the variants that were told last
+        self._said: dict[str, frozenset[PromptFormat]] = {}  # the variants logged last, by model
         self.refresh()
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Models:
-        """One model, whose prompts this pipeline makes, whatever its replicas tell."""
+        """Make the models of a gateway with one model, whose prompts this pipeline makes whatever replicas report."""
         made = cls(Settings(), None, "model")
         (space,) = made.spaces
         space.format = space.format._replace(block_size=pipeline.block_size)
@@ -63,7 +68,7 @@ class Models:
     # --- what is asked of the models
 
     def refresh(self) -> None:
-        """Replicas' states, models or spaces have changed."""
+        """Make the routes again and update the pipelines' bounds, after replicas or spaces have changed."""
         self.routes = Routes(self.spaces, self.members.values())
         with_files = [one for one in self.spaces if one.format.source is not None]
         for space in with_files:
@@ -79,37 +84,37 @@ class Models:
         return [space.pipeline for space in self.spaces]
 
     def blocks(self, replica: str) -> tuple[int, int]:
-        """What the blocks of this replica are, which has been adopted: see `PromptFormat.blocks`."""
+        """Return the block format of an adopted replica, as `PromptFormat.blocks` does."""
         return self.members[replica].space.format.blocks
 
     def prompt_bytes(self, replica: str) -> Bytes | None:
-        """What tells how many bytes a prompt's cache has at this replica; None: nobody knows its model's shape."""
+        """Return the function from prompt tokens to KV bytes at this replica; None if the shape is unknown."""
         member = self.members.get(replica)
         return member.space.prompt_bytes if member is not None and member.space is not None else None
 
     def made_by(self, replica: str) -> int:
-        """The number of the way in which ids are made for this replica, see `Pipeline.made_by`."""
+        """Return the replica's `Pipeline.made_by`, which changes whenever token ids may be made differently."""
         return self.members[replica].space.pipeline.made_by
 
     def made_otherwise(self, replica: str, prompt: Prompt, body: bytes, why: str) -> None:
-        """Its engine made other tokens of a prompt than the gateway. `body`: b"" where it is forgotten."""
+        """Record that the replica's engine made other tokens of a prompt; `body`: b"" if no longer held."""
         member = self.members.get(replica)
         if member is not None and member.space is not None and member.space.number == prompt.space:
             member.space.comparison.made_otherwise(member.replica.engine, prompt, body, why)
 
     def made_alike(self, replica: str, prompt: Prompt) -> None:
-        """Its engine counted a prompt as the gateway did, of a kind of which one was counted otherwise."""
+        """Record that the engine's token count agrees again, for a kind of prompts that it once differed on."""
         member = self.members.get(replica)
         if member is not None and member.space is not None and member.space.number == prompt.space:
             member.space.comparison.made_alike(member.replica.engine, prompt)
 
     def has_room(self, replica: str, tokens: int) -> bool:
-        """Whether so many tokens fit its context, as far as is known."""
+        """Return whether `tokens` fit the replica's context; True if its length is unknown."""
         member = self.members.get(replica)
         return member is None or not member.context or tokens <= member.context
 
     def files_under_way(self, model: str) -> set[asyncio.Task[None]]:
-        """What finds or loads the tokenizer of a model, "" for any, as long as the gateway has none for it."""
+        """Return the tasks that find or load the tokenizer a model still lacks; "" stands for any model."""
         members = [one for one in self.members.values() if not model or model in one.replica.models]
         spaces = [one.space for one in members if one.space is not None and one.space.pipeline.tokenizer is None]
         found = {one.finding for one in members if one.source is None} | {one.loading for one in spaces}
@@ -118,7 +123,7 @@ class Models:
     # --- replicas come, change and go
 
     def adopt(self, replica: Replica) -> ModelSpace:
-        """The space of a replica that is ready, by what its engine tells now."""
+        """Put a ready replica into the space that matches what its engine reports now, and return that space."""
         member = self.members.get(replica.id)
         if member is not None and member.replica is not replica:
             self._drop(member)
@@ -127,7 +132,7 @@ class Models:
             member = self.members[replica.id] = Member(replica)
         if member.incarnation != replica.incarnation:
             member.incarnation, member.context, member.set_apart = replica.incarnation, None, False
-            if not member.served & replica.models.keys():  # else it most likely has the files that it had before
+            if not member.served & replica.models.keys():  # otherwise it most likely has the same files as before
                 member.source = self._files.known(replica)
             self._find_files(member)
         elif member.source is None and member.finding is None:
@@ -146,7 +151,7 @@ class Models:
         return space
 
     def forget(self, replica: Replica) -> None:
-        """The replica is gone."""
+        """Drop a replica that is gone, and its space if that is now empty."""
         member = self.members.get(replica.id)
         if member is not None and member.replica is replica:
             self._drop(member)
@@ -161,8 +166,10 @@ class Models:
             space.comparison.stop()
 
     def _judged(self, space: ModelSpace) -> None:
-        """Engines that make other tokens than the rest of their space are a variant of their own: the rest stays
-        exact."""
+        """Move engines that make other tokens than the rest of their space to a variant of their own.
+
+        The prompts of the rest stay exact.
+        """
         engines = space.comparison.set_apart()
         moving = [one for one in space.members.values() if one.replica.engine in engines]
         for member in moving:
@@ -188,7 +195,7 @@ class Models:
         )
 
     def _space_for(self, member: Member, format: PromptFormat, names: set[str]) -> ModelSpace:
-        """An existing space with that format, or its own or an empty one made to be, or a new one."""
+        """Move a member to a space with this format: an existing one, a free one adapted to it, or a new one."""
         old = member.space
         space = next(
             (
@@ -218,7 +225,7 @@ class Models:
         return space
 
     def _retune(self, space: ModelSpace, format: PromptFormat) -> None:
-        """Nobody is of this space as it was, so its prompts may be made in another way."""
+        """Change the format of a space that no other replica uses as it was."""
         old = space.format
         space.follow(format)
         if old.source != format.source:
@@ -233,7 +240,7 @@ class Models:
         return space
 
     def _share_costs(self, space: ModelSpace, names: set[str]) -> None:
-        """Variants of a model have one group of costs; the first model goes on with what was learned before."""
+        """Share one cost group among a model's variants; a space that gets another model starts a new one."""
         relative = next((one for one in self.spaces if one is not space and one.names & names), None)
         if relative is not None:
             space.costs = relative.costs
@@ -256,8 +263,7 @@ class Models:
             space.comparison.forget(member.replica.engine)
 
     def _drop_empty(self) -> None:
-        """Keep one space without replicas, if there is no other: what is known of the model serves those that come
-        back."""
+        """Drop spaces without replicas, except the last space, which replicas that come back use again."""
         for space in [one for one in self.spaces if not one.members]:
             if len(self.spaces) > 1:
                 self.spaces.remove(space)
@@ -266,7 +272,7 @@ class Models:
                     space.loading.cancel()
 
     def _say(self, space: ModelSpace) -> None:
-        """The variants of a model, when they change; not while it is still looked for what one was started from."""
+        """Log the variants of a model when they change, except while the files of one are still searched."""
         variants = [one for one in self.spaces if one.members and one.names & space.names]
         if any(member.finding is not None for one in variants for member in one.members.values()):
             return
@@ -307,7 +313,7 @@ class Models:
             self._say(member.space)
 
     def _find_again(self, names: set[str]) -> None:
-        """Replicas of this model were taken for those that the operator gave the files of."""
+        """Find the files again of replicas that were mistaken for the operator's model."""
         for member in [one for one in self.members.values() if names.intersection(base_names(one.replica.models))]:
             member.source = None
             self._find_files(member)
@@ -316,7 +322,7 @@ class Models:
 
     @property
     def waiting_for(self) -> str | None:
-        """What the gateway has no tokenizer for yet, as long as it has none for any model."""
+        """The tokenizer that is being loaded, in words, as long as the gateway has none for any model."""
         busy = [one.name for one in self.spaces if one.loading is not None]
         busy += [
             min(base_names(one.replica.models), default="the model")
@@ -330,8 +336,10 @@ class Models:
 
     @property
     def loading(self) -> set[str]:
-        """The models, and their adapters, that the gateway has no tokenizer for yet, though it will. One that is there
-        in two variants can be asked for as soon as one of these is."""
+        """The names of models and adapters whose tokenizer is still being found or loaded.
+
+        A name with two variants is left out as soon as one of them has its tokenizer and takes traffic.
+        """
 
         def waits(one: Member) -> bool:
             no_files = one.finding is not None and one.source is None
@@ -364,7 +372,7 @@ class Models:
 
 
 def _has_no_other(space: ModelSpace, member: Member) -> bool:
-    """Whether all replicas of a space are this engine's, or of engines that have restarted since."""
+    """Return whether a space has only ranks of this engine, and replicas of engines that have restarted since."""
     engine = member.replica.engine
     return all(
         one.replica.engine == engine or one.incarnation != one.replica.incarnation for one in space.members.values()

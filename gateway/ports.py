@@ -1,4 +1,4 @@
-"""Ports on which this process could listen."""
+"""Addresses and ports that this process can listen on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import socket
 
 
 def bound(kind: int, address: tuple, shared: bool) -> socket.socket:
-    """A socket that has this address, with others of this user where all of them have it `shared`. OSError if it cannot
-    be had."""
+    """Return a socket bound to this address. Raises OSError.
+
+    With `shared`, other processes of this user may bind it too, if all of them do so with `shared`.
+    """
     one = socket.socket(kind, socket.SOCK_STREAM)
     try:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -24,8 +26,11 @@ def bound(kind: int, address: tuple, shared: bool) -> socket.socket:
 
 
 def addresses(host: str, port: int) -> list[tuple]:
-    """All of a host's, as `getaddrinfo` gives them; "" is every address that this machine has. Those of a family that
-    the kernel has no sockets for are left out, unless there are no others: a server does without them, too."""
+    """Return all addresses of a host as `getaddrinfo` gives them; "" is every address of this machine.
+
+    Addresses of a family that the kernel has no sockets for are left out, unless there are no others; the server
+    skips them too.
+    """
     found = dict.fromkeys(socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
     kinds = {kind for kind in {one[0] for one in found} if _has_sockets(kind)}
     return [one for one in found if one[0] in kinds] or list(found)
@@ -40,7 +45,7 @@ def _has_sockets(kind: int) -> bool:
 
 
 def why_taken(host: str, port: int) -> OSError | None:
-    """Why nobody could listen there, on every address of the host, or None."""
+    """Return the error that keeps this process from listening on all addresses of the host, or None."""
     if port == 0:
         return None
     try:

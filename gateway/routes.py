@@ -1,4 +1,4 @@
-"""Which spaces a request is prepared for, by the name of its model, as replicas are now."""
+"""The mapping from a request's model name to the spaces that the request is prepared for."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from .prompt.offload import TakesLong, event_loop
 from .prompt.pipeline import Refusal
 from .spaces import Member, ModelSpace
 
-MOST_VARIANTS = 2  # that a request is prepared for; replicas of a third are chosen by load
+MOST_VARIANTS = 2  # variants that a request is prepared for; replicas of a third are chosen by load
 
 
 class Routes:
-    """Never changes: others are made when replicas change, and a request that is prepared in a thread keeps these.
+    """An immutable mapping from model names to spaces.
 
-    `contexts`: lengths of context that a name's replicas have, from the shortest, those included that take no traffic
-    now: what fits such a replica alone has to wait for it. `models`: the names of the base models where they are
-    unlike; empty where a request without a name has one model to get."""
+    New routes are made when replicas change; a request that is being prepared in a thread keeps the ones it began with.
+    `contexts`: the context lengths in tokens of each name's replicas, ascending. Replicas that take no traffic now are
+    included, since a request that fits only them has to wait for them. `models`: the names of the base models, if
+    there are several; empty if a request without a model name can mean only one.
+    """
 
     def __init__(self, spaces: Sequence[ModelSpace], members: Collection[Member]):
         of_spaces = [one for one in members if one.space is not None]
@@ -51,14 +53,17 @@ class Routes:
         adapters: Collection[str],
         refusal: Refusal | None = None,
     ) -> Prompt:
-        """One request -> Prompt, as its model has it; may run in a thread. Raises ApiError and TakesLong, as
-        `Pipeline.prepare`, and what `refusal` tells."""
+        """Prepare one request for each variant of its model and return its prompt; may run in a thread.
+
+        Raises ApiError and TakesLong as `Pipeline.prepare` does, and the error that `refusal` returns for the parsed
+        request.
+        """
         request, unusual = parse(body, self._longest)
         if refusal is not None and (error := refusal(request)) is not None:
             raise error
         model = request.get("model")
         spaces = self.spaces_for(model)
-        if not spaces:  # its files and context would be another model's
+        if not spaces:  # any space would have another model's files and context
             stream = request.get("stream") is True
             return Prompt(path, model, stream=stream, mode="load", note="no replica is known to serve its model")
         prompt = spaces[0].pipeline.prepare_parsed(path, body, request, unusual, headers, adapters)
@@ -69,20 +74,24 @@ class Routes:
         return prompt
 
     def spaces_for(self, model: object) -> tuple[ModelSpace, ...]:
-        """The variants that a request for this model is prepared for, the most common one first. None: replicas have
-        told what they serve, and none of them this name."""
+        """Return the spaces that a request for this model is prepared for, the one with most replicas first.
+
+        Empty if all replicas have reported what they serve and none serves this name.
+        """
         return self._by_name.get(model, self._of_unknown) if type(model) is str and model else self._of_any
 
     def differ_in_context(self, model: str | None) -> bool:
-        """Whether the replicas that serve this name have contexts of several lengths."""
+        """Return whether the replicas that serve this name have contexts of several lengths."""
         return self._mixed and len(self.contexts.get(model) or self.contexts[None]) > 1
 
 
 def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]) -> None:
-    """Names that only replicas which take no traffic now have served: what is asked of these has to wait for them, and
-    is judged by their model's files and context meanwhile, not by another's."""
+    """Add routes for names that only replicas which take no traffic now have served.
+
+    Requests for these names wait for such a replica; meanwhile they are prepared with its model's files and context.
+    """
     if "" in routes:
-        return  # a replica that tells no names takes requests for any
+        return  # a replica that reports no names takes requests for any
     waiting: dict[str | None, list[ModelSpace]] = {}
     for member in away:
         for name in member.served - routes.keys():
@@ -93,8 +102,10 @@ def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]
 
 
 def _unlike(members: Iterable[Member]) -> tuple[str, ...]:
-    """The base names of several models, or nothing where all is one model: adapters and aliases share a replica, a root
-    or files with it."""
+    """Return the sorted base names if the replicas serve several models, or () if they serve one.
+
+    Names that share a replica, a root or files belong to one model, as adapters and aliases do.
+    """
     marked: list[set[object]] = []
     names: set[str] = set()
     for member in members:
@@ -111,7 +122,7 @@ def _unlike(members: Iterable[Member]) -> tuple[str, ...]:
 
 
 def _contexts(found: Collection[ModelSpace], spaces: Iterable[ModelSpace]) -> tuple[int, ...]:
-    """Those of all replicas of these spaces, and of other variants of their models."""
+    """Return the sorted distinct context lengths of the replicas that serve these models, variants included."""
     names = {name for space in found for name in space.names}
     related = [space for space in spaces if space in found or space.names & names]
     return (*sorted({one.context for space in related for one in space.members.values() if one.context}),)

@@ -1,8 +1,8 @@
-"""What belongs to one model: a `ModelSpace` is one way of making prompts, and the replicas that take them so.
+"""Model spaces: a `ModelSpace` is one format of prompts, and the replicas that take it.
 
-A space has a tokenizer, a chat template, a block size, and the quirks of the engine's version. All replicas whose
-engines work alike are of one space. Replicas that serve the same name but differ in any of this (a rolling upgrade to
-another block size, a tokenizer that was changed on disk between two starts) are variants of the model with a space
+The format is a tokenizer, a chat template, a block size, and the quirks of the engine's version. Replicas of one model
+with the same format share a space. Replicas that serve the same name but differ in any of this (a rolling upgrade to
+another block size, a tokenizer that was changed on disk between two starts) are variants of the model, with a space
 each.
 """
 
@@ -24,20 +24,23 @@ from .prompt.quirks import VersionQuirks
 
 
 class PromptFormat(NamedTuple):
-    """What makes prompts differ. `source` None: no files are known here, so prompts are matched as text."""
+    """A format of prompts: their model files, block size and quirks.
+
+    Without files (`source` None) prompts are matched as text.
+    """
 
     source: Source | None
     block_size: int
     quirks: VersionQuirks
-    looks_ahead: int = 0  # so many tokens behind a block are part of its name
+    looks_ahead: int = 0  # the number of tokens after a block that its hash includes
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """What makes blocks differ."""
+        """The block size in tokens, and the number of tokens after a block that its hash includes."""
         return self.block_size, self.looks_ahead
 
     def differences(self, other: PromptFormat) -> str:
-        """In words, what sets this variant apart."""
+        """Return in words how this format differs from `other`."""
         told = []
         if self.block_size != other.block_size:
             told.append(f"blocks of {self.block_size} tokens instead of {other.block_size}")
@@ -57,23 +60,23 @@ class PromptFormat(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A replica, and what was found of the incarnation that it had when it was adopted last."""
+    """A replica, with what is known of its incarnation at its last adoption."""
 
     replica: Replica
-    incarnation: str | None = None  # before the first
+    incarnation: str | None = None  # None: not adopted yet
     space: ModelSpace | None = None
-    served: frozenset[str] = frozenset()  # the names that it told last, also while it is away
-    # What it was started from, which does not change with what is on the disk later. Until that is found, what the
-    # incarnation before it was started from, or what was found last for its model.
+    served: frozenset[str] = frozenset()  # the names that it reported last, kept while it is away
+    # The files that it was started from; later changes on disk do not matter. Until they are found, the files of its
+    # previous incarnation, or those found last for its model.
     source: Source | None = None
     finding: asyncio.Task[None] | None = None
     context: int | None = None  # the longest prompt in tokens
-    # its engine makes other tokens of the same files than others do, so its prompts are matched as text
+    # Its engine makes other tokens from the same files than other engines do, so its prompts are matched as text.
     set_apart: bool = False
 
 
 class ModelSpace:
-    """A model, or one variant of it: how its prompts are made, and the replicas that take them so."""
+    """A model, or one variant of it: the format of its prompts, and the replicas that take it."""
 
     def __init__(
         self,
@@ -96,12 +99,12 @@ class ModelSpace:
 
     @property
     def context(self) -> int | None:
-        """The longest context of its replicas in tokens."""
+        """The longest context of its replicas in tokens, or None if unknown."""
         return max((one.context or 0 for one in self.members.values()), default=0) or None
 
     @property
     def root(self) -> str:
-        """Where its engines have the model from; "" where they do not tell, or not all the same."""
+        """The root that all its engines report for the model; "" if they report none or different ones."""
         roots = {one.replica.root for one in self.members.values()}
         return (roots.pop() or "") if len(roots) == 1 else ""
 
@@ -111,7 +114,7 @@ class ModelSpace:
         self.prompt_bytes = prompt_bytes(pipeline.config, self.format.block_size)
 
     def follow(self, format: PromptFormat) -> None:
-        """Make prompts in this way from now on, with the same files."""
+        """Make prompts in this format from now on; the pipeline and its files stay."""
         self.format = format
         self.pipeline.block_size, self.pipeline.looks_ahead = format.blocks
         self.prompt_bytes = prompt_bytes(self.pipeline.config, format.block_size)

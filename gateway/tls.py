@@ -1,4 +1,4 @@
-"""TLS towards clients: the gateway's certificate, read again when it is renewed, and which clients are let in."""
+"""TLS towards clients: the gateway's certificate, reloaded when it is renewed, and the check of clients' own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("hitherto")
 
 
 class CertificateError(ValueError):
-    """A file cannot be used. The text says which, why, and what would be right; `setting` is what named it."""
+    """An error of a file that cannot be used; `setting` is the setting that names the file."""
 
     def __init__(self, setting: str, why: str):
         super().__init__(why)
@@ -24,20 +24,25 @@ class CertificateError(ValueError):
 
 
 class Certificate:
-    """Raises CertificateError. `key` None: it is in the file of the certificate. `authorities`: those that have to have
-    signed clients' certificates; None: clients need none."""
+    """The gateway's certificate and the TLS context made from it.
+
+    `key`: the file of the private key; None if the certificate's file contains it. `authorities`: the file of the
+    authorities that must have signed clients' certificates; None if clients need none. Raises CertificateError.
+    """
 
     def __init__(self, certificate: Path, key: Path | None = None, authorities: Path | None = None):
         self._certificate, self._key, self._authorities = certificate, key, authorities
         self._files = Followed([path for path in (certificate, key, authorities) if path is not None])
-        # Servers keep this one; where files were read since, connections go on with a context that was made of them.
+        # Servers keep this context; after a reload, `_choose` gives new connections the newer one.
         self.context = self._current = self._made()
         self.context.sni_callback = self._choose
-        self.problem = ""  # of the files as they are now
+        self.problem = ""  # why the files on disk cannot be used, or ""
 
     async def follow(self) -> None:
-        """Use the files as they are whenever they have changed, until cancelled. What is wrong changes nothing;
-        connections that are open go on."""
+        """Reload the files whenever they change, until cancelled.
+
+        Files that cannot be used are logged, and the last good ones stay in use. Open connections are not affected.
+        """
         await self._files.run(self._renew)
 
     async def _renew(self) -> None:
@@ -51,7 +56,7 @@ class Certificate:
         log.info("TLS: the certificate in %s is used from now on", self._certificate)
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """OpenSSL asks this of each handshake, of clients that name no server as well."""
+        """Use the newest context in this handshake; OpenSSL calls it even for clients that send no server name."""
         connection.context = self._current
 
     def _made(self) -> ssl.SSLContext:

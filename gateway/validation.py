@@ -1,4 +1,4 @@
-"""What belongs where pydantic found something else, in words."""
+"""Descriptions of the values that pydantic expected where it found others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 TEXT = "text"
-WORDY = (TEXT, TABLE := "a table of names and values", LIST := "a list")  # these do not say what belongs there
-# What belongs there, by the first word of pydantic's type of error.
+WORDY = (TEXT, TABLE := "a table of names and values", LIST := "a list")  # callers add what the field takes
+# The expected value, by the first word of pydantic's error type.
 _KINDS = {
     "bool": "true or false", "int": "a whole number", "float": "a number", "finite": "a finite number", "dict": TABLE,
     "mapping": TABLE, "model": TABLE, "tuple": LIST, "list": LIST,
@@ -17,8 +17,11 @@ _KINDS = {
 
 
 def wanted(item: Any, field: FieldInfo | None = None) -> str:
-    """Return what belongs where one of pydantic's errors was found: `a whole number from 0 to 65535`. `field`: the one
-    that the error is about, whose bounds are told even where no number was given."""
+    """Return the value that one of pydantic's errors asks for, like `a whole number from 0 to 65535`.
+
+    `item`: the error, from `errors()`. `field`: the field it is about, whose bounds are named even where the value was
+    no number.
+    """
     if item["type"] == "too_short":
         return "a list with one entry or more"
     bounds = {name: value for name, value in item.get("ctx", {}).items() if name in ("ge", "gt", "le")}

@@ -29,7 +29,7 @@ NEEDED = (
 
 
 def absolute(text: str, repository: str, ref: str) -> str:
-    """A Markdown text whose relative links lead to the repository."""
+    """Return a Markdown text with its relative links led to the repository."""
 
     def lead(found: re.Match[str]) -> str:
         image, label, target = found.groups()
@@ -41,7 +41,7 @@ def absolute(text: str, repository: str, ref: str) -> str:
 
 
 def urls(repository: str, ref: str) -> str:
-    """The table of pyproject.toml that says where the project is."""
+    """Return the table of pyproject.toml that says where the project is."""
     pages = {"Documentation": "docs/README.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
     repository = repository.rstrip("/")
     each = {"Repository": repository} | {name: f"{repository}/blob/{ref}/{path}" for name, path in pages.items()}

@@ -26,7 +26,7 @@ ALL = {
 
 
 def texts() -> dict[str, str]:
-    """The name of each file, and what is to be in it."""
+    """Return the text of each dashboard by the name of its file."""
     return {f"{name}.json": json.dumps(one.json(), indent=1, ensure_ascii=False) + "\n" for name, one in ALL.items()}
 
 

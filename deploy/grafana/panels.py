@@ -38,7 +38,7 @@ SERIES = exported()
 
 
 def filtered(expression: str) -> str:
-    """The expression with what the variables choose. KeyError for a metric that there is not."""
+    """Return the expression with the filters that the variables choose. Raises KeyError for an unknown metric."""
 
     def with_filters(match: re.Match[str]) -> str:
         labels = SERIES[match[1]]
@@ -112,7 +112,7 @@ class Panel:
         }
 
     def _needs(self) -> str:
-        """What has to be set for it to have data, where all that it shows comes of that alone."""
+        """Return the setting without which this panel has no data, or nothing."""
         metrics = {name for expression, _ in self.queries for name in re.findall(r"\bhitherto_\w+", expression)}
         found = {next((what for prefix, what in NEEDS.items() if name.startswith(prefix)), "") for name in metrics}
         return found.pop() if len(found) == 1 else ""
@@ -259,7 +259,7 @@ LINKS = {
 
 
 def variables(choices: Sequence[str]) -> list[dict[str, Any]]:
-    """The data source, and what there is to choose from: models of the gateways chosen, replicas of the models."""
+    """Return the variables: data source, gateways, models of the chosen gateways, replicas of the chosen models."""
     source = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0}
     models = 'hitherto_replica_models{instance=~"$gateway"'
     queries = {

@@ -1,4 +1,4 @@
-"""Does it pay?"""
+"""The dashboard that says whether the gateway pays."""
 
 from __future__ import annotations
 

@@ -599,11 +599,14 @@ async def test_a_prompt_is_expected_where_it_went_whatever_a_late_answer_says(re
             hashes = prompt(100 + number)
             for _ in range(4):  # of which the first gateway does not know yet
                 await other.route([])
+            if number % 10 == 0:
+                redis_server.freeze()  # else it may answer before the event loop looks again
             index, _ = await one.route(hashes)
+            redis_server.thaw()
             await one.shared._pump
             await until(lambda: not one.shared._unsent)
             one.end_all()
             found, overlap = await other.route(hashes)
             assert found == index or overlap == 0
             other.end_all()
-        assert one.outcomes["late"]
+        assert one.outcomes["late"] >= 3

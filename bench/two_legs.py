@@ -1,77 +1,41 @@
 """What two legs a request cost a gateway beside one: CPU per request of the whole process.
 
-    python -m bench.two_legs [--rounds 3] [--loads plain,stream,chat] [--json FILE]
+    python -m bench.two_legs [--rounds 3] [--loads plain,stream,chat]
 
-Runs the side-by-side script of `bench.datapath` with two mock engines that answer at once, and one gateway after the
-other in each round: this one with the engines as they are (one leg a request), with two that are asked one after the
-other (NIXL's way, engines of `bench.nixl_engine`), and the P/D mode of vllm-router in front of these, where it is
-installed. All choose by `round_robin`, which sends every request in two legs: engines that answer at once
-would be worth none by a price. The mock engines move no caches. Exits with 3 where the script is absent.
+Measures as `bench.datapath` does, with its two engines that answer at once: this gateway with the engines as they are
+(one leg a request), with the same engines asked one after the other (NIXL's way), and the P/D mode of vllm-router in
+front of them, where it is installed. All choose by `round_robin`, which sends every request in two legs: engines that
+answer at once would be worth none by a price. The engines move no caches.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
+import argparse
 import sys
 
 from bench.contenders import PEERS_HOME
-from bench.datapath import PEERS
-from replicas.simulated.model import sim_model_dir
+from bench.datapath import SERVE, measure
 
-OURS = "{bin}/hitherto serve --host 127.0.0.1 --port {port} --admin-port {aux} --log-level warning --policy round_robin --model {model} --replica-url"
-NIXL_ENGINES = "BENCH_NIXL_ENGINES"
-# By name: the command, and what stands for the two engines, prefiller first.
+OURS = f"{SERVE} --policy round_robin --replica-url"
 GATEWAYS = {
-    "one_leg": (f"{OURS} {{first}} {{second}}", ""),
-    "two_legs": (
-        f"{OURS} {{nixl_first}}#role=prefill,transfer=nixl {{nixl_second}}#role=decode,transfer=nixl",
-        "",
-    ),
-    "vllm_pd": (
-        "{peers}/vllm/bin/vllm-router --host 127.0.0.1 --port {port} --vllm-pd-disaggregation --prefill {nixl_first}"
-        " --decode {nixl_second} --policy round_robin --prometheus-port {aux}",
-        "vllm/bin/vllm-router",
-    ),
+    "one_leg": f"{OURS} {{first}} {{second}}",
+    "two_legs": f"{OURS} {{first}}#role=prefill,transfer=nixl {{second}}#role=decode,transfer=nixl",
+    "vllm_pd": "{peers}/vllm/bin/vllm-router --host 127.0.0.1 --port {port} --vllm-pd-disaggregation --prefill {first}"
+    " --decode {second} --policy round_robin --prometheus-port {aux}",
 }
 
 
-def become(name: str, port: str, aux: str, first: str, second: str) -> None:
-    """Be that gateway, in front of these engines, or of the two in NIXL_ENGINES."""
-    values = dict(zip(("nixl_first", "nixl_second"), os.environ[NIXL_ENGINES].split()))
-    values |= {"port": port, "aux": aux, "first": first, "second": second, "peers": PEERS_HOME}
-    values |= {"bin": os.path.dirname(sys.executable), "model": sim_model_dir()}
-    command = [word.format(**values) for word in GATEWAYS[name][0].split()]
-    os.execv(command[0], command)
-
-
 def main() -> int:
-    if sys.argv[1:2] == ["--become"]:
-        become(*sys.argv[2:7])
-    script = PEERS / "datapath.py"
-    if not script.exists():
-        print(f"skipped: no side-by-side script at {script}; set HITHERTO_PEERS to its folder")
-        return 3
-    command = [sys.executable, str(script), "--peers", "", "--model-dir", str(sim_model_dir()), *sys.argv[1:]]
-    for name, (_, program) in GATEWAYS.items():
-        if program and not (PEERS_HOME / program).exists():
-            print(f"left out: {name}, {PEERS_HOME / program} is not there")
-            continue
-        command += [
-            "--gateway",
-            f"{name}={sys.executable} -m bench.two_legs --become {name} {{port}} {{aux}} {{engines}}",
-        ]
-    engines = [
-        subprocess.Popen([sys.executable, "-m", "bench.nixl_engine"], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    try:
-        urls = [engine.stdout.readline().strip() for engine in engines if engine.stdout]
-        return subprocess.run(command, env=os.environ | {NIXL_ENGINES: " ".join(urls)}).returncode
-    finally:
-        for engine in engines:
-            engine.kill()
-            engine.wait()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loads", default="plain,stream,chat")
+    args = parser.parse_args()
+    commands = dict(GATEWAYS)
+    if not (PEERS_HOME / "vllm/bin").exists():
+        print("vllm-router is not installed, and left out: see `python -m bench.datapath --install`")
+        del commands["vllm_pd"]
+    measure(commands, args.loads.split(","), args.rounds)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """The mock engine in front of which NIXL's two legs are measured: what a gateway makes of its answers."""
 
 import asyncio
-import os
 import sys
 
 import orjson
 
-from bench import nixl_engine, two_legs
+from bench import instant_engine
 from replicas.engines.vllm.transfer import NIXL
 
 BODY = b'{"model":"m","stream":true,"messages":[{"role":"user","content":"hi"}]}'
@@ -29,27 +28,18 @@ async def ask(url, body):
 
 async def test_its_first_leg_keeps_the_prompt_and_its_second_leg_is_the_answer():
     engine = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.nixl_engine", stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "bench.instant_engine", stdout=asyncio.subprocess.PIPE
     )
     try:
         url = (await engine.stdout.readline()).decode().strip()
         told = await ask(url, NIXL.first_body("/v1/chat/completions", BODY))
         parameters = NIXL.parameters(told)
-        assert orjson.loads(b"{%b}" % parameters)["kv_transfer_params"] == nixl_engine.KEPT
+        assert orjson.loads(b"{%b}" % parameters)["kv_transfer_params"] == instant_engine.KEPT
         assert orjson.loads(told)["usage"]["completion_tokens"] == 1
         second = NIXL.second_body(BODY, parameters)
-        assert (await ask(url, second)).count(b'"delta"') == nixl_engine.CHUNKS
+        assert (await ask(url, second)).count(b'"delta"') == instant_engine.CHUNKS
         whole = orjson.loads(await ask(url, second.replace(b'"stream":true', b'"stream":false')))
-        assert "kv_transfer_params" not in whole and whole["usage"]["completion_tokens"] == nixl_engine.CHUNKS
+        assert "kv_transfer_params" not in whole and whole["usage"]["completion_tokens"] == instant_engine.CHUNKS
     finally:
         engine.kill()
         await engine.wait()
-
-
-def test_nixls_legs_go_to_engines_that_speak_so(monkeypatch):
-    became = []
-    monkeypatch.setattr(os, "execv", lambda program, command: became.append(command))
-    monkeypatch.setenv(two_legs.NIXL_ENGINES, "http://p http://d")
-    two_legs.become("two_legs", "1", "2", "http://first", "http://second")
-    [command] = became
-    assert command[-2:] == ["http://p#role=prefill,transfer=nixl", "http://d#role=decode,transfer=nixl"]

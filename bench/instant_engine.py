@@ -1,9 +1,9 @@
-"""A mock engine that answers at once and keeps prompts as vLLM's NIXL connector tells of it, for `bench.two_legs`.
+"""An engine that answers at once, so that what a gateway takes is measured, for `bench.datapath` and `bench.two_legs`.
 
-It computes nothing and moves nothing. Everything it sends is made beforehand, so that what a gateway takes is measured
-and not the engine. A request with `do_remote_decode` gets one token and the parameters of BLOCKS blocks of 16 tokens,
-what the 8 kB of a plain chat have; every other one 64 tokens, in one piece or as events 2 ms apart, as the mock engine
-of `bench.datapath` answers.
+It computes nothing and moves nothing, and everything it sends is made beforehand. A request with `do_remote_decode`
+gets one token and the parameters that vLLM's NIXL connector tells of BLOCKS blocks of 16 tokens, what the 8 kB of a
+plain chat have; every other one 64 tokens, in one piece or as events 2 ms apart. It does not count prompts: a count
+that differs from the gateway's would be a reason to doubt how its prompts are made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def reply(told: dict[str, Any]) -> bytes:
 
 def chat(text: str, tokens: int, reason: str, **more: object) -> bytes:
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-    usage = {"prompt_tokens": 2000, "completion_tokens": tokens, "total_tokens": 2000 + tokens}
+    usage = {"completion_tokens": tokens}
     common = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m"}
     return reply(common | {"choices": [choice], "usage": usage} | more)
 

@@ -33,7 +33,7 @@ def reply(told: dict[str, Any]) -> bytes:
 
 def chat(text: str, tokens: int, reason: str, **more: object) -> bytes:
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-    usage = {"completion_tokens": tokens}
+    usage = {"completion_tokens": tokens} if more else None
     common = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m"}
     return reply(common | {"choices": [choice], "usage": usage} | more)
 

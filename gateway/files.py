@@ -1,4 +1,4 @@
-"""Reading, following and appending to files, without waiting for the other end of a pipe."""
+"""Functions that read, follow and append to files, and never wait for the other end of a pipe."""
 
 from __future__ import annotations
 

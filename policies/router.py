@@ -169,7 +169,7 @@ class Router:
         self._decayed_at = 0.0
 
     def on_room(self, tell: Callable[[], None]) -> None:
-        """Call `tell` whenever a request was placed, its prompt is computed, or it has ended: room may have changed."""
+        """Call `tell` when room may have changed: a request was placed, its prompt was computed, or it ended."""
 
         def also(told: Callable[..., None] | None) -> Callable[..., None]:
             def both(*given: object) -> None:
@@ -345,7 +345,7 @@ class Router:
         return placement
 
     def beyond(self, candidate: Candidate, demand: Demand, overlap: int, lower: Lower) -> int:
-        """Return how many tokens of the last block the engine counts as found, for a prompt that ends with a block.
+        """Return how many more tokens of a prompt without a partial last block the engine reports as cached.
 
         No hit in the first tier reaches the last token. But vLLM asks its connector for what follows that hit, up to
         the prompt's end, even if the block lies in the first tier.

@@ -311,11 +311,11 @@ class Pages:
 
     def _unname(self, names: np.ndarray) -> None:
         if self._twins:
-            names = np.array([name for name in names.tolist() if not self._has_twin(name)], U64)
+            names = np.array([name for name in names.tolist() if not self._drop_twin(name)], U64)
         self._named.drop(np.unique(self._named.find(names)))
 
-    def _has_twin(self, name: int) -> bool:
-        """Return whether another page has this name, and count one page fewer."""
+    def _drop_twin(self, name: int) -> bool:
+        """Count one page fewer of a name that several pages share; return whether several share it."""
         if name not in self._twins:
             return False
         self._twins[name] -= 1

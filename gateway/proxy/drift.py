@@ -113,7 +113,7 @@ class Drift:
         self._aside = True
 
     def _take(self) -> tuple[int, int, int, bool]:
-        """Return the sums that `counted` judges by, and reset them."""
+        """Return the sums of predictions since the last comparison, and reset them."""
         taken = self._promised, self._prompts, self._silent, self._aside
         self._promised = self._prompts = self._silent = 0
         self._silent_prompts = [0, 0]

@@ -97,7 +97,7 @@ class KnownModels:
         self._gone.update(name for name in gone if name in self._pod_went)
 
     def served_before(self, replica: str, names: Iterable[str]) -> None:
-        """Note the names that a replica served before this process began."""
+        """Record the names of the models that a replica served before this process began."""
         self._served.setdefault(replica, frozenset(names))
 
     # --- models that are not served now

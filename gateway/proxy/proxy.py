@@ -276,7 +276,7 @@ class Preparation:
                 refusal_of_object if exchange.tenant is not None else None,
             )
         except ApiError as error:
-            # Its traceback refers to this frame, and so keeps the request alive until garbage collection.
+            # The error's traceback refers to this frame, and would keep the request in memory until garbage collection.
             error.__context__ = error.__traceback__ = None
             return error, perf_counter() - begun
         except TakesLong:

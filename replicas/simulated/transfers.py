@@ -24,7 +24,7 @@ class Transfers:
     """The prompts that this engine keeps for others. Times are on the monotonic clock."""
 
     def __init__(self, lease: float = LEASE, kind: str = "") -> None:
-        """Start with nothing kept. `kind`: has to be equal in two engines, like vLLM's compatibility hash."""
+        """Keep no prompt yet. Engines exchange caches only if their `kind` is equal, like vLLM's compatibility hash."""
         self._lease, self.kind = lease, kind
         self._kept: dict[str, tuple[int, float]] = {}
         self._engine = uuid.uuid4().hex

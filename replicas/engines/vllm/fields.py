@@ -68,7 +68,7 @@ SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
     "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size", "-sc": "--speculative-config",
 }  # fmt: skip
-# Flags that would make the engine unreachable for the gateway, or change what the gateway sets.
+# A profile may not give these flags: they would make the engine unreachable, or change what the gateway sets.
 OURS = {
     "--host": "the gateway chooses the address", "--port": "the gateway chooses a free port",
     "--uds": "the gateway talks TCP to its engines", "--root-path": "the gateway expects the API at the root",

@@ -462,14 +462,19 @@ async def counts(reader, writer):
     await writer.drain()
 
 
+async def begins(reader, writer, pause):
+    """Write one token of an answer, and nothing for `pause` seconds."""
+    await read_request(reader)
+    writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a"))
+    await writer.drain()
+    await asyncio.sleep(pause)
+
+
 async def test_figures_speak_of_what_the_client_saw():
     pause = 0.3
 
     async def slow(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a"))
-        await writer.drain()
-        await asyncio.sleep(pause)
+        await begins(reader, writer, pause)
         writer.write(event("1", [2], "b"))
         await writer.drain()
 
@@ -490,10 +495,7 @@ async def test_a_limit_on_the_first_token_is_met_by_the_replica_that_wrote_it():
     pause = 0.4
 
     async def slow(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a"))
-        await writer.drain()
-        await asyncio.sleep(pause)
+        await begins(reader, writer, pause)
 
     qos = QosClass("only", slo=Slo(ttft=pause / 2))
     async with continued(slow, counts, overload=Overload(Classes([qos], []), Rules(), None)) as s:

@@ -233,7 +233,7 @@ def shown(rows: dict[tuple[str, str], list[tuple[float, ...]]], loads: Sequence[
             bad = sum(int(row[-1]) for row in rows[load, name])
             found[f"{load}.{name}"] = {"cpu_us": round(cpu, 1), "ratio": round(cpu / best, 3),
                                        "ttfb_p50_ms": round(p50, 3), "ttfb_p99_ms": round(p99, 3), "bad": bad}  # fmt: skip
-            print(f"{load:7} {name:10} {cpu:7.0f} {cpu / best:12.2f} {p50:14.2f} {p99:7.2f} {rate:6.0f} {bad:4d}")
+            print(f"{load:7} {name:10} {cpu:7.1f} {cpu / best:12.2f} {p50:14.2f} {p99:7.2f} {rate:6.0f} {bad:4d}")
     return found
 
 

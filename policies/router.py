@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 
 from . import legs, pulls
-from .costs import PEER, CostGroup, Costs, Lower, late_seconds
+from .costs import PEER, CostGroup, Costs, Lower
 from .ledger import FAR, UNTIMED, Ledger, Reservation
 from .outputs import Outputs, answer_seconds, due
 from .placement import (
@@ -90,6 +90,7 @@ class Placement:
     beyond: int = 0  # tokens of the prompt's last block, which is computed, that the engine counts as found anyway
     pull: Pull | None = None  # the source of the last run of `lower`, if that is another replica
     pull_took: float | None = None  # seconds that the pull took, if measured
+    chosen_by: float | None = None  # the predicted TTFT that it was chosen by, if the policy has computed it
 
     @property
     def cached(self) -> int:
@@ -126,7 +127,11 @@ class Placement:
     @property
     def ttft(self) -> float:
         """Predicted seconds from sending it to its first token, by the load that it met."""
-        return self.punctual_ttft + late_seconds(self.reservation.at, self.reservation.before)
+        if self.chosen_by is not None:
+            return self.chosen_by
+        taken = self.reservation
+        seconds = self.candidate.costs.ttft_seconds(taken.before, taken.uncached, self.cached, taken.at)
+        return seconds + self.fetch_seconds if self.lower else seconds
 
     @property
     def punctual_ttft(self) -> float:
@@ -334,7 +339,9 @@ class Router:
             due(candidate, placed, uncached, lower, pull, ttft),
         )
         beyond = 0 if placed.tokens % placed.block_size else self.beyond(candidate, placed, overlap, lower)
-        placement = Placement(candidate, placed, overlap, reservation, now, lower=lower, beyond=beyond, pull=pull)
+        placement = Placement(
+            candidate, placed, overlap, reservation, now, lower=lower, beyond=beyond, pull=pull, chosen_by=ttft
+        )
         try:
             self.expect(placement)
             if self.placed is not None:
@@ -484,7 +491,7 @@ class Router:
         """Compute what was to be pulled from a peer; called right after it was placed."""
         kept, fetching = tuple([run for run in placement.lower if run[0] != PEER]), placement.fetch_seconds
         tokens = placement.fetched - sum([count for _, count in kept])
-        placement.pull, placement.lower = None, kept
+        placement.pull, placement.lower, placement.chosen_by = None, kept, None
         taken, costs = placement.reservation, placement.candidate.costs
         self.ledger.compute_more(taken, tokens)
         later = costs.prefill_seconds(tokens, placement.cached) + placement.fetch_seconds - fetching

@@ -486,9 +486,15 @@ NOTHING = Usage(None, None, None)
 # An answer may repeat the client's metadata and tools. A quote within a text is escaped, so a match is always a key,
 # and its depth shows whether it is the answer's own.
 USAGE = re.compile(rb'"usage"\s{0,8}:\s{0,8}\{')
-_TEXT = re.compile(rb'(%b)|"[^"\\]*+(?:\\.[^"\\]*+)*+"' % USAGE.pattern, re.DOTALL)
+# A text, which may be cut at its end.
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACE = re.compile(rb"[{}]")
 MOST_SEARCHED = 2**17  # bytes: an answer of nothing but short texts takes 3 ms
+
+
+def _level(bare: bytes) -> int:
+    """Return the change in nesting depth over these bytes, which have no strings."""
+    return bare.count(b"{") + bare.count(b"[") - bare.count(b"}") - bare.count(b"]")
 
 
 def read_usage(tail: bytes, depth: int = 1) -> Usage:
@@ -497,16 +503,14 @@ def read_usage(tail: bytes, depth: int = 1) -> Usage:
     `depth`: the number of objects around the usage.
     """
     tail = _joined(tail[-MOST_SEARCHED:])
-    found = list(USAGE.finditer(tail))
-    if not found:
-        return NOTHING
-    bare = _TEXT.sub(rb"\1", tail[found[0].start() :])  # without strings, except the usage keys
-    behind = USAGE.split(bare)[1:]
-    open_objects = 0
-    for match, rest in zip(reversed(found), reversed(behind), strict=False):
-        open_objects += rest.count(b"}") + rest.count(b"]") - rest.count(b"{") - rest.count(b"[") - 1
+    open_objects, end = 0, len(tail)
+    for match in reversed([*USAGE.finditer(tail)]):  # nearly always one
+        if tail[match.start() - 1 : match.start()] == b"\\":  # the end of another key
+            continue
+        open_objects -= 1 + _level(_TEXT.sub(b"", tail[match.end() : end]))
         if open_objects == depth:
             return counts_of(tail, match.end())
+        end = match.start()
     return NOTHING
 
 
@@ -516,11 +520,6 @@ _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _PLAIN_TEXT = re.compile(rb'(?<!"usage)(?!%b)"[^"]*+"?' % USAGE.pattern)
 _CUT_KEY = re.compile(rb'"usage"\s{0,8}(?::\s{0,8})?\Z')
 USAGE_BYTES, USAGE_KEY_BYTES = 4096, 25  # bytes kept of a usage, which may count each turn, and of the key before it
-
-
-def _level(bare: bytes) -> int:
-    """Return the change in nesting depth over these bytes, which have no strings."""
-    return bare.count(b"{") + bare.count(b"[") - bare.count(b"}") - bare.count(b"]")
 
 
 def _cut_text(plain: bytes) -> bytes:

@@ -33,7 +33,7 @@ from .answers import (
 from .backend import Backend
 from .blame import DOUBTFUL, OVERLOADED, agree, settled
 from .chunks import END_OF_BODY, ChunkDecodingSink, framed
-from .exchange import Added, Attempt, Exchange, keep, meter, request_head
+from .exchange import Added, Attempt, Exchange, meter, request_head
 from .figures import Figures
 from .forwarding import TokenIdForwarding
 from .leg_ends import LegEnds
@@ -551,7 +551,7 @@ class Conductor:
         if exchange.metered:
             meter(attempt, data)
         else:
-            keep(attempt.tail, data)
+            attempt.tail.append(data)
             if attempt.streams and attempt.prompt is not None and not attempt.prompt.include_usage:
                 attempt.count_events(data)
         if attempt.first_at:

@@ -153,6 +153,8 @@ class Preparation:
         """Go on with a prepared request once its tenant's limits allow it."""
         if exchange.state is ExchangeState.ENDED:  # meanwhile; a claim made now would never be released
             return
+        if prompt is not None and prompt.note:
+            self._count(prompt)
         charge = None
         if exchange.tenant is not None and self._metering is not None:
             tokens = prompt.tokens if prompt is not None else 0
@@ -320,15 +322,7 @@ class Preparation:
         ):
             self._ask_anew(self._with_files(exchange, prompt, files, left))
         else:
-            self._as_known(exchange, prompt)
-
-    def _as_known(self, exchange: Exchange, prompt: Prompt) -> None:
-        """Go on with a prompt as it is known now, exactly or not."""
-        if exchange.state is ExchangeState.ENDED:
-            return
-        if prompt.note:
-            self._count(prompt)
-        self._ready(exchange, prompt)
+            self._ready(exchange, prompt)
 
     async def _with_files(
         self, exchange: Exchange, prompt: Prompt, files: set[asyncio.Task[None]], seconds: float
@@ -339,7 +333,7 @@ class Preparation:
         """
         done, _ = await asyncio.wait(files, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not done:
-            exchange.run_isolated(self._as_known, exchange, prompt)
+            exchange.run_isolated(self._ready, exchange, prompt)
         elif exchange.state is not ExchangeState.ENDED:
             self._beside(exchange)
 

@@ -408,9 +408,11 @@ class Settling:
         usage = read_usage(tail, depth)
         if usage is NOTHING and attempt.usage is not None:
             usage = attempt.usage.usage(depth)
-        record = exchange.stream_record
-        whole = record.prompt if attempt.is_continued and record is not None else prompt
-        usage = believed(usage, *most_tokens(backend, whole, 1 if exchange.response is not None else MOST_SEQUENCES))
+        if usage is not NOTHING:
+            record = exchange.stream_record
+            whole = record.prompt if attempt.is_continued and record is not None else prompt
+            sequences = 1 if exchange.response is not None else MOST_SEQUENCES
+            usage = believed(usage, *most_tokens(backend, whole, sequences))
         # Where the answer to a prompt came in one read, the judge has seen its end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         ended = COMPLETE
@@ -645,7 +647,7 @@ class Settling:
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None = None) -> None:
         """Count a request that ended with this outcome, and call the `on_end` callbacks."""
-        metrics, attempt = self.metrics, exchange.attempts[-1] if exchange.attempts else None
+        metrics, attempt, now = self.metrics, exchange.attempts[-1] if exchange.attempts else None, monotonic()
         if outcome in BROKEN_OFF:
             status = outcome
         elif exchange.status or attempt is None:
@@ -660,7 +662,7 @@ class Settling:
             metrics.replica_requests.inc(attempt.backend.id, status)
             if status == "2xx":
                 attempt.backend.record.failures = 0
-                metrics.replica_answer_seconds.inc(attempt.backend.id, by=monotonic() - attempt.sent_at)
+                metrics.replica_answer_seconds.inc(attempt.backend.id, by=now - attempt.sent_at)
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)
         # A client's error is no evidence of how well prompts are known.
@@ -672,7 +674,7 @@ class Settling:
         ):
             metrics.prompts.inc(exchange.prompt.mode)
         if status == "2xx":  # the time of a refusal is not that of an answer
-            metrics.request_seconds.observe(exchange.label, monotonic() - exchange.begun)
+            metrics.request_seconds.observe(exchange.label, now - exchange.begun)
         for stage, seconds in exchange.stages:
             metrics.stage_seconds.observe(stage, seconds)
         for told in self._on_end:
@@ -738,8 +740,9 @@ def most_tokens(backend: Backend, prompt: Prompt | None, sequences: int = MOST_S
         return context * sequences, context * sequences
     read = written = context
     if prompt.rendered_chars and prompt.mode == "exact" and prompt.previous_response is None:
-        read = min(read, LONGEST_CHARACTER * prompt.rendered_chars + MOST_ADDED)
-    if prompt.max_tokens is not None:
-        written = min(written, max(1, prompt.max_tokens))  # for `echo` without an answer vLLM writes one
+        read = LONGEST_CHARACTER * prompt.rendered_chars + MOST_ADDED
+        read = context if context < read else read
+    if (most := prompt.max_tokens) is not None and most < written:
+        written = max(1, most)  # for `echo` without an answer vLLM writes one
     turns = MOST_TURNS if prompt.path == RESPONSES else 1
     return read * prompt.sequences * turns, written * prompt.sequences * turns

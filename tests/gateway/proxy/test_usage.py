@@ -85,7 +85,7 @@ def test_a_usage_is_found_by_its_end_alone():
     assert read_usage(json.dumps({"pad": "x" * MOST_SEARCHED, **OWN}).encode()) == Usage(7, 12, None)
 
 
-TEXTS = st.text(alphabet='"\\\\{}[]:usage \n', max_size=30) | st.sampled_from(["usage", 'usage": {', "\\"])
+TEXTS = st.text(alphabet='"\\\\{}[]:usage \n', max_size=30) | st.sampled_from(["usage", 'x"usage', 'usage": {', "\\"])
 WRITTEN = st.recursive(
     TEXTS | st.none(),
     lambda inner: (
@@ -110,8 +110,9 @@ def test_usage_is_found_however_an_answer_is_read(before, behind, tells, stream,
     attempt = SimpleNamespace(streams=stream, exchange=exchange, tail=deque(maxlen=TAIL), events=0, usage=None)
     for start, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
         meter(attempt, body[start:end])
-    found = NOTHING if attempt.usage is None else attempt.usage.usage(2 if stream else 1)
-    assert found == (Usage(7, 12, None) if tells else NOTHING)
+    depth = 2 if stream else 1
+    found = NOTHING if attempt.usage is None else attempt.usage.usage(depth)
+    assert found == read_usage(body, depth) == (Usage(7, 12, None) if tells else NOTHING)
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])

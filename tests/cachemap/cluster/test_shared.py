@@ -224,6 +224,20 @@ async def test_a_writer_that_stops_hands_over_and_the_next_goes_on(redis_server)
         assert not any("cleared" in reason for _, reason in other.changes)
 
 
+async def test_a_gateway_that_takes_over_learns_what_blocks_are_from_the_first_event(redis_server):
+    """The gateway before it has heard none: what that expected is not what the engine told."""
+    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
+        one.follow("r", publisher)
+        await led(one, "r", publisher)
+        other.follow("r", publisher)
+        await mirrored(other)
+        assert other.intakes["r"].stored_as.size == 0
+        await one.stop()
+        await led(other, "r", publisher)
+        await publisher.publish(stored([1, 2], list(range(4 * BLOCK)), block_size=2 * BLOCK))
+        await until(lambda: other.intakes["r"].stored_as.size == 2 * BLOCK)
+
+
 async def test_a_writer_that_dies_is_followed_within_seconds(redis_server):
     async with shared_by(redis_server.url, 3) as (publisher, one, *others):
         await one.stop(gracefully=False)

@@ -100,7 +100,8 @@ class Pods:
                 body = await body_of(answer, MOST_PAGE)
                 version, more = await asyncio.to_thread(self._read_page, body, known)
                 if not more:
-                    self._known = known
+                    seen = [uid for uid in self._known if uid in known]  # they keep their places
+                    self._known = {uid: known[uid] for uid in [*seen, *known]}
                     return version
                 options["continue"] = more
         raise PodsError(self._too_many())
@@ -175,7 +176,7 @@ class Pods:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, HttpProcessingError) as error:
             # raised for a line that is too long as well
             raise PodsError(
-                f"{self._path} tells what no Kubernetes API tells ({repr(error)[:300]}); see discover.api"
+                f"{self._path}: the answer is not a Kubernetes API's ({repr(error)[:300]}); check discover.api"
             ) from None
 
     def _refusal(self, status: int, body: bytes) -> str:

@@ -201,8 +201,8 @@ class EventIntake:
             )
         if self.too_long:
             found.append(
-                f"its KV events ended the connection {self.too_long} times, with a frame of more than {MOST_FRAME >> 20} MiB, a message of more than "
-                f"{MOST_QUEUED >> 20}, or what is not ZMQ's: what that told is lost"
+                f"its KV event connection was closed {self.too_long} times: for a frame above {MOST_FRAME >> 20} MiB, a message above "
+                f"{MOST_QUEUED >> 20} MiB, or bytes that are not ZMQ's; those events are lost"
             )
         return found
 

@@ -221,7 +221,8 @@ class Admin(Side):
         served = self._served_models()
         self.gateway.fleet.drain(id)
         told = self._shown(id)
-        if last := sorted(served - self._served_models()):
+        left = self._served_models()
+        if "any model" not in left and (last := sorted(served - left)):
             log.warning("replica %s drained by an operator: this was the last ready replica of %s", id, ", ".join(last))
             told = {**told, "last_ready_of": last}
         return answer(told, 202)

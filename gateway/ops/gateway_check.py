@@ -263,7 +263,7 @@ def check_drained(settings: Settings, address: Address, running: dict[str, Any] 
                 f"replica {one['id']}",
                 f"{one['reason']}, {_minutes(one['since_seconds'])} ago: {DRAINED}",
                 f"hitherto replicas add {one['url']} --admin {admin_url(settings)}"
-                + (" --admin-token TOKEN" if admin_headers(settings) else ""),
+                + (" --admin-token @FILE" if admin_headers(settings) else ""),
             )
 
 
@@ -334,8 +334,8 @@ def check_variants(running: dict[str, Any] | None, continues: bool = False) -> I
         )
         roles = {one["id"]: one.get("role", BOTH) for one in (running or {}).get("replicas", [])}
         if any(roles.get(id, BOTH) != BOTH for one in spaces if name in one["models"] for id in one["replicas"]):
-            more += "; both legs of a request are at replicas of one of them"
-            more += ", those that prompts are not prepared for have none" if len(told) > 2 else ""
+            more += "; both legs of a request use replicas of one variant"
+            more += ", and variants that prompts are not prepared for get no legs" if len(told) > 2 else ""
         if continues:
             more += "; a stream that breaks off is resumed by a replica of its own variant alone"
         yield Finding("warn", f"variants {name}"[:60], f"the gateway tells {len(told)} apart: {' | '.join(told)}{more}",

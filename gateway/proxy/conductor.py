@@ -214,8 +214,8 @@ class Judge:
     def tried(self, exchange: Exchange, attempt: Attempt) -> tuple[Backend, ...]:
         """Return the replicas that are not sent the request again if this attempt fails.
 
-        Where no other replica is left, a decoder whose last attempt was a second leg that could not fetch the prompt's
-        cache is not among them: it can still compute the prompt itself.
+        If no other replica is left, a decoder that only failed to fetch the cache may be asked again: it can compute
+        the prompt itself.
         """
         tried = (*exchange.tried, attempt.backend)
         if self._eligible.remaining(exchange.prompt, tried, exchange.model):

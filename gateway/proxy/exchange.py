@@ -219,6 +219,8 @@ class Attempt:
         head, seen = self.response_head, self.withheld or b"".join(self.tail)
         whole = bool(self.withheld) or (self.pieces <= TAIL and not self.pauses)
         record = self.exchange.stream_record
+        if record is not None:
+            seen += record.part  # an event without the blank line after it
         if (record is not None and not record.is_unread) or head.get(b"content-encoding") is not None:
             self.end()  # the record checks for completeness itself, and an encoded body cannot be checked
         elif self.status >= 400:

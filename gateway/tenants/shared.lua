@@ -24,9 +24,9 @@ local function number(text)
   return nil
 end
 
--- The window of a kind that a minute from now lies in, by this server's clock: a later one is of a clock that is wrong.
-local function newest(kind)
-  local minute = math.floor(now / 60000) + 1
+-- The window of a kind that this server's clock is in, so many minutes from now.
+local function window_in(minutes, kind)
+  local minute = math.floor(now / 60000) + minutes
   local day = math.floor(minute / 1440)
   if kind == 'day' then return day end
   if kind ~= 'month' then return minute end
@@ -38,11 +38,12 @@ local function newest(kind)
   return 12 * (400 * era + year) + math.floor((5 * rest + 2) / 153) + 2
 end
 
--- The count of a kind, and the window that it is of: the one asked for, or a later one that has begun.
+-- The count of a kind and its window: the one asked for, or a later one that is stored. A clock may be a minute ahead of this
+-- server's; where the window asked for is later than that, its clock is wrong, and this server's window is taken.
 local function counted(key, kind, window)
-  local found, last = ask('HMGET', key, kind, kind .. '@'), newest(kind)
+  local found, last = ask('HMGET', key, kind, kind .. '@'), window_in(1, kind)
   local count, at = number(found[1]), number(found[2])
-  window = math.min(window, last)
+  if window > last then window = window_in(0, kind) end
   if not count or not at or at < window or at > last then return 0, window end
   return count, at
 end
@@ -106,7 +107,7 @@ if op == 'charge' then
   for i = 5, #ARGV, 3 do
     local kind, window, by = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
     local count, at = counted(key, kind, window)
-    if at <= window then put(key, kind, window, count + by) end
+    if at <= window or window >= window_in(0, kind) then put(key, kind, at, count + by) end -- else it is of a past window
   end
   call('PEXPIRE', key, KEEP)
   return 1

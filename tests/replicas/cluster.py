@@ -81,7 +81,7 @@ class Cluster:
             return web.Response(body=instead)
         if "watch" in request.query:
             return await self._watch(request, selector, int(request.query["resourceVersion"]))
-        found = [pod for pod in self.pods.values() if selects(selector, pod)]
+        found = [pod for _, pod in sorted(self.pods.items()) if selects(selector, pod)]
         begin, limit = int(request.query.get("continue", 0)), int(request.query["limit"])
         metadata = {"resourceVersion": str(self._version)}
         if begin + limit < len(found):

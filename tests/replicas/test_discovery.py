@@ -69,6 +69,8 @@ async def test_a_selector_that_finds_ever_more_pods_brings_so_many_and_keeps_tho
     assert "finds more than 2 pods (see discover.selector); any other: it gets no requests" in caplog.text
     await cluster.change("p1", D)  # which does not cost it its place
     await until(lambda: roles(fleet) == {"127.0.1.1": "decode", "127.0.1.2": "prefill"}, lambda: str(roles(fleet)))
+    await cluster.create("a0", "127.0.1.9", P)  # a list begins with it
+    await cluster.forget()
     await cluster.delete("p2")
     await until(lambda: roles(fleet) == {"127.0.1.1": "decode", "127.0.1.3": "prefill"}, lambda: str(roles(fleet)))
 
@@ -141,7 +143,7 @@ async def test_a_list_that_no_kubernetes_tells_is_a_problem_and_is_asked_for_aga
     await cluster.watched.wait()
     cluster.told = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [], **told}).encode()
     await cluster.forget()
-    await until(lambda: "tells what no Kubernetes API tells" in found.problem, lambda: found.problem)
+    await until(lambda: "the answer is not a Kubernetes API's" in found.problem, lambda: found.problem)
     assert roles(fleet) == {"127.0.1.1": "prefill"}
     cluster.told = None
     await until(lambda: not found.problem)
@@ -154,7 +156,7 @@ async def test_a_change_that_no_kubernetes_tells_is_a_problem_and_is_asked_for_a
     await cluster.create("p", "127.0.1.1", P)
     cluster.changes = change
     found = discover()
-    await until(lambda: "tells what no Kubernetes API tells" in found.problem, lambda: found.problem)
+    await until(lambda: "the answer is not a Kubernetes API's" in found.problem, lambda: found.problem)
     assert roles(fleet) == {"127.0.1.1": "prefill"}
     cluster.changes = None
     await until(lambda: not found.problem)
@@ -179,10 +181,10 @@ def lines(changes) -> bytes:
 
 async def test_a_list_of_ten_thousand_pods_comes_in_pages_and_of_their_labels_those_that_are_used(cluster, pods):
     for number in range(10_000):
-        name = f"p{number}"
+        name = f"p{number:04}"
         cluster.pods[name] = pod(name=name, uid=name, labels=P | {"note": "x" * 60})
     found = await pods().list()
-    assert [one.name for one in found] == [f"p{number}" for number in range(10_000)]
+    assert [one.name for one in found] == [f"p{number:04}" for number in range(10_000)]
     assert {str(one.labels) for one in found} == {"{'llm-d.ai/role': 'prefill'}"}
     assert len(cluster.asked) == 100
 
@@ -363,7 +365,7 @@ async def test_what_is_no_api_is_said(serve, fleet, until, tmp_path):
 
     found = Discovery(fleet, Discover(selector="app=vllm"), Place(await serve(page), "inference", tmp_path))
     task = asyncio.create_task(found.run())
-    await until(lambda: "no Kubernetes API" in found.problem, lambda: found.problem)
+    await until(lambda: "is not a Kubernetes API's" in found.problem, lambda: found.problem)
     task.cancel()
 
 

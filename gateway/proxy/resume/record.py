@@ -222,7 +222,8 @@ class StreamRecord:
         if self.is_unread:
             return len(self.part)
         held = OVERHEAD + len(self.body) + len(self.terms.kept) + (len(self.chunks.rest) if self.chunks else 0)
-        return held + sum(map(getsizeof, (self.part, self.text, self.skip, self.ids, self.prompt_ids, self.names)))
+        kept = (self.part, self.text, self.skip, self.ids, self.prompt_ids, self.item, *(self.names or ()))
+        return held + sum(map(getsizeof, kept))
 
     @property
     def is_unread(self) -> bool:

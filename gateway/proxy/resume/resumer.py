@@ -109,9 +109,12 @@ class Resumer:
     def begin(self, exchange: Exchange) -> None:
         """Record a request's stream if it can be resumed; called before its first attempt is created."""
         prompt, body = exchange.prompt, exchange.request.body
-        if prompt is None or not prompt.stream or prompt.path not in PATHS or len(body) > MOST_BYTES:
+        if prompt is None or not prompt.stream or prompt.path not in PATHS or exchange in self._refused:
             return
-        if exchange in self._refused or (terms := terms_of(prompt, body)) is None:
+        if len(body) > MOST_BYTES:
+            self._refused[exchange] = "budget"
+            return
+        if (terms := terms_of(prompt, body)) is None:
             return
         record = StreamRecord(self, terms, exchange.label, prompt)
         reason = "n" if prompt.several else "stored" if terms.stored else ""
@@ -141,8 +144,8 @@ class Resumer:
     def _may_have_ids(self, record: StreamRecord, attempt: Attempt) -> bool:
         """Return whether this attempt's engine can report ids that are of use.
 
-        They are of none where the gateway does not know the prompt's tokens, since the prompt may then be more than
-        ids.
+        They are of no use unless the gateway knows the prompt's tokens: the engine's prompt may hold more than ids,
+        such as images.
         """
         return (
             record.prompt.path in (CHAT, COMPLETIONS)
@@ -333,6 +336,7 @@ class Resumer:
         if record.way == REPEAT and not record.skip:
             record.first = len(exchange.attempts) - 1
         attempt.events = record.events
+        attempt.mark = next((one.mark for one in exchange.attempts if one.mark is not None), None)
         record.read_from(attempt.response_head)
         attempt.response_head = record.head
         attempt.seen_at = monotonic()

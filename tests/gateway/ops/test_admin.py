@@ -197,6 +197,20 @@ async def test_not_ready_while_stopping(http, gateway):
         assert response.status == 503 and "is stopping" in (await response.json())["why_not"]
 
 
+@pytest.mark.parametrize(("others", "last"), [({"other": None}, ["sim"]), ({"sim": None}, None), ({}, None)])
+async def test_a_drain_names_the_models_that_nobody_serves_now(gateway, others, last):
+    """A replica that lists no models may serve any."""
+    made = [gateway.fleet.add(f"http://127.0.0.1:{port}") for port in (1, 2)]
+    for replica, models in zip(made, ({"sim": None}, others), strict=True):
+        replica.state, replica.models = State.READY, models
+    gateway.fleet.drain = lambda id: setattr(gateway.fleet.replicas[id], "state", State.DRAINING)
+    admin = Admin(gateway, Guard())
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{await admin.start('127.0.0.1', 0)}") as http:
+        async with http.post(f"/replicas/{made[0].id}/drain") as response:
+            assert (await response.json()).get("last_ready_of") == last
+    await admin.stop()
+
+
 @pytest.mark.parametrize("goes_on", [False, True])
 async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port, goes_on):
     inflight = {"count": 1}

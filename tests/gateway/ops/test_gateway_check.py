@@ -236,7 +236,7 @@ def test_variants_that_do_not_go_on_with_each_others_streams_are_named(continues
     assert "two legs" not in finding.text
     running["replicas"] = [{"id": "a:1", "role": "both"}, {"id": "b:1", "role": "decode"}]
     [finding] = gateway_check.check_variants(running, continues)
-    assert "both legs of a request are at replicas of one of them" in finding.text
+    assert "both legs of a request use replicas of one variant" in finding.text
 
 
 def test_what_only_traffic_shows_comes_from_the_running_gateway():

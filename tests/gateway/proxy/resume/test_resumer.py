@@ -11,6 +11,7 @@ import pytest
 
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.overload import Overload
+from gateway.proxy.resume import resumer
 from gateway.proxy.retries import STALLED
 from gateway.tenants.keys import Keys
 from policies import Classes, QosClass, Rules, Slo
@@ -407,6 +408,24 @@ async def test_the_rest_may_be_framed_in_another_way_than_the_beginning(head):
         await eventually(s.idle)
 
 
+async def test_a_stream_whose_last_event_lacks_its_blank_line_is_complete_though_it_cannot_be_resumed():
+    async def reasons(reader, writer):
+        await read_request(reader)
+        first = {"index": 0, "delta": {"role": "assistant", "reasoning": "hm"}, "finish_reason": None}
+        last = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}
+        events = b"".join(b"data: %b\n\n" % orjson.dumps({"id": "1", "choices": [one]}) for one in (first, last))
+        writer.write(BARE_HEAD + events + b"data: [DONE]\n")
+        await writer.drain()
+
+    async with continued(reasons) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        body = await talk.rest()
+        assert body.rstrip().endswith(b"data: [DONE]") and b"error" not in body
+        await eventually(s.idle)
+        assert not s.metrics.upstream_errors.total()
+
+
 @pytest.mark.parametrize("spelling", [b": Chunked", b": CHUNKED "])
 @pytest.mark.parametrize("end", [b"", chunk(b'data: {"choices": [{"ind')])
 async def test_chunked_is_written_in_any_case(end, spelling):
@@ -488,6 +507,31 @@ async def test_figures_speak_of_what_the_client_saw():
         assert spent["decode"] >= pause and not spent.get("retry") and spent["engine"] < pause
         assert not s.metrics.answer_tpot_seconds.count(("default", "m"))
         assert {one.id: one.candidate.costs.step.value for one in s.proxy.backends.values()} == steps
+
+
+async def test_tokens_of_a_stream_without_usage_are_those_of_all_replicas():
+    async with continued(engine("1", b"", 2), engine("2"), slo_figures=True) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        assert told((await talk.response())[2])[0] == "abcdef"
+        await eventually(s.idle)
+        assert s.metrics.answer_tokens.by("kind")["output"] == 6
+
+
+async def test_a_body_that_is_too_long_to_be_kept_is_counted_where_its_stream_breaks_off(monkeypatch):
+    monkeypatch.setattr(resumer, "MOST_BYTES", len(BODY) - 1)
+
+    async def breaks(reader, writer):
+        await read_request(reader)
+        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a"))
+        await writer.drain()
+
+    async with continued(breaks) as s:
+        talk = await s.talk()
+        await talk.say(post(BODY))
+        await talk.response()
+        await eventually(s.idle)
+        assert s.metrics.streams_not_continued.by("reason") == {"budget": 1}
 
 
 async def test_a_limit_on_the_first_token_is_met_by_the_replica_that_wrote_it():

@@ -517,7 +517,7 @@ async def test_frames_that_are_too_long_are_named_among_the_replicas_problems():
         assert not intake.problems
         await publisher.publish_raw([b"kv", (1).to_bytes(8, "big"), bytes(MOST_FRAME + 1)])
         await publisher.subscribed()
-        assert ["frame of more than 8 MiB" in one for one in intake.problems] == [True]
+        assert ["frame above 8 MiB" in one for one in intake.problems] == [True]
         await publisher.publish(blocks(0, 2))
         await until(lambda: held(table) == 2)
         assert intake.too_long == 1

@@ -14,6 +14,9 @@ from ..prompt import Prompt
 from ..prompt.features import PLAIN
 
 ENOUGH = 32  # equal counts in a row
+# Equal counts by other engines in a row, after which the engine that counts otherwise is the odd one: fewer, since until
+# then the bodies of a held kind are inexact at every engine of the model.
+ELSEWHERE = 8
 MOST_KINDS = 64  # per engine; clients can create kinds by sending unknown fields
 
 
@@ -87,7 +90,7 @@ class Doubts:
         A doubt about an unusual kind does not count: the engine keeps exact prompts of all other kinds.
         """
         return any(
-            kind.held and kind.elsewhere >= ENOUGH and len(known - PLAIN) <= 1 for known, kind in self.kinds.items()
+            kind.held and kind.elsewhere >= ELSEWHERE and len(known - PLAIN) <= 1 for known, kind in self.kinds.items()
         )
 
     def _covering(self, body: frozenset[str]) -> list[Kind]:

@@ -15,7 +15,7 @@ from gateway.errors import ApiError
 from gateway.ops import comparison as asking
 from gateway.ops.chats import CHATS
 from gateway.ops.comparison import TokenizerComparison
-from gateway.ops.doubts import ENOUGH
+from gateway.ops.doubts import ELSEWHERE, ENOUGH
 from gateway.ops.view import _seen
 from gateway.prompt.features import features_of
 from gateway.prompt.pipeline import Pipeline, Verdict
@@ -229,7 +229,7 @@ async def test_an_engine_that_alone_makes_plain_bodies_otherwise_is_set_apart(tw
     for words in range(2):
         given = longer(body, words)
         comparison.made_otherwise(odd.engine, pipeline.prepare(CHAT, given), given, "it counted 7")
-    for _ in range(ENOUGH):
+    for _ in range(ELSEWHERE):
         assert not comparison.set_apart()
         comparison.made_alike(good.engine, pipeline.prepare(CHAT, body))
     assert comparison.set_apart() == ({odd.engine} if alone else set())

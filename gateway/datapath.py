@@ -251,6 +251,7 @@ def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         outcome=outcome,
         fault=exchange.fault or None,
         replica=attempt.backend.id if attempt else None,
+        moved_from="; ".join(f"{one.backend.id}: {one.error}" for one in exchange.attempts[:-1] if one.error) or None,
         id=exchange.id.decode("latin-1"),
         trace_id=exchange.trace.id if exchange.trace is not None else None,
         tenant=exchange.tenant.name if exchange.tenant is not None else None,

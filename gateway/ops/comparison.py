@@ -83,7 +83,7 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
     try:
         return await asyncio.gather(*(ask(text, special) for text in texts for special in (False, True)))
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise Unanswered(f"/tokenize does not answer: {error or type(error).__name__}") from None
+        raise Unanswered(f"/tokenize does not answer: {str(error) or type(error).__name__}") from None
 
 
 @dataclass(slots=True, eq=False)
@@ -287,7 +287,7 @@ class TokenizerComparison:
                 differs, day = await self._differing_chats(replica, engine)
                 break
             except (NotAsked, aiohttp.ClientError, TimeoutError) as error:
-                why = f"its chats cannot be compared yet: {error or type(error).__name__}"
+                why = f"its chats cannot be compared yet: {str(error) or type(error).__name__}"
             if pipeline is not self._pipeline():
                 return
             if asked > len(PAUSES):

@@ -14,8 +14,8 @@ from ..prompt import Prompt
 from ..prompt.features import PLAIN
 
 ENOUGH = 32  # equal counts in a row
-# Equal counts by other engines in a row, after which the engine that counts otherwise is the odd one: fewer, since until
-# then the bodies of a held kind are inexact at every engine of the model.
+# Equal counts by other engines in a row, after which the engine that counts otherwise is the odd one. Fewer are wanted,
+# since until then bodies of a held kind are inexact at every engine of the model.
 ELSEWHERE = 8
 MOST_KINDS = 64  # per engine; clients can create kinds by sending unknown fields
 

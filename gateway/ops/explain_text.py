@@ -90,9 +90,13 @@ def _columns(told: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> lis
         ["", *(_mark(one, told.get("legs")) for one in shown)],
         ["replica", *(_short(one["id"]) for one in shown)],
         ["held", *(_held(one, told["tokens"]) for one in shown)],
-        ["active", *(str(one["load"]["requests"]) for one in shown)],
+        ["active", *(_active(one["load"]) for one in shown)],
         ["TTFT", *(_ms(one["ttft_seconds"]) for one in shown)],
     ]
+
+
+def _active(load: Mapping[str, Any]) -> str:
+    return f"{load['requests']}, {load['waiting']:g} wait" if load["waiting"] else str(load["requests"])
 
 
 def _answers(shown: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -167,7 +171,7 @@ def _legend(
 ) -> list[str]:
     lines = [
         f"times in ms, as predicted; TTFT: until the first token{', answer: until the last one' if answers else ''}",
-        "held: prompt tokens whose KV cache is there; active: requests under way",
+        "held: prompt tokens whose KV cache is there; active: requests under way, and waiting",
     ]
     if any(one["tied"] and not one["chosen"] for one in shown):
         lines.append("=: costs the same as the least, one of them is drawn")

@@ -248,7 +248,9 @@ def check_kept_out(address: Address, running: dict[str, Any] | None) -> Iterator
 def _remedy_of_kept_out(replica: dict[str, Any]) -> str:
     fault = replica.get("fault")
     if replica["state"] in ENDING:
-        return f"nothing, it finishes the {replica.get('inflight', 0)} requests that it has; to use it again, start it when it has ended"
+        drained = replica["state"] == State.DRAINING
+        again = f"hitherto replicas add {replica['url']}" if drained else "start it when it has ended"
+        return f"nothing, it finishes the {replica.get('inflight', 0)} requests that it has; to use it again, {again}"
     if replica.get("managed") and fault != "timeout":
         return "the gateway starts it by itself, and again whenever it ends: wait for it to load, or see why it ended in the gateway's log"
     return remedy_of_silence(fault, parse_url(replica["url"]).port)

@@ -15,6 +15,8 @@ from policies.outputs import Outputs
 from policies.verdicts import SPILLED
 
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
+LEAST_REASON = 0.02  # share of the cost: what differs by less is no reason
+MANY_WAIT = 5  # requests that wait in an engine: fewer are usual between two of its steps
 MOST_NAMED = 3  # tied replicas that a sentence names
 
 
@@ -142,6 +144,12 @@ def sentence(told: Mapping[str, Any]) -> str:
     left replicas out.
     """
     said = _decided(told)
+    chosen = next(one for one in told["replicas"] if one["chosen"])
+    if (waiting := chosen["load"]["waiting"]) >= MANY_WAIT:
+        said = (
+            f"{said} By its own metrics {waiting:g} requests wait in the engine of {chosen['id']}, so its answer may "
+            "begin later than these times say."
+        )
     if slower := next((one["id"] for one in told["replicas"] if one["chosen"] and one["was_slower"]), None):
         return (
             f"{said} {slower} was slower than the others when it last answered, and these times are what it took then."
@@ -247,7 +255,10 @@ def _against(chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def _why(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return the advantage by which the chosen replica gains most on the other."""
-    name = max(chosen["terms"], key=lambda term: other["terms"].get(term, 0.0) - chosen["terms"][term])
+    gains = {term: other["terms"].get(term, 0.0) - seconds for term, seconds in chosen["terms"].items()}
+    name = max(gains, key=gains.__getitem__)
+    if gains[name] < LEAST_REASON * chosen["seconds"]:
+        return "its cost is a little less"
     held = told["tokens"] - chosen["uncached_tokens"]
     if name in ("prefill", "stall", "interference", "eviction") and held > told["tokens"] - other["uncached_tokens"]:
         return f"it holds {held:,} of the {told['tokens']:,} prompt tokens"

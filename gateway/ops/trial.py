@@ -116,7 +116,7 @@ class Trial:
                     raise Refused(f"{path} answers {response.status}: {json.dumps(reply)[:200]}")
                 return reply
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise Refused(f"{path} does not answer: {error or type(error).__name__}") from None
+            raise Refused(f"{path} does not answer: {str(error) or type(error).__name__}") from None
 
     async def ask(self, text: str) -> tuple[str, dict[str, Any]]:
         """Have the engine compute this prompt, and return the endpoint that took it, and the reply."""

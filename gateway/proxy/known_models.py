@@ -120,7 +120,7 @@ class KnownModels:
         It says that the model does not exist, that no replica of it is ready, or that one may still serve it. For a
         tenant it names only models that the tenant may use.
         """
-        known = self._now
+        known = self._now or frozenset().union(*self._served.values())  # while all are away, what they served
         if model is not None and known and model not in known and not self.is_away(model):
             untold = [_described(one) for one in self._replicas.values() if self._is_untold(one)]
             if unlisted := self.unlisted():

@@ -201,6 +201,7 @@ async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gatew
         assert kept_out.level == "warn" and kept_out.remedy.startswith(
             "nothing, it finishes the 0 requests that it has"
         )
+        assert ("hitherto replicas add http://a:1" in kept_out.remedy) == (replica.state == State.DRAINING)
     replica.state = State.LEAVING
     assert gateway.status()["replicas"][0]["problems"][0].startswith("its engine ends: ")
 

@@ -48,6 +48,14 @@ def test_a_load_that_was_avoided_is_the_reason(load, why):
     assert why in because and " hold" not in because
 
 
+def test_a_queue_in_the_engine_is_named_whose_end_is_not_predicted():
+    told = decided("least_time", replica("a:1", 960, Load(requests=30, decoding=30, waiting=28)), replica("b:1"))
+    if told["choice"] != "a:1":
+        told = decided("least_time", replica("a:1", 960, Load(waiting=28)), replica("b:1"))
+    assert "By its own metrics 28 requests wait in the engine of a:1" in sentence(told)
+    assert "wait in the engine" not in sentence(decided("least_time", replica("a:1", 0, Load(waiting=1))))
+
+
 def test_ties_are_named_and_those_who_are_behind_too():
     told = decided("least_time", replica("a:1"), replica("b:1"), replica("c:1", 0, BUSY), draw=0.9)
     assert [one["tied"] for one in told["replicas"]] == [True, True, False]

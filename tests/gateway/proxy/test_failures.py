@@ -826,6 +826,23 @@ async def test_an_answer_in_one_piece_that_the_gateways_own_end_cuts_or_refuses_
         assert (outcome, reason) == ("cut" if begun else "refused", "shutting_down") and "shutting down" in error
 
 
+async def test_the_line_of_a_request_that_was_moved_names_the_replicas_that_failed_it(caplog):
+    caplog.set_level("INFO", "hitherto.access")
+
+    async def closes(reader, writer):
+        await read_request(reader)
+
+    async with stack(closes, answers(), on_end=[_access]) as s:
+        first, second = s.proxy.backends
+        talk = await s.talk()
+        while not any(getattr(one, "fields", {}).get("moved_from") for one in caplog.records):
+            caplog.clear()
+            await talk.say(post())
+            assert (await talk.response())[0] == 200
+        (record,) = [one for one in caplog.records if one.name == "hitherto.access"]
+        assert record.fields["replica"] == second and record.fields["moved_from"].startswith(f"{first}: ")
+
+
 def _access_line(caplog) -> tuple[str, str | None, str | None]:
     (record,) = [one for one in caplog.records if one.name == "hitherto.access"]
     return record.fields["outcome"], record.fields["reason"], record.fields["error"]

@@ -34,6 +34,18 @@ async def test_a_model_whose_only_replica_is_away_is_not_unknown():
         assert (await talk.response())[0] == 404 and s.proxy.eligible.names == other.replica.models
 
 
+async def test_a_misspelt_model_is_unknown_though_all_replicas_are_away():
+    async with stack(answers()) as s:
+        (replica,) = (one.replica for one in s.proxy.backends.values())
+        s.proxy.changed()
+        replica.state, replica.models = State.FAILED, {}
+        s.proxy.changed()
+        talk = await s.talk()
+        for model, status in (("m", 503), ("none", 404)):
+            await talk.say(post(BODY.replace(b'"m"', b'"%b"' % model.encode())))
+            assert (await talk.response())[0] == status
+
+
 async def test_a_model_that_only_a_degraded_replica_serves_is_listed_with_its_adapters():
     """Its prompts go there, so an adapter's blocks have to be told from the model's own."""
     async with stack(answers(), answers()) as s:

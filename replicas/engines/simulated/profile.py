@@ -90,7 +90,7 @@ class SimProfile(Table):
         if model.served_name:
             argv += ["--served-model-name", model.served_name]
         if self.speedup != 1:
-            argv += ["--speedup", f"{self.speedup:g}"]
+            argv += ["--speedup", str(self.speedup)]
         if self.num_blocks:
             argv += ["--num-blocks", str(self.num_blocks)]
         if self.block_size:

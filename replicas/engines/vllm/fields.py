@@ -56,6 +56,8 @@ class Flags(PassesOn):
     block_size: PositiveInt | None = None
     enable_prefix_caching: bool = True
     speculative_config: dict[str, Any] | None = None
+    spec_method: str | None = None
+    spec_model: str | None = None
     kv_transfer_config: KvTransfer | None = None
     kv_offloading_size: float | None = None
     kv_offloading_backend: str | None = None
@@ -107,16 +109,19 @@ class Fields(Flags):
     def _ours(self) -> Iterator[str]:
         """Yield why flags are refused.
 
-        vLLM accepts an abbreviation of a flag, and `--flag.key` for one of its keys.
+        vLLM accepts an abbreviation of a flag, and `--flag.key` for one of its keys. A field may instead abbreviate one
+        that is no flag of vLLM.
         """
-        given = [(name, "--" + name.replace("_", "-")) for name in self.passed_on]
-        given += [(f"extra_args: {word}", word) for word in self.extra_args if word[:1] == "-"]
-        for place, word in given:
+        fields = {"--" + name.replace("_", "-"): f"write it as the field {name}" for name in Fields.model_fields}
+        given = [(name, "--" + name.replace("_", "-"), fields | OURS) for name in self.passed_on]
+        given += [(f"extra_args: {word}", word, OURS) for word in self.extra_args if word[:1] == "-"]
+        for place, word, known in given:
             flag = word.partition("=")[0].partition(".")[0].replace("_", "-").replace("--no-", "--", 1)
             flag = SHORT.get(flag, flag)
-            ours = flag if flag in OURS else next((one for one in OURS if len(flag) > 3 and one.startswith(flag)), None)
+            longer = (one for one in known if len(flag) > 3 and one.startswith(flag))
+            ours = flag if flag in OURS else next(longer, None)
             if ours is not None:
-                yield f"{place}: {OURS[ours]}"
+                yield f"{place}: {known[ours]}"
         if "CUDA_VISIBLE_DEVICES" in self.env:
             yield "env CUDA_VISIBLE_DEVICES would give every replica the same devices: set it for the gateway, which shares them out"
 

@@ -7,6 +7,7 @@ of version, model, types, backend and speculator; block sizes and parallel sizes
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from replicas.engines.vllm.connectors import CONNECTORS, MOONCAKE, NIXL, SEVERAL, connector_of, names
 from replicas.engines.vllm.fields import Fields
@@ -66,7 +67,7 @@ def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version:
 
 def declared(one: Fields) -> Traits:
     """Return the traits that a profile gives its engines; unset ones are unknown."""
-    given = one.speculative_config or {}
+    given = _speculator(one)
     speculator = {name: given[name] for name in sorted(given) if name != "num_speculative_tokens"}
     return Traits(
         dtype=None if one.dtype == "auto" else one.dtype,
@@ -100,13 +101,19 @@ def _unlike_of_mooncake(prefiller: Fields, decoder: Fields) -> list[str]:
 def drops_block(one: Fields) -> bool | None:
     """Return whether these engines recompute the last block of a cache hit, for the speculator's hidden states.
 
-    None if only the draft model's files could tell (no method is given), or if the profile has `extra_args`.
+    None if the profile names no method: the files of the model or of its draft, or flags that the gateway does not
+    read, may give the engine a speculator.
     """
-    if one.speculative_config is None:
-        return None if one.extra_args else False
-    return _has_hidden_states(one) if one.speculative_config.get("method") else None
+    return _has_hidden_states(one) if _speculator(one).get("method") else None
 
 
 def _has_hidden_states(one: Fields) -> bool:
     """Return whether its speculator reads the model's hidden states, as deepseek_mtp does too."""
-    return str((one.speculative_config or {}).get("method")).endswith(WITH_HIDDEN_STATES)
+    return str(_speculator(one).get("method")).endswith(WITH_HIDDEN_STATES)
+
+
+def _speculator(one: Fields) -> dict[str, Any]:
+    """Return the speculator's settings by vLLM's names, which `speculative_config` or flags of their own give."""
+    flags = {"method": one.spec_method, "model": one.spec_model}
+    settings = {name.replace("-", "_"): value for name, value in (one.speculative_config or {}).items()}
+    return settings | {name: value for name, value in flags.items() if value is not None}

@@ -157,7 +157,7 @@ def _flag(flag: str, value: object) -> list[str]:
         return [flag, json.dumps(value)]
     if isinstance(value, list):
         return [flag, *map(str, value)]
-    return [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+    return [flag, str(value)]
 
 
 def _events_config(ports: Ports) -> dict:

@@ -30,6 +30,8 @@ def reasons(one: str, other: str, versions=(None, None)) -> str:
             "speculative_config: {method: eagle3, model: another, num_speculative_tokens: 2}",
         ),
         ("speculative_config: {method: deepseek_mtp, num_speculative_tokens: 1}", ""),
+        ("speculative_config: {method: eagle3, model: draft}", "spec_method: eagle3\nspec_model: another"),
+        ("speculative_config: {method: mtp}", ""),
     ],
 )
 def test_what_vllm_compares_must_be_the_same(one, other):
@@ -49,10 +51,33 @@ def test_what_vllm_compares_must_be_the_same(one, other):
             "speculative_config: {method: eagle3, model: d, num_speculative_tokens: 2}",
             "speculative_config: {method: eagle3, model: d, num_speculative_tokens: 4}",
         ),
+        (
+            "speculative_config: {method: eagle3, model: d, num-speculative-tokens: 2}",
+            "spec_method: eagle3\nspec_model: d\nspec_tokens: 4",
+        ),
     ],
 )
 def test_what_it_does_not_compare_may_differ(one, other):
     assert not reasons(one, other)
+
+
+@pytest.mark.parametrize(
+    ("fields", "drops"),
+    [
+        ("spec_method: eagle3\nspec_model: draft\nspec_tokens: 3", True),
+        ("speculative_config: {model: draft}\nspec_method: mtp", True),
+        ("spec_method: ngram\nspec_tokens: 3", False),
+        ("speculative_config: {method: ngram}", False),
+        ("spec_model: draft\nspec_tokens: 3", None),  # the draft model's files say which method it is for
+        ("speculative_config: {model: draft}", None),
+        ("spec_of_tomorrow: eagle3", None),
+        ("extra_args: [--of-tomorrow, eagle3]", None),
+        ("", None),  # the model's own files may name a speculator
+    ],
+)
+def test_a_profile_says_whether_hits_lose_a_block_only_where_it_names_the_method(fields, drops):
+    """What it says takes the place of what the engine's /metrics show."""
+    assert parse(fields).drops_block is drops
 
 
 def test_versions_are_compared_where_both_are_known():

@@ -185,7 +185,11 @@ def test_an_engine_that_offloads_tells_of_whole_blocks():
             "extra_args: -tp: write it as the field tensor_parallel_size, which the gateway reads",
         ),
         ("extra_args: [--speculative_config.method, ngram]", "write it as the field speculative_config"),
+        ("extra_args: [--spec-method, eagle3]", "write it as the field spec_method, which the gateway reads"),
         ("tensor_parallel: 4", "tensor_parallel: write it as the field tensor_parallel_size"),  # vLLM would read it
+        ("kv_event: false", "kv_event: write it as the field kv_events"),
+        ("start_timeout: 5", "start_timeout: write it as the field start_timeout_s"),
+        ("extra_args: [--kv-event, '{}']", "--kv-event: the gateway sets the endpoints"),
     ],
 )
 def test_what_the_gateway_has_to_know_is_refused_with_the_reason(fields, said):
@@ -208,6 +212,8 @@ def test_a_flag_newer_than_us_and_what_contradicts_itself_are_vllms_to_judge():
     assert line.endswith("-q awq")
     for part in ("--brand-new 1.5", "--no-feature", "--names a b", "--attention-backend NEW"):
         assert part in line
+    assert after(argv("seconds: 1234567.5"), "--seconds") == "1234567.5"
+    assert after(argv("spec_method: ngram\nspec_tokens: 3"), "--spec-method") == "ngram"
     assert "--enable-eplb" in argv("enable_eplb: true\nenable_sleep_mode: true\ndevice: cpu")
 
 

@@ -359,8 +359,8 @@ class Pipeline:
 
     @property
     def template_exceeds(self) -> str:
-        """Why the last rendering of a chat template was ended early, or ""."""
-        return next((one.template.exceeds for one in self.renderers.values() if one.template.exceeds), "")
+        """Why a recent rendering of a chat template was ended early, or ""."""
+        return next(filter(None, (one.template.exceeds for one in self.renderers.values())), "")
 
     @property
     def prints_date(self) -> bool:

@@ -7,6 +7,7 @@ with the conversation; an operation that could produce something large is refuse
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -50,11 +51,16 @@ _SQUARE = frozenset("sum encode decode striptags unescape urlize pprint xmlattr"
 # Methods and filters that may compare each character of their subject with each of an argument: CPython searches from
 # the end and strips this way. A comparison takes an eighth of the price of a byte.
 _COMPARING = frozenset("rfind rindex rsplit rpartition strip lstrip rstrip trim".split())
-# Filters that look up an attribute of each item by a path, and those that do so only when their result is read.
-_BY_PATH = frozenset("map selectattr rejectattr groupby sort unique min max sum".split())
+# Filters that look up an attribute of each item by a path, with the path's place among their arguments.
+_BY_PATH = {
+    **dict.fromkeys("map selectattr rejectattr groupby sum".split(), 0),
+    **dict.fromkeys("unique min max join".split(), 1),
+    "sort": 2,
+}
+# Filters that look at an item only when their result is read.
 _LAZY = frozenset("map select reject selectattr rejectattr".split())
 _MOST_PARTS = 16  # parts of an attribute's path
-_LINEAR_CODECS = frozenset(("utf-8", "utf8", "ascii", "latin-1"))
+_LINEAR_CODECS = frozenset(("utf-8", "ascii", "iso8859-1"))  # by the names that `codecs.lookup` gives them
 
 
 class TemplateError(Exception):
@@ -126,10 +132,10 @@ class _Budget:
     def before(self, name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Refuse a filter or a method whose result for `subject` and its arguments would exceed the budget."""
         given = (*args, *named.values())
-        if name in _BY_PATH or (name == "join" and "attribute" in named):
-            for one in given:
-                if isinstance(one, str) and one.count(".") + one.count(",") >= _MOST_PARTS:
-                    raise TemplateError(f"the chat template has an attribute's path of more than {_MOST_PARTS} parts")
+        if name in _BY_PATH:
+            path = _path(name, args, named)
+            if isinstance(path, str) and path.count(".") + path.count(",") >= _MOST_PARTS:
+                raise TemplateError(f"the chat template has an attribute's path of more than {_MOST_PARTS} parts")
         if name == "replace" and isinstance(subject, str) and len(args) > 1 and not named:
             self.fits(subject.count(str(args[0])) * _length(args[1]))
         elif name == "join":
@@ -145,7 +151,7 @@ class _Budget:
         elif name in _COMPARING:
             self.spend(_length(subject) * sum(map(_length, given)) // 8)
         elif name in _SQUARE:
-            self.fits(self.size(subject) * _rounds(name, subject, given))
+            self.fits(self.size(subject) * _rounds(name, subject, args, named))
         elif name in _WIDENING:
             widest = max(map(_width, given), default=0)
             self.fits((self.size(subject) if isinstance(subject, (str, bytes, *_CONTAINERS)) else widest) * widest)
@@ -178,15 +184,34 @@ def _length(value: Any) -> int:
     return 8 * len(value) if isinstance(value, (*_CONTAINERS, range)) else 8
 
 
-def _rounds(name: str, subject: Any, given: Sequence[Any]) -> int:
+def _path(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Return the path of a filter of `_BY_PATH`, or None if it is given none.
+
+    `map` takes it by name alone: its first argument names a filter, which gets the others and is bounded itself.
+    """
+    if name == "map" and args:
+        return None
+    place = _BY_PATH[name]
+    return args[place] if len(args) > place else named.get("attribute")
+
+
+def _rounds(name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> int:
     """Return how often a filter or a method of `_SQUARE` may go over its subject."""
-    if name == "sum" and not any(isinstance(one, _CONTAINERS) for one in given):
+    if name == "sum" and not any(isinstance(one, _CONTAINERS) for one in (*args, *named.values())):
         return 1  # numbers; a sum of lists needs a list as its start value
-    if name in ("encode", "decode") and (not given or given[0] in _LINEAR_CODECS):
+    if name in ("encode", "decode") and _codec(args[0] if args else named.get("encoding", "utf-8")) in _LINEAR_CODECS:
         return 1
     if name == "striptags":
         return 1 + str(subject).count("<")
     return _length(subject)
+
+
+def _codec(name: Any) -> str:
+    """Return the one name that Python has for a codec of many names (`UTF-8`, `utf_8`), or "" for none."""
+    try:
+        return codecs.lookup(name).name
+    except (LookupError, TypeError, ValueError):
+        return ""
 
 
 def _format_widths(pattern: str) -> list[str]:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from time import monotonic
 from typing import Any, ClassVar
 
 import jinja2
@@ -28,6 +29,8 @@ from .content_format import takes_parts
 
 # Marks the end of the message to be continued; a template may strip its trailing blank.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+REPORTED_SECONDS = 900.0  # for which it is reported that a rendering was ended early
 
 # A template's access to one of these keys, or to a message as a whole.
 _READ = re.compile(
@@ -130,7 +133,7 @@ class ChatTemplate:
 
     not_compiled = ""  # why it cannot be compiled, see `render.compiler`
     as_received = False
-    exceeds = ""  # why the last rendering was ended early, or "", see `bounds`
+    _exceeds = "", 0.0  # why a rendering was last ended early, and until when that is reported
 
     def __init__(
         self,
@@ -164,6 +167,12 @@ class ChatTemplate:
         except (RecursionError, MemoryError, SyntaxError) as error:  # SyntaxError: too many nested blocks for Python
             raise TemplateError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
 
+    @property
+    def exceeds(self) -> str:
+        """Why a rendering of the last REPORTED_SECONDS was ended early, or "", see `bounds`."""
+        reason, until = self._exceeds
+        return reason if monotonic() < until else ""
+
     def render(
         self,
         conversation: list[dict[str, Any]],
@@ -193,11 +202,10 @@ class ChatTemplate:
         try:
             text = self._template.render(values)
         except TemplateError as error:
-            self.exceeds = str(error)
+            self._exceeds = str(error), monotonic() + REPORTED_SECONDS
             raise
         except Exception as error:  # templates are programs: they may fail in any way
             raise TemplateError(f"{type(error).__name__}: {error}") from error
-        self.exceeds = ""
         return text if last is None else cut_at_tag(text, last)
 
 

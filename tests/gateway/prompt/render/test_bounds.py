@@ -71,6 +71,11 @@ BOMBS = [
     "{{ messages|groupby('a.' * 200000)|list }}",
     "{{ messages|sort(attribute='a,' * 200000)|list }}",
     "{{ messages|join('', attribute='a.' * 200000) }}",
+    "{{ [5]|join('', 'real.' * 200000) }}",
+    "{{ messages|sort(false, false, 'role,' * 200000)|list }}",
+    "{{ [5]|unique(false, 'real.' * 200000)|list }}",
+    "{{ [messages]|map('groupby', 'role.' * 200000)|list }}",
+    "{{ [[5]]|map('max', attribute='real.' * 200000)|list }}",
     "{% set x = range(16000)|list %}{% for i in range(99) %}{{ x|map(attribute='a.a.a.a', default=1)|list|length }}{% endfor %}",
     "{{ range(0, 6000 * 2305843009213693951, 2305843009213693951)|unique|list|length }}",
     "{{ 5|round(-1000000000) }}",
@@ -130,17 +135,36 @@ def test_a_long_conversation_is_rendered_however_often_a_template_goes_over_it(s
         ("{{ ('x' ~ '</think>y' * 99999).rsplit('</think>', 1)[-1].strip('\n ') }}", "y"),
         ("{{ messages|map(attribute='a.b.c', default='z')|join|length }}", "100"),
         ("{{ none|map('upper')|list|length }}", "0"),
-        ("{{ (messages[0].content * 999).encode('utf-8')|length }}", "13986"),
+        ("{{ messages|selectattr('content', 'ne', 'a, b. ' * 99)|list|length }}", "100"),
+        ("{{ messages|rejectattr('content', 'eq', 'a, b. ' * 99)|list|length }}", "100"),
+        ("{{ messages|map(attribute='content')|map('replace', 'tel', 'a, b. ' * 99)|first|length }}", "605"),
+        ("{{ messages|map(attribute='name', default='a, b. ' * 99)|first|length }}", "594"),
+        ("{{ messages|map(attribute='content')|join('a, b. ' * 99)|length }}", "60206"),
+        ("{{ messages|groupby('name', 'a, b. ' * 99)|length }}", "1"),
+        *[
+            (f"{{{{ (messages[0].content * 9999).encode({codec})|length }}}}", "139986")
+            for codec in (
+                *("", "'utf-8'", "'UTF-8'", "'utf_8'", "'latin1'", "'ISO-8859-1'", "'US-ASCII'", "encoding='UTF8'"),
+                *("errors='replace'", "errors='replace', encoding='latin_1'"),
+            )
+        ],
     ],
 )
 def test_what_is_long_only_in_its_numbers_or_takes_time_in_proportion_is_rendered(source, made):
     assert ChatTemplate(source, {}).render([{"role": "user", "content": "tel 0301234567"}] * 100, None, {}) == made
 
 
-def test_a_template_that_went_too_far_is_told_of_until_it_renders_again():
+def test_a_template_that_went_too_far_is_told_of_for_a_quarter_of_an_hour(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr("gateway.prompt.render.template.monotonic", lambda: now)
     template = ChatTemplate("{{ messages[0].content * (9 if messages|length > 1 else 10 ** 9) }}", {})
     with pytest.raises(TemplateError):
         template.render(CHAT, None, {})
     assert "more than a conversation of this size may take" in template.exceeds
+    now += 899
     assert template.render(CHAT * 2, None, {}) == "hi" * 9
+    assert "more than a conversation of this size may take" in template.exceeds, (
+        "one good chat does not mend the others"
+    )
+    now += 2
     assert not template.exceeds

@@ -1,4 +1,4 @@
-"""Functions that read, follow and append to files, and never wait for the other end of a pipe."""
+"""Functions that read, follow and append to files. Opening a pipe never waits for its other end."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def regular(path: str, flags: int) -> int:
 def read(path: Path) -> bytes:
     """Return the contents of a file or a pipe. Raises OSError, also for more than MOST_BYTES.
 
-    A pipe that nobody writes to raises OSError at once: it does not count as an empty file, as its command may
-    have failed.
+    A pipe is read until its writer closes it, and at once if it has none. One through which nothing comes raises
+    OSError: it does not count as an empty file, as its command may have failed.
     """
     with open(path, "rb", buffering=0, opener=unblocked) as file:
-        begun = file.read(1)  # None: a writer has opened the pipe and not written yet
-        if begun == b"" and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EPIPE, "it is a pipe through which nothing comes")
         os.set_blocking(file.fileno(), True)
-        return (begun or b"") + read_to_end(file)
+        found = read_to_end(file)
+        if not found and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EPIPE, "it is a pipe through which nothing comes")
+        return found
 
 
 def read_to_end(file: io.RawIOBase | BinaryIO) -> bytes:

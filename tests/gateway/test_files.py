@@ -59,6 +59,21 @@ def test_a_pipe_through_which_nothing_comes_is_not_waited_for(pipe):
         files.read(pipe)
 
 
+def test_a_pipe_whose_command_fails_after_a_while_is_no_empty_file(pipe, monkeypatch):
+    """The command in --config <(...) may fail; the settings would silently be the defaults."""
+    kept, writes = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.open(pipe, os.O_WRONLY)
+    set_blocking = os.set_blocking
+
+    def waits(file, blocking):  # what it is called for: it is about to wait for the command
+        set_blocking(file, blocking)
+        os.close(writes)
+
+    monkeypatch.setattr(os, "set_blocking", waits)
+    with pytest.raises(OSError, match="it is a pipe through which nothing comes"):
+        files.read(Path(f"/dev/fd/{kept}"))
+    os.close(kept)
+
+
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/full"])
 def test_a_file_without_an_end_is_not_read_on(device):
     with pytest.raises(OSError, match="it has more than 64 MiB"):

@@ -21,7 +21,7 @@ TURN_MESSAGES, TURN_BYTES, TURN_FRAMES = 64, 1 << 17, 1024
 MOST_FRAME, MOST_QUEUED, LEAST_FRAME = 1 << 23, 1 << 26, 1 << 10
 # Bytes of a command, and commands within a second; a peer sends one on connecting and one for each heartbeat.
 MOST_COMMAND, MOST_COMMANDS = 1 << 12, 64
-RECONNECT_SECONDS = (0.1, 1.0)  # before a connection is made again, doubling while that fails
+RECONNECT_SECONDS = (0.1, 1.0)  # before a connection is made again, doubling until one is linked
 HANDSHAKE_SECONDS = 30.0
 
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
@@ -52,6 +52,7 @@ class Inbox(asyncio.Protocol):
         self._outgoing: list[bytes] = []  # until it is linked
         self._messages: deque[tuple[int, list[bytes]]] = deque()
         self._queued = 0  # their bytes, by LEAST_FRAME
+        self._pause = RECONNECT_SECONDS[0]  # before the connection is made again
         self._begin()
         self._connecting = asyncio.ensure_future(self._connect(*_address(endpoint)))
 
@@ -61,7 +62,7 @@ class Inbox(asyncio.Protocol):
             self._transport.abort()
 
     async def _connect(self, host: str, port: int | None) -> None:
-        loop, pause = asyncio.get_running_loop(), RECONNECT_SECONDS[0]
+        loop = asyncio.get_running_loop()
         while True:
             self._ended.clear()
             try:
@@ -79,9 +80,8 @@ class Inbox(asyncio.Protocol):
                     await self._ended.wait()
                 finally:
                     alarm.cancel()  # it would keep a closed inbox and its messages alive
-                pause = RECONNECT_SECONDS[0]
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, RECONNECT_SECONDS[1])
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, RECONNECT_SECONDS[1])
 
     def _expect_link(self) -> None:
         if not self.linked and self._transport is not None:
@@ -199,7 +199,7 @@ class Inbox(asyncio.Protocol):
         if command.startswith(_READY) and not self.linked:
             if (kind := _socket_type(command[6:])) and kind not in _PEERS[self._kind]:
                 return False
-            self.linked = True
+            self.linked, self._pause = True, RECONNECT_SECONDS[0]
             transport.write(_framed(_SUBSCRIBE_ALL) if self._kind == "SUB" else b"".join(self._outgoing))
             self._outgoing.clear()
             self._changed.set()

@@ -88,6 +88,29 @@ async def test_a_peer_that_sends_commands_without_end_is_left_and_counted(comman
             assert inbox.faults >= 2
 
 
+@pytest.mark.parametrize(
+    ("theirs", "then", "wanted"),
+    [
+        (b"ROUTER", b"", [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
+        (b"PUB", (bytes((4, 3)) + b"\x03AB") * 1000, [0.1] * 6),
+    ],
+    ids=["of another kind", "linked for a moment"],
+)
+async def test_the_pause_before_a_connection_grows_until_one_is_linked(monkeypatch, theirs, then, wanted):
+    pauses, sleep = [], asyncio.sleep
+
+    def record(seconds):
+        pauses.append(seconds)
+        return sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", record)
+    async with peer(theirs, then) as (port, ended):
+        with connected("SUB", f"tcp://127.0.0.1:{port}"):
+            for _ in range(7):
+                await ended.acquire()
+    assert pauses[:6] == wanted
+
+
 async def test_a_closed_inbox_is_not_kept():
     async with peer(b"PUB") as (port, ended):
         with connected("SUB", f"tcp://127.0.0.1:{port}") as inbox:

@@ -27,7 +27,7 @@ import aiohttp
 
 from replicas import tls
 from replicas.ask import body_of
-from replicas.duplicates import Name, duplicate
+from replicas.duplicates import Name, duplicate, duplicates
 from replicas.engine import Engine
 from replicas.engines import by_id
 from replicas.health import Limits
@@ -93,7 +93,8 @@ class Fleet:
         self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
         self._drains: dict[str, asyncio.Task] = {}  # of single ranks
         self._launching = asyncio.Lock()
-        self._duplicates: set[tuple[str, str]] = set()  # engines under several names, and the message logged of each
+        # messages that were logged about engines under several names, each with the ids of these engines
+        self._duplicates: set[tuple[str, ...]] = set()
 
     async def stop(self) -> None:
         """Stop every engine that we launched, without draining, and all watching."""
@@ -240,7 +241,8 @@ class Fleet:
     def _duplicate(self, engine: Engine, created: float | None) -> Problem | None:
         """Return the problem that the engine was given under another name too, or None.
 
-        It is logged once, and all engines are probed again, so the other name gets the same problem.
+        It is logged once, until one of the engines is removed, and all engines are probed again, so the other name gets
+        the same problem.
         """
         others = [
             Name(one.id, one.address, one.port, one.scrape.created if one.scrape else None)
@@ -248,9 +250,13 @@ class Fleet:
             if one.state in TAKES_TRAFFIC
         ]
         lead = engine.lead
-        problem = duplicate(Name(lead.id, lead.address, lead.port, created), others)
-        if problem is not None and (lead.id, problem.what) not in self._duplicates:
-            self._duplicates.add((lead.id, problem.what))
+        name = Name(lead.id, lead.address, lead.port, created)
+        problem = duplicate(name, others)
+        if problem is None:
+            return None
+        logged = (problem.what, lead.id, *duplicates(name, others)[0])
+        if logged not in self._duplicates:
+            self._duplicates.add(logged)
             log.warning("replica %s: %s", lead.id, problem)
             for one in self.engines.values():
                 one.watch.nudge()
@@ -416,6 +422,7 @@ class Fleet:
         await drained
         engine.task.cancel()
         del self.engines[engine.lead.id]
+        self._duplicates = {one for one in self._duplicates if engine.lead.id not in one}
         for replica in engine.replicas:
             self.replicas.pop(replica.id, None)
             self._drains.pop(replica.id, None)

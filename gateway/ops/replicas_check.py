@@ -17,7 +17,7 @@ from gateway.settings import Settings
 from replicas import pairing
 from replicas.access import Access
 from replicas.adopt import IS_GATEWAY, Facts, problems_of
-from replicas.duplicates import Name, duplicate
+from replicas.duplicates import Name, duplicate, duplicates
 from replicas.problems import UNSET, Problem
 from replicas.replica import Address, Replica
 from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
@@ -140,12 +140,12 @@ def check_models(replicas: list[tuple[Address, Facts]]) -> Finding:
 
 
 def check_duplicates(names: Iterable[Name]) -> Iterator[Finding]:
-    """Yield a finding for each engine that is given under several names, on the first of them."""
+    """Yield a finding for each engine that is given under several names, or may be, on the first of them."""
     names, known = list(names), set[str]()
     for one in names:
         if one.id not in known and (problem := duplicate(one, names)) is not None:
             yield Finding("warn", f"twice {one.id}"[:60], problem.what, problem.remedy)
-            known |= {other.id for other in names if duplicate(one, (other,)) is not None}
+            known.update(duplicates(one, names)[0])
 
 
 def check_roles(replicas: list[Replica]) -> Finding | None:

@@ -189,15 +189,24 @@ async def test_a_name_that_is_unknown_says_so_and_is_tried_again(fleet, hosts, e
     await comes(replica, lambda one: one.state is READY and one.address == A)
 
 
-async def test_an_engine_that_is_given_twice_has_a_problem_while_it_has_both_names(fleet, hosts, engines, comes):
+async def test_an_engine_that_is_given_twice_has_a_problem_while_it_has_both_names(
+    fleet, hosts, engines, comes, caplog
+):
     await engines(A)
     hosts["gpu.test"] = [A]
     named, other = fleet.add(f"http://gpu.test:{engines.port}"), fleet.add(f"http://{A}:{engines.port}")
     for one, another in ((named, other), (other, named)):
-        said = f"is also given as {another.id}: its load and its cache count under each name"
+        said = f"may be the same engine as {another.id}: then its load and its cache count under each name"
         await comes(one, lambda one: any(said in problem for problem in one.problems))
     await fleet.remove(other.id)
-    await comes(named, lambda one: not any("also given as" in problem for problem in one.problems))
+    await comes(named, lambda one: not any("same engine" in problem for problem in one.problems))
+    assert not fleet._duplicates
+    caplog.clear()
+    again = fleet.add(f"http://{A}:{engines.port}")
+    for one in (named, again):
+        await comes(one, lambda one: any("same engine" in problem for problem in one.problems))
+    logged = [record.getMessage() for record in caplog.records if "same engine" in record.getMessage()]
+    assert sorted(one.split(":")[0] for one in logged) == sorted(["replica gpu.test", f"replica {A}"])
 
 
 async def test_the_address_family_that_answers_is_taken(fleet, hosts, engines, comes):

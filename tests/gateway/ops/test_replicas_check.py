@@ -64,11 +64,20 @@ def test_one_address_of_several_names_counts_where_a_process_does_not_tell():
     named = lambda *created: [Name(id, *place, one) for id, place, one in zip("ab", at, created, strict=True)]  # noqa: E731
     for unsure in (named(None, None), named(5.25, None)):
         [finding] = replicas_check.check_duplicates(unsure)
-        assert finding.text.startswith("what by its address and port is the same engine is also given as b: its load")
+        assert finding.text == (
+            "by its address and port it may be the same engine as b: then its load and its cache count under each name"
+        )
+        assert finding.remedy == "if it is one engine, give it once, by one of its names"
     assert not list(replicas_check.check_duplicates(named(5.25, 5.75))), "a proxy is there"
     three = [Name(id, *at[0], None) for id in "abc"]
     assert [one.subject for one in replicas_check.check_duplicates(three)] == ["twice a"]
-    assert "also given as a and b: " in str(duplicate(three[2], three))
+    assert "may be the same engine as a and b: " in str(duplicate(three[2], three))
+    mixed = [*named(5.25, 5.25), Name("c", *at[0], None)]
+    told = [(one.subject, one.text.split(":")[0]) for one in replicas_check.check_duplicates(mixed)]
+    assert told == [
+        ("twice a", "the same engine is also given as b"),
+        ("twice c", "by its address and port it may be the same engine as a and b"),
+    ]
 
 
 @pytest.mark.parametrize("dtype", (None, "float16"))

@@ -16,7 +16,7 @@ import xxhash
 
 from cachemap.changes import TIERS, CacheGroup, Change, ChunkTier, Clear, Contents, Observe, Remove, Store
 from cachemap.cluster.keys import SCHEMA
-from cachemap.events.records import UNTOLD, Blocks
+from cachemap.events.records import MOST_AHEAD, UNTOLD, Blocks
 
 TAG_BYTES = 5
 # Bytes in a piece of a snapshot. Allocators round large sizes up by as much as a fifth; 28 KiB is one of their sizes,
@@ -231,7 +231,7 @@ def told_blocks(pieces: list[bytes]) -> Blocks:
         told = Blocks(*json.loads(pieces[0])["blocks"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         return UNTOLD
-    return told if _counts(*told) and max(told) < 1 << 32 else UNTOLD
+    return told if _counts(*told) and max(told) < 1 << 32 and told.ahead <= MOST_AHEAD else UNTOLD
 
 
 def _counts(*numbers: object) -> bool:

@@ -14,7 +14,17 @@ from cachemap.changes import ChunkTier, outlives
 from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, chains
 from cachemap.events.groups import FLUSH, MOST_PENDING, MOST_PIECE, GroupEvents
 from cachemap.events.pages import Pages
-from cachemap.events.records import FULL_ATTENTION, MAMBA, UNTOLD, Agreed, Blocks, Cleared, Removed, Stored
+from cachemap.events.records import (
+    FULL_ATTENTION,
+    MAMBA,
+    MOST_AHEAD,
+    UNTOLD,
+    Agreed,
+    Blocks,
+    Cleared,
+    Removed,
+    Stored,
+)
 from cachemap.hashing import TOKEN_BYTES, chain_seed, covering, hash_blocks, looking_ahead
 from cachemap.map import CacheMap
 
@@ -81,7 +91,12 @@ class EventApplier:
         return Blocks(self._size.known, self._ahead.known, self._states.known)
 
     def believe(self, told: Blocks) -> None:
-        """Adopt the block format that another gateway read from events, until later events agree on another."""
+        """Adopt the block format that another gateway read from events, until later events agree on another.
+
+        A format that no engine has is not adopted.
+        """
+        if told.ahead > MOST_AHEAD:
+            told = UNTOLD
         self._size = Agreed(told.size, told.size > 0)
         self._ahead = Agreed(told.ahead, told.size > 0)
         self._states = Agreed(told.states, told.states > 0)
@@ -312,8 +327,10 @@ class EventApplier:
     def _is_as_known(self, event: Stored) -> bool:
         """Return whether an event has full attention's blocks in their known format, or parts of them.
 
-        A different format becomes the known one once further events agree on it.
+        A different format becomes the known one once further events agree on it. One that no engine has never does.
         """
+        if event.looks_ahead > MOST_AHEAD:
+            return False
         size, known, has_states = event.block_size, self._size.known, self._states.known > 0
         part = has_states and 0 < size < known and known % size == 0
         page = 0 < size < self._block_size and self._block_size % size == 0
@@ -401,6 +418,8 @@ class EventApplier:
         else:
             if event.kind == MAMBA:
                 self._learn(self._states, event.block_size)
+                if event.looks_ahead != self._looks_ahead:  # its tokens would give names that no prompt's blocks have
+                    event = event._replace(tokens=b"", lookahead=b"")
                 if self._main is not None and event.group > self._main:
                     event = self._salt(event)
             self._groups.store(event)

@@ -57,6 +57,9 @@ class Blocks(NamedTuple):
 
 
 UNTOLD = Blocks()
+# The most tokens after a block that its name may cover: an engine's speculative tokens, one to a few. Each costs a step
+# in naming every prompt's blocks: with a million of them a short chat took 25 s.
+MOST_AHEAD = 16
 AGREEING = 3  # events that must report the same other number before it counts
 MOST_TOLD = 8  # other numbers that are counted at a time
 

@@ -24,6 +24,7 @@ class EventRecords(Protocol):
     Removed: Callable[..., Any]
     Cleared: Callable[..., Any]
     EventError: type[Exception]
+    MOST_AHEAD: int  # tokens after a block that its key may also cover, at most
 
 
 ANY_PATH, ERROR = "", "error"

@@ -98,7 +98,6 @@ BATCH, BATCH_MAP = msgspec.msgpack.Decoder(Batch), msgspec.msgpack.Decoder(Batch
 ARRAY = msgspec.msgpack.Decoder(Stored | Removed | Cleared)
 MAP = msgspec.msgpack.Decoder(StoredMap | RemovedMap | ClearedMap)
 EXTRA = msgspec.msgpack.Decoder(list[list[Any] | None])
-LOOKAHEAD = msgspec.msgpack.Decoder(list[Annotated[list[int], Meta(min_length=1)]] | None)
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 FLAT = {str, int, bytes, float, bool, type(None)}
 # The first bytes of a msgpack map, those of an array of more than 15 items (with the bytes of its head); and null.
@@ -112,6 +111,8 @@ class Decoder:
 
     def __init__(self, records: EventRecords):
         self._records = records
+        row = Annotated[list[int], Meta(min_length=1, max_length=records.MOST_AHEAD)]
+        self._lookahead = msgspec.msgpack.Decoder(list[row] | None)  # type: ignore[valid-type]
 
     def decode(self, payload: bytes) -> Any:
         """Decode one batch. Raises `records.EventError` if the payload is none."""
@@ -153,7 +154,7 @@ class Decoder:
         if extra and len(extra) != len(keys):
             raise ValueError(f"{len(extra)} extra keys for {len(keys)} blocks")
         tier, group = _tier(event), event.group_idx
-        lookahead = lookahead_tokens(event.lookahead_token_ids) if tokens else []
+        lookahead = self._lookahead_tokens(event.lookahead_token_ids) if tokens else []
         if lookahead and (len(lookahead) != len(keys) or len({len(one) for one in lookahead}) != 1):
             raise ValueError(f"{len(lookahead)} lookahead_token_ids for {len(keys)} blocks")
         copied = bool(tokens) and tier != "gpu"  # a copy in a lower tier, reported with its tokens
@@ -173,6 +174,16 @@ class Decoder:
             below=copied and group is None,  # LMCache's events have no group
         )
 
+    def _lookahead_tokens(self, raw: msgspec.Raw) -> list[list[int]]:
+        """Return the tokens after each block that its key covers, [] if keys cover none. Raises one of `UNREADABLE`."""
+        packed = bytes(raw)
+        if len(packed) > MOST_LOOKAHEAD_BYTES:
+            raise ValueError(f"lookahead_token_ids of more than {MOST_LOOKAHEAD_BYTES} bytes")
+        try:
+            return (self._lookahead.decode(packed) if packed else None) or []
+        except msgspec.ValidationError:
+            raise ValueError(f"lookahead_token_ids are not lists of 1 to {self._records.MOST_AHEAD} tokens") from None
+
 
 def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
     """Return what each block's key covers besides tokens, None if no key does. Raises one of `UNREADABLE`."""
@@ -187,14 +198,6 @@ def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
         if not FLAT.issuperset(map(type, key if type(key) is list else (key,))):
             raise TypeError("extra_keys has a key that is neither a value nor a list of values")
     return extra
-
-
-def lookahead_tokens(raw: msgspec.Raw) -> list[list[int]]:
-    """Return the tokens after each block that its key covers, [] if keys cover none. Raises one of `UNREADABLE`."""
-    packed = bytes(raw)
-    if len(packed) > MOST_LOOKAHEAD_BYTES:
-        raise ValueError(f"lookahead_token_ids of more than {MOST_LOOKAHEAD_BYTES} bytes")
-    return (LOOKAHEAD.decode(packed) if packed else None) or []
 
 
 def _is_map(packed: bytes | msgspec.Raw) -> bool:

@@ -174,7 +174,7 @@ def test_what_the_engines_blocks_are_is_told_also_where_prompts_are_hashed_in_ot
     with pytest.raises(Unreadable):
         decode_snapshot(IDENTITY._replace(block_size=128), pieces)
     header = json.loads(pieces[0])
-    for odd in (None, 7, [1, 2, 3, 4], [128, 0, -1], ["128", 0, 0], [1 << 40, 0, 0], {}, [True, 0, 0]):
+    for odd in (None, 7, [1, 2, 3, 4], [128, 0, -1], ["128", 0, 0], [1 << 40, 0, 0], {}, [True, 0, 0], [128, 17, 0]):
         assert told_blocks([json.dumps(header | {"blocks": odd}).encode()]) == (0, 0, 0), odd
     del header["blocks"]  # of an older gateway
     assert told_blocks([json.dumps(header).encode()]) == told_blocks([b"nothing"]) == (0, 0, 0)

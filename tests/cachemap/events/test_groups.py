@@ -278,6 +278,12 @@ def test_a_state_alone_or_a_prompts_end_alone_is_no_hit(setting):
     assert hits(setting) == 2
 
 
+def test_states_named_by_tokens_behind_them_where_prompts_are_not_have_no_name(setting):
+    """Each of their blocks took room for all these tokens: an event of 132 KB, 52 s."""
+    apply(setting, wide(2), states([2], 0, 2), states([99], 2, 3, 2, lookahead_token_ids=[[7]]))
+    assert setting[0].held(0) == 3 and not setting[1].fault and hits(setting) == 2
+
+
 def test_a_prompts_end_becomes_a_whole_block(setting):
     apply(setting, wide(2), states([2], 0, 2), part(3, 2, 2), states([3], 2, 3, 2))
     apply(setting, removed(3, group_idx=0), wide(4, 2, 2), states([4], 3, 4, 3))

@@ -302,7 +302,7 @@ async def test_no_file_descriptors_left(tmp_path, engines):
                     await engines.order(drop_events=1)  # which are asked for again, by a socket of its own
                     await fires()
                 failures = (await gateway.status())["background_failures"]
-                assert "Too many open files" in failures["KV events"]["last"]
+                assert "limit of open files" in failures["connections of clients"]["last"]
 
 
 @contextlib.contextmanager
@@ -316,6 +316,34 @@ def no_new_files(pid: int):
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
+
+
+async def test_a_tenant_beyond_its_limits_and_a_policy_of_ones_own_that_fails(tmp_path, engines):
+    keys, key, broken = tmp_path / "keys.yaml", "sk-watched-0123456789", tmp_path / "broken"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    keys.write_text("- " + json.dumps({"name": "one", "sha256": digest, "concurrent_requests": 1}))
+    policy = tmp_path / "mine.py"
+    policy.write_text(
+        "import pathlib\n\nfrom policies import Choice\n\n\nclass Mine:\n"
+        '    name = "mine"\n\n'
+        "    def choose(self, demand, candidates, explain=False):\n"
+        f"        assert not pathlib.Path({str(broken)!r}).exists()\n"
+        "        return Choice(0)\n"
+    )
+    flags = ["--replica-url", *engines.urls, "--model", "sim", "--api-keys", str(keys), "--policy", f"{policy}:Mine"]
+    async with running(*flags) as gateway:
+        await gateway.ready(2)
+        headers = {"authorization": f"Bearer {key}"}
+        async with watched(tmp_path, gateway) as scene:
+            async with Load(gateway.url, 1, headers=headers):
+                await scene.calm()
+                async with scene.during("HithertoPolicyFailing") as fires:
+                    broken.touch()
+                    await fires()
+                    broken.unlink()
+            async with scene.during("HithertoTenantRefused") as fires:
+                async with Load(gateway.url, 4, headers=headers):
+                    await fires()
 
 
 async def test_redis_that_goes_away(tmp_path, engines, start_redis):

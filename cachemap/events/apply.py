@@ -5,14 +5,14 @@ prompts and events give a block the same name whatever the engine hashes with. R
 in one call, as a call costs about 40 us and each further block in it 0.3 us.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
 from cachemap.changes import ChunkTier, outlives
 from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, chains
-from cachemap.events.groups import FLUSH, MOST_PENDING, MOST_PIECE, GroupEvents
+from cachemap.events.groups import FLUSH, HASHED, MOST_PENDING, MOST_PIECE, GroupEvents
 from cachemap.events.pages import Pages
 from cachemap.events.records import (
     FULL_ATTENTION,
@@ -32,6 +32,7 @@ from cachemap.map import CacheMap
 MOST_CHUNK = 4096
 SEARCHED = 512  # pages scanned in the time that the map takes for one block
 LEAST_BLOCK = 64  # bytes of tokens counted as one block: 16 tokens
+MOST_STATES = 1 << 16  # blocks of one Mamba event: those of a million tokens, at 16 a block
 MOST_UNSIZED = 2048  # keys remembered for a tier until an event shows how many blocks each stands for
 
 
@@ -132,7 +133,9 @@ class EventApplier:
     def _applying(self, events: list[Stored | Removed | Cleared]) -> Iterator[None]:
         self._look_up_parents(events)
         self._work = 0
+        before: Stored | Removed | Cleared | None = None
         for event in events:
+            before, last = event, before
             if isinstance(event, Stored):
                 self._store(event)
                 yield from self._steps
@@ -146,7 +149,7 @@ class EventApplier:
                         yield
                     self._remove(event._replace(keys=event.keys[start : start + step]))
                     yield from self._steps
-            else:
+            elif not isinstance(last, Cleared):
                 self._clear()
             if self.pages is not None:
                 self._work += self.pages.searched // SEARCHED
@@ -322,7 +325,8 @@ class EventApplier:
             self._store_chain(event)
         else:
             self._store_known(event, blocks)
-        self._groups.follow_soon()
+        if not event.more:
+            self._groups.follow_soon()
 
     def _is_as_known(self, event: Stored) -> bool:
         """Return whether an event has full attention's blocks in their known format, or parts of them.
@@ -411,7 +415,7 @@ class EventApplier:
         return True
 
     def _store_in_group(self, event: Stored) -> None:
-        if event.tier != "gpu":
+        if event.tier != "gpu" or (event.tokens and len(event.keys) > MOST_STATES):
             self.ignored += len(event.keys)
         elif trouble := self._groups.trouble(event):
             self.fault = trouble
@@ -466,12 +470,32 @@ class EventApplier:
         extra = [event.extra[0], *[None] * (count - 1)] if event.extra and event.extra[0] else None
         return event._replace(keys=keys, block_size=size, extra=extra, lookahead=lookahead)
 
-    def _hashes_of(self, event: Stored, parent: int) -> list[int]:
-        """Return our hashes of all blocks of a group's event; none if they cannot be known."""
+    def _hashes_of(self, event: Stored, parent: int, count: int, whole: int) -> Generator[None, None, list[int]]:
+        """Return our hashes of the last `count` blocks of a group's event, which have `whole` hashed blocks each.
+
+        They are fewer if the event has fewer, and none if they cannot be known. It takes steps of some milliseconds.
+        """
         if event.kind == MAMBA and event.group < (self._main or 0):  # it came before full attention's event
             event = self._salt(event)
-        count = len(event.tokens) // (self._block_size * TOKEN_BYTES)
-        return self._hashes(self._in_blocks(event, range(count)), parent) if count else []
+        size, width, ahead = self._block_size, self._block_size * TOKEN_BYTES, event.looks_ahead
+        blocks, piece = len(event.tokens) // width, MOST_PIECE * HASHED
+        ids = np.frombuffer(event.tokens + event.lookahead[-ahead * TOKEN_BYTES :], np.uint32)
+        seed = looking_ahead([parent], ids[:ahead].reshape(1, -1))[0] if ahead and parent else parent
+        hashes: list[int] = []
+        for start in range(0, blocks, piece):
+            if start:
+                yield
+            end = min(start + piece, blocks)
+            extra = event.extra if not start else None
+            some = event._replace(tokens=event.tokens[start * width : end * width], lookahead=b"", extra=extra)
+            own = self._hashes(self._in_blocks(some, range(end - start)), seed)
+            seed = own[-1]
+            hashes += own[(-start - 1) % whole :: whole]
+            del hashes[:-count]
+        if ahead:
+            ends = (blocks // whole - np.arange(len(hashes))[::-1]) * (whole * size)
+            hashes = looking_ahead(hashes, ids[ends[:, None] + np.arange(ahead)])
+        return hashes
 
     def _store_chain(self, event: Stored) -> None:
         parent = 0 if event.parent is None else self._hash_of(event.parent)
@@ -689,17 +713,14 @@ class EventApplier:
 
 def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored | Removed | Cleared]]:
     """Split events so that applying each piece takes a few milliseconds; few events stay one piece."""
-    if len(events) + sum(map(_blocks, events)) <= MOST_PIECE:
+    if len(events) <= MOST_PIECE and len(events) + sum(map(_blocks, events)) <= MOST_PIECE:
         yield events
         return
-    # Events of further cache groups wait for all of full attention's blocks, so with such groups no store is split:
-    # `EventApplier.flushing` works in steps itself.
-    grouped = any(isinstance(event, Stored) and (event.group or event.kind != FULL_ATTENTION) for event in events)
     piece: list[Stored | Removed | Cleared] = []
     room = MOST_PIECE
     for event in events:
-        whole = grouped and isinstance(event, Stored)
-        for part in (event,) if whole or isinstance(event, Cleared) else _parts(event):
+        # A Mamba event has tokens of more blocks than it has keys: `GroupEvents.following` works in steps itself.
+        for part in (event,) if isinstance(event, Cleared) or _has_states(event) else _parts(event):
             piece.append(part)
             room -= 1 + _blocks(part)
             if room <= 0:
@@ -713,6 +734,10 @@ def _blocks(event: Stored | Removed | Cleared) -> int:
     if isinstance(event, Stored):
         return max(len(event.keys), len(event.tokens) // LEAST_BLOCK)
     return len(event.keys) if isinstance(event, Removed) else 0
+
+
+def _has_states(event: Stored | Removed) -> bool:
+    return isinstance(event, Stored) and event.kind == MAMBA and bool(event.tokens)
 
 
 def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
@@ -737,6 +762,7 @@ def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
             extra=event.extra and event.extra[start:end],
             ahead=event.ahead[start * width : end * width],
             lookahead=event.lookahead[start * behind : end * behind],
+            more=event.more or end < count,
         )
 
 

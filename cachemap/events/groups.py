@@ -13,6 +13,7 @@ from itertools import repeat
 
 from cachemap.changes import EVERY, STATES, CacheGroup
 from cachemap.events.records import FULL_ATTENTION, MAMBA, SLIDING_WINDOW, Removed, Stored
+from cachemap.hashing import TOKEN_BYTES
 from cachemap.map import CacheMap
 
 Key = int | bytes
@@ -22,24 +23,28 @@ MOST_PENDING = 2048  # blocks gathered before they go to the map
 # Blocks handled in one step, in 5 ms: a million blocks of one event held up all clients for 4.7 s. A call to the map
 # takes as long as FLUSH blocks.
 MOST_PIECE, FLUSH = 1024, 32
+HASHED = 32  # blocks hashed from their tokens in the time that the map takes for one
+MOST_STEP = 1 << 19  # bytes of tokens in Mamba's event of a step in which a prompt's end is looked for
 
 
 class GroupEvents:
     """The events of one replica's further cache groups.
 
-    `told` returns our hashes of the blocks that the map has under given keys, or 0; `hashes_of` returns those of all
-    blocks of an event, after the block with a given hash. Counters, in blocks: `removed`; `orphans`, which full
-    attention lacks.
+    `told` returns our hashes of the blocks that the map has under given keys, or 0; `hashes_of` returns those of the
+    last blocks of an event, after the block with a given hash (`EventApplier._hashes_of`). Counters, in blocks:
+    `removed`; `orphans`, which full attention lacks.
     """
 
     def __init__(self, cache_map: CacheMap, slot: int, block_size: int, told: Callable[[Sequence[Key]], list[int]],
-                 hashes_of: Callable[[Stored, int], list[int]]):  # fmt: skip
+                 hashes_of: Callable[[Stored, int, int, int], Generator[None, None, list[int]]]):  # fmt: skip
         self._map, self._slot, self._block_size = cache_map, slot, block_size
         self._told, self._hashes_of = told, hashes_of
         self._parts: CacheGroup | None = None
         self._beside: dict[Key, Stored] = {}  # by the key of a prompt's end that waits, Mamba's event of the same step
         self._alone: list[Key] = []  # the ends for which that event has not come yet
         self._state: Stored | None = None  # the last event of Mamba
+        # An event of Mamba, and our hashes of its blocks by their tokens: 0 where several have the same.
+        self._ends: tuple[Stored | None, dict[bytes, int]] = None, {}
         self._known: dict[int, CacheGroup] = {}  # by the engine's index
         self.waiting: list[Stored] = []  # events whose keys cannot be named yet
         self.waiting_work = 0  # the work that these are, in blocks
@@ -67,7 +72,7 @@ class GroupEvents:
         if event.kind not in (FULL_ATTENTION, SLIDING_WINDOW, MAMBA) or (
             event.kind == SLIDING_WINDOW and not event.window
         ):
-            return f"the engine has a cache group of a kind that is not understood: {event.kind}"
+            return f"the engine has a cache group of a kind that is not understood: {event.kind[:100]}"
         known = self.knows(event.group)
         if event.group > MOST_INDEX or (not known and len(self._known) >= MOST_GROUPS):
             return f"the engine has more than {MOST_GROUPS} cache groups, or one of number {event.group}"
@@ -98,7 +103,11 @@ class GroupEvents:
 
     def _wait(self, event: Stored) -> None:
         self.waiting.append(event)
-        self.waiting_work += FLUSH // 2 + len(event.keys)
+        self.waiting_work += self._work(event)
+
+    def _work(self, event: Stored) -> int:
+        """Return the work of naming an event's blocks, in blocks."""
+        return FLUSH // 2 + len(event.keys) + len(event.tokens) // (self._block_size * TOKEN_BYTES * HASHED)
 
     def _blocks(self, window: int) -> int:
         """Return how many blocks hold the tokens that the next token's window reaches back over."""
@@ -163,21 +172,32 @@ class GroupEvents:
         above = 0 if event.parent is None else self._hash_of(event.parent)
         if event.parent is not None and not above:
             if event.kind == FULL_ATTENTION:
-                known = list(zip(event.keys, repeat(self._beside_states(event)), strict=False))
+                known = list(zip(event.keys, repeat((yield from self._beside_states(event))), strict=False))
             return known
-        step = event.block_size // self._block_size
-        hashes = self._hashes_of(event, above)[step - 1 :: step] if step else []
-        return list(zip(event.keys, hashes[-len(known) :], strict=False)) if len(hashes) >= len(known) else known
+        whole = event.block_size // self._block_size
+        hashes = (yield from self._hashes_of(event, above, len(known), whole)) if whole else []
+        return list(zip(event.keys, hashes, strict=True)) if len(hashes) == len(known) else known
 
-    def _beside_states(self, part: Stored) -> int:
+    def _beside_states(self, part: Stored) -> Generator[None, None, int]:
         """Return our hash of a prompt's end, or 0: it is found by its tokens in Mamba's event of the same step."""
-        states, width = self._beside.get(part.keys[0]), len(part.tokens)
-        above = 0 if states is None or states.parent is None else self._hash_of(states.parent)
-        if states is None or (states.parent is not None and not above):
+        states = self._beside.get(part.keys[0])
+        if states is None:
             return 0
-        hashes = self._hashes_of(states._replace(keys=part.keys, lookahead=part.lookahead), above)
-        found = [at for at in range(len(hashes)) if states.tokens[at * width : (at + 1) * width] == part.tokens]
-        return hashes[found[0]] if len(found) == 1 else 0
+        if self._ends[0] is not states:
+            self._ends = states, (yield from self._ends_in(states))
+        return self._ends[1].get(part.tokens, 0)
+
+    def _ends_in(self, states: Stored) -> Generator[None, None, dict[bytes, int]]:
+        """Return our hashes of the blocks in Mamba's event by their tokens, 0 for tokens that several blocks have."""
+        above = 0 if states.parent is None else self._hash_of(states.parent)
+        if (states.parent is not None and not above) or len(states.tokens) > MOST_STEP:
+            return {}
+        width, found = self._block_size * TOKEN_BYTES, {}
+        hashes = yield from self._hashes_of(states, above, len(states.tokens) // width, 1)
+        for at, block in enumerate(hashes):
+            tokens = states.tokens[at * width : (at + 1) * width]
+            found[tokens] = 0 if tokens in found else block
+        return found
 
     def follow(self) -> None:
         """Name the blocks of all waiting events, once those of full attention are known.
@@ -198,7 +218,7 @@ class GroupEvents:
         for event in sorted(self.waiting, key=lambda one: one.kind == FULL_ATTENTION):
             tier = self._tier(event)
             storing = self._storing.setdefault(tier, {})
-            work += FLUSH // 2 + len(event.keys)
+            work += self._work(event)
             if self._removing.get(tier) or not storing.keys().isdisjoint(event.keys) or work > MOST_PIECE:
                 self._hand_over(tier)
                 work += FLUSH
@@ -217,6 +237,7 @@ class GroupEvents:
                     yield
         self.waiting.clear()
         self.waiting_work = 0
+        self._ends = None, {}
         self._beside.clear()
         self._alone.clear()
 

@@ -35,6 +35,7 @@ class Stored(NamedTuple):
     ahead: bytes = b""  # if keys also cover the token after each of their tokens: those tokens, as `tokens`
     together: int = 1  # blocks in a chunk of the engine's own slower tier, which are only found together
     lookahead: bytes = b""  # if keys also cover tokens after their block: those of each block, uint32
+    more: bool = False  # the next record continues this event
     below: bool = False  # in a store below the engine, which finds whole chunks from a prompt's beginning
 
     @property

@@ -33,13 +33,17 @@ GROUP_KINDS = {
 
 # Events of one batch: a step that drops 65,536 blocks of 16 tokens reports each in an event of its own.
 MOST_EVENTS = 1 << 18
+# Limits of the values in an event. One call decodes them and keeps the interpreter lock, in a thread too: a million
+# keys or tokens take up to 45 ms, a list or a pair up to 0.2 us.
+MOST_LISTS, MOST_VALUES = 1 << 18, 1 << 20
+MOST_PAIRS_BYTES = 1 << 16  # of an event with pairs of tokens: SGLang reports each page in an event of its own
 # Limit of an event's extra keys, whose types are not known in advance: a block of an image has about 75 bytes.
 MOST_EXTRA_BYTES = 1 << 20
-# Limit of an event's lookahead tokens, one list per block: decoded, a list takes 60 bytes or more.
-MOST_LOOKAHEAD_BYTES = 1 << 20
+# Limits of an event's lookahead tokens, one list per block: decoded, a list takes 60 bytes or more.
+MOST_LOOKAHEAD_BYTES, MOST_LOOKAHEAD_BLOCKS = 1 << 20, 1 << 16
 
 Key = int | bytes
-Keys = Annotated[list[Key], Meta(max_length=1 << 22)]
+Keys = Annotated[list[Key], Meta(max_length=MOST_VALUES)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
@@ -61,7 +65,9 @@ class Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_size: Count
     lora_id: int | None = None
     medium: str | None = None
-    lora_name: str | dict[str, msgspec.Raw] | None = None  # in SGLang's arrays a map of further values
+    lora_name: str | Annotated[dict[str, msgspec.Raw], Meta(max_length=64)] | None = (
+        None  # in SGLang's arrays a map of further values
+    )
     extra_keys: msgspec.Raw = msgspec.Raw()
     group_idx: Count | None = None
     kv_cache_spec_kind: str | None = None
@@ -74,6 +80,16 @@ class Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
 
 class StoredMap(Stored, array_like=False, tag_field="type", tag="BlockStored"):
     cache_salt: str | None = None  # SGLang's
+
+
+class LongStored(Stored, array_like=True, tag="BlockStored"):
+    """A BlockStored event of more than MOST_PAIRS_BYTES."""
+
+    token_ids: Annotated[list[int], Meta(max_length=MOST_VALUES)] | None
+
+
+class LongStoredMap(StoredMap, array_like=False, tag_field="type", tag="BlockStored"):
+    token_ids: Annotated[list[int], Meta(max_length=MOST_VALUES)] | None
 
 
 class Removed(msgspec.Struct, array_like=True, tag="BlockRemoved"):
@@ -97,12 +113,15 @@ class ClearedMap(Cleared, array_like=False, tag_field="type", tag="AllBlocksClea
 BATCH, BATCH_MAP = msgspec.msgpack.Decoder(Batch), msgspec.msgpack.Decoder(BatchMap)
 ARRAY = msgspec.msgpack.Decoder(Stored | Removed | Cleared)
 MAP = msgspec.msgpack.Decoder(StoredMap | RemovedMap | ClearedMap)
+LONG_ARRAY = msgspec.msgpack.Decoder(LongStored | Removed | Cleared)
+LONG_MAP = msgspec.msgpack.Decoder(LongStoredMap | RemovedMap | ClearedMap)
 EXTRA = msgspec.msgpack.Decoder(list[list[Any] | None])
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 FLAT = {str, int, bytes, float, bool, type(None)}
 # The first bytes of a msgpack map, those of an array of more than 15 items (with the bytes of its head); and null.
 MAP_HEADS = {bytes([one]) for one in (*range(0x80, 0x90), 0xDE, 0xDF)}
 ARRAY_HEADS, NIL = {b"\xdc": 3, b"\xdd": 5}, b"\xc0"
+LIST_HEADS = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))  # the first bytes of all maps and arrays
 UNREADABLE = (TypeError, ValueError, LookupError, OverflowError, RecursionError)
 
 
@@ -112,7 +131,8 @@ class Decoder:
     def __init__(self, records: EventRecords):
         self._records = records
         row = Annotated[list[int], Meta(min_length=1, max_length=records.MOST_AHEAD)]
-        self._lookahead = msgspec.msgpack.Decoder(list[row] | None)  # type: ignore[valid-type]
+        rows = Annotated[list[row], Meta(max_length=MOST_LOOKAHEAD_BLOCKS)]  # type: ignore[valid-type]
+        self._lookahead = msgspec.msgpack.Decoder(rows | None)
 
     def decode(self, payload: bytes) -> Any:
         """Decode one batch. Raises `records.EventError` if the payload is none."""
@@ -123,9 +143,14 @@ class Decoder:
         except UNREADABLE as error:
             raise self._records.EventError(f"not a batch of cache events: {error!r}") from None
         batch = self._records.Batch(told.ts, [], [])
+        some_long = len(payload) > MOST_PAIRS_BYTES
         for raw in told.events:
             try:
-                batch.events.append(self._event((MAP if _is_map(raw) else ARRAY).decode(raw)))
+                if some_long and memoryview(raw).nbytes > MOST_PAIRS_BYTES:
+                    event = (LONG_MAP if _is_map(raw) else LONG_ARRAY).decode(raw)
+                else:
+                    event = (MAP if _is_map(raw) else ARRAY).decode(raw)
+                batch.events.append(self._event(event))
             except UNREADABLE as error:
                 batch.passed_over.append(_complaint(raw, error))
         return batch
@@ -182,7 +207,10 @@ class Decoder:
         try:
             return (self._lookahead.decode(packed) if packed else None) or []
         except msgspec.ValidationError:
-            raise ValueError(f"lookahead_token_ids are not lists of 1 to {self._records.MOST_AHEAD} tokens") from None
+            most = self._records.MOST_AHEAD
+            raise ValueError(
+                f"lookahead_token_ids are not at most {MOST_LOOKAHEAD_BLOCKS} lists of 1 to {most} tokens"
+            ) from None
 
 
 def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
@@ -193,6 +221,8 @@ def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
         return None
     if len(packed) > MOST_EXTRA_BYTES:
         raise ValueError(f"extra_keys of more than {MOST_EXTRA_BYTES} bytes")
+    if len(packed) > MOST_LISTS and len(packed) - len(packed.translate(None, LIST_HEADS)) > MOST_LISTS:
+        raise ValueError(f"extra_keys of more than {MOST_LISTS} lists")
     extra = EXTRA.decode(packed)
     for key in (key for keys in extra for key in keys or ()):
         if not FLAT.issuperset(map(type, key if type(key) is list else (key,))):

@@ -6,17 +6,20 @@ prompt can resume at, and tell the tokens of all blocks with the keys of those t
 """
 
 from array import array
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachemap import CacheMap
+from cachemap import CacheMap, chain_seed, hash_blocks
 from cachemap.changes import EVERY, CacheGroup
+from cachemap.events import apply as apply_module
 from cachemap.events.apply import EventApplier, in_pieces
-from cachemap.events.groups import MOST_PENDING, MOST_PIECE
+from cachemap.events.groups import HASHED, MOST_PENDING, MOST_PIECE
 from cachemap.events.records import Blocks, Cleared, Removed
+from cachemap.hashing import named_ahead
 
 from ..publisher import BLOCK, CLEARED, removed, stored
 from .test_events import TOKENS, apply, batch, held, setting
@@ -337,6 +340,7 @@ def test_a_huge_event_comes_to_the_map_in_steps_between_which_others_may_look(se
     events = [full_one._replace(**whole), window._replace(**whole), unknown]
     with patch.object(cache_map, "resolve", side_effect=cache_map.resolve) as resolved:
         for piece in in_pieces(events[1::-1] + events[2:] if windows_first else events):
+            assert sum(len(event.keys) for event in piece) <= MOST_PIECE
             applier.apply(piece)
         steps, held_before = 0, cache_map.held(0)
         for _ in applier.flushing():
@@ -364,7 +368,7 @@ def awkward(name, count=4 * MOST_PIECE):
     nothing, alone = stored_one._replace(keys=[], tokens=b""), window._replace(tokens=b"")
     copy, below = stored_one._replace(tier="cpu", tokens=b""), stored_one._replace(tier="cpu", below=True)
     return {
-        "cleared": [Cleared()] * count,
+        "cleared": [Cleared(), nothing] * (count // 2),
         "stored nothing": [nothing] * count,
         "tiers in turns": one_each(count, stored_one, copy),
         "stored and removed in turns": one_each(count, stored_one, removed_all([], 0)),
@@ -384,7 +388,7 @@ def awkward(name, count=4 * MOST_PIECE):
 @pytest.mark.parametrize(
     ("name", "least"),
     [
-        ("cleared", 100), ("stored nothing", 4), ("tiers in turns", 100), ("stored and removed in turns", 100),
+        ("cleared", 50), ("stored nothing", 4), ("tiers in turns", 100), ("stored and removed in turns", 100),
         ("chunks", 100), ("stored twice", 4), ("a group's in turns", 30), ("a group's, then one removed", 30),
         ("a group's among many", 30), ("wide blocks removed", 40),
     ],
@@ -412,6 +416,54 @@ def test_a_batch_of_many_events_is_applied_in_steps(setting, name, least):
             calls.append(0)
             blocks.append(0)
     assert len(calls) > least and max(calls) < 200 and max(blocks) <= 2 * MOST_PENDING
+
+
+def test_losses_of_everything_that_follow_one_another_are_one(setting):
+    apply(setting, full([1]))
+    with patch.object(setting[0], "change", side_effect=setting[0].change) as changed:
+        steps = sum(1 for _ in setting[1].applying([Cleared()] * 200_000))
+    assert setting[0].held(0) == 0 and changed.call_count < 200 and steps > 100
+
+
+@contextmanager
+def hashing():
+    """A list of how many blocks are hashed in each of its items; the user begins a new item for each step."""
+    counts = [0]
+
+    def hash_some(tokens, size, seed):
+        counts[-1] += len(tokens) // (size * 4)
+        return hash_blocks(tokens, size, seed)
+
+    with patch.object(apply_module, "hash_blocks", hash_some):
+        yield counts
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_states_after_many_tokens_are_named_in_steps(ahead):
+    """Eight million tokens of one event, in blocks of 1, held up all clients for 14 s and took 960 MB."""
+    table = CacheMap(1 << 20)
+    applier = EventApplier(table, table.attach("r", None, True), "m", BLOCK, ahead)
+    tokens, most = [n % 997 for n in range(3 * HASHED * MOST_PIECE * BLOCK)], HASHED * MOST_PIECE
+    behind = {"lookahead_token_ids": [[7] * ahead] * 2} if ahead else {}
+    one = {"lookahead_token_ids": [tokens[BLOCK : BLOCK + ahead]]} if ahead else {}
+    apply((table, applier), stored([1], tokens[:BLOCK], group_idx=0, **one))
+    told = stored([8, 9], tokens[BLOCK:], 1, group_idx=1, kv_cache_spec_kind="mamba", **behind)
+    with hashing() as hashed:
+        for _ in applier.applying(batch(told)):
+            hashed.append(0)
+    assert max(hashed) <= most and sum(hashed) == len(tokens) // BLOCK - 1
+    ids = array("I", [*tokens, *[7] * ahead]).tobytes()
+    names = hash_blocks(ids[: 4 * len(tokens)], BLOCK, chain_seed("m", BLOCK))
+    names = list(named_ahead(names, ids, BLOCK, ahead)) if ahead else names
+    assert table.resolve(0, [8, 9]) == names[-2:]
+
+
+def test_a_steps_states_are_hashed_once_however_many_prompts_end_beside_them(setting):
+    apply(setting, wide(2), states([2], 0, 2))
+    parts = [part(100 + number, 2, 77) for number in range(50)]
+    with hashing() as hashed:
+        apply(setting, *parts, states([3], 2, 4, 2))
+    assert sum(hashed) < 10 and setting[0].resolve(0, [100, 149]) == chain()[2:3] * 2
 
 
 def removed_all(keys, group):

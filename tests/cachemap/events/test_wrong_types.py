@@ -193,11 +193,31 @@ def test_tokens_behind_blocks_that_are_too_many_are_refused_before_they_are_deco
     assert batch.passed_over == ["BlockStored: lookahead_token_ids of more than 1048576 bytes"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"token_ids": [[1, 1]] * 30_000}, "Expected `int`, got `array` - at `$.token_ids[0]`"),
+        ({"token_ids": [1] * (1 << 20 | 1)}, "Expected `array` of length <= 1048576 - at `$.token_ids`"),
+        ({"block_hashes": [1] * (1 << 20 | 1)}, "Expected `array` of length <= 1048576 - at `$.block_hashes`"),
+        ({"extra_keys": [[[]] * 300_000]}, "extra_keys of more than 262144 lists"),
+        (
+            {"lookahead_token_ids": [[1]] * (1 << 16 | 1)},
+            "lookahead_token_ids are not at most 65536 lists of 1 to 16 tokens",
+        ),
+        ({"lora_name": dict.fromkeys("ab" * 64, 0) | {str(i): 0 for i in range(64)}}, "length <= 64"),
+    ],
+)
+def test_more_values_than_may_be_decoded_in_one_call_are_refused_before_that(fields, why):
+    """Decoding holds the interpreter lock: 2.7 million pairs held up all clients for seconds."""
+    batch = decode(packed([1.0, [stored([1], TOKENS[:BLOCK], **fields), stored([2], TOKENS[:BLOCK])], 0]))
+    assert [one.keys for one in batch.events] == [[2]] and why in batch.passed_over[0]
+
+
 def test_more_tokens_behind_a_block_than_any_engine_has_are_never_part_of_its_name():
     """Believed, they were looped over for every prompt: with a million of them a short chat took 25 s."""
     house = House(VLLM)
     for length, passed_over in (
-        (17, ["BlockStored: lookahead_token_ids are not lists of 1 to 16 tokens"] * AGREEING),
+        (17, ["BlockStored: lookahead_token_ids are not at most 65536 lists of 1 to 16 tokens"] * AGREEING),
         (16, []),
     ):
         events = [stored([1], TOKENS[:BLOCK], lookahead_token_ids=[[1] * length])] * AGREEING

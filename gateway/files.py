@@ -14,6 +14,8 @@ from typing import BinaryIO
 LOOK_SECONDS = 0.5  # between two looks
 MOST_BYTES = 64 * 2**20  # of a file that is read whole, as many as the admin side accepts in a body
 
+# Errors that may pass within a second: no free descriptors or memory, or a network mount that does not answer.
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 # Modification time in ns, size in bytes, inode and device of a file; None where there is none.
 Signature = tuple[int, int, int, int] | None
 

@@ -15,12 +15,10 @@ from contextlib import suppress
 from time import monotonic
 from typing import Protocol
 
-import uvloop
-
 from replicas import TAKES_TRAFFIC, Fleet, ports
 from replicas.names import bracketed
 
-from . import __version__
+from . import __version__, threads
 from .http.room import FEWEST_FILES, too_few
 from .http.server import allow_many_connections
 from .memory import share_one_heap
@@ -63,9 +61,10 @@ def run(settings: Settings, make: Callable[[], Service], started: Callable[[], N
     if few := too_few(resource.getrlimit(resource.RLIMIT_NOFILE)[0]):
         log.warning("open files: %s. Raise the limit to %d at least (LimitNOFILE, `ulimit -Hn`)", few, FEWEST_FILES)
     try:
-        uvloop.run(_serve(settings, make, started))
+        threads.run(_serve(settings, make, started))
     finally:
         outbox.close()
+    threads.end_process(0)
     return 0
 
 

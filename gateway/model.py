@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from gateway.files import PASSING
 from gateway.settings import ConfigError, Settings, known_urls
 from gateway.settings.pools import Kind, Pool, incompatibilities
 from replicas.launch import profile as profiles
@@ -52,11 +53,13 @@ def folder_here(root: str | None) -> Path | None:
     if not root or "/" not in root or not Path(root).is_absolute():
         return None
     path = Path(root)
-    return (
-        path
-        if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "config.json"))
-        else None
-    )
+    try:
+        found = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "config.json"))
+    except OSError as error:
+        if error.errno in PASSING:
+            raise
+        return None  # the name is too long for a path, or the folder is not for this user to read
+    return path if found else None
 
 
 def main_model(settings: Settings, launched: Sequence[Launch]) -> tuple[Path | None, str]:

@@ -1,7 +1,7 @@
 """The files of each model: their folders, a digest of their contents, and the pipelines made from them.
 
-Files are searched, read and loaded in threads, except those of the model that the operator names, which are read once
-before anything is served.
+Files are searched, read and loaded in threads of their own (`FolderThreads`), except those of the model that the
+operator names, which are read once before anything is served.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from replicas import Replica
 from replicas.served import base_names
 
+from .files import PASSING
 from .model import folder_here, model_dir
 from .prompt.pipeline import Pipeline
-from .prompt.tokens.model import PASSING, ModelError, contents
+from .prompt.tokens.model import ModelError, contents
 from .settings import ConfigError, Settings
+from .threads import FolderThreads
 
 log = logging.getLogger("hitherto")
 
@@ -29,6 +32,9 @@ log = logging.getLogger("hitherto")
 HASHED_AS = "model"
 DEFAULT_BLOCK_SIZE = 16  # tokens, vLLM's default, until a replica reports its own
 RETRY_SECONDS, MOST_RETRY_SECONDS = 1.0, 60.0
+READ_SECONDS = 30.0  # for the files of a folder; 40 MB over a network that carries 2 MB/s take 20
+LOAD_SECONDS = 300.0  # for a tokenizer, or for its files to come from the hub
+MOST_KEPT = 256  # searches, and files found last: an engine may name another folder at each start
 T = TypeVar("T")
 
 
@@ -49,11 +55,17 @@ class ModelFiles:
         serve it by.
         """
         self._settings, self._directory, self._name = settings, directory, name
-        self.given = self._read(directory)
+        self._reading, self._searching = FolderThreads(16, READ_SECONDS), FolderThreads(4, LOAD_SECONDS)
+        self.loading = FolderThreads(4, LOAD_SECONDS)
+        try:
+            self.given = self._read(directory)
+        except (ModelError, OSError) as error:
+            raise ConfigError(f"model {name}: {error}") from None
         # Called with the names of a model that was taken for the operator's, once another one turns out to be it.
         self.mistaken: Callable[[set[str]], None] = lambda names: None
         self._owner: set[str] = set()  # names of the model that `directory` is for
         self._owner_is_certain = False
+        self._same: set[str | None] = set()  # roots that are the operator's folder under another path
         # Searches by the engine's root and model name; each is made once.
         self._searches: dict[tuple[str | None, str], asyncio.Task[Path | None]] = {}
         self._last: dict[tuple[str | None, str], Source] = {}  # the files found last, by the same key
@@ -70,9 +82,11 @@ class ModelFiles:
     async def find(self, replica: Replica) -> Source | None:
         """Find the replica's model files and read their digest; return None if there are none here."""
         directory = await self._find_directory(replica)
-        source = await _in_thread(self._read, directory)
+        if directory is None:
+            return None
+        source = await _in_thread(self._reading, directory, replica.engine, self._read, directory)
         if source is not None:
-            self._last[_asked(replica)] = source
+            _keep(self._last, _asked(replica), source)
         return source
 
     def new_pipeline(self, directory: Path | None, name: str | None = None) -> Pipeline:
@@ -89,42 +103,47 @@ class ModelFiles:
             log.warning("model %s: %s. Its prompts are matched as text", name, made.template_error)
         return made
 
-    async def load(self, source: Source, name: str | None) -> Pipeline | None:
-        """Load a pipeline from these files in a thread; return None, and log why, if they cannot be used."""
-        try:
-            return await _in_thread(self.new_pipeline, source.directory, name)
-        except ConfigError as error:
-            log.error("no tokenizer: prompts of %s are matched as text. %s", name or self._name, error)
-            return None
-        except Exception as error:  # a model's folder may contain anything, and must not stop other models
-            log.exception("no tokenizer: prompts of %s are matched as text. Its files cannot be used: %s", name or self._name,
-                          type(error).__name__)  # fmt: skip
-            return None
+    async def load(self, source: Source, name: str | None) -> Pipeline:
+        """Load a pipeline from these files in a thread. Raises ConfigError if they can never be used, or anything."""
+        return await _in_thread(self.loading, source.directory, "", self.new_pipeline, source.directory, name)
 
     def _read(self, directory: Path | None) -> Source | None:
         return None if directory is None else Source(directory, contents(directory, self._settings.chat_template))
 
     async def _find_directory(self, replica: Replica) -> Path | None:
         if self._directory is not None:
-            if self._is_owner(replica):
-                return self._directory
+            here, same = None, False
+            if replica.root and not self._is_named(replica):
+                look = _in_thread(self._reading, replica.root, replica.engine, _look, replica.root, self._directory)
+                here, same = await look
+            if same:
+                if len(self._same) == MOST_KEPT:
+                    self._same.clear()
+                self._same.add(replica.root)
             # Another model without a folder here gets the operator's; the comparison with the engine may reject it.
-            return folder_here(replica.root) or self._directory
+            return self._directory if self._is_owner(replica) else here or self._directory
         if not replica.models:
             return None
         asked = _asked(replica)
         if asked not in self._searches:
-            self._searches[asked] = asyncio.create_task(self._search(*asked))
-        return await asyncio.shield(self._searches[asked])
+            _keep(self._searches, asked, asyncio.create_task(self._search(*asked, replica.engine)))
+        search = self._searches[asked]
+        try:
+            return await asyncio.shield(search)
+        except Exception:
+            if self._searches.get(asked) is search:
+                del self._searches[asked]  # it is made again
+            raise
 
-    async def _search(self, root: str | None, name: str) -> Path | None:
+    async def _search(self, root: str | None, name: str, engine: str) -> Path | None:
         """Find the folder of a model where no --model was given, or None, which is logged.
 
         The replica's root is tried first, which may exist only on its own machine, then the name that it serves, which
         may be any.
         """
+        found = await _in_thread(self._reading, root, engine, folder_here, root) if root else None
         try:
-            found = folder_here(root) or await _in_thread(model_dir, root, name)
+            found = found or await _in_thread(self._searching, root or name, engine, model_dir, root, name)
         except ConfigError as error:
             log.error("no tokenizer: prompts of %s are matched as text. %s", name, error)
             return None
@@ -139,11 +158,7 @@ class ModelFiles:
         """
         if not replica.models:
             return True
-        names = set(base_names(replica.models))
-        called = {self._settings.model, self._settings.served_model_name, self._name, self._directory.name}
-        certain = (
-            bool(names & called) or _same_folder(replica.root, self._directory) or replica.root == self._settings.model
-        )
+        names, certain = set(base_names(replica.models)), self._is_named(replica) or replica.root in self._same
         if certain and not self._owner_is_certain:
             if self._owner and not self._owner & names:
                 asyncio.get_running_loop().call_soon(self.mistaken, self._owner)
@@ -155,16 +170,34 @@ class ModelFiles:
             return True
         return False
 
+    def _is_named(self, replica: Replica) -> bool:
+        """Return whether the replica names the operator's model or its folder, as the settings write it."""
+        called = {self._settings.model, self._settings.served_model_name, self._name, self._directory.name}
+        names = (self._settings.model, os.fspath(self._directory))
+        return not called.isdisjoint(base_names(replica.models)) or (bool(replica.root) and replica.root in names)
+
+
+def _keep(kept: dict[Any, T], key: object, value: T) -> None:
+    """Put an entry in last, in place of the oldest where there are MOST_KEPT."""
+    kept.pop(key, None)
+    if len(kept) >= MOST_KEPT:
+        del kept[next(iter(kept))]
+    kept[key] = value
+
 
 def _asked(replica: Replica) -> tuple[str | None, str]:
     return replica.root, min(base_names(replica.models), default="")
 
 
-def _same_folder(root: str | None, directory: Path) -> bool:
-    return folder_here(root) is not None and Path(root).resolve() == directory.resolve()
+def _look(root: str, directory: Path) -> tuple[Path | None, bool]:
+    """Return the folder that an engine names as its root, if it is here, and whether it is `directory`."""
+    here = folder_here(root)
+    return here, here is not None and here.resolve() == directory.resolve()
 
 
-async def _in_thread(function: Callable[..., T], *args: Path | str | None) -> T:
+async def _in_thread(
+    threads: FolderThreads, folder: Path | str, engine: str, function: Callable[..., T], *args: Path | str | None
+) -> T:
     """Call `function` in a thread, and retry it with growing pauses after temporary system errors (PASSING).
 
     Other errors are raised, and so is an input/output error once the pauses are at their longest: a network mount
@@ -173,7 +206,7 @@ async def _in_thread(function: Callable[..., T], *args: Path | str | None) -> T:
     pause = RETRY_SECONDS
     while True:
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+            return await threads.run(folder, engine, function, *args)
         except Exception as error:
             number = _refusal(error)
             if number is None or (number == errno.EIO and pause >= MOST_RETRY_SECONDS):

@@ -17,12 +17,13 @@ from policies.transfers import Bytes
 from replicas import TAKES_TRAFFIC, Replica
 from replicas.served import base_names
 
+from . import model_files
 from .model_files import DEFAULT_BLOCK_SIZE, ModelFiles, Source
 from .prompt import Prompt
 from .prompt.pipeline import PREFIX_BYTES, Pipeline
 from .prompt.quirks import VersionQuirks
 from .routes import MOST_VARIANTS, Routes
-from .settings import Settings
+from .settings import ConfigError, Settings
 from .spaces import Member, ModelSpace, PromptFormat
 
 log = logging.getLogger("hitherto")
@@ -51,7 +52,9 @@ class Models:
         self.on_change: Callable[[], None] = lambda: None
         first = self._files.new_pipeline(directory)
         format = PromptFormat(self._files.given, first.block_size, VersionQuirks())
-        self.spaces = [ModelSpace(next(self._numbers), format, first, costs or CostGroup(), self._judged)]
+        self.spaces = [
+            ModelSpace(next(self._numbers), format, first, costs or CostGroup(), self._judged, self._files.loading)
+        ]
         self._said: dict[str, frozenset[PromptFormat]] = {}  # the variants logged last, by model
         self.refresh()
 
@@ -117,7 +120,8 @@ class Models:
         """Return the tasks that find or load the tokenizer a model still lacks; "" stands for any model."""
         members = [one for one in self.members.values() if not model or model in one.replica.models]
         spaces = [one.space for one in members if one.space is not None and one.space.pipeline.tokenizer is None]
-        found = {one.finding for one in members if one.source is None} | {one.loading for one in spaces}
+        found = {one.finding for one in members if one.source is None and not one.problem}
+        found |= {one.loading for one in spaces if not one.problem}
         return {one for one in found if one is not None}
 
     # --- replicas come, change and go
@@ -135,7 +139,7 @@ class Models:
             if not member.served & replica.models.keys():  # otherwise it most likely has the same files as before
                 member.source = self._files.known(replica)
             self._find_files(member)
-        elif member.source is None and member.finding is None:
+        elif member.source is None and member.finding is None and member.again is None:
             self._find_files(member)
         member.context = replica.max_model_len or member.context
         member.served = frozenset(replica.models) or member.served
@@ -159,6 +163,9 @@ class Models:
 
     def stop(self) -> None:
         self._files.stop()
+        for member in self.members.values():
+            if member.again is not None:
+                member.again.cancel()
         for task in [*(one.finding for one in self.members.values()), *(one.loading for one in self.spaces)]:
             if task is not None:
                 task.cancel()
@@ -230,10 +237,12 @@ class Models:
         space.follow(format)
         if old.source != format.source:
             space.use(self._files.new_pipeline(None))
+            space.problem = ""
             self._load(space)
 
     def _new_space(self, format: PromptFormat, names: set[str]) -> ModelSpace:
-        space = ModelSpace(next(self._numbers), format, self._files.new_pipeline(None), CostGroup(), self._judged)
+        pipeline, costs = self._files.new_pipeline(None), CostGroup()
+        space = ModelSpace(next(self._numbers), format, pipeline, costs, self._judged, self._files.loading)
         space.names = set(names)
         self.spaces.append(space)
         self._load(space)
@@ -250,8 +259,9 @@ class Models:
 
     def _drop(self, member: Member) -> None:
         del self.members[member.replica.id]
-        if member.finding is not None:
-            member.finding.cancel()
+        for one in (member.finding, member.again):
+            if one is not None:
+                one.cancel()
         self._leave(member)
 
     def _leave(self, member: Member) -> None:
@@ -294,23 +304,43 @@ class Models:
     # --- files are found, and pipelines loaded
 
     def _find_files(self, member: Member) -> None:
-        if member.finding is not None:
-            member.finding.cancel()
+        for one in (member.finding, member.again):
+            if one is not None:
+                one.cancel()
+        member.again = None
         member.finding = asyncio.create_task(self._found(member, member.incarnation))
 
     async def _found(self, member: Member, incarnation: str) -> None:
         try:
-            source = await self._files.find(member.replica)
-        except Exception:
-            log.exception("looking for the files of replica %s failed", member.replica.id)
-            source = None
-        member.finding = None
-        if source != member.source and incarnation == member.replica.incarnation:
+            before = member.problem
+            source, problem = await self._files.find(member.replica), ""
+        except Exception as error:
+            source, problem = None, str(error) or type(error).__name__
+            if problem != before:
+                log.error("looking for the files of replica %s failed: %s", member.replica.id, problem, exc_info=error)
+        member.finding, member.problem = None, problem
+        changed = source != member.source and incarnation == member.replica.incarnation
+        if changed:
             member.source = source
             self.adopt(member.replica)
+        space = member.space
+        if space is not None and space.problem and not changed and space.may_pass and space.loading is None:
+            self._load(space)
+        self._look_again(member)
+        if changed or problem != before:
             self.on_change()
         if member.space is not None:
             self._say(member.space)
+
+    def _look_again(self, member: Member) -> None:
+        """Look at the replica's files again after a pause, if there is a problem with them."""
+        if not member.problem and (member.space is None or not member.space.problem):
+            member.pause = 0.0
+            return
+        member.replica.tokenizer = "not compared: its model's files cannot be used here"
+        if member.finding is None and member.again is None and self.members.get(member.replica.id) is member:
+            member.pause = min(2 * member.pause or model_files.RETRY_SECONDS, model_files.MOST_RETRY_SECONDS)
+            member.again = asyncio.get_running_loop().call_later(member.pause, self._find_files, member)
 
     def _find_again(self, names: set[str]) -> None:
         """Find the files again of replicas that were mistaken for the operator's model."""
@@ -323,11 +353,11 @@ class Models:
     @property
     def waiting_for(self) -> str | None:
         """The tokenizer that is being loaded, in words, as long as the gateway has none for any model."""
-        busy = [one.name for one in self.spaces if one.loading is not None]
+        busy = [one.name for one in self.spaces if one.loading is not None and not one.problem]
         busy += [
             min(base_names(one.replica.models), default="the model")
             for one in self.members.values()
-            if one.finding is not None and one.source is None
+            if one.finding is not None and one.source is None and not one.problem
         ]
         ready = any(
             space.members and space.format.source is not None and space.loading is None for space in self.spaces
@@ -342,9 +372,9 @@ class Models:
         """
 
         def waits(one: Member) -> bool:
-            no_files = one.finding is not None and one.source is None
-            space = one.space
-            return no_files or (space is not None and space.loading is not None and space.pipeline.tokenizer is None)
+            no_files, space = one.finding is not None and one.source is None and not one.problem, one.space
+            loads = space is not None and space.loading is not None and not space.problem
+            return no_files or (loads and space.pipeline.tokenizer is None)
 
         members = self.members.values()
         waiting = {name for one in members if waits(one) for name in one.replica.models}
@@ -355,11 +385,22 @@ class Models:
         if space.loading is not None:
             space.loading.cancel()
             space.loading = None
-        if space.format.source is not None:
+        if space.format.source is None:
+            space.problem = ""
+        else:
             space.loading = asyncio.create_task(self._loaded(space, space.format.source))
 
     async def _loaded(self, space: ModelSpace, source: Source) -> None:
-        pipeline = await self._files.load(source, space.name if space.names else None)
+        before, pipeline = space.problem, None
+        try:
+            pipeline, space.problem = await self._files.load(source, space.name if space.names else None), ""
+        except Exception as error:  # a model's folder may contain anything, and must not stop other models
+            space.problem, space.may_pass = f"{type(error).__name__}: {error}", not isinstance(error, ConfigError)
+            if not space.may_pass:
+                space.problem = str(error)
+            if space.problem != before:
+                log.error("no tokenizer: prompts of %s are matched as text. Its files cannot be used: %s", space.name,
+                          space.problem, exc_info=error if space.may_pass else None)  # fmt: skip
         if pipeline is not None:
             space.use(pipeline)
             told = next((one.replica.version_quirks for one in space.members.values() if one.replica.version), {})
@@ -368,6 +409,8 @@ class Models:
             for member in space.members.values():
                 space.comparison.compare(member.replica)
         space.loading = None
+        for member in space.members.values():
+            self._look_again(member)
         self.on_change()
 
 

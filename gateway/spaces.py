@@ -21,6 +21,7 @@ from .model_files import Source
 from .ops.comparison import TokenizerComparison
 from .prompt.pipeline import Pipeline
 from .prompt.quirks import VersionQuirks
+from .threads import FolderThreads
 
 
 class PromptFormat(NamedTuple):
@@ -70,6 +71,9 @@ class Member:
     # previous incarnation, or those found last for its model.
     source: Source | None = None
     finding: asyncio.Task[None] | None = None
+    problem: str = ""  # why its files cannot be found or read
+    pause: float = 0.0  # seconds before they are looked at again
+    again: asyncio.TimerHandle | None = None
     context: int | None = None  # the longest prompt in tokens
     # Its engine makes other tokens from the same files than other engines do, so its prompts are matched as text.
     set_apart: bool = False
@@ -85,13 +89,16 @@ class ModelSpace:
         pipeline: Pipeline,
         costs: CostGroup,
         judged: Callable[[ModelSpace], None],
+        threads: FolderThreads,
     ):
         self.number, self.format, self.costs = number, format, costs
         self.names: set[str] = set()  # under which its replicas serve the base model
         self.members: dict[str, Member] = {}
         self.loading: asyncio.Task[None] | None = None
+        self.problem = ""  # why the files cannot be used
+        self.may_pass = False  # the same files may be usable later
         self.use(pipeline)
-        self.comparison = TokenizerComparison(lambda: self.pipeline, lambda: judged(self))
+        self.comparison = TokenizerComparison(lambda: self.pipeline, lambda: judged(self), threads)
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ ALLOWED = {
     "replicas": (),
 }
 # Inside the gateway: the wire knows no LLMs, the prompt knows no replicas.
-INSIDE = {"http": ("http",), "prompt": ("prompt", "errors")}
+INSIDE = {"http": ("http",), "prompt": ("prompt", "errors", "files")}
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 

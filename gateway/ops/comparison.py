@@ -29,6 +29,8 @@ from ..prompt.features import EFFORT, features_of
 from ..prompt.pipeline import Pipeline, Verdict
 from ..prompt.render.clock import ALL_ZONES, days_in, seconds_to_next_look, zones_left
 from ..prompt.tokens.agreement import Answer, Differences
+from ..prompt.tokens.folder import ModelError
+from ..threads import FolderThreads, SlowFolder
 from .chats import NOTHING_SHOWN, Made, NotAsked, chats_differ, days_printed, efforts_here, made_here, written
 from .doubts import Doubts
 
@@ -127,9 +129,14 @@ class _Engine:
 class TokenizerComparison:
     """The comparison of each engine, once, whose results it applies to the pipeline."""
 
-    def __init__(self, pipeline: Callable[[], Pipeline], judged: Callable[[], None] = lambda: None):
-        """Create a comparison; `judged` is called after an engine was compared."""
-        self._judged = judged
+    def __init__(
+        self,
+        pipeline: Callable[[], Pipeline],
+        judged: Callable[[], None] = lambda: None,
+        threads: FolderThreads | None = None,
+    ):
+        """Create a comparison; `judged` is called after an engine was compared; `threads` read the model's files."""
+        self._judged, self._threads = judged, threads or FolderThreads(1, 300.0)
         self._pipeline = pipeline
         self._engines: dict[str, _Engine] = {}
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
@@ -252,8 +259,13 @@ class TokenizerComparison:
             log.warning("replica %s: whether it makes the gateway's tokens cannot be compared: %s%s", id, why,
                         f"; {inexact}, so its prompts are matched as text" if (inexact := pipeline.inexact()) else "")  # fmt: skip
             return
-        async with self._turn:
-            verdict = await asyncio.get_running_loop().run_in_executor(None, pipeline.judge, answers)
+        try:
+            async with self._turn:
+                verdict = await self._in_thread(pipeline, pipeline.judge, answers)
+        except (ModelError, SlowFolder) as error:
+            if pipeline is self._pipeline():
+                engine.tell(f"cannot be compared: {error}")
+            return log.error("replica %s: its tokens cannot be compared: %s", id, error)
         if pipeline is not self._pipeline():
             return  # the engine is compared with the one in use as soon as that is loaded
         engine.how, engine.differs, engine.compared = verdict.how, verdict.differs, True
@@ -404,6 +416,9 @@ class TokenizerComparison:
                 await asyncio.sleep(pause)
             return await engine_answers(session, replica.url, model, texts)
 
+    async def _in_thread(self, pipeline: Pipeline, function: Callable[..., Verdict], *args: Any) -> Verdict:
+        return await self._threads.run(pipeline.directory, "", function, *args)
+
     async def _adopt(self, pipeline: Pipeline, found: Verdict | None = None) -> None:
         """Read the tokenizer's files as the compared engines do; where these differ, as the first one does."""
         async with self._turn:
@@ -411,13 +426,12 @@ class TokenizerComparison:
                 return
             known = [one for one in self._engines.values() if one.pipeline is pipeline and one.how and not one.differs]
             how = next((one.how for one in sorted(known, key=lambda one: not one.compared)), None)
-            loop = asyncio.get_running_loop()
             if how is None:  # unknown: read them as engines of that version do
-                verdict = await loop.run_in_executor(None, pipeline.likeliest)
+                verdict = await self._in_thread(pipeline, pipeline.likeliest)
             elif found is not None and found.how == how and found.loaded is not None:
                 verdict = found
             else:  # loads nothing if the files are read this way already
-                verdict = await loop.run_in_executor(None, pipeline.read_as, how)
+                verdict = await self._in_thread(pipeline, pipeline.read_as, how)
             if pipeline is self._pipeline():
                 pipeline.adopt(verdict, any(one.compared for one in known), self._differing(pipeline, how))
 

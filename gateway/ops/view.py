@@ -202,8 +202,15 @@ class View:
         }
 
     def _of_template(self, replica: Replica) -> list[str]:
+        """Return the problems with the files of the replica's model, and with its template."""
         member = self.models.members.get(replica.id) if self.models is not None else None
-        why = member.space.pipeline.template_exceeds if member is not None else ""
+        if member is None:
+            return []
+        if why := member.problem or member.space.problem:
+            return [
+                f"its prompts are matched as text, as its model's files cannot be used: {why}. They are looked at again"
+            ]
+        why = member.space.pipeline.template_exceeds
         return [f"some of its chats are matched as text: {why}"] if why else []
 
     def _intake(self, replica: Replica) -> Any:

@@ -55,6 +55,7 @@ from .render.program import ProgramTemplate
 from .render.renderer import Renderer
 from .render.template import ChatTemplate, TemplateError
 from .tokens.agreement import Answer, Differences, difference, fixed_texts
+from .tokens.folder import using
 from .tokens.model import LoadedModel, load_model
 from .tokens.prefixes import Found, Prefixes
 from .tokens.reading import Reading, Readings
@@ -133,7 +134,7 @@ class Pipeline:
         own; `max_model_len`: the engine's context length in tokens (None: not checked), which may be set later, when
         the engine reports it; `prefix_bytes`: memory for known prefixes.
         """
-        self.served_name = served_name
+        self.served_name, self.directory = served_name, model_dir
         self._block_size = block_size
         self.looks_ahead = 0  # tokens after a block that are part of its hash, as its engines hash it
         self._seeds: dict[str | None, int] = {}  # the seeds of hash chains without a salt, by adapter
@@ -164,7 +165,8 @@ class Pipeline:
         self.config: dict[str, Any] = {}  # the model's config.json
         self.space = 0  # the number of the variant: replicas with equal tokens and blocks share it
         if model_dir is not None:
-            self._load(model_dir, chat_template)
+            with using(model_dir):
+                self._load(model_dir, chat_template)
 
     def _load(self, model_dir: Path, chat_template: str | Path | None) -> None:
         self._files = files = load_model(model_dir, chat_template)
@@ -188,12 +190,17 @@ class Pipeline:
 
     def _loaded(self, reading: Reading) -> _Loaded:
         """Return all that depends on the tokenizer; takes up to a second, and may run in a thread."""
-        tokenizer = Tokenizer(self._files.directory, reading=reading)
-        before, after = tokenizer.added_around()
-        lead = None if after else tokenizer.encode("x", special=True)[: 4 * before]
-        prefixes, files = Prefixes(tokenizer, self.block_size, self._prefix_bytes), self._files
-        images = images_of(files.directory, files.settings, files.config, tokenizer) if files.takes_media else None
-        return _Loaded(reading, tokenizer, tokenizer.safe_cuts(), lead, prefixes, images)
+        files = self._files
+        tokenizer = Tokenizer(files.directory, reading=reading)
+        with using(files.directory / "tokenizer.json"):
+            before, after = tokenizer.added_around()
+            lead = None if after else tokenizer.encode("x", special=True)[: 4 * before]
+            cuts = tokenizer.safe_cuts()
+        prefixes = Prefixes(tokenizer, self.block_size, self._prefix_bytes)
+        names = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+        with using(*(files.directory / name for name in names)):
+            images = images_of(files.directory, files.settings, files.config, tokenizer) if files.takes_media else None
+        return _Loaded(reading, tokenizer, cuts, lead, prefixes, images)
 
     def _enter(self, loaded: _Loaded) -> None:
         self.reading, self.tokenizer, self._cuts, self._lead, self.prefixes, self.media.images = loaded

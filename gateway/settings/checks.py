@@ -15,6 +15,7 @@ from replicas import pods, tls
 from replicas.kept import KeptReplicas
 from replicas.launch import profile
 
+from .. import files
 from ..files import check_appendable
 from ..tenants import key_file
 from ..tls import Certificate
@@ -181,7 +182,7 @@ def _why_unreadable(path: Path) -> str:
     try:
         if not path.is_file():
             return f"there is no file {path}"
-        path.read_text(encoding="utf-8")
+        files.read(path).decode()
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
     except UnicodeDecodeError:

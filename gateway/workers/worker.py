@@ -22,12 +22,11 @@ from time import monotonic
 from typing import Any, BinaryIO
 
 import orjson
-import uvloop
 from aiohttp import web
 
 from replicas import Replica, State
 
-from .. import datapath
+from .. import datapath, threads
 from ..app import Gateway
 from ..http.server import allow_many_connections
 from ..memory import share_one_heap
@@ -225,9 +224,11 @@ def main() -> int:
     allow_many_connections()
     outbox = lines.setup(hello["settings"]["log_level"], worker=hello["index"])
     try:
-        return uvloop.run(_main(end, messages, hello))
+        code = threads.run(_main(end, messages, hello))
     finally:
         outbox.close()
+    threads.end_process(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import os
 import shutil
 import threading
 from functools import partial
@@ -14,7 +15,7 @@ from gateway import model_files
 from gateway.models import Models
 from gateway.ops.comparison import TokenizerComparison
 from gateway.ops.view import View
-from gateway.settings import Settings
+from gateway.settings import ConfigError, Settings
 from replicas import Replica, State
 from replicas.simulated.model import sim_model_dir
 
@@ -143,9 +144,14 @@ async def test_a_disk_that_cannot_be_read_is_given_up(folder, monkeypatch, caplo
     monkeypatch.setattr(model_files, "contents", fails)
     models = Models(Settings(), None, "m")
     models.adopt(replica("a:1", folder("m"), "m"))
-    await eventually(lambda: not models.loading)
-    assert len(reads) == 3 and not is_exact(models, "a:1")
+    given_up = []
+    models.on_change = lambda: given_up.append(len(reads))
+    await eventually(lambda: given_up and not models.loading)
+    assert given_up[0] == 3 and not is_exact(models, "a:1")
     assert "looking for the files of replica a:1 failed" in caplog.text
+    assert "Input/output error" in models.members["a:1"].problem
+    await eventually(lambda: len(reads) > 6)
+    assert not models.loading, "it is looked at again, and not waited for"
     models.stop()
 
 
@@ -257,3 +263,118 @@ async def test_a_model_whose_files_are_made_to_do_harm_goes_by_text_and_others_s
             assert "as text: the chat template does or makes more than" in View._of_template(view, bad)[0]
     finally:
         models.stop()
+
+
+def fifo(path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def endless(path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def large(path) -> None:
+    path.touch()
+    os.truncate(path, 40 << 30)
+
+
+def many(path) -> None:
+    path.mkdir()
+    for number in range(101):
+        (path / f"{number}.jinja").touch()
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "why"),
+    [
+        ("config.json", fifo, "config.json: it is no regular file"),
+        ("config.json", endless, "config.json: it is no regular file"),
+        ("tokenizer.json", fifo, "tokenizer.json: it is no regular file"),
+        ("added_tokens.json", large, "added_tokens.json: it has more than 16 MiB"),
+        ("tokenizer.json", large, "tokenizer.json: it has more than 128 MiB"),
+        ("additional_chat_templates", many, "more than 100 files additional_chat_templates/*.jinja"),
+        ("config.json", lambda path: path.write_text('{"architectures": 5}'), "config.json: TypeError"),
+    ],
+)
+async def test_a_file_that_cannot_be_read_is_a_problem_until_it_can(folder, monkeypatch, name, make, why):
+    monkeypatch.setattr(model_files, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(model_files, "MOST_RETRY_SECONDS", 0.05)
+    good, bad = replica("a:1", folder("good"), "good"), replica("b:1", folder("bad"), "bad")
+    make(folder("bad") / name)
+    models = Models(Settings(), None, "m")
+    models.adopt(bad)
+    await adopted(models, good)
+    view = SimpleNamespace(models=models)
+    await eventually(lambda: View._of_template(view, bad))
+    assert why in View._of_template(view, bad)[0] and not View._of_template(view, good)
+    assert not models.loading and not models.waiting_for and bad.tokenizer.startswith("not compared: its model's files")
+    with pytest.raises(ConfigError, match=why.replace("*", ".")):
+        Models(Settings(), folder("bad"), "bad")
+    if (path := folder("bad") / name).is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    if (sim_model_dir() / name).exists():
+        shutil.copy(sim_model_dir() / name, path)
+    await eventually(partial(is_exact, models, "b:1"))
+    assert not View._of_template(view, bad)
+    models.stop()
+
+
+async def test_a_fault_of_the_machine_is_a_problem_until_the_same_files_can_be_loaded(folder, monkeypatch):
+    monkeypatch.setattr(model_files, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(model_files, "MOST_RETRY_SECONDS", 0.05)
+    real, full = model_files.Pipeline, [True]
+
+    def pipeline(directory, *args, **more):
+        if directory is not None and full:
+            raise MemoryError
+        return real(directory, *args, **more)
+
+    monkeypatch.setattr(model_files, "Pipeline", pipeline)
+    models = Models(Settings(), None, "m")
+    models.adopt(one := replica("a:1", folder("a"), "a"))
+    await eventually(lambda: models.members["a:1"].space.problem)
+    assert "MemoryError" in View._of_template(SimpleNamespace(models=models), one)[0]
+    full.clear()
+    await eventually(partial(is_exact, models, "a:1"))
+    models.stop()
+
+
+async def test_folders_that_never_answer_hold_up_nothing_else(folder, monkeypatch, tmp_path):
+    """Six engines name one each, and one of them restarts again and again and names another each time."""
+    monkeypatch.setattr(model_files, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(model_files, "MOST_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(model_files, "READ_SECONDS", 0.05)
+    gate, real, late = threading.Event(), model_files.contents, []
+
+    def contents(directory, *args):
+        if directory.name.startswith("hung"):
+            late.append(directory)
+            gate.wait()
+        return real(directory, *args)
+
+    monkeypatch.setattr(model_files, "contents", contents)
+    models = Models(Settings(), None, "m")
+    hung = [replica(f"h:{i}", folder(f"hung{i}"), f"hung{i}") for i in range(6)]
+    try:
+        for one in hung:
+            models.adopt(one)
+        await adopted(models, replica("a:1", folder("good"), "good"))
+        await eventually(lambda: all(models.members[one.id].problem for one in hung))
+        for again in range(50):
+            hung[0].incarnation, hung[0].root = str(again + 2), str(folder(f"hung{again % 3}-again"))
+            models.adopt(hung[0])
+            await asyncio.sleep(0)
+        await eventually(lambda: "has not ended yet" in models.members["h:0"].problem)
+        assert "hung1 takes longer than 0.05 s" in models.members["h:1"].problem
+        assert len(late) == 6 and not models.loading and not models.waiting_for
+        assert await asyncio.to_thread(lambda: "free") == "free"
+        await adopted(models, replica("a:2", folder("good2"), "good2"))
+    finally:
+        gate.set()
+    for one in hung:
+        await eventually(partial(is_exact, models, one.id))
+    models.stop()

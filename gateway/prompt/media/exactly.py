@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from ..api.openai import Chat
 from ..offload import TakesLong, event_loop
 from ..prompt import Prompt
 from ..render.renderer import Renderer
+from ..tokens.folder import ModelError, json_object
 from ..tokens.tokenizer import Tokenizer
 from . import gemma3, llama4, qwen_vl
 from .families import Family, Files, Ids, Places, Runs
@@ -172,7 +172,6 @@ def images_of(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return json_object(path)
+    except ModelError:
         return {}
-    return read if isinstance(read, dict) else {}

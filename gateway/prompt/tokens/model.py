@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,11 @@ from xxhash import xxh3_64
 
 from replicas.hub import cannot_fetch
 
+from ...files import PASSING
 from ..render.program import Program
 from ..render.programs import program_for
+from .folder import ModelError as ModelError
+from .folder import json_object, matching, pieces, read_text, using
 from .tekken_program import FILE, program_of
 from .tiktoken_program import can_be_read, sorts_tools
 
@@ -33,19 +34,18 @@ WRITTEN_BY_UNKNOWN_RULES = frozenset(
 )
 
 
-class ModelError(Exception):
-    """Raised when the model's files can't be found or read; the message names the remedy."""
-
-
 def find_model(name_or_dir: str | Path) -> Path:
     """Return the model's folder. Raises ModelError.
 
     It is the directory if `name_or_dir` is one, else a snapshot in the Hugging Face cache, else a download of the small
     tokenizer files (never weights).
     """
-    path = Path(name_or_dir).expanduser()
-    if path.is_dir():
-        return path
+    try:
+        path = Path(name_or_dir).expanduser()
+        if path.is_dir():
+            return path
+    except (OSError, RuntimeError) as error:  # no such user, or a path that cannot be looked at
+        raise ModelError(f"no directory {name_or_dir}: {error}") from error
     name = str(name_or_dir)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
@@ -103,34 +103,37 @@ class LoadedModel:
         return value if isinstance(value, int) else None
 
 
-# Errors that may pass within a second: no free descriptors or memory, or a network mount that does not answer.
-PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
-
-
 def contents(directory: Path, chat_template: str | Path | None = None) -> int:
     """Return a digest of all files that `load_model` and the tokenizer may read.
 
-    It changes when one of them does. Raises OSError for an error that may pass.
+    It changes when one of them does. Raises OSError for an error that may pass, and ModelError for too many files.
     """
     digest = xxh3_64()
-    found = {path for pattern in _FILES for path in directory.glob(pattern)}
+    found = {path for pattern in _FILES for path in matching(directory, pattern)}
     if chat_template is not None:
         found.add(Path(chat_template))
     for path in sorted(found):
+        digest.update(path.name.encode())
         try:
-            digest.update(path.name.encode() + path.read_bytes())
+            for piece in pieces(path):
+                digest.update(piece)
         except OSError as error:
             if error.errno in PASSING:
                 raise
-            digest.update(path.name.encode() + b" cannot be read")
+            digest.update(b" cannot be read")
     return digest.intdigest()
 
 
 def load_model(directory: Path, chat_template: str | Path | None = None) -> LoadedModel:
     """Read a model directory; `chat_template` (a file) replaces the model's own. Raises ModelError."""
-    config, settings = _json(directory / "tokenizer_config.json"), _json(directory / "config.json")
+    for path in (path for pattern in _FILES for path in matching(directory, pattern)):
+        if not path.is_file():
+            raise ModelError(f"can't read {path}: it is no regular file")
+    config, settings = json_object(directory / "tokenizer_config.json"), json_object(directory / "config.json")
     templates, no_template = (
-        _given(chat_template) if chat_template is not None else _templates(directory, config, settings)
+        ({"default": read_text(Path(chat_template))}, "")
+        if chat_template is not None
+        else _templates(directory, config, settings)
     )
     no_tokenizer = _mistral_format(directory)
     if no_tokenizer:
@@ -138,7 +141,8 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
         if program is not None:
             return LoadedModel(directory, {}, config, settings, program=program, tekken=True)
         no_template = no_tokenizer = f"{no_tokenizer}; {why}" if why else no_tokenizer
-    architectures = [one for one in settings.get("architectures") or () if isinstance(one, str)]
+    with using(directory / "config.json"):
+        architectures = [one for one in settings.get("architectures") or () if isinstance(one, str)]
     program = program_for(architectures) if not no_tokenizer else None
     if program is None and not no_tokenizer and not WRITTEN_BY_UNKNOWN_RULES.isdisjoint(architectures):
         no_template = "the engine writes this model's conversations without its chat template"
@@ -176,24 +180,18 @@ def _mistral_format(directory: Path) -> str:
     return ""
 
 
-def _given(path: str | Path) -> tuple[dict[str, str], str]:
-    try:
-        return {"default": Path(path).read_text(encoding="utf-8")}, ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"can't read the chat template {path}: {error}") from error
-
-
 def _templates(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, str], str]:
     """Return the model's templates as vLLM finds them, and why its choice is uncertain, or "".
 
     Separate template files replace all that tokenizer_config.json holds. A processor, where the model has one, decides
     on the template of requests without tools, and it alone reads chat_template.json.
     """
-    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    files = {path.stem: path for path in matching(directory, "additional_chat_templates/*.jinja")}
     if (directory / "chat_template.jinja").is_file():
         files["default"] = directory / "chat_template.jinja"
-    found = {name: _text(path) for name, path in files.items()} or _in_config(config)
-    legacy = _json(directory / "chat_template.json").get("chat_template")
+    with using(directory / "tokenizer_config.json"):
+        found = {name: read_text(path) for name, path in files.items()} or _in_config(config)
+    legacy = json_object(directory / "chat_template.json").get("chat_template")
     if not isinstance(legacy, str) or legacy == found.get("default"):
         return found, ""
     if (
@@ -214,21 +212,7 @@ def _in_config(config: dict[str, Any]) -> dict[str, str]:
     named = config.get("chat_template")
     if isinstance(named, str):
         return {"default": named}
-    return {entry["name"]: entry["template"] for entry in named} if isinstance(named, list) else {}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"can't read {path}: {error}") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"can't read {path}: {error}") from error
-    return value if isinstance(value, dict) else {}
+    found = {entry["name"]: entry["template"] for entry in named} if isinstance(named, list) else {}
+    if not all(isinstance(one, str) for one in (*found, *found.values())):
+        raise TypeError("the name or the text of a chat template is no string")
+    return found

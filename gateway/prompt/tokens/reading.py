@@ -26,7 +26,7 @@ import orjson
 from tokenizers import AddedToken, Tokenizer
 
 from ..quirks import Transformers
-from .model import ModelError
+from .folder import ModelError, json_object, read_text, using
 
 # The attributes that every tokenizer class has, in transformers' order.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -63,26 +63,30 @@ class Readings:
         `config` is tokenizer_config.json, `settings` config.json; tokenizer.json must exist.
         """
         try:
-            byte_level = '"ByteLevel"' in (directory / "tokenizer.json").read_text(encoding="utf-8")
+            byte_level = '"ByteLevel"' in read_text(directory / "tokenizer.json")
             self._source = source = _Source(directory, config)
-            self._told = _told(settings, config)
-            before, since = (_class_name(settings, self._told, byte_level, newer) for newer in (False, True))
+            with using(directory / "config.json"):
+                self._told = _told(settings, config)
+                before, since = (_class_name(settings, self._told, byte_level, newer) for newer in (False, True))
             self.before = source.reading(before)  # by the rules of transformers before 5.22
             self.since = self.before if since == before else source.reading(since)
+        except (ModelError, MemoryError):
+            raise
         except Exception as error:  # the library may refuse the files with any exception
             raise ModelError(
                 f"can't read the tokenizer files in {directory}: {type(error).__name__}: {error}"
             ) from error
-        # Everything that the files call a token, whether it is read as one or not.
-        self.mentioned = [
-            *_mentioned(
-                [value for key, value in config.items() if key.endswith(("_token", "_tokens", "_tokens_decoder"))]
-            ),
-            *_mentioned(_json(directory / "special_tokens_map.json")),
-            *_json(directory / "added_tokens.json"),
-        ]
-        # Why the engine may read the files in a way that is not implemented here, or "".
-        self.unknown = _unknown(directory, config, settings, before, since)
+        with using(*_named_in(directory)):
+            # Everything that the files call a token, whether it is read as one or not.
+            self.mentioned = [
+                *_mentioned(
+                    [value for key, value in config.items() if key.endswith(("_token", "_tokens", "_tokens_decoder"))]
+                ),
+                *_mentioned(json_object(directory / "special_tokens_map.json")),
+                *json_object(directory / "added_tokens.json"),
+            ]
+            # Why the engine may read the files in a way that is not implemented here, or "".
+            self.unknown = _unknown(directory, config, settings, before, since)
 
     def likeliest(self, transformers: Transformers) -> tuple[Reading, str]:
         """Return the reading of an engine with this version of transformers, and why it is uncertain, or ""."""
@@ -117,7 +121,8 @@ class _Source:
     def reading(self, name: str) -> Reading:
         """Return the reading by this class of transformers, "" for one that uses tokenizer.json as it is."""
         files = self._read()
-        printed = {key: str(value) for key, value in files.names(_defaults(name)).items() if str(value)}
+        with using(self._directory / "tokenizer.json"):
+            printed = {key: str(value) for key, value in files.names(_defaults(name)).items() if str(value)}
         content = self._content(name)
         rebuilt = sha256(content.encode()).digest() if content is not None else b""
         return Reading(
@@ -131,19 +136,19 @@ class _Source:
     def _read(self) -> _Files:
         files = self._files
         if files is None:
-            try:
-                text = (self._directory / "tokenizer.json").read_text(encoding="utf-8")
-                self._files = files = _Files(self._directory, self._config, orjson.loads(text))
-            except OSError as error:  # the files may have been deleted since the start
-                raise ModelError(f"can't read the tokenizer files in {self._directory}: {error}") from error
+            path = self._directory / "tokenizer.json"
+            with using(path):
+                tokenizer = orjson.loads(read_text(path))
+            self._files = files = _Files(self._directory, self._config, tokenizer)
         return files
 
     def _content(self, name: str) -> str | None:
         made = self._made
         if name not in made:
             files, known = self._read(), _CLASSES.get(name)
-            names = files.names(_defaults(name))
-            made[name] = _rebuilt(files, known, names) if known else _as_it_is(files, names)
+            with using(self._directory / "tokenizer.json"):
+                names = files.names(_defaults(name))
+                made[name] = _rebuilt(files, known, names) if known else _as_it_is(files, names)
         return made[name]
 
 
@@ -378,8 +383,12 @@ class _Files:
 
     def __init__(self, directory: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> None:
         self.directory, self.config, self.tokenizer = directory, config, tokenizer
-        self.own = {token["id"]: _added(token) for token in tokenizer.get("added_tokens") or []}
-        told = dict(config)
+        with using(directory / "tokenizer.json"):
+            self.own = {token["id"]: _added(token) for token in tokenizer.get("added_tokens") or []}
+        with using(*_named_in(directory)):
+            self._name_tokens(dict(config))
+
+    def _name_tokens(self, told: dict[str, Any]) -> None:
         if "additional_special_tokens" in told and not told.get("extra_special_tokens"):
             told["extra_special_tokens"] = told.pop("additional_special_tokens")
         specific = {
@@ -419,7 +428,7 @@ class _Files:
 
     def _merge_special_tokens_map(self, told: dict[str, Any], specific: dict[str, Any]) -> None:
         """Merge special_tokens_map.json, which overrides a tokenizer_config.json without added_tokens_decoder."""
-        for key, value in _json(self.directory / "special_tokens_map.json").items():
+        for key, value in json_object(self.directory / "special_tokens_map.json").items():
             if key == "extra_special_tokens" and isinstance(value, list):
                 before = list(told.get(key) or [])
                 value = before + [one for one in map(_special, value) if one not in before]
@@ -436,7 +445,9 @@ class _Files:
         special = {str(_token(told[key])) for key in NAMED if told.get(key)}
         special |= {str(_token(one)) for one in told.get("extra_special_tokens") or []}
         known = {}
-        for text, id in _json(self.directory / "added_tokens.json").items():
+        for text, id in json_object(self.directory / "added_tokens.json").items():
+            if type(id) is not int:
+                raise ModelError(f"can't use {self.directory / 'added_tokens.json'}: the id of {text!r} is no integer")
             known[text] = self.decoder[id] = AddedToken(text, normalized=text not in special, special=text in special)
         for id, token in self.own.items():
             known[token.content] = self.decoder[id] = token
@@ -512,12 +523,13 @@ def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken])
             wanted.append(token)
     called = {str(token) for token in names.values() if str(token)}
     found = []
-    for token in wanted:
-        if isinstance(token, str):
-            token = AddedToken(token, special=True)
-        elif not token.special and str(token) in called:
-            token.special = True
-        found.append(token)
+    with using(*_named_in(files.directory)):
+        for token in wanted:
+            if isinstance(token, str):
+                token = AddedToken(token, special=True)
+            elif not token.special and str(token) in called:
+                token.special = True
+            found.append(token)
     return found
 
 
@@ -578,6 +590,11 @@ def _special(token: Any) -> Any:
     return _added({**token, "special": True}) if isinstance(token, dict) else token
 
 
+def _named_in(directory: Path) -> tuple[Path, Path]:
+    """Return the files that name a model's special tokens."""
+    return directory / "tokenizer_config.json", directory / "special_tokens_map.json"
+
+
 def _token(value: Any) -> Any:
     """Return a token written in JSON: a text, or an object with its properties."""
     return _added(value) if isinstance(value, dict) and isinstance(value.get("content"), str) else value
@@ -597,10 +614,3 @@ def _mentioned(value: Any) -> Iterator[str]:
 def _typed(value: Any) -> Any:
     """Return a named token that only this model has; an object counts only if it says that it is a token."""
     return _token(value) if isinstance(value, dict) and value.get("__type") == "AddedToken" else value
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
-    return value if isinstance(value, dict) else {}

@@ -17,7 +17,7 @@ import orjson
 
 from ..quirks import Transformers
 from ..render.program import UNSPOKEN
-from .model import ModelError
+from .folder import ModelError
 from .reading import Reading
 from .tekken_program import FILE, Tekken, read
 from .tiktoken_files import merges_of, symbols_of
@@ -51,8 +51,8 @@ class TekkenReadings:
             try:
                 told, whole = read(self._directory)
                 self._made = _as_tokenizer_json(told, whole["vocab"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ModelError(f"{self._directory}: {type(error).__name__}: {error}") from error
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise ModelError(f"{self._directory / FILE}: {type(error).__name__}: {error}") from error
         return self._made
 
 

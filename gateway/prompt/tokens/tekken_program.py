@@ -9,6 +9,7 @@ import orjson
 
 from ..render.program import UNSPOKEN, Program
 from ..render.programs import mistral
+from . import folder
 
 FILE = "tekken.json"
 # The special tokens of a file that names none, by id.
@@ -53,9 +54,9 @@ class Tekken:
 def read(directory: Path) -> tuple[Tekken, dict[str, Any]]:
     """Return the file's settings and its whole content. Raises ValueError."""
     try:
-        whole = orjson.loads((directory / FILE).read_bytes())
+        whole = orjson.loads(folder.read(directory / FILE))
         return Tekken(whole), whole
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (folder.ModelError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"can't read {FILE}: {type(error).__name__}: {error}") from error
 
 

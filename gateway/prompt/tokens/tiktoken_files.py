@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from ..quirks import Transformers
-from .model import ModelError
+from .folder import read, using
 from .reading import Reading
 from .tiktoken_program import LONGEST_RUN, word_pattern
 
@@ -30,11 +30,9 @@ class TiktokenReadings:
         """Read the files. `config` is tokenizer_config.json. Raises ModelError."""
         self._directory, self._config = directory, config
         self._made: str | None = None
-        try:
+        with using(directory / "tiktoken.model", directory / "tokenizer_config.json"):
             content = self._content()
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"can't read tiktoken.model in {directory}: {type(error).__name__}: {error}") from error
-        named = {key: _text(config[key]) for key in _NAMED if config.get(key)}
+            named = {key: _text(config[key]) for key in _NAMED if config.get(key)}
         digest = sha256(content.encode()).digest()
         self._reading = Reading(
             "tiktoken.model by the model's own rules", digest, named, False, self._content, LONGEST_RUN
@@ -59,11 +57,12 @@ class TiktokenReadings:
         return self._made
 
     def _make(self) -> str:
-        ranks = {}
-        for line in (self._directory / "tiktoken.model").read_bytes().splitlines():
-            if line:
-                token, rank = line.split()
-                ranks[base64.b64decode(token)] = int(rank)
+        ranks, path = {}, self._directory / "tiktoken.model"
+        with using(path):
+            for line in read(path).splitlines():
+                if line:
+                    token, rank = line.split()
+                    ranks[base64.b64decode(token)] = int(rank)
         symbols = {rank: symbols_of(token) for token, rank in ranks.items()}
         vocabulary = {token: rank for rank, token in symbols.items()}
         names = {int(id): _text(one) for id, one in (self._config.get("added_tokens_decoder") or {}).items()}

@@ -6,6 +6,8 @@ import ast
 from pathlib import Path
 from typing import Any
 
+from .folder import ModelError, matching, read_text
+
 # The program encodes longer runs of blanks, or of other characters, in parts, and so a text longer than LONGEST_TEXT.
 LONGEST_RUN = 25_000
 LONGEST_TEXT = 400_000
@@ -26,7 +28,7 @@ def can_be_read(directory: Path) -> bool:
     """Return whether the folder has such a tokenizer, with a word pattern that can be found."""
     try:
         return (directory / "tiktoken.model").is_file() and bool(word_pattern(directory))
-    except (OSError, SyntaxError, ValueError):
+    except (ModelError, SyntaxError, ValueError):
         return False
 
 
@@ -43,7 +45,7 @@ def with_sorted_keys(value: Any) -> Any:
 
 
 def _program(directory: Path) -> str:
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(directory.glob("tokenization_*.py")))
+    return "\n".join(read_text(path) for path in matching(directory, "tokenization_*.py"))
 
 
 def _joined(value: ast.expr) -> str:

@@ -21,7 +21,7 @@ import tokenizers
 
 from ..offload import TakesLong, event_loop
 from ..render.program import UNSPOKEN
-from .model import ModelError
+from .folder import ModelError, read_text, using
 from .reading import Reading
 from .tiktoken_program import LONGEST_TEXT
 
@@ -79,15 +79,14 @@ class Tokenizer:
                 f"{model_dir} has no tokenizer.json: convert the tokenizer to the "
                 "fast format (save_pretrained with transformers) and put it there"
             )
+        content = content or read_text(path)
         splits = reading is not None and reading.splits_special_tokens
         self.backend = "tokenizers" if splits else backend  # fastokens always finds special tokens in a text
         self._fast: Any = None
         self._slow: Any = None
         if self.backend == "fastokens":
             try:
-                self._fast = (
-                    fastokens.Tokenizer.from_json_str(content) if content else fastokens.Tokenizer.from_file(str(path))
-                )
+                self._fast = fastokens.Tokenizer.from_json_str(content)
                 self._fast.no_truncation()
                 self._fast.no_padding()
                 self._fast.encode(_WARM_UP)  # the first call compiles its patterns: 40 to 170 ms
@@ -97,9 +96,7 @@ class Tokenizer:
                 self.backend = "tokenizers"
         if self._fast is None:
             try:
-                self._slow = (
-                    tokenizers.Tokenizer.from_str(content) if content else tokenizers.Tokenizer.from_file(str(path))
-                )
+                self._slow = tokenizers.Tokenizer.from_str(content)
             except Exception as error:
                 raise TokenizerError(f"{path} is no tokenizer that can be read: {error}") from error
             self._slow.no_truncation()
@@ -109,15 +106,16 @@ class Tokenizer:
                 self._slow.encode(_WARM_UP)
             except Exception as error:  # for example a vocabulary that lacks its own unknown token
                 raise TokenizerError(f"{path} cannot turn a text into tokens: {error}") from error
-        settings = orjson.loads(content or path.read_bytes())
-        self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
-        self._normalizes = not _changes_nothing(settings.get("normalizer"))
         self._splits_special_tokens = splits
-        self._unspoken = any(token["content"].startswith(UNSPOKEN) for token in self.added_tokens)
         run = reading.longest_run if reading else 0
         self._run = re.compile(rf"\S{{{run}}}|\s{{{run}}}") if run else None
-        self._longest = _longest_token(settings)
-        self._takes_blanks = any(token["lstrip"] or token["rstrip"] for token in self.added_tokens)
+        with using(path):
+            settings = orjson.loads(content)
+            self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
+            self._normalizes = not _changes_nothing(settings.get("normalizer"))
+            self._unspoken = any(token["content"].startswith(UNSPOKEN) for token in self.added_tokens)
+            self._longest = _longest_token(settings)
+            self._takes_blanks = any(token["lstrip"] or token["rstrip"] for token in self.added_tokens)
         self.bound(None)
 
     def bound(self, tokens: int | None) -> None:

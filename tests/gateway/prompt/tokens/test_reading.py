@@ -134,7 +134,7 @@ def test_files_are_not_kept_once_they_are_loaded(name, tmp_path):
 def test_files_that_cannot_be_read_say_so(tmp_path):
     write("llama_2", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"x": 1}}))
-    with pytest.raises(ModelError, match="can't read the tokenizer files"):
+    with pytest.raises(ModelError, match="can't use .*/tokenizer_config.json: ValueError"):
         readings(tmp_path)
 
 

@@ -155,7 +155,7 @@ def test_truncation_and_padding_in_the_file_are_off(tmp_path):
 def test_what_fastokens_cannot_load_is_left_to_tokenizers(monkeypatch, caplog):
     class Broken:
         @staticmethod
-        def from_file(path):
+        def from_json_str(content):
             raise ValueError("unsupported model")
 
     expected = backends()[0].encode("Hello, world!")

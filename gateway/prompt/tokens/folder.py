@@ -1,0 +1,80 @@
+"""The files of a model's folder, which somebody else names and fills: read within limits, and never waited for."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ...files import regular
+
+# Bytes of one file. The largest known tokenizers have 40 MB, the largest known files of any other kind 10 MB.
+_MOST = 16 * 2**20
+_MOST_OF = dict.fromkeys(("tokenizer.json", "tekken.json", "tiktoken.model"), 128 * 2**20)
+MOST_FILES = 100  # that match one pattern
+
+
+class ModelError(Exception):
+    """Raised when the model's files can't be found or read; the message names the remedy."""
+
+
+def pieces(path: Path) -> Iterator[bytes]:
+    """Yield the contents of a regular file, 1 MiB at a time. Raises OSError, also for a file above its limit."""
+    left = most = _MOST_OF.get(path.name, _MOST)
+    with open(path, "rb", opener=regular) as file:
+        while piece := file.read(2**20):
+            left -= len(piece)
+            if left < 0:
+                raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB, the limit of such a file", str(path))
+            yield piece
+
+
+def read(path: Path) -> bytes:
+    """Return the contents of a file. Raises ModelError."""
+    try:
+        return b"".join(pieces(path))
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror or error}") from error
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file with the line ends that Python reads. Raises ModelError."""
+    try:
+        return read(path).decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"can't read {path}: {error}") from error
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, {} where there is no file or it holds something else. Raises ModelError."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"can't read {path}: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def matching(directory: Path, pattern: str) -> list[Path]:
+    """Return the folder's files with such names, in their order. Raises ModelError for more than MOST_FILES."""
+    found = sorted(islice(directory.glob(pattern), MOST_FILES + 1))
+    if len(found) > MOST_FILES:
+        raise ModelError(f"{directory} has more than {MOST_FILES} files {pattern}")
+    return found
+
+
+@contextmanager
+def using(*paths: Path) -> Iterator[None]:
+    """Raise ModelError, which names these files, if what they hold is not what the code inside expects of them."""
+    try:
+        yield
+    except (ModelError, MemoryError):
+        raise
+    except Exception as error:
+        names = " or ".join(str(path) for path in paths if path.exists())
+        raise ModelError(f"can't use {names}: {type(error).__name__}: {error}") from error

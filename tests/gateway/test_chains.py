@@ -1,13 +1,12 @@
 """A gateway is no engine: two that name each other, or one that names itself, send nothing in circles."""
 
-import socket
-
 import aiohttp
 import pytest
 
 from replicas.adopt import probe
 from replicas.ask import Response
 
+from ..redis_server import free_port
 from .running import running
 
 MESSAGES = [{"role": "user", "content": "Which way?"}]
@@ -16,12 +15,6 @@ MESSAGES = [{"role": "user", "content": "Which way?"}]
 @pytest.fixture(scope="module")
 def engine(start_engine):
     return start_engine().wait()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 async def test_a_gateway_that_is_named_as_a_replica_gets_no_request(engine):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.replicas.certificates import server_context
 
-from .http.talk import eventually
+from .http.talk import eventually, free_port
 from .running import running
 
 # In a gateway's process, names are resolved by a table that the test may change: what getaddrinfo would say.
@@ -44,14 +44,6 @@ def resolver(tmp_path):
 
     say.env = {"PYTHONPATH": str(tmp_path)}
     return say
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
 
 
 @asynccontextmanager
@@ -90,7 +82,7 @@ def as_reported(one: dict) -> bool:
 
 
 async def test_a_name_with_two_addresses_is_one_engine_for_requests_and_events_and_then_the_other(resolver):
-    ports = free_ports(3)
+    ports = [free_port() for _ in range(3)]
     resolver(gpu_test=["127.0.0.3", "127.0.0.2"])
     url = ("--replica-url", f"http://gpu.test:{ports[0]}")
     async with (
@@ -122,7 +114,7 @@ async def test_a_name_with_two_addresses_is_one_engine_for_requests_and_events_a
 
 
 async def test_workers_follow_a_name_that_moves(resolver):
-    ports = free_ports(3)
+    ports = [free_port() for _ in range(3)]
     resolver(gpu_test=["127.0.0.2"])
     url = ("--replica-url", f"http://gpu.test:{ports[0]}", "--workers", "2")
     async with (

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
+from ...redis_server import free_port as free_port  # where nobody listens
+
 
 class Talker:
     """One raw connection to a server under test."""
@@ -98,10 +100,3 @@ async def eventually(true: Callable[[], bool], seconds: float = 5) -> None:
     while not true():
         assert asyncio.get_running_loop().time() < end, "did not become true in time"
         await asyncio.sleep(0.005)
-
-
-def free_port() -> int:
-    """A port where nobody listens."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

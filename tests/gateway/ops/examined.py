@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import socket
 import urllib.request
 
 import pytest
@@ -18,6 +17,8 @@ from gateway.ops import doctor
 from gateway.ops.trial import Finding
 from gateway.prompt.pipeline import Pipeline
 
+from ...redis_server import free_port as free_port
+
 
 def told_by(url: str) -> dict:
     with urllib.request.urlopen(url) as answer:
@@ -29,12 +30,6 @@ def redis_trouble(answer: str) -> str:
     shared = SharedMap(parse("redis://127.0.0.1:9"), "prod", CacheMap(1 << 20))
     shared.in_trouble(LEASES, 0, Trouble.of(ResponseError(answer)))
     return shared.trouble
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 # Reading a tokenizer takes a second; the same one is read once for all tests.

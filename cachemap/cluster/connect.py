@@ -40,6 +40,8 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from cachemap.cluster.replies import NONSENSE, Parser, strange
+
 OLDEST = (6, 2)  # the first Redis with XTRIM MINID
 ANSWER_SECONDS = 1.0  # a server that takes longer counts as gone; a lease lasts three times as long
 KINDS = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
@@ -246,13 +248,13 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
     """
     options = {
         "socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0),
-        "protocol": 2, "client_name": "hitherto", **place.options,
+        "protocol": 2, "client_name": "hitherto", "parser_class": Parser, **place.options,
     }  # fmt: skip
     if place.kind == "unix":
-        return Redis.from_pool(ConnectionPool(**options))
+        return _Client.from_pool(ConnectionPool(**options))
     if place.kind == "single":
         host, port = place.hosts[0]
-        return Redis.from_pool(ConnectionPool(host=host, port=port, **options))
+        return _Client.from_pool(ConnectionPool(host=host, port=port, **options))
     tls = options.pop("connection_class", None) is SSLConnection
     login = {
         name: options.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in options
@@ -260,7 +262,19 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
     ways = {"socket_timeout": seconds, "socket_connect_timeout": seconds, "ssl": tls, **login}
     ways |= {name: value for name, value in options.items() if name.startswith("ssl_")}
     sentinels = _Sentinels(place.hosts, sentinel_kwargs=ways, ssl=tls, **options)  # type: ignore[no-untyped-call]
+    for one in sentinels.sentinels:  # redis-py's client does not take this option
+        one.connection_pool.connection_kwargs["parser_class"] = Parser
     return _Primary(sentinels, place.master)
+
+
+class _Client(Redis):
+    """redis-py's client. It raises InvalidResponse for a reply that it cannot read since it is of another kind."""
+
+    async def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
+        try:
+            return await super().parse_response(connection, command_name, **options)
+        except NONSENSE as error:
+            raise strange(command_name, error) from error
 
 
 class _Sentinels(Sentinel):
@@ -272,12 +286,14 @@ class _Sentinels(Sentinel):
     async def discover_master(self, service_name: str) -> Any:
         try:
             return await super().discover_master(service_name)
-        except BaseException:
+        except BaseException as error:
             self.sentinels.append(self.sentinels.pop(0))
+            if isinstance(error, NONSENSE):
+                raise strange("SENTINEL MASTERS", error) from error
             raise
 
 
-class _Primary(Redis):
+class _Primary(_Client):
     """The primary that the sentinels name; unlike redis-py's, it closes its connections to them."""
 
     def __init__(self, sentinel: Sentinel, master: str):
@@ -356,15 +372,26 @@ class Ways:
         for node in list(dict.fromkeys([*self._nodes, *self._place.hosts])):
             with contextlib.suppress(*FAILURES):
                 told = await self._client(node).execute_command("CLUSTER SLOTS")
-                parts = [
-                    (first, last, [((host or b"").decode() or node[0], port) for host, port, *_ in nodes])
-                    for first, last, *nodes in told
-                ]
+                parts = _slots(told, node[0])
                 if parts:
                     self._slots = [(first, last, nodes[0]) for first, last, nodes in parts]
                     known = dict.fromkeys(one for *_, nodes in parts for one in nodes)
                     self._nodes = [*(one for one in known if one != node), node]
                     return
+
+
+def _slots(told: Any, host: str) -> list[tuple[int, int, list[tuple[str, int]]]]:
+    """Read a reply to CLUSTER SLOTS: the first and the last slot and the nodes of each range.
+
+    A node without a host name is on the one that was asked.
+    """
+    try:
+        return [
+            (int(first), int(last), [((name or b"").decode() or host, int(port)) for name, port, *_ in (one, *others)])
+            for first, last, one, *others in told
+        ]
+    except NONSENSE as error:
+        raise strange("CLUSTER SLOTS", error) from error
 
 
 class Line:
@@ -437,7 +464,17 @@ async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: 
         if not str(error).startswith("WRONGTYPE"):
             raise
     else:
-        return list(found.items()) if isinstance(found, dict) else found or [], []
+        news = list(found.items()) if isinstance(found, dict) else found or []
+        try:
+            if all(
+                name.decode() in after and type(id) is type(fields.get(b"d", b"")) is bytes
+                for name, entries in news
+                for id, fields in entries
+            ):
+                return news, []
+        except NONSENSE as error:
+            raise strange("XREAD", error) from error
+        raise strange("XREAD")
     names, entries, others = list(after), [], []
     if len(names) == 1:
         return [], names

@@ -25,6 +25,7 @@ from cachemap.cluster.connect import FAILURES, Place, Script, Trouble, Ways, hee
 from cachemap.cluster.intake import SharedIntake
 from cachemap.cluster.journal import LONGEST_DELTA
 from cachemap.cluster.keys import KEEP_SECONDS, RESYNC, REWRITE, Keys
+from cachemap.cluster.replies import NONSENSE, strange
 from cachemap.cluster.writing import BATCH_SECONDS, WRITES, Writing
 from cachemap.map import CacheMap
 
@@ -45,6 +46,26 @@ LEASES, READS = "leases cannot be looked at", "deltas cannot be read"  # trouble
 MOST_LOOKS = 128  # leases in one call, which blocks a server for about a millisecond
 # Bytes and members of a list or stream read at once; members longer than gateways write are not read at all.
 MOST_READ_BYTES, MOST_READ = 1 << 20, 500
+
+
+# A lease as tend.lua reports it: its state, the last delta, whether deltas and snapshot are there, the wish, and the
+# newest incarnation or the refusal.
+_Look = tuple[str, int, bool, bytes, str]
+
+
+def _looks(reply: Any, count: int) -> tuple[float, list[_Look]]:
+    """Read a reply of tend.lua to `count` leases: the server's time, and each lease."""
+    try:
+        time, *states = reply
+        looks = [
+            (state.decode(), int(head), bool(there), wished, told.decode(errors="replace"))
+            for state, head, there, wished, told in states
+        ]
+        if len(looks) == count and math.isfinite(clock := float(time)):
+            return clock, looks
+    except NONSENSE as error:
+        raise strange("tend.lua", error) from error
+    raise strange("tend.lua")
 
 
 class SharedMap:
@@ -256,9 +277,19 @@ class SharedMap:
     async def _read(self, key: str, kind: str, begin: int | str, longest: int) -> tuple[bool, list[Any]]:
         """Return whether there is more, and what is at a key from `begin` on, as much as is read at once."""
         found = await READ(await self.ways.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
-        if not isinstance(found, list):
+        if isinstance(found, int):
             raise Damaged(f"a member of {found} bytes, where gateways write {longest} at most")
-        return bool(found[0]), found[1]
+        try:
+            more, members = found
+            if kind == "list":
+                sound = all(type(piece) is bytes for piece in members)
+            else:
+                sound = all({*map(type, (id, *fields))} == {bytes} for id, fields in members)
+        except NONSENSE as error:
+            raise strange("read.lua", error) from error
+        if not sound or (more and not members):
+            raise strange("read.lua")
+        return bool(more), members
 
     # --- leases
 
@@ -296,32 +327,34 @@ class SharedMap:
         read = [one.n for one in group]
         try:
             sent = self.now()
-            time, *states = await TEND(await self.ways.to(keys[0] if keys else self.deployment), keys, arguments)
+            time, states = _looks(
+                await TEND(await self.ways.to(keys[0] if keys else self.deployment), keys, arguments), len(group)
+            )
         except FAILURES as error:
             self.failed(error)
             self._unreachable(group, error)
             return LOOK_SECONDS
-        self._clock = float(time) - (sent + self.now()) / 2
+        self._clock = time - (sent + self.now()) / 2
         self._heard(group, states)
         for one, journal, n, before, (state, head, there, wished, life) in zip(
             group, journals, written, read, states, strict=True
         ):
             if one not in self.members:
-                if state == b"ours":  # claimed while the member was being removed
+                if state == "ours":  # claimed while the member was being removed
                     self.beside(self._give_back([one]))
                 continue
             with self.guard(one):
-                if state == b"ours" and wished == REWRITE and one.journal is not None:
+                if state == "ours" and wished == REWRITE and one.journal is not None:
                     log.warning(
                         "replica %s: another gateway finds what is written damaged: it is written anew",
                         one.replica,
                     )
                     one.journal.start_over()
-                if journal is not None and journal is one.journal and (int(head) < n or not there):
+                if journal is not None and journal is one.journal and (head < n or not there):
                     log.warning("replica %s: redis has lost what was written: it is written anew", one.replica)
                     journal.start_over()
-                self._judge(one, state.decode(), int(head), before, wished == RESYNC, life.decode())
-        return SETTLE_SECONDS if any(state == b"free" for state, *_ in states) else LOOK_SECONDS
+                self._judge(one, state, head, before, wished == RESYNC, life)
+        return SETTLE_SECONDS if any(state == "free" for state, *_ in states) else LOOK_SECONDS
 
     def _asks(self, one: SharedIntake, claims: set[SharedIntake]) -> str:
         """Return what to ask for this lease: look, claim or insist.
@@ -390,14 +423,14 @@ class SharedMap:
         else:
             one.want("mirror")
 
-    def _heard(self, group: list[SharedIntake], states: list[tuple[Any, ...]]) -> None:
+    def _heard(self, group: list[SharedIntake], states: list[_Look]) -> None:
         lane = self._lane_of(group)
         self._reached = True
-        refused = next((told.decode(errors="replace") for state, *_, told in states if state == b"refused"), None)
+        refused = next((told for state, *_, told in states if state == "refused"), None)
         if refused is not None:
             self.in_trouble(LEASES, lane, Trouble(in_words(refused), True))
         elif not states or any(
-            state != b"free" for state, *_ in states
+            state != "free" for state, *_ in states
         ):  # a free lease that was not claimed shows nothing about writes
             self.works(LEASES, lane)
 

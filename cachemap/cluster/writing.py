@@ -13,6 +13,7 @@ from cachemap.cluster.connect import FAILURES, REFUSED, Script, Trouble, Ways, i
 from cachemap.cluster.intake import SharedIntake
 from cachemap.cluster.journal import Journal
 from cachemap.cluster.keys import KEEP_SECONDS
+from cachemap.cluster.replies import strange
 
 HERE = Path(__file__).parent
 PUBLISH, COMMIT = Script((HERE / "publish.lua").read_text()), Script((HERE / "commit.lua").read_text())
@@ -95,6 +96,8 @@ class Writing:
             arguments += [journal.n + 1, delta]
         try:
             results = await PUBLISH(await self._shared.ways.to(keys[0]), keys, arguments)
+            if not isinstance(results, list) or [*map(type, results)] != [bytes] * len(batch):
+                raise strange("publish.lua")
         except FAILURES as error:
             self._failed([one for one, *_ in batch], error)
             results = [b"unknown"] * len(batch)  # they may have been written or not
@@ -186,5 +189,7 @@ class Writing:
             await client.rpush(new, *pieces[at : at + 32])
         await client.expire(new, 60)
         arguments = [self._shared.token, snapshot.n, way, detail, KEEP_SECONDS]
-        result: bytes = await COMMIT(client, [keys.lease, keys.head, keys.deltas, keys.snapshot, new], arguments)
+        result = await COMMIT(client, [keys.lease, keys.head, keys.deltas, keys.snapshot, new], arguments)
+        if not isinstance(result, bytes):
+            raise strange("commit.lua")
         return result

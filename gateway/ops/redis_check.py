@@ -28,6 +28,7 @@ ADVICE = "see the ACL that docs/scaling.md lists, and that the URL leads to a pr
 async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
     """Yield findings on each server of the Redis at `url`, then on a trial of map and ledger."""
     from cachemap.cluster.connect import FAILURES, connect, describe, parse
+    from cachemap.cluster.replies import NONSENSE, strange
 
     place = parse(url)
     whole = True
@@ -44,15 +45,17 @@ async def redis_findings(url: str, deployment: str) -> AsyncIterator[Finding]:
                 began = perf_counter()
                 await client.ping()
                 pings.append(perf_counter() - began)
-        except FAILURES as error:
+            of_server = _version(subject, f"{shard}", told), _eviction(subject, told)
+        except (*FAILURES, *NONSENSE) as error:
+            error = strange("INFO", error) if isinstance(error, NONSENSE) else error
             yield Finding("fail", subject, f"{shard} cannot be used: {describe(error)}",
                           "gateways go on alone until it answers; look at its address, password, TLS settings and its own log")  # fmt: skip
             whole = False
             continue
         finally:
             await client.aclose()
-        yield _version(subject, f"{shard}", told)
-        yield _eviction(subject, told)
+        for finding in of_server:
+            yield finding
         yield _latency(subject, sorted(pings)[PINGS // 2])
     if whole:
         name = f"{deployment}:doctor-{secrets.token_hex(4)}"  # a separate deployment, which an ACL for this one covers

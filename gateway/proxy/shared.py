@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from cachemap.background import Background, Failures
 from cachemap.cluster.connect import FAILURES, Line, Script, describe
 from cachemap.cluster.keys import SCHEMA, scope
+from cachemap.cluster.replies import NONSENSE, strange
 from policies import Candidate, Choice, Cost, Decision, Demand, Evaluation, Ledger, Lower, Roster, behind, hittable
 from policies.ledger import FAR, NOTHING
 
@@ -322,18 +323,13 @@ class SharedLedger:
             self._answer(pending, "late", None)
         self.end_answers()
 
-    def _decided(self, batch: Sequence[_Pending], token: str, replies: Sequence[Any]) -> None:
-        """Take the replies of Redis; None for a request means a dead token or a failed script.
+    def _decided(self, batch: Sequence[_Pending], decisions: Sequence[Decision]) -> None:
+        """Answer requests with the decisions of Redis; none for a request means a dead token or a failed script.
 
-        Errors in one reply, or in its callback, concern that request alone, and it is answered.
+        An error in a callback concerns that request alone.
         """
         self.begin_answers()
-        for pending, reply in zip(batch, chain(replies, repeat(None))):
-            try:
-                decision = _decision(pending, reply, token == self._token) if reply is not None else None
-            except Exception as error:
-                self._background.failed(DECISIONS, error)
-                decision = None
+        for pending, decision in zip(batch, chain(decisions, repeat(None))):
             if pending.answer is not None:
                 self._answer(pending, "away" if decision is None else "shared", decision)
             elif decision is not None:
@@ -383,13 +379,13 @@ class SharedLedger:
             batch, self._queue = self._queue, []
             heartbeat, self._heartbeat = self._heartbeat, None
             token = self._token
-            decisions: list[Any] = []
+            decisions: list[Decision] = []
             try:
                 alive, beaten, decisions = await self._send(token, heartbeat, batch)
                 if token == self._token and not alive:
                     self._lost("its lease ran out")
                 elif token == self._token and heartbeat is not None:
-                    self._compared(heartbeat.stated, beaten)
+                    self._compared(*beaten)
             except FAILURES as error:
                 if token == self._token:
                     self._lost(describe(error))
@@ -399,14 +395,14 @@ class SharedLedger:
                     self._lost(f"{type(error).__name__}: {error}")
             finally:
                 if batch:
-                    self._decided(batch, token, decisions)
+                    self._decided(batch, decisions)
                 if heartbeat is not None:
                     heartbeat.done.set()
 
     async def _send(
         self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]
-    ) -> tuple[bool, Any, list[Any]]:
-        """Send one message; return whether the token is alive, the reply to the heartbeat, and one to each request.
+    ) -> tuple[bool, tuple[dict[str, tuple[int, ...]], int, int], list[Decision]]:
+        """Send one message; return whether the token is alive, what the heartbeat told, and the requests' decisions.
 
         Raises what the script or the connection raised. Nothing else is under way under this token, so Redis must have
         the load that is outstanding now once this is counted.
@@ -428,9 +424,17 @@ class SharedLedger:
             )
         async with asyncio.timeout(PATIENCE):
             replies = (await self._line.ask(commands))[len(unsent) :]
-        beaten = replies[1] if heartbeat is not None else None
-        answers = b"".join([reply for reply in replies if isinstance(reply, bytes)])
-        return 0 not in replies, beaten, list(_ANSWER.iter_unpack(answers))
+        try:
+            alive, beaten = 0 not in replies, _NOTHING_BEATEN
+            if heartbeat is not None:
+                beat = replies.pop(1)
+                beaten = _beaten(heartbeat.stated, beat) if alive else beaten
+            answers = b"".join([reply for reply in replies if reply != 0])
+            counted = token == self._token
+            decisions = [_decision(*pair, counted) for pair in zip(batch, _ANSWER.iter_unpack(answers))]
+        except NONSENSE as error:
+            raise strange("shared.lua", error) from error
+        return alive, beaten, decisions
 
     def _turn(self, changed: Collection[str], batch: Sequence[_Pending]) -> list[Any]:
         """Return the arguments of the script's `turn` after the token."""
@@ -478,10 +482,8 @@ class SharedLedger:
             found[name] = tuple(map(sum, zip(found[name], counts))) if name in found else counts
         return found
 
-    def _compared(self, stated: dict[str, tuple[int, ...]], reply: Any) -> None:
-        """Take a heartbeat's reply: all gateways' load on each replica, and how much was repaired."""
-        loads, parts, sums = reply
-        others = {name: _less(load, mine) for (name, mine), load in zip(stated.items(), loads, strict=True)}
+    def _compared(self, others: dict[str, tuple[int, ...]], parts: int, sums: int) -> None:
+        """Take what a heartbeat told: other gateways' load by the replicas' shared names, and how much was repaired."""
         for replica in self._ledger.outstanding():
             if (counts := others.get(self._name(replica))) is not None:
                 self._ledger.others(replica, counts)
@@ -536,7 +538,8 @@ class SharedLedger:
         self._former, self._token = self._token or self._former, token
         stated = {name: counts for name, counts in self._stated().items() if any(counts)}
         loads = b"".join([_LOAD.pack(*counts) for counts in stated.values()])
-        await self._run("join", token, int(LEASE * 1000), self._former, "\n".join(stated), loads)
+        if await self._run("join", token, int(LEASE * 1000), self._former, "\n".join(stated), loads) != 1:
+            raise strange("shared.lua")
         if self._token == token:
             self.joined, self.reason = True, "joined"
             self._ledger.share(True)
@@ -566,7 +569,7 @@ class SharedLedger:
         if self._heartbeat is not None:
             heartbeat, self._heartbeat = self._heartbeat, None
             heartbeat.done.set()
-        self._decided(queue, "", ())
+        self._decided(queue, ())
         for replica in self._ledger.outstanding():
             self._ledger.others(replica, NOTHING)
 
@@ -601,6 +604,16 @@ def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decis
         behind(pending.lowers[at], overlap - known),
         pending.packed[2],
     )
+
+
+_NOTHING_BEATEN: tuple[dict[str, tuple[int, ...]], int, int] = {}, 0, 0
+
+
+def _beaten(stated: dict[str, tuple[int, ...]], reply: Any) -> tuple[dict[str, tuple[int, ...]], int, int]:
+    """Read the reply to a heartbeat: other gateways' load by the replicas' shared names, and how much was repaired."""
+    loads, parts, sums = reply
+    others = {name: _less(load, mine) for (name, mine), load in zip(stated.items(), loads, strict=True)}
+    return others, int(parts), int(sums)
 
 
 def _less(load: bytes, mine: Sequence[float]) -> tuple[int, ...]:

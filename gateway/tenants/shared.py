@@ -23,6 +23,7 @@ from redis.exceptions import NoScriptError
 from cachemap.background import Background
 from cachemap.cluster.connect import FAILURES, Line, Script, describe
 from cachemap.cluster.keys import SCHEMA
+from cachemap.cluster.replies import strange
 
 from .limits import RUNNING, Account, Claim
 
@@ -63,6 +64,18 @@ class Pending:
         self.account, self.wanted, self.decide = account, wanted, decide
         self.over: Claim | None = None
         self.granted = self.answered = False
+
+
+def _is_decision(pending: Pending, reply: Any) -> bool:
+    """Return whether this is a reply of the script to this claim: two numbers, and one for each count."""
+    counts = sum(claim.kind != RUNNING for claim in pending.wanted)
+    return (
+        type(reply) is list
+        and {*map(type, reply)} == {int}
+        and len(reply) == 2 + counts
+        and 0 <= reply[0] <= 1 + counts
+        and (reply[0] != 1 or counts < len(pending.wanted))
+    )
 
 
 class SharedCounts:
@@ -209,7 +222,10 @@ class SharedCounts:
                 commands = self._commands(batch, changed, unsent)
                 try:
                     async with asyncio.timeout(PATIENCE):
-                        replies = (await self._line.ask(commands))[len(commands) - len(batch) :]
+                        told = (await self._line.ask(commands))[len(commands) - len(batch) :]
+                    if not all(map(_is_decision, batch, told)):
+                        raise strange("shared.lua")
+                    replies = told
                 finally:
                     sent = self._line.sent
             except FAILURES as error:
@@ -281,7 +297,9 @@ class SharedCounts:
     async def _beat(self) -> None:
         arguments = ["beat", self._token, int(1000 * LEASE), os.urandom(8).hex()]
         told = await self._script(await self._ways.to(self._key), [self._key], arguments)
-        count, epoch = max(1, int(told[0])), bytes(told[1])  # the epoch of Redis' data, the same for all gateways
+        if not isinstance(told, list) or [*map(type, told)] != [int, bytes]:
+            raise strange("shared.lua")
+        count, epoch = max(1, told[0]), told[1]  # the epoch of Redis' data, the same for all gateways
         if count > self.gateways or (self.joined and monotonic() - self._joined_at > LEASE):
             self.gateways = count  # after an outage other gateways need a lease's time to join
         if epoch != self._epoch:

@@ -28,6 +28,10 @@ LINK_SECONDS, LINK_LOST_SECONDS = 1.0, 5.0
 SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStored ...
 SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
 
+# How often in a row what the engine holds may be made good or start from nothing, after a gap or a restart, and after
+# how long once more. Each takes about 1 ms and a line of the log.
+RECOVERIES, RECOVERY_SECONDS = 10, 10.0
+
 COMPLAINTS = 5
 # How long to wait for the id of a publisher that gives snapshots; live batches kept while a snapshot is awaited;
 # batches of a snapshot applied at a time.
@@ -103,6 +107,7 @@ class EventIntake:
         self._foreign_topic: bytes | None = None
         self._forgotten = 0  # how often everything was forgotten; this stops an application in progress
         self.applying = False  # a batch is partly applied
+        self._recoveries, self._recovered_at = float(RECOVERIES), 0.0  # how many may follow, as of when
         self._void: dict[str | None, int] = {}  # by adapter name, the last batch in which it stood for another adapter
 
         self.state = "connecting"
@@ -309,17 +314,22 @@ class EventIntake:
         """
         if not self._linked:
             self._link()  # a message shows that the publisher is there
+        if self.state == "unobserved" and self._recoveries_left() < 1:
+            return
         for publisher, some in groupby(messages, publisher_of):
             if publisher and publisher != self._publisher:
                 known, self._publisher = self._publisher, publisher
-                if known:
-                    await self._recover(Order.RESTART, 0)
+                if known and not await self._recover(Order.RESTART, 0):
+                    return
             await self._take_in_order(list(some))
 
     async def _take_in_order(self, messages: list[list[bytes]]) -> None:
         """Apply what one publisher sent; after a gap, fetch what is missing first."""
         batches = await self._ours(messages)
         if self.state == "unobserved" and not self._events.fault and any(map(_stores, batches)):
+            if self._recoveries_left() < 1:
+                return
+            self._recoveries -= 1
             self._observe()
         run: list[Numbered] = []
         for number, batch in batches:
@@ -328,7 +338,8 @@ class EventIntake:
             if order is not Order.CONTIGUOUS and order is not Order.STALE:
                 await self._apply(run)
                 run = []
-                await self._recover(order, number)
+                if not await self._recover(order, number):
+                    return
                 order = self._order(self.position, number, batch)
             if order is not Order.STALE:
                 run.append((number, batch))
@@ -370,24 +381,42 @@ class EventIntake:
         """Decode a payload, in a thread if it is big. Raises EventError."""
         return self._decode(payload) if len(payload) < BIG else await asyncio.to_thread(self._decode, payload)
 
-    async def _recover(self, order: Order, number: int) -> None:
-        """Fetch what is missing before a batch that does not follow the last one, or start again from nothing."""
+    def _recoveries_left(self) -> float:
+        """Return how many recoveries may follow now (`RECOVERIES`)."""
+        now = _now()
+        more = (now - self._recovered_at) / RECOVERY_SECONDS
+        self._recoveries, self._recovered_at = min(self._recoveries + more, RECOVERIES), now
+        return self._recoveries
+
+    async def _recover(self, order: Order, number: int) -> bool:
+        """Fetch what is missing before a batch that does not follow the last one, or start again from nothing.
+
+        Return False if that was done too often lately: then the replica is not observed until it may be done again.
+        """
+        if order is Order.FIRST:
+            return True
+        if order is Order.RESTART:
+            self._void.clear()
+        if self._recoveries_left() < 1:
+            self._unobserve("its events had gaps or started again more often than can be followed")
+            return False
+        self._recoveries -= 1
         if order is Order.GAP and self.last_seq is not None:
             self.gaps += 1
             lost = f"batches {self.last_seq + 1} to {number - 1} were lost"
             self._change("gap", lost)
             if await self._replay_missing(number):
                 self._change("live", f"{lost} and replayed")
-                return
+                return True
             self._forget()
             self._change("gap", f"{lost} and cannot be replayed: cleared", tell=True)
             self._want_replay()
         elif order is Order.RESTART:
             await self._unask()  # the engine's former process might answer
-            self._void.clear()
             self._forget()
             self._change("gap", "the engine restarted: cleared", tell=True)
             self._want_replay()
+        return True
 
     def _want_replay(self) -> None:
         self._replay_wanted = self._replay_endpoint is not None or self._snapshot_endpoint is not None

@@ -144,6 +144,44 @@ async def test_a_restarted_engine_voids_what_its_predecessor_held():
         assert ("gap", "the engine restarted: cleared") in changes
 
 
+def numbers_go_back(publisher, times):
+    publisher.next = times % 2
+
+
+def another_process(publisher, times):
+    publisher.id = bytes([times % 2 + 1]) * 16
+
+
+def numbers_jump(publisher, times):
+    publisher.next += 5
+
+
+@pytest.mark.parametrize("disorder", [numbers_go_back, another_process, numbers_jump])
+async def test_an_engine_that_starts_again_all_the_time_is_followed_now_and_then(disorder):
+    """Each message cost a start from nothing and a line of the log: 1,570 a second held up all other replicas."""
+    times, taken = 100, 0
+    async with publishing() as publisher, following(publisher, replay=False) as (table, intake, changes):
+        take = intake._take
+
+        async def counted(messages):
+            nonlocal taken
+            await take(messages)
+            taken += len(messages)
+
+        with patch.object(intake, "_take", counted):
+            with patch.object(cachemap.events.intake, "RECOVERY_SECONDS", 1e9):
+                for number in range(times):
+                    disorder(publisher, number)
+                    await publisher.publish(blocks(0, 4))
+                await until(lambda: taken == times)
+            assert intake.state == "unobserved" and held(table) == 0
+            assert len(changes) < 3 * cachemap.events.intake.RECOVERIES and "more often" in intake.reason
+            with patch.object(cachemap.events.intake, "RECOVERY_SECONDS", 1e-9):
+                await publisher.publish(blocks(0, 4))
+                await until(lambda: held(table) == 4)
+            assert intake.state == "live"
+
+
 async def test_late_and_repeated_batches_change_nothing():
     async with publishing() as publisher, following(publisher) as (table, intake, _):
         await publisher.publish(blocks(0, 4))

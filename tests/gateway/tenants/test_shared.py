@@ -246,7 +246,7 @@ async def test_without_redis_each_has_its_share_and_tells_of_it_afterwards(redis
         assert 34 - 1 <= admitted <= 35  # 20 each, of which one has had 6; the question that was on its way may count
         redis_server.start()
         await eventually(lambda: one.shared.joined and two.shared.joined, 10)
-        await eventually(lambda: not one.shared._unsent and not two.shared._unsent)
+        await eventually(lambda: all(each.shared._pump.done() and not each.shared._unsent for each in (one, two)))
         # Redis came back empty, and knows all that they have admitted
         assert await one.admitted(tenant, 30) + await two.admitted(tenant, 30) <= 1
 

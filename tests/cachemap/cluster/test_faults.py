@@ -448,6 +448,34 @@ async def test_cluster_with_one_shard_gone(tmp_path):
                 await healed(one, other, name)
 
 
+def dies(cluster, key):
+    cluster.node_of(key).kill()
+
+
+def is_replaced(cluster, key):
+    with cluster.replica_of(cluster.node_of(key)).client() as client:
+        client.execute_command("CLUSTER FAILOVER")
+
+
+def loses_the_slot(cluster, key):
+    cluster.move(key, next(one for one in cluster.nodes if one is not cluster.node_of(key)))
+
+
+@pytest.mark.parametrize("primary", [dies, is_replaced, loses_the_slot])
+async def test_gateways_share_the_map_again_wherever_a_cluster_has_it(tmp_path, primary):
+    with running(Cluster(tmp_path, replicas=True)) as cluster:
+        async with publishing() as publisher, gateways(cluster.url, 2) as (one, other):
+            await one_and_a_mirror(cluster.url, publisher, one, other)
+            await publisher.publish(event(1, 0, 6))
+            await all_hold(prompt(1, 6)[1], one, other)
+            primary(cluster, one.intakes["r"].keys.lease)
+            for name in (2, 3):
+                await publisher.publish(event(name, 0, 6))
+                await all_hold(prompt(name, 6)[1], one, other)
+                await until(lambda: one.shared.usable and other.shared.usable, 60)
+                await healed(one, other)
+
+
 async def test_a_shard_of_which_no_replica_is_left_is_no_trouble(tmp_path):
     with running(Cluster(tmp_path)) as cluster:
         async with publishing() as a, publishing() as b, gateways(cluster.url) as (one,):

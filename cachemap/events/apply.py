@@ -30,7 +30,7 @@ from cachemap.map import CacheMap
 
 # Blocks in a chunk of a slower tier, or in what an engine calls a block: 65,536 tokens at 16 a block; 256 are usual.
 MOST_CHUNK = 4096
-SEARCHED = 512  # pages scanned in the time that the map takes for one block
+SEARCHED = 16  # pages visited one by one in the time that the map takes for one block
 LEAST_BLOCK = 64  # bytes of tokens counted as one block: 16 tokens
 MOST_STATES = 1 << 16  # blocks of one Mamba event: those of a million tokens, at 16 a block
 MOST_UNSIZED = 2048  # keys remembered for a tier until an event shows how many blocks each stands for
@@ -147,7 +147,7 @@ class EventApplier:
                 for start in range(0, len(event.keys), step):
                     if start:
                         yield
-                    self._remove(event._replace(keys=event.keys[start : start + step]))
+                    yield from self._remove(event._replace(keys=event.keys[start : start + step]))
                     yield from self._steps
             elif not isinstance(last, Cleared):
                 self._clear()
@@ -514,8 +514,11 @@ class EventApplier:
         if self.pages.page_size != event.block_size:
             self.fault = f"the engine's pages have {event.block_size} tokens, and had {self.pages.page_size} before"
             return
+        self._steps = self._storing_pages(self.pages, event)
+
+    def _storing_pages(self, pages: Pages, event: Stored) -> Iterator[None]:
         try:
-            whole = self.pages.store(event)
+            whole = yield from pages.store(event)
         except OverflowError as error:
             self.fault = f"{error}: start it with larger pages"
             return
@@ -524,6 +527,9 @@ class EventApplier:
             self._tier = "gpu"
         for chain in whole:
             self._store_hashes(chain.keys, chain.hashes, chain.parent)
+            if len(self._own) + len(self._twice) > 2 * MOST_PENDING:
+                self._flush()
+                yield
 
     def _store_chunks(self, event: Stored) -> None:
         """Store chunks of a store below the engine, of one or more blocks each."""
@@ -624,7 +630,7 @@ class EventApplier:
     def _is_of_group(self, event: Removed) -> bool:
         return event.group != self._main and self._groups.knows(event.group)
 
-    def _remove(self, event: Removed) -> None:
+    def _remove(self, event: Removed) -> Iterator[None]:
         if self._is_of_group(event):
             if event.tier == "gpu":
                 self._groups.remove(event)
@@ -639,12 +645,16 @@ class EventApplier:
             for key in keys:
                 unsized.pop(key, None)
         if self.pages is not None and event.tier == "gpu":
-            keys = self.pages.remove(keys)
+            keys = yield from self.pages.remove(keys)
         if event.tier != "gpu" and (self._chunks or self._own_chunk > 1 or self._map.chunk_tiers(self._slot)):
             keys = self._remove_chunks(event)
         if self._own or event.tier != self._tier:
             self._flush()
             self._tier = event.tier
+        for start in range(MOST_PENDING, len(keys), MOST_PENDING):  # removed pages may end any number of blocks
+            self._removed += self._map.remove(self._slot, keys[start : start + MOST_PENDING], self._tier)
+            yield
+        keys = keys[:MOST_PENDING]
         self._removing = [*self._removing, *keys] if self._removing else keys
         if len(self._removing) > MOST_PENDING:
             self._flush()

@@ -10,7 +10,7 @@ is kept as a gap in the chain until those go, or until it is stored again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -26,10 +26,13 @@ Key = int | bytes
 Table = TypeVar("Table", bound=Buckets)
 U64 = np.uint64
 NUMBER_BITS = 22
-# The limit for one replica: an engine with more should be started with larger pages. A page takes about 50 bytes, when
-# it is stored: 22 in arrays, 5.6 in the index of keys, 10.5 in the set of names, and as much again while those grow.
+# The limits for one replica: an engine with more should be started with larger pages. A page takes about PAGE_BYTES
+# besides its tokens, when it is stored: 34 in arrays, 5.6 in the index of keys, 10.5 in the set of names, and as much
+# again while those grow.
 MOST_PAGES = (1 << NUMBER_BITS) - 1
+PAGE_BYTES, MOST_BYTES = 60, 1 << 28
 FIRST_ROOM = 1 << 10  # pages
+MOST_SEARCHED = 1 << 13  # pages visited one by one in a step
 
 
 class Chain(NamedTuple):
@@ -53,9 +56,12 @@ class Pages:
         self._model, self._block_size, self.page_size = model, block_size, page_size
         self._last = block_size // page_size - 1  # the index of a block's last page
         self._numbers = BlockIdAllocator()
-        room = MOST_PAGES + 1
+        self._most = min(MOST_PAGES, MOST_BYTES // (PAGE_BYTES + page_size * TOKEN_BYTES))
+        room = self._most + 1
         self._keys, self._names = zeros(room, U64), zeros(room, U64)
         self._parents, self._children = zeros(room, np.uint32), zeros(room, np.uint32)
+        # The pages after a page: the first one, and the next and the previous one with the same page before them.
+        self._first, self._next, self._prev = zeros(room, np.uint32), zeros(room, np.uint32), zeros(room, np.uint32)
         self._places = zeros(room, np.uint16)  # a page's index in its block
         self._held = zeros(room, np.bool_)
         self._tokens = zeros(room * page_size, np.uint32).reshape(room, page_size)
@@ -64,7 +70,7 @@ class Pages:
         self._twins: Counter[int] = Counter()  # by name, the held pages with that name beyond the first
         self._ends: dict[int, int] = {}  # with pairs, the hash of a block by its last page
         self._seeds: dict[int, int] = {}  # the seed of a prompt's chain by its first page
-        self.searched = 0  # pages scanned for those after a gap
+        self.searched = 0  # pages visited one by one since that was last counted
         self.orphans = 0  # pages whose predecessor is unknown
 
     def __len__(self) -> int:
@@ -73,18 +79,18 @@ class Pages:
 
     # --- events
 
-    def store(self, event: Stored) -> list[Chain]:
-        """Record that these pages are held; return the blocks that they complete.
+    def store(self, event: Stored) -> Generator[None, None, list[Chain]]:
+        """Record that these pages are held, in steps; return the blocks that they complete.
 
-        Raises OverflowError if the engine holds more than MOST_PAGES.
+        Raises OverflowError if the engine holds more than MOST_PAGES, or than MOST_BYTES have room for.
         """
         tags = _tags(event.keys)
         before = 0 if event.parent is None else self._by_key.at(int(_tags([event.parent])[0]))
         if event.parent is not None and not before:
             self.orphans += len(tags)
             return []
-        if len(self) + len(tags) > MOST_PAGES:
-            raise OverflowError(f"the engine holds more than {MOST_PAGES} pages of {self.page_size} tokens")
+        if len(self) + len(tags) > self._most:
+            raise OverflowError(f"the engine holds more than {self._most} pages of {self.page_size} tokens")
         tokens = np.frombuffer(event.tokens, np.uint32).reshape(len(tags), self.page_size)
         ahead = np.frombuffer(event.ahead, np.uint32).reshape(-1, self.page_size)
         seed = 0 if before else chain_seed(self._model, self._block_size, event.adapter, _salt(event))
@@ -95,7 +101,7 @@ class Pages:
             if known[0]:
                 run = int((known == 0).argmax()) or len(known)
                 before = int(known[run - 1])
-                whole += self._revive(known[:run])
+                whole += yield from self._revive(known[:run])
                 start += run
                 continue
             end = start + _distinct(tags[start : start + int(known.argmax())] if known.any() else tags[start:])
@@ -104,8 +110,8 @@ class Pages:
             start = end
         return whole
 
-    def remove(self, keys: Sequence[Key]) -> list[int]:
-        """Record that these pages are gone; return the keys of the blocks that are no longer whole."""
+    def remove(self, keys: Sequence[Key]) -> Generator[None, None, list[int]]:
+        """Record that these pages are gone, in steps; return the keys of the blocks that are no longer whole."""
         numbers = self._by_key.numbers(_tags(keys))
         numbers = np.unique(numbers[self._held.take(numbers)])
         if not len(numbers):
@@ -113,10 +119,11 @@ class Pages:
         self._held[numbers] = False
         self._unname(self._names.take(numbers))
         ended: list[int] = self._keys.take(numbers[self._places.take(numbers) == self._last]).tolist()
-        gaps = self._free(numbers)
-        if len(gaps):
-            below = self._last_below(gaps)
-            ended += self._keys.take(below[self._held.take(below)]).tolist()
+        gaps = (yield from self._free(numbers)).tolist()
+        others = set(gaps)
+        for gap in gaps:
+            if self._places.item(gap) != self._last:
+                ended += [self._keys.item(last) for last in (yield from self._ends_below(gap, others))]
         return ended
 
     # --- look-ups
@@ -165,7 +172,7 @@ class Pages:
         base = self._hash_at(above) if above else self._seeds[lead[0]] if lead else seed
         data = self._tokens.take(lead, 0).tobytes() + tokens.tobytes()
         hashes = hash_blocks(data, self._block_size, base)
-        numbers = self._numbers.take(len(tags), MOST_PAGES + 1)
+        numbers = self._numbers.take(len(tags), self._most + 1)
         if self.pairs:
             names = np.array(self._pair_names(lead, hashes, base, tokens, ahead), U64)
             for end, block in zip(range(self._last - place, len(tags), self._last + 1), hashes, strict=False):
@@ -176,9 +183,13 @@ class Pages:
         self._parents[numbers[0]], self._parents[numbers[1:]] = before, numbers[:-1]
         self._children[numbers], self._held[numbers] = 1, True
         self._children[numbers[-1]] = 0
+        self._first[numbers[:-1]], self._first[numbers[-1]] = numbers[1:], 0
         self._places[numbers] = (np.arange(len(tags)) + place) % (self._last + 1)
         if before:
             self._children[before] += 1
+            if beside := self._first.item(before):
+                self._next[numbers[0]], self._prev[beside] = beside, numbers[0]
+            self._first[before] = numbers[0]
         else:
             self._seeds[int(numbers[0])] = seed
         self._by_key = _roomy(self._by_key, len(tags))
@@ -223,7 +234,7 @@ class Pages:
             at, place, name = end, 0, block
         return names
 
-    def _revive(self, pages: np.ndarray) -> list[Chain]:
+    def _revive(self, pages: np.ndarray) -> Generator[None, None, list[Chain]]:
         """Record that known pages are stored again; return the blocks that they complete, each as its own chain."""
         pages = np.unique(pages[~self._held.take(pages)])
         if not len(pages):
@@ -233,34 +244,51 @@ class Pages:
         for some in (names,) if len(np.unique(names)) == len(names) else np.split(names, len(names)):
             self._name(some)
         found = []
-        for last in self._last_below(pages).tolist():
-            first, whole = last, bool(self._held[last])
-            for _ in range(self._last):
-                first = int(self._parents[first])
-                whole &= bool(self._held[first])
-            if whole:
-                above = int(self._parents[first])
+        revived = set(pages.tolist())
+        places, parents, held = self._places.data, self._parents.data, self._held.data
+        children, siblings = self._first.data, self._next.data
+        for page in pages.tolist():
+            first, whole = page, True
+            while places[first]:
+                first = parents[first]
+                whole = whole and held[first]
+            self.searched += places[page]
+            if self.searched > MOST_SEARCHED:
+                self.searched = 0
+                yield
+            at_end, child = places[page] == self._last, children[page]
+            if whole and (at_end or child not in revived or siblings[child]):
+                above = parents[first]
                 parent = self._hash_at(above) if above else 0
-                found.append(Chain([int(self._keys[last])], [self._hash_at(last)], parent))
+                lasts = [page] if at_end else (yield from self._ends_below(page, revived))
+                found += [Chain([self._keys.item(last)], [self._hash_at(last)], parent) for last in lasts]
         return found
 
-    def _last_below(self, pages: np.ndarray) -> np.ndarray:
-        """Return the last pages of all blocks that contain these pages.
+    def _ends_below(self, page: int, others: set[int]) -> Generator[None, None, list[int]]:
+        """Return the last pages of blocks that contain `page`, which itself is no last page.
 
-        This scans all pages, so it is only called where there is a gap.
+        They follow it through pages that are all held and not among `others`. It takes steps of some milliseconds.
         """
-        found = []
-        while len(pages):
-            self.searched += int(self._numbers.top)
-            at_end = self._places.take(pages) == self._last
-            found.append(pages[at_end])
-            above = pages[~at_end]
-            pages = np.isin(self._parents[: self._numbers.top], above).nonzero()[0] if len(above) else above
-        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+        places, held, children, siblings = self._places.data, self._held.data, self._first.data, self._next.data
+        found, todo = [], [children[page]]
+        while todo:
+            if not (child := todo.pop()):
+                continue
+            self.searched += 1
+            if self.searched > MOST_SEARCHED:
+                self.searched = 0
+                yield
+            todo.append(siblings[child])
+            if held[child] and child not in others:
+                if places[child] == self._last:
+                    found.append(child)
+                else:
+                    todo.append(children[child])
+        return found
 
     # --- coming and going
 
-    def _free(self, numbers: np.ndarray) -> np.ndarray:
+    def _free(self, numbers: np.ndarray) -> Generator[None, None, np.ndarray]:
         """Forget the pages that no other page follows; return the rest, which are gaps now.
 
         `numbers` are sorted, and none is held.
@@ -273,27 +301,46 @@ class Pages:
             np.subtract.at(self._children, above, np.uint32(1))
             self._drop(numbers)
             idle = above[~self._held.take(above) & (self._children.take(above) == 0)]
-            self._peel(np.unique(idle).tolist())
+            yield from self._peel(np.unique(idle).tolist(), set())
             return np.empty(0, np.int64)
-        freed = set(self._peel(numbers[self._children.take(numbers) == 0].tolist()))
+        freed: set[int] = set()
+        yield from self._peel(numbers[self._children.take(numbers) == 0].tolist(), freed)
         return np.array([one for one in numbers.tolist() if one not in freed], np.int64)
 
-    def _peel(self, pages: list[int]) -> list[int]:
-        """Forget these pages, and pages before them that thereby have no other page after them and are not held."""
-        freed: list[int] = []
+    def _peel(self, pages: list[int], freed: set[int]) -> Generator[None, None, None]:
+        """Forget these pages, and pages before them that thereby have no other page after them and are not held.
+
+        They are added to `freed`. It takes steps of some milliseconds.
+        """
+        some: list[int] = []
         while pages:
             page = pages.pop()
-            freed.append(page)
-            if above := int(self._parents[page]):
+            some.append(page)
+            if above := self._parents.item(page):
                 self._children[above] -= 1
                 if not self._children[above] and not self._held[above]:
                     pages.append(above)
-        if freed:
-            self._drop(np.array(freed, np.int64))
-        return freed
+            if len(some) >= MOST_SEARCHED // 4 or not pages:
+                freed.update(some)
+                self._drop(np.array(some, np.int64))
+                some = []
+                if pages:
+                    yield
 
     def _drop(self, numbers: np.ndarray) -> None:
         self._by_key.remove(numbers)
+        dropped = numbers.tolist()
+        within = set(dropped)
+        for page, above in zip(dropped, self._parents.take(numbers).tolist(), strict=True):
+            if above and above not in within:  # the pages before and after it among those that follow the same one
+                before, after = self._prev.item(page), self._next.item(page)
+                if before:
+                    self._next[before] = after
+                else:
+                    self._first[above] = after
+                if after:
+                    self._prev[after] = before
+        self._first[numbers] = self._next[numbers] = self._prev[numbers] = 0
         for first in numbers[self._parents.take(numbers) == 0].tolist():
             del self._seeds[first]
         for last in numbers.tolist() if self._ends else ():

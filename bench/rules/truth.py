@@ -20,11 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 from policies import Demand
 
 if TYPE_CHECKING:
     from loadgen.simulate.replica import Replica
+    from replicas.simulated.batch import Sequence as Waiting
+    from replicas.simulated.engine import Engine
 
 INTERFERENCE = 0.03
 LATER = 2.0  # times that its own prefill counts for requests that are not here yet
@@ -37,6 +40,46 @@ class _View(NamedTuple):
     own: float
     streams: int
     context: int
+
+
+# Prompt tokens that requests have to compute, as of the first look at each
+_wanted: WeakKeyDictionary[Waiting, int] = WeakKeyDictionary()
+
+
+def outlook(engine: Engine) -> tuple[int, int, int, int]:
+    """Return the load that a new request meets: the prompt tokens to compute before its own, the blocks they will take
+    beyond the free ones (negative: blocks left), the number of decoding requests, and their context in tokens."""
+    size, tokens, blocks = engine.profile.block_size, 0, -engine.pool.free
+    begun = engine.running > len(engine.batch.sequences)  # the first prompt is computed in part
+    for place, one in enumerate(engine.to_prefill):
+        if begun and place == 0:
+            wanted, new = one.tokens - one.computed, -(-one.tokens // size) - len(one.held)
+        else:
+            if one not in _wanted:
+                _wanted[one] = one.tokens - engine.cached(one.keys, one.tokens) * size
+            wanted = _wanted[one]
+            new = -(-wanted // size)
+        tokens += wanted
+        blocks += new
+    return tokens, blocks, len(engine.batch.sequences), engine.batch.context
+
+
+def to_come(engine: Engine) -> tuple[list[int], int]:
+    """Return each request's output tokens to come, and the context of all requests that do not decode yet."""
+    left = [one.finish - engine.batch.now for one in engine.batch.sequences.values()]
+    waiting = engine.to_prefill
+    return left + [one.limit - one.generated for one in waiting], sum(one.tokens for one in waiting)
+
+
+def steps_until_free(engine: Engine, blocks: int) -> int:
+    """Return in how many steps ending requests free `blocks` blocks, if no other request takes them."""
+    steps = 0
+    for one in sorted(engine.batch.sequences.values(), key=lambda one: one.finish):
+        if blocks <= 0:
+            break
+        blocks -= len(one.held)
+        steps = one.finish - engine.batch.now
+    return steps
 
 
 class Truth:
@@ -57,7 +100,7 @@ class Truth:
         """Return the time to the last token on candidate `index`, and what this adds to the answers of others there."""
         replica, output = self._replicas[self.among[index]], self.output
         view, profile = self._view(replica, asked), replica.engine.profile
-        left, waiting = replica.engine.to_come()
+        left, waiting = to_come(replica.engine)
         others, context = len(left), view.context + waiting
 
         def step(streams: int, tokens: int) -> float:
@@ -71,7 +114,7 @@ class Truth:
     def _view(self, replica: Replica, asked: Demand) -> _View:
         engine, profile, now = replica.engine, replica.engine.profile, self._now()
         hits = engine.cached(asked.hashes, asked.tokens)
-        ahead, short, streams, context = engine.outlook()
+        ahead, short, streams, context = outlook(engine)
         uncached = asked.tokens - hits * profile.block_size
         usage = profile.in_use(context)
 
@@ -89,5 +132,5 @@ class Truth:
         short += -(-asked.tokens // profile.block_size) - hits
         if short > 0:
             step = profile.step.seconds(0, 0.0, streams, context, usage) / profile.speedup
-            first += engine.steps_until_free(short) * step
+            first += steps_until_free(engine, short) * step
         return _View(first, own, streams, context)

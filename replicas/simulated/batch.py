@@ -5,60 +5,41 @@ start a block, nor fill one, nor end. Steps in which no request does can be take
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
+from .blocks import Key
 from .offload import Run
 from .steps import EngineRequest
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """A request inside the engine. While it decodes, its length follows from the step number."""
 
-    __slots__ = (
-        "request",
-        "keys",
-        "held",
-        "tokens",
-        "computed",
-        "generated",
-        "limit",
-        "reason",
-        "reported",
-        "cached",
-        "order",
-        "arrival",
-        "base",
-        "due",
-        "finish",
-        "wanted",
-        "beside",
-        "junction",
-        "run",
-        "ready",
-        "stored",
-        "offered",
-    )
+    request: EngineRequest
+    limit: int
+    reason: str
+    arrival: int
+    keys: list[Key] = field(init=False)  # grows as output fills blocks
+    tokens: int = field(init=False)  # prompt and output; while decoding: as of step `base`
+    held: list[int] = field(default_factory=list)  # block ids
+    computed: int = 0  # tokens with key/value computed; unused while decoding
+    generated: int = 0  # output; while decoding: as of step `base`
+    reported: int = 0  # output tokens already reported
+    cached: int = -1  # cache hits at first admission; -1: never admitted
+    order: int = 0
+    base: int = 0  # the step that ended its prefill
+    due: int = -1  # the next step that needs to handle it
+    finish: int = -1  # the step that yields its last token
+    run: Run | None = None  # what it fetches, or has fetched
+    ready: float = 0.0  # when the fetch is complete
+    stored: int = 0  # blocks that the engine's cache had from the start, or that were fetched into it
+    offered: int = 0  # chunks that were offered to host memory
+    beside: list[list[int | None]] = field(default_factory=list)  # block ids of further cache groups, see `Groups`
+    junction: int = 0  # blocks that full attention had at admission, if the other groups had fewer
 
-    def __init__(self, request: EngineRequest, limit: int, reason: str):
-        self.request = request
-        self.keys = list(request.blocks)  # grows as output fills blocks
-        self.held: list[int] = []  # block ids
-        self.tokens = request.prompt_tokens  # prompt and output; while decoding: as of step `base`
-        self.computed = 0  # tokens with key/value computed; unused while decoding
-        self.generated = 0  # output; while decoding: as of step `base`
-        self.limit, self.reason = limit, reason
-        self.reported = 0  # output tokens already reported
-        self.cached = -1  # cache hits at first admission; -1: never admitted
-        self.order = self.arrival = 0
-        self.base = 0  # the step that ended its prefill
-        self.due = -1  # the next step that needs to handle it
-        self.finish = -1  # the step that yields its last token
-        self.run: Run | None = None  # what it fetches, or has fetched
-        self.ready = 0.0  # when the fetch is complete
-        self.stored = 0  # blocks that the engine's cache had from the start, or that were fetched into it
-        self.offered = 0  # chunks that were offered to host memory
-        self.beside: list[list[int | None]] = []  # block ids of further cache groups, see `Groups`
-        self.junction = 0  # blocks that full attention had at admission, if the other groups had fewer
-        self.wanted = -1  # prompt tokens to compute, as of the first call of `outlook`
+    def __post_init__(self):
+        self.keys, self.tokens = list(self.request.blocks), self.request.prompt_tokens
 
 
 class Batch:
@@ -93,12 +74,7 @@ class Batch:
         """Note the next step in which a decoding request starts a block, fills one or ends."""
         size = self._block_size
         offset = (sequence.tokens + self.now - sequence.base - 1) % size  # of the next token, within its block
-        if offset == 0:
-            wait = 1
-        elif sequence.request.output_blocks is not None:
-            wait = size - offset
-        else:
-            wait = size - offset + 1
+        wait = 1 if offset == 0 else size - offset + (sequence.request.output_blocks is None)
         sequence.due = due = min(self.now + wait, sequence.finish)
         self._due.setdefault(due, []).append(sequence)
 
@@ -121,13 +97,3 @@ class Batch:
         """Take `steps` quiet steps."""
         self.now += steps
         self.context += steps * len(self.sequences)
-
-    def steps_until_free(self, blocks: int) -> int:
-        """Return `Engine.steps_until_free` for this batch."""
-        steps = 0
-        for sequence in sorted(self.sequences.values(), key=lambda s: s.finish):
-            if blocks <= 0:
-                break
-            blocks -= len(sequence.held)
-            steps = sequence.finish - self.now
-        return steps

@@ -18,8 +18,6 @@ class BlockPool:
     """A pool of `num_blocks`, counted as in vLLM: block 0 is its null block and is never handed out."""
 
     def __init__(self, num_blocks: int):
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks must be at least 2 (one is vLLM's null block), not {num_blocks}")
         self.usable = num_blocks - 1
         self._num_blocks = num_blocks
         self._uses, self._key_of = [0], [None]  # of the blocks used so far; the first is the null block
@@ -32,11 +30,6 @@ class BlockPool:
     def free(self) -> int:
         """Blocks that no request uses, whether or not they still hold something cached."""
         return len(self._free) + len(self._blank) + self._num_blocks - len(self._uses)
-
-    @property
-    def cached(self) -> int:
-        """The number of different cached blocks."""
-        return len(self._cached)
 
     @property
     def usage(self) -> float:

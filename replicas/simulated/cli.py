@@ -5,6 +5,7 @@ import asyncio
 import logging
 import signal
 import sys
+from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
 
@@ -15,137 +16,76 @@ ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags; those that vLLM has too mean the same as there."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")
-    parser.add_argument(
+    """Add the flags; those that vLLM has too mean the same as there. Flags of the profile's fields have their names."""
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")
+    add(
         "--model",
         metavar="DIR",
         help="folder with tokenizer.json and a chat template (default: the bundled demo model)",
     )
-    parser.add_argument("--served-model-name", default="sim", metavar="NAME", help="default: %(default)s")
-    parser.add_argument(
-        "--profile",
-        default="gpu-8b",
-        metavar="NAME|FILE",
-        help="how fast and how large the engine is: gpu-8b, cpu-tiny or a YAML file (default: %(default)s)",
+    add("--served-model-name", default="sim", metavar="NAME", help="default: %(default)s")
+    about = "how fast and how large the engine is: gpu-8b, cpu-tiny or a YAML file (default: %(default)s)"
+    add("--profile", default="gpu-8b", metavar="NAME|FILE", help=about)
+    add("--speedup", type=positive, metavar="X", help="run X times as fast as the profile says")
+    about = (
+        "KV blocks, instead of the profile's; where that has decode times by the share of the cache in use, as gpu-8b, "
+        "more of them also make it faster"
     )
-    parser.add_argument("--speedup", type=positive, metavar="X", help="run X times as fast as the profile says")
-    parser.add_argument(
-        "--num-blocks",
-        type=whole,
-        metavar="N",
-        help="KV blocks, instead of the profile's; where that has decode times by the share of the cache in use, as gpu-8b, "
-        "more of them also make it faster",
+    add("--num-blocks", type=whole, metavar="N", help=about)
+    add("--block-size", type=whole, metavar="N", help="tokens in a block, instead of the profile's")
+    about = "the type that its cache is said to have: engines of unlike ones pass no caches on (default: %(default)s)"
+    add("--kv-cache-dtype", default="auto", metavar="TYPE", help=about)
+    add("--max-model-len", type=whole, metavar="N", help="context length, instead of the profile's")
+    add("--max-num-seqs", type=whole, metavar="N", help="requests that run at once")
+    about = "which request goes next: the one that came first, or the one of the lowest priority"
+    add("--scheduling-policy", choices=("fcfs", "priority"), help=about)
+    add("--max-num-batched-tokens", type=whole, metavar="N", help="tokens in one step")
+    add = parser.add_argument_group("host memory behind the cache, as vLLM's offloading connector has it").add_argument
+    add("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
+    add("--chunk-blocks", type=whole, metavar="N", help="KV blocks that are moved at a time")
+    about = "host memory is that of LMCache's server: chunks of 256 tokens unless --chunk-blocks says otherwise"
+    add("--lmcache", action="store_true", default=None, help=about)
+    add = parser.add_argument_group("further cache groups, as of models whose layers are not all alike").add_argument
+    about = "the sliding window of each group beside that of full attention, 0 for Mamba layers"
+    add("--windows", type=int, nargs="+", metavar="TOKENS", help=about)
+    about = "which of their blocks can be hits: those that a later prompt can resume at (vLLM 0.32), or all (0.28)"
+    add("--retention", choices=("replay", "all"), help=about)
+    about = "so many GPUs share each block, and /metrics tells one GPU's part of --block-size, as vLLM before 0.32 does"
+    add("--decode-context-parallel-size", dest="context_parallel", type=whole, metavar="N", help=about)
+    about = "compute the last block of what is found again, as vLLM does with EAGLE and MTP"
+    add("--drops-block", action="store_true", default=None, help=about)
+    add = parser.add_argument
+    add("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
+    about = "ZMQ port for KV events (default: a free one, see /kv_event_sources)"
+    add("--events-port", type=port, default=0, metavar="PORT", help=about)
+    add("--replay-port", type=port, default=0, metavar="PORT", help="ZMQ port for their replay")
+    add("--no-events", action="store_true", help="publish no KV events, which is vLLM's default")
+    about = "leave cached_tokens out of usage, which is vLLM's default"
+    add("--no-cached-tokens", action="store_true", help=about)
+    about = (
+        "pass prompts' caches on to other engines, as vLLM with NIXL does (nixl, the default), as one behind llm-d's "
+        "sidecar (llm-d), or as vLLM with Mooncake's connector (mooncake), whose bootstrap server is the engine itself"
     )
-    parser.add_argument("--block-size", type=whole, metavar="N", help="tokens in a block, instead of the profile's")
-    parser.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        metavar="TYPE",
-        help="the type that its cache is said to have: engines of unlike ones pass no caches on (default: %(default)s)",
-    )
-    parser.add_argument("--max-model-len", type=whole, metavar="N", help="context length, instead of the profile's")
-    parser.add_argument("--max-num-seqs", type=whole, metavar="N", help="requests that run at once")
-    parser.add_argument(
-        "--scheduling-policy",
-        choices=("fcfs", "priority"),
-        help="who waits goes first come first served, or by priority",
-    )
-    parser.add_argument("--max-num-batched-tokens", type=whole, metavar="N", help="tokens in one step")
-    group = parser.add_argument_group("host memory behind the cache, as vLLM's offloading connector has it")
-    group.add_argument("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
-    group.add_argument("--chunk-blocks", type=whole, metavar="N", help="KV blocks that are moved at a time")
-    group.add_argument(
-        "--lmcache",
-        action="store_true",
-        help="host memory is that of LMCache's server: chunks of 256 tokens unless --chunk-blocks says otherwise",
-    )
-    group.add_argument(
-        "--no-self-describing-events",
-        action="store_true",
-        help="tell of copies in host memory by key alone, which is vLLM's default",
-    )
-    group = parser.add_argument_group("further cache groups, as of models whose layers are not all alike")
-    group.add_argument(
-        "--windows",
-        type=int,
-        nargs="+",
-        metavar="TOKENS",
-        help="the sliding window of each group beside that of full attention, 0 for Mamba layers",
-    )
-    group.add_argument(
-        "--retention",
-        choices=("replay", "all"),
-        help="which of their blocks can be hits: those that a later prompt can resume at (vLLM 0.32), or all (0.28)",
-    )
-    group.add_argument(
-        "--decode-context-parallel-size",
-        type=whole,
-        metavar="N",
-        help="so many GPUs share each block, and /metrics tells one GPU's part of --block-size, as vLLM before 0.32 does",
-    )
-    group.add_argument(
-        "--drops-block",
-        action="store_true",
-        help="compute the last block of what is found again, as vLLM does with EAGLE and MTP",
-    )
-    parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
-    parser.add_argument(
-        "--events-port",
-        type=port,
-        default=0,
-        metavar="PORT",
-        help="ZMQ port for KV events (default: a free one, see /kv_event_sources)",
-    )
-    parser.add_argument("--replay-port", type=port, default=0, metavar="PORT", help="ZMQ port for their replay")
-    parser.add_argument("--events-topic", default="", metavar="TOPIC", help="topic of the events (default: empty)")
-    parser.add_argument("--no-events", action="store_true", help="publish no KV events, which is vLLM's default")
-    parser.add_argument(
-        "--no-cached-tokens", action="store_true", help="leave cached_tokens out of usage, which is vLLM's default"
-    )
-    parser.add_argument(
-        "--kv-connector", nargs="?", const="nixl", metavar="WIRE",
-        choices=("nixl", "llm-d", "mooncake"),
-        help="pass prompts' caches on to other engines, as vLLM with NIXL does (nixl, the default), as one behind llm-d's sidecar (llm-d), or as "
-        "vLLM with Mooncake's connector (mooncake), whose bootstrap server is the engine itself",
-    )  # fmt: skip
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="asked for on all paths but /health; vLLM asks for it below /v1 alone"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the replies' text and of the block keys")
+    wires = ("nixl", "llm-d", "mooncake")
+    add("--kv-connector", nargs="?", const="nixl", metavar="WIRE", choices=wires, help=about)
+    about = "asked for on all paths but /health; vLLM asks for it below /v1 alone"
+    add("--api-key", metavar="KEY", help=about)
+    add("--seed", type=int, default=0, help="of the replies' text and of the block keys")
 
 
 def _profile(args: argparse.Namespace):
-    from .profile import load_profile
+    """Return the profile with the flags that were given in place of its fields."""
+    from .offload import LMCACHE_TOKENS
+    from .profile import Profile, load_profile
 
-    return load_profile(
-        args.profile,
-        speedup=args.speedup,
-        num_blocks=args.num_blocks,
-        block_size=args.block_size,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        scheduling_policy=args.scheduling_policy,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        cpu_blocks=args.cpu_blocks,
-        chunk_blocks=args.chunk_blocks or _chunk_blocks(args),
-        lmcache=args.lmcache or None,
-        windows=tuple(args.windows) if args.windows is not None else None,
-        retention=args.retention,
-        context_parallel=args.decode_context_parallel_size,
-        drops_block=args.drops_block or None,
-    )
-
-
-def _chunk_blocks(args: argparse.Namespace) -> int | None:
-    """Return the blocks of an LMCache chunk; None for the profile's."""
-    if not args.lmcache:
-        return None
-    from .lmcache import CHUNK_TOKENS
-    from .profile import load_profile
-
-    return CHUNK_TOKENS // (args.block_size or load_profile(args.profile).block_size)
+    changes = {field.name: getattr(args, field.name, None) for field in fields(Profile)}
+    if args.windows is not None:
+        changes["windows"] = tuple(args.windows)
+    if args.lmcache and not args.chunk_blocks:
+        changes["chunk_blocks"] = LMCACHE_TOKENS // (args.block_size or load_profile(args.profile).block_size)
+    return load_profile(args.profile, **changes)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,11 +101,15 @@ def run(args: argparse.Namespace) -> int:
         if not (model_dir / "tokenizer.json").is_file():
             raise ValueError(f"--model {model_dir}: no tokenizer.json there")
     except (ValueError, OSError) as error:
-        print(f"hitherto replica: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     import uvloop
 
     return uvloop.run(_serve(args, profile, model_dir))
+
+
+def _refuse(why: object) -> int:
+    print(f"hitherto replica: {why}", file=sys.stderr)
+    return 2
 
 
 def _check_ports(args: argparse.Namespace) -> None:
@@ -191,46 +135,21 @@ def _load(model_dir: Path, seed: int) -> tuple:
 
 
 async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
-    publisher = None
-    try:
-        publisher = _publisher(args, profile)
-        runner, http, port = await _listen(args, profile, model_dir, publisher)
-    except OSError as error:
-        print(f"hitherto replica: {cannot_listen(args.host, args.port, error)}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"hitherto replica: {error}", file=sys.stderr)
-        return 2
-    logging.info(
-        "simulated engine %s (%s, %d blocks of %d) on http://%s:%d, events %s",
-        args.served_model_name,
-        profile.name,
-        profile.num_blocks,
-        profile.block_size,
-        args.host,
-        port,
-        f"on {publisher.port}, replay on {publisher.replay_port}" if publisher else "off",
-    )
-    return await _until_told(runner, publisher, http)
-
-
-def _publisher(args: argparse.Namespace, profile):
-    """Return the publisher of KV events, or None."""
     from .publisher import Publisher
 
-    if args.no_events:
-        return None
-    return Publisher(
-        args.host,
-        args.events_port,
-        args.replay_port,
-        profile.block_size,
-        args.events_topic,
-        not args.no_self_describing_events,
-        profile.chunk_blocks,
-        profile.windows,
-        profile.lmcache,
+    try:
+        publisher = None if args.no_events else Publisher(args.host, args.events_port, args.replay_port, profile)
+        runner, http, port = await _listen(args, profile, model_dir, publisher)
+    except OSError as error:
+        return _refuse(cannot_listen(args.host, args.port, error))
+    except ValueError as error:
+        return _refuse(error)
+    name, size = args.served_model_name, f"{profile.num_blocks} blocks of {profile.block_size}"
+    events = f"on {publisher.port}, replay on {publisher.replay_port}" if publisher else "off"
+    logging.info(
+        "simulated engine %s (%s, %s) on http://%s:%d, events %s", name, profile.name, size, args.host, port, events
     )
+    return await _until_told(runner, publisher, http)
 
 
 async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher):
@@ -246,36 +165,16 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
     from .runner import Runner
     from .server import HEAD_BYTES, KEEP_ALIVE, Server
     from .transfers import Transfers
-    from .wires import WIRES
 
     tokens, replies = await loading
-    engine = Engine(profile, every_token=True)
-    metrics = Metrics(engine, args.served_model_name)
-    metrics.cache_dtype, metrics.has_nixl = args.kv_cache_dtype, args.kv_connector in ("nixl", "llm-d")
+    engine, wire = Engine(profile, every_token=True), args.kv_connector
+    metrics = Metrics(engine, args.served_model_name, args.kv_cache_dtype, wire in ("nixl", "llm-d"))
     runner = Runner(engine, metrics, publisher, args.seed)
-    server = Server(
-        runner,
-        tokens,
-        replies,
-        metrics,
-        publisher,
-        args.served_model_name,
-        str(model_dir),
-        args.lora,
-        not args.no_cached_tokens,
-        Transfers(kind=f"{args.kv_cache_dtype} {model_dir}") if args.kv_connector else None,
-        args.api_key,
-        WIRES[args.kv_connector or "nixl"],
-    )
-    http = web.AppRunner(
-        server.app(),
-        handler_cancellation=True,
-        keepalive_timeout=KEEP_ALIVE,
-        access_log=None,
-        shutdown_timeout=1.0,
-        max_line_size=HEAD_BYTES,
-        max_field_size=HEAD_BYTES,
-    )
+    transfers = Transfers(wire, kind=f"{args.kv_cache_dtype} {model_dir}") if wire else None
+    shows_cached, named = not args.no_cached_tokens, (args.served_model_name, str(model_dir), args.lora)
+    server = Server(runner, tokens, replies, *named, shows_cached, transfers, args.api_key)
+    limits = {"max_line_size": HEAD_BYTES, "max_field_size": HEAD_BYTES, "keepalive_timeout": KEEP_ALIVE}
+    http = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0, **limits)
     await http.setup()
     site = web.TCPSite(http, args.host, args.port, backlog=1024, reuse_address=True)
     await site.start()

@@ -1,7 +1,6 @@
 """The API formats of answers: chat completions, completions, responses and messages, whole or as a stream.
 
-A dialect makes bytes, the server sends them. A streamed token is two prepared byte strings around the token's JSON
-text: with hundreds of streams a JSON encoder per token would cost more than the engine itself.
+A dialect makes bytes, the server sends them.
 """
 
 import base64
@@ -27,7 +26,7 @@ class Dialect:
     """One request's answer in one API.
 
     `begin` (of a sequence), `tokens` (its tokens start..end) and `close` (after the last sequence ended) make a stream;
-    `whole` is the answer in one piece. Each subclass has all four.
+    `whole` is the answer in one piece.
     """
 
     def __init__(self, id: str, model: str, body: dict, show_cached: bool, n: int = 1):
@@ -39,6 +38,10 @@ class Dialect:
 
     def announce(self) -> bytes:
         """Return what a stream sends before anything is computed."""
+        return b""
+
+    def begin(self, generation: Generation, index: int) -> bytes:
+        """Return what precedes a sequence's first token."""
         return b""
 
     def error(self, body: dict) -> bytes:
@@ -69,129 +72,80 @@ class Dialect:
 class _OpenAI(Dialect):
     """The common part of chat completions and completions.
 
-    A subclass has `object`, `chunk_object`, `field` (the bytes around a token's JSON text within a choice), `_text` (a
-    text in a streamed choice) and `_said` (the whole text).
+    A subclass has `object` (of a whole answer), `chunk` (of a streamed part) and `_said` (a text in a choice).
     """
 
-    def _frame(self, choices: list, **more) -> dict:
+    object = chunk = ""
+
+    def _frame(self, object: str, choices: list, **more) -> dict:
         return {
             "id": self.id,
-            "object": self.chunk_object,
+            "object": object,
             "created": self.created,
             "model": self.model,
             "choices": choices,
             **more,
         }
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+    def _said(self, text: str, streamed: bool) -> dict:
+        raise NotImplementedError
 
-    def _prepared(self, index: int) -> tuple[bytes, bytes]:
-        frame = orjson.dumps(self._frame([]))[:-2]  # up to and including the [ of choices
-        return (
-            b'data: %b{"index":%d,%b' % (frame, index, self.field[0]),
-            self.field[1] + b',"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n',
-        )
+    def _prompt(self, generation: Generation) -> dict:
+        return {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
 
-    def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
-        if self.token_ids or end == len(generation.ids):
-            return self._chunk(generation, index, start, end)
-        around = self._around.get(index)
-        if around is None:
-            around = self._around[index] = self._prepared(index)
-        return b"%b%b%b" % (around[0], orjson.dumps("".join(generation.pieces[start:end])), around[1])
-
-    def _chunk(self, generation: Generation, index: int, start: int, end: int, **more) -> bytes:
-        last = end == len(generation.ids)
-        choice = {
+    def _choice(self, generation: Generation, index: int, start: int = 0, end: int | None = None) -> dict:
+        """Return the tokens `start` to `end` as a streamed choice; all of them as a whole one without `end`."""
+        last, text = end in (None, len(generation.ids)), "".join(generation.pieces[start:end])
+        return {
             "index": index,
-            **self._text("".join(generation.pieces[start : None if last else end])),
+            **self._said(text, end is not None),
             "logprobs": None,
             "finish_reason": generation.reason if last else None,
             "stop_reason": generation.stop if last else None,
             "token_ids": generation.ids[start:end] if self.token_ids else None,
-            **more,
         }
-        return event(self._frame([choice]))
+
+    def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
+        return event(self._frame(self.chunk, [self._choice(generation, index, start, end)]))
 
     def error(self, body: dict) -> bytes:
         return event(body) + DONE  # as in vLLM
 
     def close(self, generations: list[Generation]) -> bytes:
-        if self.include_usage:
-            return event(self._frame([], usage=self.usage(generations, streamed=True))) + DONE
-        return DONE
+        usage = {"usage": self.usage(generations, streamed=True)}
+        return (event(self._frame(self.chunk, [], **usage)) if self.include_usage else b"") + DONE
 
     def whole(self, generations: list[Generation]) -> dict:
-        return {
-            "id": self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "choices": [self._choice(generation, index) for index, generation in enumerate(generations)],
-            "usage": self.usage(generations),
-            **self._more(generations),
-        }
-
-    def _choice(self, generation: Generation, index: int) -> dict:
-        return {
-            "index": index,
-            **self._said("".join(generation.pieces)),
-            "logprobs": None,
-            "finish_reason": generation.reason,
-            "stop_reason": generation.stop,
-            "token_ids": generation.ids if self.token_ids else None,
-        }
-
-    def _more(self, generations: list[Generation]) -> dict:
-        return {}
+        choices = [self._choice(generation, index) for index, generation in enumerate(generations)]
+        return self._frame(self.object, choices, usage=self.usage(generations))
 
 
 class Chat(_OpenAI):
-    object, chunk_object = "chat.completion", "chat.completion.chunk"
-    field = (b'"delta":{"content":', b"}")
+    object, chunk = "chat.completion", "chat.completion.chunk"
 
     def begin(self, generation: Generation, index: int) -> bytes:
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        more = {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
-        return event(self._frame([choice], **more))
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return event(self._frame(self.chunk, [choice], **self._prompt(generation)))
 
-    def _text(self, text: str) -> dict:
-        return {"delta": {"content": text}}
-
-    def _said(self, text: str) -> dict:
+    def _said(self, text: str, streamed: bool) -> dict:
+        if streamed:
+            return {"delta": {"content": text}}
         return {"message": {"role": "assistant", "content": text, "refusal": None, "tool_calls": [], "reasoning": None}}
 
-    def _more(self, generations: list[Generation]) -> dict:
-        return {"prompt_token_ids": generations[0].prompt.tolist()} if self.token_ids else {}
+    def whole(self, generations: list[Generation]) -> dict:
+        return super().whole(generations) | self._prompt(generations[0])
 
 
 class Completion(_OpenAI):
-    object = chunk_object = "text_completion"
-    field = (b'"text":', b"")
+    object = chunk = "text_completion"
 
-    def begin(self, generation: Generation, index: int) -> bytes:
-        return b""
-
-    def _text(self, text: str) -> dict:
+    def _said(self, text: str, streamed: bool) -> dict:
         return {"text": text}
 
-    _said = _text
-
-    def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
-        if not self.token_ids or start:
-            return super().tokens(generation, index, start, end)
-        return self._chunk(generation, index, 0, end, prompt_token_ids=generation.prompt.tolist())
-
-    def _choice(self, generation: Generation, index: int) -> dict:
-        prompt = {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
-        return super()._choice(generation, index) | prompt
+    def _choice(self, generation: Generation, index: int, start: int = 0, end: int | None = None) -> dict:
+        choice = super()._choice(generation, index, start, end)
+        return choice if start else choice | self._prompt(generation)
 
 
 class Responses(Dialect):
@@ -200,14 +154,14 @@ class Responses(Dialect):
     def __init__(self, *args):
         super().__init__(*args)
         self._number = 0
-        self._item = "msg_" + self.id.removeprefix("resp_")
+        self._where = {"item_id": "msg_" + self.id.removeprefix("resp_"), "output_index": 0, "content_index": 0}
 
     def _event(self, name: str, **more) -> bytes:
         data = {"type": name, "sequence_number": self._number, **more}
         self._number += 1
         return event(data, name)
 
-    def _response(self, status: str, output: list, counted: dict | None) -> dict:
+    def _response(self, status: str, output: list, usage: dict | None) -> dict:
         return {
             "id": self.id,
             "object": "response",
@@ -215,43 +169,41 @@ class Responses(Dialect):
             "model": self.model,
             "status": status,
             "output": output,
-            "usage": counted,
+            "usage": usage,
             "error": None,
-            "incomplete_details": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": self.body.get("instructions"),
             "metadata": self.body.get("metadata"),
             "parallel_tool_calls": True,
-            "temperature": 1.0,
             "tool_choice": "auto",
             "tools": self.body.get("tools") or [],
-            "top_p": 1.0,
-            "max_output_tokens": self.body.get("max_output_tokens"),
-            "previous_response_id": None,
         }
 
-    def _message(self, status: str, text: str | None) -> dict:
-        content = [] if text is None else [{"type": "output_text", "text": text, "annotations": [], "logprobs": None}]
-        return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _item(self, status: str, content: list) -> dict:
+        return {
+            "id": self._where["item_id"],
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
 
-    def _done(self, generation: Generation) -> dict:
-        whole = generation.reason == "stop"
-        status = "completed" if whole else "incomplete"
+    @staticmethod
+    def _part(text: str) -> dict:
+        return {"type": "output_text", "text": text, "annotations": []}
+
+    def whole(self, generations: list[Generation]) -> dict:
+        (generation,) = generations[:1]
+        status = "completed" if generation.reason == "stop" else "incomplete"
         counted = self.usage([generation])
-        details = {"cached_tokens": generation.cached if self.show_cached else 0}
-        response = self._response(
-            status,
-            [self._message(status, "".join(generation.pieces))],
-            {
-                "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": details,
-                "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": counted["total_tokens"],
-            },
-        )
-        if not whole:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        return response
+        usage = {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": counted["prompt_tokens_details"] or {"cached_tokens": 0},
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counted["total_tokens"],
+        }
+        return self._response(status, [self._item(status, [self._part("".join(generation.pieces))])], usage)
 
     def announce(self) -> bytes:
         started = self._response("in_progress", [], None)
@@ -266,35 +218,23 @@ class Responses(Dialect):
         return self._event("error", code=str(error["code"]), message=error["message"], param=error["param"])
 
     def begin(self, generation: Generation, index: int) -> bytes:
-        where = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        return self._event(
-            "response.output_item.added", output_index=0, item=self._message("in_progress", None)
-        ) + self._event(
-            "response.content_part.added", **where, part={"type": "output_text", "text": "", "annotations": []}
-        )
+        item = self._item("in_progress", [])
+        added = self._event("response.output_item.added", output_index=0, item=item)
+        return added + self._event("response.content_part.added", **self._where, part=self._part(""))
 
     def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
-        return self._event(
-            "response.output_text.delta",
-            item_id=self._item,
-            output_index=0,
-            content_index=0,
-            delta="".join(generation.pieces[start:end]),
-            logprobs=[],
-        )
+        delta = "".join(generation.pieces[start:end])
+        return self._event("response.output_text.delta", **self._where, delta=delta, logprobs=[])
 
     def close(self, generations: list[Generation]) -> bytes:
-        text, done = "".join(generations[0].pieces), self._done(generations[0])
-        where = {"item_id": self._item, "output_index": 0, "content_index": 0}
+        text, done = "".join(generations[0].pieces), self.whole(generations)
+        (item,) = done["output"]
         return (
-            self._event("response.output_text.done", **where, text=text, logprobs=[])
-            + self._event("response.content_part.done", **where, part=done["output"][0]["content"][0])
-            + self._event("response.output_item.done", output_index=0, item=done["output"][0])
+            self._event("response.output_text.done", **self._where, text=text, logprobs=[])
+            + self._event("response.content_part.done", **self._where, part=item["content"][0])
+            + self._event("response.output_item.done", output_index=0, item=item)
             + self._event("response.completed", response=done)
         )
-
-    def whole(self, generations: list[Generation]) -> dict:
-        return self._done(generations[0])
 
 
 class Messages(Dialect):
@@ -303,74 +243,61 @@ class Messages(Dialect):
     vLLM 0.28 and 0.32 also exclude newly stored tokens, as `cache_creation_input_tokens`.
     """
 
-    def _usage(self, generation: Generation, sent: int) -> dict:
-        if not self.show_cached:
-            return {"input_tokens": len(generation.prompt), "output_tokens": sent}
+    def _message(self, generation: Generation, content: list, sent: int, ended: dict) -> dict:
+        usage = self._usage(generation, sent)
         return {
-            "input_tokens": len(generation.prompt) - generation.cached,
-            "output_tokens": sent,
-            "cache_read_input_tokens": generation.cached,
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            **ended,
+            "usage": usage,
         }
 
+    def _usage(self, generation: Generation, sent: int) -> dict:
+        usage = {"input_tokens": len(generation.prompt), "output_tokens": sent}
+        if self.show_cached:
+            usage |= {
+                "input_tokens": len(generation.prompt) - generation.cached,
+                "cache_read_input_tokens": generation.cached,
+            }
+        return usage
+
     @staticmethod
-    def _stop(generation: Generation) -> str:
-        if generation.stop is not None:
-            return "stop_sequence"
-        return "end_turn" if generation.reason == "stop" else "max_tokens"
+    def _ended(generation: Generation) -> dict:
+        reason = "end_turn" if generation.reason == "stop" else "max_tokens"
+        return {"stop_reason": reason if generation.stop is None else "stop_sequence", "stop_sequence": generation.stop}
+
+    @staticmethod
+    def _event(name: str, **more) -> bytes:
+        return event({"type": name, **more}, name)
 
     def error(self, body: dict) -> bytes:
         """Return an error event; vLLM 0.32 gives every error the type `internal_error`."""
-        return event(
-            {"type": "error", "error": {"type": "internal_error", "message": body["error"]["message"]}}, "error"
-        )
+        return self._event("error", error={"type": "internal_error", "message": body["error"]["message"]})
 
     def begin(self, generation: Generation, index: int) -> bytes:
-        message = {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": self._usage(generation, 0),
-        }
-        return event({"type": "message_start", "message": message}, "message_start") + event(
-            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-            "content_block_start",
+        message = self._message(generation, [], 0, {"stop_reason": None, "stop_sequence": None})
+        block = {"type": "text", "text": ""}
+        return self._event("message_start", message=message) + self._event(
+            "content_block_start", index=0, content_block=block
         )
 
     def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
-        text = "".join(generation.pieces[start:end])
-        return event(
-            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}},
-            "content_block_delta",
-        )
+        delta = {"type": "text_delta", "text": "".join(generation.pieces[start:end])}
+        return self._event("content_block_delta", index=0, delta=delta)
 
     def close(self, generations: list[Generation]) -> bytes:
-        generation = generations[0]
-        delta = {"stop_reason": self._stop(generation), "stop_sequence": generation.stop}
-        return (
-            event({"type": "content_block_stop", "index": 0}, "content_block_stop")
-            + event(
-                {"type": "message_delta", "delta": delta, "usage": self._usage(generation, generation.sent)},
-                "message_delta",
-            )
-            + event({"type": "message_stop"}, "message_stop")
-        )
+        generation, stopped = generations[0], self._event("content_block_stop", index=0)
+        usage = self._usage(generation, generation.sent)
+        delta = self._event("message_delta", delta=self._ended(generation), usage=usage)
+        return stopped + delta + self._event("message_stop")
 
     def whole(self, generations: list[Generation]) -> dict:
         generation = generations[0]
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": [{"type": "text", "text": "".join(generation.pieces)}],
-            "stop_reason": self._stop(generation),
-            "stop_sequence": generation.stop,
-            "usage": self._usage(generation, generation.sent),
-        }
+        content = [{"type": "text", "text": "".join(generation.pieces)}]
+        return self._message(generation, content, generation.sent, self._ended(generation))
 
 
 def embeddings(id: str, model: str, generations: list[Generation], size: int, encoding: str | None) -> dict:
@@ -385,16 +312,5 @@ def embeddings(id: str, model: str, generations: list[Generation], size: int, en
             vector = base64.b64encode(struct.pack(f"<{size}f", *vector)).decode()
         data.append({"index": index, "object": "embedding", "embedding": vector})
     prompt = sum(len(generation.prompt) for generation in generations)
-    return {
-        "id": id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": model,
-        "data": data,
-        "usage": {
-            "prompt_tokens": prompt,
-            "total_tokens": prompt,
-            "completion_tokens": 0,
-            "prompt_tokens_details": None,
-        },
-    }
+    usage = {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0, "prompt_tokens_details": None}
+    return {"id": id, "object": "list", "created": int(time.time()), "model": model, "data": data, "usage": usage}

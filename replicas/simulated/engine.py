@@ -39,8 +39,7 @@ from collections.abc import Hashable
 from .batch import Batch, Sequence
 from .blocks import BlockPool, Key
 from .groups import Groups
-from .lmcache import LMCache
-from .offload import Offload, Run
+from .offload import LMCache, Offload, Run
 from .profile import Profile, StepDurations
 from .steps import Cleared, Counters, EngineRequest, Output, Removed, Step, Stored
 
@@ -59,9 +58,9 @@ class Engine:
         self.counters = Counters()
         self._every_token = every_token
         self._size = profile.block_size
-        self._pool = BlockPool(profile.num_blocks)
+        self.pool = BlockPool(profile.num_blocks)
         self._offload = (LMCache if profile.lmcache else Offload)(profile) if profile.cpu_blocks else None
-        self._groups = Groups(profile, self._pool) if profile.windows else None
+        self._groups = Groups(profile, self.pool) if profile.windows else None
         self._width = 1 + len(profile.windows)  # blocks that a block of tokens takes
         self._fetching: list[Sequence] = []
         self._elapsed = 0.0  # seconds of the steps that were taken one by one; fetches are timed by it
@@ -69,17 +68,16 @@ class Engine:
         self._kept: dict[Hashable, Sequence] = {}  # ended, with blocks that another engine is to fetch
         self._waiting: deque[Sequence] = deque()
         self._partial: Sequence | None = None  # the request whose prompt is partly done; admitted last
-        self._batch = Batch(self._size)  # requests whose prompt is done
+        self.batch = Batch(self._size)  # requests whose prompt is done
         self._admitted = self._arrivals = 0
         self._by_priority = profile.scheduling_policy == "priority"
-        self._cleared = False
-        self._taken_in: list[Stored | Removed] = []  # reported with the next step
+        self._pending: list[Stored | Removed | Cleared] = []  # events to be reported with the next step
         self._settled = False  # the next step schedules decoding requests only
         self.durations = StepDurations(profile)  # may be replaced, to simulate an engine that turns slow
 
     @property
     def running(self) -> int:
-        return len(self._batch.sequences) + (self._partial is not None)
+        return len(self.batch.sequences) + (self._partial is not None)
 
     @property
     def waiting(self) -> int:
@@ -87,21 +85,11 @@ class Engine:
 
     @property
     def kv_usage(self) -> float:
-        return self._pool.usage
-
-    @property
-    def cached_blocks(self) -> int:
-        """The number of different cached blocks."""
-        return self._pool.cached
-
-    @property
-    def cached_keys(self) -> list[Key]:
-        """The keys of the cached blocks."""
-        return self._pool.keys
+        return self.pool.usage
 
     def cached(self, request_blocks: list[Key], prompt_tokens: int) -> int:
         """Return how many blocks of a prompt would be hits now."""
-        hits = len(self._pool.find(request_blocks, (prompt_tokens - 1) // self._size))
+        hits = len(self.pool.find(request_blocks, (prompt_tokens - 1) // self._size))
         if self.profile.drops_block:
             hits = max(0, hits - 1)
         return self._groups.longest(request_blocks, hits) if self._groups else hits
@@ -118,66 +106,33 @@ class Engine:
     def take_in(self, request: EngineRequest, start: int, end: int) -> None:
         """Put blocks that another engine passed on into host memory, for a request that is about to be added."""
         if self._offload is not None:
-            self._offload.take_in(request, request.blocks, start, end, self._taken_in)
+            self._offload.take_in(request, request.blocks, start, end, self._pending)
             self._settled = False
 
-    def outlook(self) -> tuple[int, int, int, int]:
-        """Return the load that a new request meets.
-
-        That is the prompt tokens to compute before its own, the blocks they will take beyond the free ones (negative:
-        blocks left), the number of decoding requests, and their context in tokens.
-        """
-        tokens, blocks = 0, -self._pool.free
-        if (begun := self._partial) is not None:
-            tokens += begun.tokens - begun.computed
-            blocks += self._blocks(begun.tokens) - len(begun.held)
-        for sequence in self._waiting:
-            if sequence.wanted < 0:  # looked up once, and kept from the first call
-                sequence.wanted = sequence.tokens - len(self._hits(sequence)) * self._size
-            tokens += sequence.wanted
-            blocks += self._blocks(sequence.wanted)
-        return tokens, blocks, len(self._batch.sequences), self._batch.context
-
-    def to_come(self) -> tuple[list[int], int]:
-        """Return each request's output tokens to come, and the context of all requests that do not decode yet."""
-        batch = self._batch
-        left = [sequence.finish - batch.now for sequence in batch.sequences.values()]
-        begun = [self._partial] if self._partial is not None else []
-        context = 0
-        for sequence in (*begun, *self._waiting):
-            left.append(sequence.limit - sequence.generated)
-            context += sequence.tokens
-        return left, context
-
-    def steps_until_free(self, blocks: int) -> int:
-        """Return in how many steps ending requests free `blocks` blocks, if no other request takes them."""
-        return self._batch.steps_until_free(blocks)
+    @property
+    def to_prefill(self) -> list[Sequence]:
+        """The requests whose prompts are not all computed: first the one that is begun, then those that wait."""
+        return [*([self._partial] if self._partial is not None else []), *self._waiting]
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError if it could never run or its id is in use."""
         room = self.profile.context_length - request.prompt_tokens
         if room < 1:
             raise ValueError(
-                f"the prompt has {request.prompt_tokens} tokens; this engine holds "
-                f"{self.profile.context_length} with at least one token of output"
+                f"a prompt of {request.prompt_tokens} tokens and one of output exceed {self.profile.context_length}"
             )
         if request.id in self._all:
             raise ValueError(f"request id {request.id!r} is in use")
-        if request.prompt_tokens < 1 or request.max_tokens < 1:
-            raise ValueError("a request needs at least one prompt token and one token of output")
         if len(request.blocks) != request.prompt_tokens // self._size:
             raise ValueError(
-                f"{request.prompt_tokens} prompt tokens fill {request.prompt_tokens // self._size} blocks "
-                f"of {self._size}, but {len(request.blocks)} keys were given"
+                f"{request.prompt_tokens} prompt tokens fill fewer or more than {len(request.blocks)} keys' blocks"
             )
         limit, reason = min(request.max_tokens, room), "length"
         if request.stop_tokens is not None and request.stop_tokens <= limit:
             limit, reason = max(1, request.stop_tokens), "stop"
-        sequence = Sequence(request, limit, reason)
         self._settled = False
-        self._all[request.id] = sequence
         self._arrivals += 1
-        sequence.arrival = self._arrivals
+        self._all[request.id] = sequence = Sequence(request, limit, reason, self._arrivals)
         if self._by_priority:
             self._queue(sequence)
         else:
@@ -191,14 +146,13 @@ class Engine:
 
     def abort(self, id: Hashable) -> bool:
         """Drop a request and free its blocks; return False if it is not here (it may have ended)."""
-        sequence = self._all.pop(id, None)
-        if sequence is None:
+        if (sequence := self._all.pop(id, None)) is None:
             return False
         self._settled = False
         if sequence is self._partial:
             self._partial = None
-        elif id in self._batch.sequences:
-            self._batch.leave(sequence, self._batch.now)
+        elif id in self.batch.sequences:
+            self.batch.leave(sequence, self.batch.now)
         elif sequence in self._fetching:
             self._fetching.remove(sequence)
             self._offload.loaded(sequence.keys, sequence.run)
@@ -209,12 +163,10 @@ class Engine:
 
     def let_go(self, id: Hashable) -> bool:
         """Free the blocks that an ended request keeps for another engine; return False if it keeps none."""
-        sequence = self._kept.pop(id, None)
-        if sequence is None:
-            return False
-        self._settled = False
-        self._release(sequence)
-        return True
+        if (sequence := self._kept.pop(id, None)) is not None:
+            self._settled = False
+            self._release(sequence)
+        return sequence is not None
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
         """Empty the prefix cache; return False and do nothing while requests hold blocks.
@@ -222,27 +174,21 @@ class Engine:
         It is reported with the next step, as in vLLM. Host memory stays; with `external` it is emptied too, which is
         not reported.
         """
-        if not self._pool.clear():
+        if not self.pool.clear():
             return False
         if external and self._offload is not None:
             self._offload.reset()
-        self._cleared, self._settled = True, False
+        self._pending, self._settled = [Cleared(), *(one for one in self._pending if type(one) is not Cleared)], False
         return True
 
     def step(self) -> Step | None:
         """Schedule and do one step; return None when there is nothing to do before something else happens."""
         if not self._all:
             return None
-        batch = self._batch
+        batch = self.batch
         batch.now += 1
         self.counters.steps += 1
-        step = Step(0.0)
-        if self._cleared:
-            step.events.append(Cleared())
-            self._cleared = False
-        if self._taken_in:
-            step.events += self._taken_in
-            self._taken_in = []
+        step, self._pending = Step(0.0, events=self._pending), []
         due = self._grow(step)
         decoding = step.decode_tokens = len(batch.sequences)
         ended: list[Sequence] = []  # requests whose prompt is complete after this step
@@ -270,7 +216,7 @@ class Engine:
 
         In these steps no block is begun or filled, and no request starts, ends or waits for what they could free.
         """
-        batch, durations = self._batch, self.durations
+        batch, durations = self.batch, self.durations
         if not self._settled or not batch.sequences or self._every_token:
             return []
         ends, decoding, context = [], len(batch.sequences), batch.context
@@ -283,17 +229,17 @@ class Engine:
 
     def leap(self, steps: int) -> None:
         """Take `steps` of the steps that `ahead` returned."""
-        self._batch.leap(steps)
+        self.batch.leap(steps)
         self.durations.taken(steps)
         self.counters.steps += steps
-        self.counters.generated_tokens += steps * len(self._batch.sequences)
+        self.counters.generated_tokens += steps * len(self.batch.sequences)
 
     # ---- decoding requests
 
     def _grow(self, step: Step) -> list[Sequence]:
         """Get blocks for requests whose next token starts or fills one; return those that had work and still run."""
-        now, alive = self._batch.now, []
-        for sequence in self._batch.due():
+        now, alive = self.batch.now, []
+        for sequence in self.batch.due():
             if sequence.due != now:  # preempted for one before it, or listed twice
                 continue
             position = sequence.tokens + now - sequence.base - 2  # of the token whose key/value is computed now
@@ -306,17 +252,17 @@ class Engine:
             sequence.due = -1
             alive.append(sequence)
         if step.preempted and self._by_priority:  # a preempted request may have been handled before
-            alive = [one for one in alive if one.request.id in self._batch.sequences]
+            alive = [one for one in alive if one.request.id in self.batch.sequences]
         return alive
 
     def _room_for_one(self, sequence: Sequence, step: Step) -> bool:
         """Take one more block, by preemption if needed; return False if the request itself was preempted."""
-        while self._pool.free < self._width:
+        while self.pool.free < self._width:
             if self._by_priority:
                 partial = [self._partial] if self._partial is not None else []
-                victim = max((*self._batch.sequences.values(), *partial), key=_rank)
+                victim = max((*self.batch.sequences.values(), *partial), key=_rank)
             else:
-                victim = self._partial or next(reversed(self._batch.sequences.values()))
+                victim = self._partial or next(reversed(self.batch.sequences.values()))
             self._preempt(victim, step)
             if victim is sequence:
                 return False
@@ -328,7 +274,7 @@ class Engine:
         if sequence is self._partial:
             self._partial = None
         else:
-            self._batch.leave(sequence, self._batch.now - 1)
+            self.batch.leave(sequence, self.batch.now - 1)
         self._release(sequence)
         sequence.held, sequence.computed = [], 0
         sequence.run, sequence.stored, sequence.offered = None, 0, 0
@@ -349,7 +295,7 @@ class Engine:
             new = min(sequence.tokens - sequence.computed, budget)
             if self._groups:
                 self._groups.pass_by(sequence, sequence.computed)
-            if (self._blocks(sequence.computed + new) - len(sequence.held)) * self._width > self._pool.free:
+            if (self._blocks(sequence.computed + new) - len(sequence.held)) * self._width > self.pool.free:
                 self._preempt(sequence, step)  # it was admitted last, so it is the one to preempt
             else:
                 self._partial = None
@@ -363,10 +309,10 @@ class Engine:
         while waiting and budget > 0 and self.running + len(ended) < most:
             sequence = waiting[0]
             hits = sequence.held or self._hits(sequence)
-            taken = self._promised(sequence) if sequence.held else self._pool.idle(hits) + self._promised()
+            taken = self._promised(sequence) if sequence.held else self.pool.idle(hits) + self._promised()
             if self._groups:
                 taken += self._groups.idle(sequence.keys, len(hits))
-            if (self._blocks(sequence.tokens) - len(hits)) * self._width + taken > self._pool.free:
+            if (self._blocks(sequence.tokens) - len(hits)) * self._width + taken > self.pool.free:
                 break
             waiting.popleft()
             if self._offload is not None and not sequence.held and sequence.request.reads_cache:
@@ -412,7 +358,7 @@ class Engine:
         for sequence in there:
             run, start, keys = sequence.run, sequence.stored, sequence.keys
             self._offload.loaded(keys, run)
-            self._pool.store(sequence.held[start : run.end], keys[start : run.end])
+            self.pool.store(sequence.held[start : run.end], keys[start : run.end])
             parent = keys[start - 1] if start else None
             step.events.append(Stored(sequence.request, start, keys[start : run.end], parent))
             sequence.stored = run.end
@@ -421,7 +367,7 @@ class Engine:
     def _hits(self, sequence: Sequence) -> list[int]:
         if not sequence.request.reads_cache:
             return []
-        hits = self._pool.find(sequence.keys, (sequence.tokens - 1) // self._size)
+        hits = self.pool.find(sequence.keys, (sequence.tokens - 1) // self._size)
         if self.profile.drops_block:
             del hits[-1:]
         if self._groups:
@@ -438,7 +384,7 @@ class Engine:
 
         `computed`: tokens that need not be computed; `found`: tokens found here and in host memory, 0 for `computed`.
         """
-        self._pool.use(hits)
+        self.pool.use(hits)
         sequence.held = hits
         if self._groups:
             self._groups.admit(sequence)
@@ -493,11 +439,11 @@ class Engine:
     def _release(self, sequence: Sequence) -> None:
         if self._groups:
             self._groups.release(sequence)
-        self._pool.release(sequence.held)
+        self.pool.release(sequence.held)
 
     def _take(self, count: int, step: Step) -> list[int]:
         removed: list[Key] = []
-        taken = self._pool.take(count, removed)
+        taken = self.pool.take(count, removed)
         if removed:
             step.events.append(Removed(removed))
         return taken
@@ -514,7 +460,7 @@ class Engine:
             new = keys[start:end]
             if self._groups:
                 step.events += self._groups.fill(sequence, start, end)
-            self._pool.store(sequence.held[start:end], new)
+            self.pool.store(sequence.held[start:end], new)
             step.events.append(Stored(sequence.request, start, new, keys[start - 1] if start else None))
         if self._offload is not None:
             chunks = min(tokens // self._size, len(keys)) // self._offload.chunk
@@ -524,7 +470,7 @@ class Engine:
 
     def _report(self, step: Step, due: list[Sequence], ended: list[Sequence]) -> None:
         """Add the step's outputs: ended requests leave, completed prompts start to decode."""
-        batch, outputs = self._batch, step.outputs
+        batch, outputs = self.batch, step.outputs
         now = batch.now
         if self._every_token:
             for sequence in batch.sequences.values():
@@ -556,15 +502,8 @@ class Engine:
         else:
             self._release(sequence)
         del self._all[sequence.request.id]
-        step.outputs.append(
-            Output(
-                sequence.request.id,
-                sequence.generated - sequence.reported,
-                sequence.generated == 1,
-                sequence.reason,
-                sequence.cached,
-            )
-        )
+        new, first = sequence.generated - sequence.reported, sequence.generated == 1
+        step.outputs.append(Output(sequence.request.id, new, first, sequence.reason, sequence.cached))
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -28,7 +28,6 @@ class Groups:
         self._pool, self._size, self._retains_all = pool, profile.block_size, profile.retention == "all"
         self._windows = [window or STATE for window in profile.windows]
         self._states = [not window for window in profile.windows]
-        self.width = 1 + len(self._windows)  # blocks that one block of tokens takes
 
     def longest(self, keys: list[Key], most: int) -> int:
         """Return the blocks of the longest hit within the first `most`, which full attention has."""

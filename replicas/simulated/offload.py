@@ -4,6 +4,11 @@ Follows vLLM's offloading connector (0.28 to 0.32) with its CPU spec. Blocks tha
 chunks of one or more blocks; the least recently used chunks are evicted. A prompt finds the run of chunks that follows
 its blocks on the GPU. A copy exists from the step that filled its blocks; vLLM's takes some steps more, in which the
 GPU still has them.
+
+`LMCache` is LMCache's server instead, as of 0.5.6 with `LMCacheMPConnector` (`lmcache/integration/vllm`): chunks of 256
+tokens, of which the end of a prompt is evicted first. A prompt is looked up in whole chunks from its beginning,
+whatever the engine holds itself, and chunks that the engine lacks are fetched; if a prompt is found to its end, the
+last token is computed, and not counted as found.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from .profile import Profile
 from .steps import EngineRequest, Removed, Stored
 
 TIER = "cpu"
+LMCACHE_TOKENS = 256  # in a chunk of LMCache's, by default
 Events = list[Stored | Removed]
 
 
@@ -111,3 +117,17 @@ class Offload:
             start = run[0] * size
             stored = list(keys[start : start + len(run) * size])
             events.append(Stored(request, start, stored, keys[start - 1] if start else None, TIER))
+
+
+class LMCache(Offload):
+    counts_last = False
+
+    def find(self, keys: Sequence[Key], start: int, blocks: int) -> Run:
+        """Return the chunks to fetch after the first `start` blocks of a prompt of `blocks` full ones."""
+        chunks = self.passes_on(keys[:blocks]) // self.chunk
+        if chunks * self.chunk <= start:
+            return Run(start, range(0))
+        return Run(chunks * self.chunk, range(start // self.chunk, chunks))
+
+    def reset(self) -> None:
+        """Do nothing: LMCache's connectors have no such call."""

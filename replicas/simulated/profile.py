@@ -10,15 +10,9 @@ from typing import ClassVar, Literal
 from replicas import yaml_text
 
 PROFILES = Path(__file__).parent / "profiles"
-_LEAST = {
-    "num_blocks": 2,
-    "block_size": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "max_model_len": 1,
-    "cpu_blocks": 0,
-    "chunk_blocks": 1,
-}
+# The least that a field may be
+_LEAST = dict.fromkeys("block_size max_num_seqs max_num_batched_tokens max_model_len chunk_blocks".split(), 1)
+_LEAST |= {"num_blocks": 2, "cpu_blocks": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +49,11 @@ class StepTime:
         """Return the seconds of a step: `tokens` is t, `pairs` the sum of t_i * (c_i + t_i / 2); the others n, k, u."""
         ms = self.base
         if tokens:
-            ms += (
-                self.prefill
-                + tokens * (self.prefill_token + self.prefill_token_squared * tokens)
-                + self.attention * pairs
-            )
+            by_tokens = tokens * (self.prefill_token + self.prefill_token_squared * tokens)
+            ms += self.prefill + by_tokens + self.attention * pairs
         if sequences:
-            ms += max(
-                self.decode_least,
-                self.decode
-                + self.decode_sequence * sequences
-                + self.decode_context_token * context
-                + usage * (self.decode_usage + self.decode_usage_squared * usage),
-            )
+            by_context = self.decode + self.decode_sequence * sequences + self.decode_context_token * context
+            ms += max(self.decode_least, by_context + usage * (self.decode_usage + self.decode_usage_squared * usage))
         return ms * 1e-3
 
 
@@ -188,10 +174,8 @@ class Profile:
         if self.lmcache and not self.cpu_blocks:
             raise ValueError("lmcache needs cpu_blocks")
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must not "
-                f"be below max_num_seqs ({self.max_num_seqs}), as in vLLM"
-            )
+            what = f"max_num_batched_tokens ({self.max_num_batched_tokens})"
+            raise ValueError(f"{what} must not be below max_num_seqs ({self.max_num_seqs}), as in vLLM")
 
     @property
     def times_by_share(self) -> bool:

@@ -19,100 +19,38 @@ PARAGRAPHS = 48
 CONTEXTS = (4, 8, 16, 32, 64)
 TRIES = 50  # texts to try for one paragraph before more tokens are compared
 
-_WHO = (
-    "the reader",
-    "a patient engineer",
-    "the old harbour master",
-    "every new colleague",
-    "the night train",
-    "a careful gardener",
-    "the second violin",
-    "the weather station",
-    "our neighbour",
-    "the museum guide",
-    "a quiet librarian",
-    "the first customer",
-    "the bicycle mechanic",
-    "a travelling actor",
-    "the lighthouse",
-    "the chess club",
-    "an honest ledger",
-    "the river",
-    "the village baker",
-    "a small committee",
-)
-_DOES = (
-    "remembers",
-    "measures",
-    "prefers",
-    "repairs",
-    "describes",
-    "collects",
-    "counts",
-    "explains",
-    "expects",
-    "compares",
-    "carries",
-    "paints",
-    "borrows",
-    "arranges",
-    "questions",
-    "translates",
-    "writes down",
-    "studies",
-)
-_WHAT = (
-    "the long answer",
-    "seven kinds of rope",
-    "a map without names",
-    "the shortest path",
-    "warm bread",
-    "an unfinished letter",
-    "the price of copper",
-    "three clean drawings",
-    "the colour of the evening",
-    "a box of brass screws",
-    "yesterday's forecast",
-    "the rules of the game",
-    "a borrowed umbrella",
-    "the sound of rain",
-    "two contradicting reports",
-    "an empty notebook",
-    "the tide tables",
-    "a good question",
-)
-_WHEN = (
-    "before breakfast",
-    "when the shop closes",
-    "on the first warm day",
-    "after a long silence",
-    "as soon as the kettle boils",
-    "in the middle of winter",
-    "whenever the clock stops",
-    "near the old bridge",
-    "between two meetings",
-    "without looking up",
-    "at the end of the month",
-    "for no particular reason",
-    "while the others wait",
-    "once the paint is dry",
-    "under the station roof",
-    "against all advice",
-)
-_WHY = (
-    "because somebody has to",
-    "so that nothing is lost",
-    "since it costs so little",
-    "and nobody minds",
-    "which surprises the visitors",
-    "although the map disagrees",
-    "until the next delivery",
-    "just to be certain",
-    "and that is usually enough",
-    "as the contract says",
-    "so the work can go on",
-    "which takes about an hour",
-)
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+_WHO = _words("""
+the reader, a patient engineer, the old harbour master, every new colleague, the night train, a careful gardener,
+the second violin, the weather station, our neighbour, the museum guide, a quiet librarian, the first customer,
+the bicycle mechanic, a travelling actor, the lighthouse, the chess club, an honest ledger, the river,
+the village baker, a small committee
+""")
+_DOES = _words("""
+remembers, measures, prefers, repairs, describes, collects, counts, explains, expects, compares, carries, paints,
+borrows, arranges, questions, translates, writes down, studies
+""")
+_WHAT = _words("""
+the long answer, seven kinds of rope, a map without names, the shortest path, warm bread, an unfinished letter,
+the price of copper, three clean drawings, the colour of the evening, a box of brass screws,
+yesterday's forecast, the rules of the game, a borrowed umbrella, the sound of rain, two contradicting reports,
+an empty notebook, the tide tables, a good question
+""")
+_WHEN = _words("""
+before breakfast, when the shop closes, on the first warm day, after a long silence, as soon as the kettle boils,
+in the middle of winter, whenever the clock stops, near the old bridge, between two meetings, without looking up,
+at the end of the month, for no particular reason, while the others wait, once the paint is dry,
+under the station roof, against all advice
+""")
+_WHY = _words("""
+because somebody has to, so that nothing is lost, since it costs so little, and nobody minds,
+which surprises the visitors, although the map disagrees, until the next delivery, just to be certain,
+and that is usually enough, as the contract says, so the work can go on, which takes about an hour
+""")
 
 
 def _paragraph(rng: random.Random, sentences: int) -> str:

@@ -1,7 +1,8 @@
 """Prompts and limits from a request's JSON, for each endpoint, with the checks of vLLM that clients meet."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
@@ -9,8 +10,7 @@ from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 from . import translate
 from .tokens import RequestError, Tokens
 
-# vLLM's VLLM_MAX_N_SEQUENCES and VLLM_MAX_COMPLETION_PROMPTS
-MOST_SEQUENCES, MOST_PROMPTS = 16_384, 1024
+Checked = TypeVar("Checked", bound=BaseModel)
 Limit = Annotated[StrictInt, Field(ge=0)] | None
 
 
@@ -22,7 +22,7 @@ class Fields(BaseModel):
     max_completion_tokens: Limit = None
     max_output_tokens: Limit = None
     min_tokens: Limit = None
-    n: Annotated[StrictInt, Field(ge=1, le=MOST_SEQUENCES)] | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=16_384)] | None = None  # vLLM's VLLM_MAX_N_SEQUENCES
     priority: StrictInt | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -30,6 +30,14 @@ class Fields(BaseModel):
     stop_sequences: list[StrictStr] | None = None
     cache_salt: Annotated[StrictStr, Field(min_length=1)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+
+class Adapter(BaseModel):
+    """A LoRA adapter to load or unload."""
+
+    lora_name: Annotated[StrictStr, Field(min_length=1)]
+    lora_path: StrictStr | None = None
+    load_inplace: bool = False
 
 
 @dataclass(slots=True)
@@ -59,13 +67,18 @@ def parse(raw: bytes) -> dict:
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
+    checked(Fields, body)
+    return body
+
+
+def checked(model: type[Checked], body: dict) -> Checked:
+    """Return a body as `model`. Raises RequestError, which names the first field that is wrong."""
     try:
-        Fields.model_validate(body)
+        return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
         raise RequestError(f"`{name}`: {first['msg']}, got {first['input']!r}"[:300], param=name) from None
-    return body
 
 
 def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bool = True, least: int = 1) -> Asked:
@@ -78,16 +91,25 @@ def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bo
     return Asked(
         prompts,
         most,
-        body.get("n") or 1,
-        bool(body.get("stream")),
-        [word for word in ([stop] if isinstance(stop, str) else stop or ()) if word],
-        bool(body.get("ignore_eos")),
-        body.get("min_tokens") or 0,
-        body.get("cache_salt"),
+        n=body.get("n") or 1,
+        stream=bool(body.get("stream")),
+        stop=[word for word in ([stop] if isinstance(stop, str) else stop or ()) if word],
+        ignore_eos=bool(body.get("ignore_eos")),
+        min_tokens=body.get("min_tokens") or 0,
+        salt=body.get("cache_salt"),
         text=text,
         priority=body.get("priority") or 0,
         limit=limit,
     )
+
+
+def _conversation(body: dict, tokens: Tokens, limit: str, stop: Any, translated: Callable[[dict], dict]) -> Asked:
+    """Return the request of a conversation; token ids that were sent with it replace its messages."""
+    ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+    prompt = (
+        _ids(ids, "kv_transfer_params") if ids is not None else _chat(translated(body), tokens, bool(body.get(limit)))
+    )
+    return _asked(body, [prompt], limit, stop, ids is None)
 
 
 def _chat(body: dict, tokens: Tokens, outputs: bool, side: str = "left") -> list[int]:
@@ -95,24 +117,16 @@ def _chat(body: dict, tokens: Tokens, outputs: bool, side: str = "left") -> list
 
 
 def chat(body: dict, tokens: Tokens) -> Asked:
-    ids = _ids_beside(body)
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    prompt = ids if ids is not None else _chat(body, tokens, bool(body.get(limit)))
-    asked = _asked(body, [prompt], limit, body.get("stop"), ids is None)
+    asked = _conversation(body, tokens, limit, body.get("stop"), lambda chat: chat)
     asked.reads_cache = body.get("prompt_logprobs") is None and not body.get("echo")
     return asked
 
 
 def completion(body: dict, tokens: Tokens) -> Asked:
     given = body.get("prompt")
-    if isinstance(given, list) and len(given) > MOST_PROMPTS and (_is_text(given) or isinstance(given[0], list)):
-        raise RequestError(
-            f"prompt list length {len(given)} exceeds the maximum allowed count of {MOST_PROMPTS}", param="prompt"
-        )
-    prompts = [
-        tokens.truncated(ids, body, body.get("max_tokens") != 0)
-        for ids in texts(given, tokens, body.get("add_special_tokens") is not False)
-    ]
+    special, outputs = body.get("add_special_tokens") is not False, body.get("max_tokens") != 0
+    prompts = [tokens.truncated(ids, body, outputs) for ids in texts(given, tokens, special)]
     # with `echo` the prompt alone may be wanted: vLLM then generates one token and does not show it
     asked = _asked(body, prompts, "max_tokens", body.get("stop"), _is_text(given), 0 if body.get("echo") else 1)
     asked.max_tokens = 16 if asked.max_tokens is None else max(1, asked.max_tokens)
@@ -145,12 +159,6 @@ def _ids(given: Any, param: str) -> list[int]:
     return given
 
 
-def _ids_beside(body: dict) -> list[int] | None:
-    """Return the prompt's token ids that were sent with a conversation; they replace its messages."""
-    ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-    return _ids(ids, "kv_transfer_params") if ids is not None else None
-
-
 def embeddings(body: dict, tokens: Tokens) -> Asked:
     if body.get("messages") is not None:
         prompts = [_chat({"add_generation_prompt": False, **body}, tokens, False, "right")]
@@ -164,12 +172,9 @@ def embeddings(body: dict, tokens: Tokens) -> Asked:
 def responses(body: dict, tokens: Tokens) -> Asked:
     before = body.get("previous_response_id")
     if before is not None:  # none is stored, as in vLLM without VLLM_ENABLE_RESPONSES_API_STORE=1
-        raise RequestError(
-            f"Response with id '{before}' not found.", 404, "invalid_request_error", "previous_response_id"
-        )
-    ids, limit = _ids_beside(body), "max_output_tokens"
-    prompt = ids if ids is not None else _chat(translate.responses(body), tokens, bool(body.get(limit)))
-    asked = _asked(body, [prompt], limit, None, ids is None)
+        missing = f"Response with id '{before}' not found."
+        raise RequestError(missing, 404, "invalid_request_error", "previous_response_id")
+    asked = _conversation(body, tokens, "max_output_tokens", None, translate.responses)
     asked.clip = True
     return asked
 
@@ -177,9 +182,7 @@ def responses(body: dict, tokens: Tokens) -> Asked:
 def anthropic(body: dict, tokens: Tokens) -> Asked:
     if body.get("max_tokens") is None:
         raise RequestError("`max_tokens` is required", param="max_tokens")
-    ids = _ids_beside(body)
-    prompt = ids if ids is not None else tokens.chat(translate.anthropic(body))
     own = {name: value for name, value in body.items() if name not in ("n", "priority")}  # vLLM ignores these here
-    asked = _asked(own, [prompt], "max_tokens", body.get("stop_sequences"), ids is None)
+    asked = _conversation(own, tokens, "max_tokens", body.get("stop_sequences"), translate.anthropic)
     asked.limit = "max_completion_tokens"  # it becomes a chat
     return asked

@@ -1,62 +1,53 @@
 """The engine in real time: steps it, sleeps as long as the step took, publishes events, hands out tokens."""
 
-import asyncio
 import heapq
 import itertools
-import logging
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from . import keys
 from .alarm import Alarm
 from .engine import Engine, EngineRequest, Output
+from .faults import Faults
 from .metrics import Metrics
 from .profile import FrontEnd, RequestTime
 from .publisher import Publisher
 from .replies import Replies
 
 LAG = 1.0  # s; an engine further behind (after the machine slept) does not catch up
-log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Generation:
     """One sequence: its request and all of its output. `tell(generation, output)` is called with tokens."""
 
-    __slots__ = (
-        "id", "prompt", "adapter", "weights", "salt", "ids", "pieces", "reason", "stop", "sent", "cached", "tell", "arrived",
-        "text", "begun", "last", "request", "reads_cache", "received", "cached_there", "priority", "_all",
-    )  # fmt: skip
+    id: str
+    prompt: list[int] | array
+    adapter: str | None = None
+    salt: str | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    text: bool = False  # a prompt that came as text takes longer to reach the scheduler
+    reads_cache: bool = True
+    priority: int = 0
+    weights: str | None = None  # what its block keys cover: in vLLM the adapter's path as well as its name
+    ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    reason: str | None = None
+    stop: str | None = None  # the stop string that ends it
+    sent: int = 0
+    cached: int = 0
+    received: int = 0  # prompt tokens that another engine has computed
+    cached_there: int | None = None  # of these, found cached there; reported as ours
+    begun: float = 0.0
+    last: float = 0.0
+    tell: Callable[["Generation", Output], None] = lambda generation, output: None
+    request: EngineRequest | None = None
+    all_ids: array | None = None  # the prompt's and all of the output's
 
-    def __init__(
-        self,
-        id: str,
-        prompt: list[int],
-        adapter: str | None = None,
-        salt: str | None = None,
-        arrived: float | None = None,
-        text: bool = False,
-        reads_cache: bool = True,
-    ):
-        self.id, self.prompt = id, array("I", prompt)
-        self.adapter, self.salt = adapter, salt
-        self.weights = adapter  # what its block keys cover: in vLLM the adapter's path as well as its name
-        self.ids: list[int] = []
-        self.pieces: list[str] = []
-        self.reason: str | None = None
-        self.stop: str | None = None  # the stop string that ends it
-        self.sent = 0
-        self.cached = 0
-        self.tell: Callable[[Generation, Output], None] = lambda generation, output: None
-        self.arrived = time.monotonic() if arrived is None else arrived
-        self.text = text  # a prompt that came as text takes longer to reach the scheduler
-        self.reads_cache = reads_cache
-        self.received = 0  # prompt tokens that another engine has computed
-        self.cached_there: int | None = None  # of these, found cached there; reported as ours
-        self.priority = 0
-        self.begun = self.last = 0.0
-        self.request: EngineRequest | None = None
-        self._all: array | None = None
+    def __post_init__(self):
+        self.prompt = array("I", self.prompt)
 
     def plan(
         self,
@@ -81,6 +72,7 @@ class Generation:
             self.pieces.append("")
         if stop:
             self._stop_at(stop)
+        self.all_ids = self.prompt + array("I", self.ids)
 
     def _stop_at(self, stop: list[str]) -> None:
         text = "".join(self.pieces)
@@ -98,21 +90,18 @@ class Generation:
             pieces[n], room = piece[:room], max(0, room - len(piece))
         self.pieces, self.reason, self.stop = pieces, "stop", word
 
-    def all_ids(self) -> array:
-        if self._all is None:
-            self._all = self.prompt + array("I", self.ids)
-        return self._all
-
 
 class Runner:
-    """The engine's loop. Faults: `slow` multiplies every step's duration; `hang_until` (monotonic) freezes it."""
+    """The engine's loop."""
 
     def __init__(self, engine: Engine, metrics: Metrics, publisher: Publisher | None, seed: int):
         self.engine, self.metrics, self.publisher = engine, metrics, publisher
-        self.slow, self.hang_until = 1.0, 0.0
+        self.faults = Faults()
+        if publisher is not None:
+            publisher.faults = self.faults
         self.started = int(time.time())
         self._root = keys.root(seed)
-        self._adapters: dict[str, int] = {}
+        self._adapters: dict[str, int] = {}  # adapters' numbers in events
         self._live: dict[str, Generation] = {}
         self._front = FrontEnd(engine.profile) if engine.profile.request != RequestTime() else None
         self._coming: list[tuple[float, int, Generation]] = []  # heap: on the way to the scheduler
@@ -124,16 +113,15 @@ class Runner:
 
         The time since it arrived at this server counts as part of that delay.
         """
-        size = self.engine.profile.block_size
-        blocks = keys.chain(generation.prompt, size, self._root, generation.weights, generation.salt)
+        size, salt = self.engine.profile.block_size, generation.salt
+        blocks = keys.chain(generation.prompt, size, self._root, generation.weights, salt)
+        known = list(blocks)
 
         def output_key(index: int) -> int:
-            block = generation.all_ids()[index * size : (index + 1) * size]
-            parent = known[index - 1] if index else self._root
-            known.append(keys.chain(block, size, parent, generation.weights, generation.salt if not index else None)[0])
+            block, parent = generation.all_ids[index * size : (index + 1) * size], known[-1] if known else self._root
+            known.extend(keys.chain(block, size, parent, generation.weights, salt if not index else None))
             return known[index]
 
-        known = list(blocks)
         generation.request = EngineRequest(
             generation.id,
             blocks,
@@ -160,17 +148,16 @@ class Runner:
         """Drop a generation whose client left or wants no more; nothing happens if it has ended."""
         if self._live.pop(generation.id, None) is not None:
             self.engine.abort(generation.id)
-            self.metrics.finished(generation, "abort", time.monotonic())
+            self.metrics.ended["abort"] += 1
 
     @property
     def live(self) -> int:
         return len(self._live)
 
-    def adapter_id(self, name: str | None) -> int | None:
-        return None if name is None else self._adapters.setdefault(name, len(self._adapters) + 1)
-
     def _tokens_of(self, generation: Generation) -> tuple:
-        return generation.all_ids(), generation.adapter, self.adapter_id(generation.adapter), generation.salt
+        name = generation.adapter
+        number = None if name is None else self._adapters.setdefault(name, len(self._adapters) + 1)
+        return generation.all_ids, name, number, generation.salt
 
     async def run(self) -> None:
         """Run until cancelled. A step's events are published at its end, before its tokens, as in vLLM."""
@@ -191,14 +178,11 @@ class Runner:
                 ends = 0.0
                 continue
             now = time.monotonic()
-            ends = max(ends or begun, now - LAG) + step.seconds * self.slow
+            ends = max(ends or begun, now - LAG) + step.seconds * self.faults.slow
             await alarm.until(ends)
-            while (left := self.hang_until - time.monotonic()) > 0:
-                await asyncio.sleep(min(left, 0.05))
             if step.events and self.publisher is not None:
                 self.publisher.publish(step.events, self._tokens_of)
             self._hand_out(step.outputs)
-            self.metrics.stepped(step)
 
     def _admit(self) -> float:
         """Add all due generations to the engine; return since when the first of them was due."""
@@ -220,11 +204,11 @@ class Runner:
                 there = generation.cached_there
                 generation.cached = output.cached_tokens if there is None else there
                 generation.begun = now
-                self.metrics.first_token(generation, now)
+                self.metrics.first.observe(now - generation.arrived)
             else:
-                self.metrics.next_token(now - generation.last)
+                self.metrics.between.observe(now - generation.last)
             generation.last = now
             if output.finished:
                 del self._live[output.id]
-                self.metrics.finished(generation, output.finished, now)
+                self.metrics.ended[output.finished] += 1
             generation.tell(generation, output)

@@ -6,10 +6,11 @@ the transport: a coroutine per token would cost more than everything else here.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import orjson
@@ -18,27 +19,22 @@ from aiohttp import HttpVersion11, web
 from . import dialects, requests
 from .engine import Output
 from .faults import Faults
-from .metrics import Metrics
-from .publisher import Publisher
 from .replies import Replies
 from .requests import Asked
-from .rooms import Prompts, Rooms
 from .runner import Generation, Runner
 from .tokens import RequestError, Tokens
-from .transfers import NotThere, Transfers
-from .wires import ROOM, Nixl
+from .transfers import NotThere, Prompts, Transfers, engine_id
 
 VERSION = "0.33.0+simulated"
 KEEP_ALIVE = 5.0  # s, as in vLLM's uvicorn
 HEAD_BYTES = 2**17  # of a header; uvicorn has no limit, so this is more than a gateway forwards
 INLINE_BYTES = 256 << 10  # a body up to this size is rendered and tokenized on the event loop (about 3 ms of prose)
-ENGINE_ID = "engine-{}"  # the id by which other engines fetch its prompts, from its port
 EMBEDDING = 64  # dimensions of an embedding
 log = logging.getLogger(__name__)
 
 
-def error_body(message: str, type: str, status: int, param: str | None = None) -> dict:
-    return {"error": {"message": message, "type": type, "param": param, "code": status}}
+def failed() -> RequestError:
+    return RequestError("Internal server error", 500, "InternalServerError")
 
 
 def reply_json(data, status: int = 200) -> web.Response:
@@ -60,25 +56,19 @@ class Server:
         runner: Runner,
         tokens: Tokens,
         replies: Replies,
-        metrics: Metrics,
-        publisher: Publisher | None,
         model: str,
         root: str,
         adapters: list[str] = (),
         show_cached: bool = True,
         transfers: Transfers | None = None,
         api_key: str | None = None,
-        wire: Nixl | None = None,
     ):
         self.context_length = runner.engine.profile.context_length
-        self.tokens = tokens.within(self.context_length)
-        self.runner, self.replies, self.metrics = runner, replies, metrics
-        # adapters: name -> path
-        self.publisher, self.model, self.root, self.adapters = publisher, model, root, {name: name for name in adapters}
-        self.show_cached, self.transfers, self.wire = show_cached, transfers, wire or Nixl()
-        self.rooms = Rooms()
+        self.tokens, self.runner, self.replies = tokens.within(self.context_length), runner, replies
+        self.publisher, self.faults = runner.publisher, runner.faults
+        self.model, self.root, self.adapters = model, root, {name: name for name in adapters}  # name -> path
+        self.show_cached, self.transfers = show_cached, transfers
         self.authorization = f"Bearer {api_key}" if api_key else None
-        self.faults = Faults(runner, publisher)
         self._load = 0
 
     def app(self) -> web.Application:
@@ -98,16 +88,14 @@ class Server:
         app.router.add_get("/held", self._held)
         if self.transfers is not None:
             app.router.add_post("/kv/{name}", self._hand_over)
-            app.router.add_post("/rooms/{name}", self._meet)
-            app.router.add_get("/rooms", self._rooms_open)
-            if self.wire.meets:
+            app.router.add_get("/kv", self._kept)
+            if self.transfers.meets:
                 app.router.add_get("/query", self._engine_ids)
         return app
 
     def _tell(self, router: web.UrlDispatcher) -> None:
         """Add the endpoints that report the engine's state, and the cache's reset."""
-        for path in ("/health", "/ping"):
-            router.add_get(path, self._empty)
+        router.add_get("/health", self._empty)
         router.add_get("/version", self._version)
         router.add_get("/load", self._server_load)
         router.add_get("/kv_event_sources", self._sources)
@@ -115,21 +103,20 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler) -> web.StreamResponse:
-        if request.path != "/faults":
-            await self.faults.hang()
         if self.authorization not in (None, request.headers.get("Authorization")) and request.path != "/health":
             return reply_json({"error": "Unauthorized"}, 401)
         try:
             return await handler(request)
         except RequestError as error:
-            return reply_json(error_body(str(error), error.type, error.status, error.param), error.status)
+            return reply_json(error.body(), error.status)
         except web.HTTPException as error:
-            made = reply_json(error_body(error.reason, error.reason.replace(" ", ""), error.status), error.status)
+            refused = RequestError(error.reason, error.status, error.reason.replace(" ", ""))
+            made = reply_json(refused.body(), error.status)
             made.headers.update({name: value for name, value in error.headers.items() if name == "Allow"})
             return made
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            return reply_json(error_body("Internal server error", "InternalServerError", 500), 500)
+            return reply_json(failed().body(), 500)
 
     # ---- generation
 
@@ -138,7 +125,7 @@ class Server:
         raw = await request.read()
         self._fail_on_order(request)
         body = requests.parse(raw)
-        passed_on = await self.wire.read(request, body) if self.transfers is not None else None
+        passed_on = await self.transfers.read(request, body) if self.transfers is not None else {}
         adapter = self._adapter(body.get("model"))
         asked = await self._asked(ask, body, len(raw))
         failure = self._failure(asked)
@@ -147,81 +134,69 @@ class Server:
         given = request.headers.get("x-request-id", "").encode(errors="surrogateescape").decode("latin-1")
         id = prefix + (given or uuid.uuid4().hex)
         generations = self._generations(id, asked, adapter, arrived) if failure is None else []
-        if passed_on and passed_on.get("do_remote_prefill"):
+        if passed_on.get("do_remote_prefill"):
             await self._receive(passed_on, generations)
         answer = dialect(id, adapter or self.model, body, self.show_cached, asked.n)
-        self._load += 1
-        try:
+        with self._under_way(generations):
             if asked.stream:
                 return await self._stream(request, answer, generations, failure)
-            if passed_on and passed_on.get("do_remote_decode") and ROOM in passed_on:
-                await self._compute_for(passed_on, generations)
+            kept = None
+            if not passed_on.get("do_remote_decode"):
+                await self._finish(generations)
+            elif self.transfers.meets:
+                await self.transfers.compute(passed_on["remote_request_id"], partial(self._computed, generations))
             else:
                 await self._finish(generations)
+                kept = self._keep(request, generations[0])
             said = answer.whole(generations)
-            if self.transfers is not None and not self.wire.meets:
-                said["kv_transfer_params"] = self._keep(request, passed_on, generations)
+            if self.transfers is not None and not self.transfers.meets:
+                said["kv_transfer_params"] = kept
             return reply_json(said)
+
+    @contextlib.contextmanager
+    def _under_way(self, generations: list[Generation]) -> Iterator[None]:
+        """Count a request as load, and abort what is left of it at the end."""
+        self._load += 1
+        try:
+            yield
         finally:
             self._load -= 1
             for generation in generations:
                 self.runner.abort(generation)
 
-    async def _compute_for(self, parameters: dict, generations: list[Generation]) -> None:
-        """Compute prompts for the engine that waits, or will wait, in the room that `parameters` name.
-
-        A sequence that ends by itself is not kept.
-        """
-
-        async def compute() -> Prompts | None:
-            await self._finish(generations)
-            kept = all(one.reason == "length" for one in generations)
-            return [(len(one.prompt), one.cached) for one in generations] if kept else None
-
-        await self.rooms.compute(parameters[ROOM], compute)
+    async def _computed(self, generations: list[Generation]) -> Prompts | None:
+        """Compute prompts for another engine; None if one of them is not to be kept, since it ended by itself."""
+        await self._finish(generations)
+        kept = all(one.reason == "length" for one in generations)
+        return [(len(one.prompt), one.cached) for one in generations] if kept else None
 
     async def _receive(self, parameters: dict, generations: list[Generation]) -> None:
         try:
-            if ROOM in parameters:
-                if parameters.get("engine") not in (None, ENGINE_ID.format(parameters["at"].rpartition(":")[2])):
-                    raise NotThere
-                found = await self.rooms.fetch(parameters["at"], parameters[ROOM])
-                for generation, (tokens, cached) in zip(generations, found, strict=True):
-                    generation.received, generation.cached_there = tokens, cached
-                return
-            for generation in generations:
-                generation.received = await self.transfers.fetch(parameters)
-                generation.cached_there = parameters.get("remote_prefill_cached_tokens")
-        except NotThere:
-            raise RequestError("Internal server error", 500, "InternalServerError") from None
+            for generation, found in zip(generations, await self.transfers.fetch(parameters), strict=True):
+                generation.received, generation.cached_there = found
+        except (NotThere, ValueError):
+            raise failed() from None
 
-    def _keep(self, request: web.Request, passed_on: dict | None, generations: list[Generation]) -> dict | None:
-        if not passed_on or not passed_on.get("do_remote_decode") or request.transport is None:
+    def _keep(self, request: web.Request, generation: Generation) -> dict | None:
+        if request.transport is None:
             return None
-        tokens = len(generations[0].prompt)
+        tokens, address = len(generation.prompt), request.transport.get_extra_info("sockname")[:2]
         blocks = -(-tokens // self.runner.engine.profile.block_size)
-        address = request.transport.get_extra_info("sockname")[:2]
-        return self.transfers.keep(tokens, blocks, address, generations[0].cached)
+        return self.transfers.keep(tokens, blocks, address, generation.cached)
 
-    async def _meet(self, request: web.Request) -> web.Response:
-        """Let another engine wait for a prompt that is being computed, or is going to be."""
+    async def _hand_over(self, request: web.Request) -> web.Response:
+        """Pass a kept prompt to another engine; with Mooncake's wire, let that wait until it is computed."""
         try:
-            return reply_json(await self.rooms.hand_over(request.match_info["name"]))
+            return reply_json(await self.transfers.hand_over(request.match_info["name"], request.query.get("kind", "")))
         except NotThere:
-            return reply_json({"error": "nobody computes it"}, 404)
+            return reply_json({"error": "nothing is kept here for an engine of this kind"}, 404)
 
-    async def _rooms_open(self, request: web.Request) -> web.Response:
-        return reply_json({"open": self.rooms.open})
+    async def _kept(self, request: web.Request) -> web.Response:
+        return reply_json({"open": self.transfers.open})
 
     async def _engine_ids(self, request: web.Request) -> web.Response:
         port = request.transport.get_extra_info("sockname")[1] if request.transport is not None else 0
-        return reply_json({"0": {"engine_id": ENGINE_ID.format(port), "worker_addr": {}}})
-
-    async def _hand_over(self, request: web.Request) -> web.Response:
-        if request.query.get("kind", self.transfers.kind) != self.transfers.kind:
-            return reply_json({"error": "the engines' compatibility hashes differ"}, 409)
-        tokens = self.transfers.hand_over(request.match_info["name"])
-        return reply_json({"tokens": tokens}, 200 if tokens is not None else 404)
+        return reply_json({"0": {"engine_id": engine_id(port), "worker_addr": {}}})
 
     def _fail_on_order(self, request: web.Request) -> None:
         if self.faults.happens("refuse"):
@@ -229,22 +204,17 @@ class Server:
                 request.transport.abort()
             raise asyncio.CancelledError
         if self.faults.happens("error_503"):
-            raise RequestError(
-                "The engine is currently busy and cannot accept new requests. Please try again later.",
-                503,
-                "Service Unavailable",
-            )
+            full = "The engine is currently busy and cannot accept new requests. Please try again later."
+            raise RequestError(full, 503, "Service Unavailable")
         if self.faults.happens("error_500"):
-            raise RequestError("Internal server error", 500, "InternalServerError")
+            raise failed()
 
     def _failure(self, asked: Asked) -> RequestError | None:
         """Return what fails once a stream has its 200: vLLM checks a prompt's ids no sooner."""
         if (asked.stream and self.faults.happens("error_stream")) or self.faults.strikes():
-            return RequestError("Internal server error", 500, "InternalServerError")
-        if not asked.text:
-            worst = max(map(max, asked.prompts))
-            if worst >= self.tokens.vocab_size:
-                return RequestError(f"Token id {worst} is out of vocabulary")
+            return failed()
+        if not asked.text and (worst := max(map(max, asked.prompts))) >= self.tokens.vocab_size:
+            return RequestError(f"Token id {worst} is out of vocabulary")
         return None
 
     def _adapter(self, model) -> str | None:
@@ -264,56 +234,44 @@ class Server:
             raise RequestError(f"the body has a field of a wrong type: {error}") from None
 
     def _generations(self, id: str, asked: Asked, adapter: str | None, arrived: float) -> list[Generation]:
-        made, most = [], asked.max_tokens
-        if most is not None and most > self.context_length:
-            raise RequestError(
-                f"{asked.limit}={most} cannot be greater than max_model_len={self.context_length}. Please request "
-                "fewer output tokens.",
-                param=asked.limit,
-            )
+        made, most, longest = [], asked.max_tokens, self.context_length
+        if most is not None and most > longest:
+            why = f"{asked.limit}={most} cannot be greater than max_model_len={longest}. Please request fewer output tokens."
+            raise RequestError(why, param=asked.limit)
         for prompt in asked.prompts:
-            room = self.context_length - len(prompt)
-            if room < 1 or (not asked.clip and asked.max_tokens is not None and asked.max_tokens > room):
-                wanted = f" and asked for {asked.max_tokens} tokens of output" if asked.max_tokens is not None else ""
-                raise RequestError(
-                    f"This model's maximum context length is {self.context_length} tokens. However, your request has "
-                    f"{len(prompt)} input tokens{wanted}. Please reduce the length of the input messages.",
-                    param="input_tokens",
+            room = longest - len(prompt)
+            if room < 1 or (not asked.clip and most is not None and most > room):
+                wanted = f" and asked for {most} tokens of output" if most is not None else ""
+                why = (
+                    f"This model's maximum context length is {longest} tokens. However, your request has {len(prompt)} "
+                    f"input tokens{wanted}. Please reduce the length of the input messages."
                 )
+                raise RequestError(why, param="input_tokens")
             for _ in range(asked.n):
                 generation = Generation(
-                    f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}",
-                    prompt,
-                    adapter,
-                    asked.salt,
-                    arrived,
-                    asked.text,
-                    asked.reads_cache,
-                )
-                generation.priority = asked.priority
-                if adapter and self.adapters.get(adapter, adapter) != adapter:
-                    generation.weights = f"{adapter}\0{self.adapters[adapter]}"
-                generation.plan(
-                    self.replies,
-                    self.tokens.eos_id,
-                    asked.max_tokens or room,
-                    room,
-                    asked.ignore_eos,
-                    asked.min_tokens,
-                    asked.stop,
-                )
+                    f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}", prompt, adapter, asked.salt, arrived, asked.text,
+                    asked.reads_cache, asked.priority, adapter and f"{adapter}\0{self.adapters.get(adapter)}",
+                )  # fmt: skip
+                limits = most or room, room, asked.ignore_eos, asked.min_tokens, asked.stop
+                generation.plan(self.replies, self.tokens.eos_id, *limits)
                 made.append(generation)
         return made
 
-    async def _finish(self, generations: list[Generation]) -> None:
-        """Run generations to their end without reporting their tokens."""
+    async def _finish(self, generations: list[Generation], report: Callable[..., bool] | None = None) -> None:
+        """Run generations to their end.
+
+        `report(generation, first new token, whether all have ended)` is called with each step's tokens; True: it
+        failed, and nothing more is wanted.
+        """
         done, left = asyncio.get_running_loop().create_future(), len(generations)
 
         def tell(generation: Generation, output: Output) -> None:
             nonlocal left
-            generation.sent += output.tokens
+            if done.done():  # it failed, and the rest is not aborted yet
+                return
+            start, generation.sent = generation.sent, generation.sent + output.tokens
             left -= output.finished is not None
-            if not left and not done.done():
+            if (report is not None and report(generation, start, not left)) or not left:
                 done.set_result(None)
 
         for generation in generations:
@@ -325,53 +283,34 @@ class Server:
         self, request: web.Request, answer, generations: list[Generation], failure: RequestError | None
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-        chunked = request.version >= HttpVersion11
-        if chunked:
+        if chunked := request.version >= HttpVersion11:
             response.enable_chunked_encoding()
         await response.prepare(request)
         transport, breaks = request.transport, self.faults.happens("die_mid_stream")
         if transport is None:  # the client left while the head was sent
             return response
-        if failure is not None:
-            await response.write(
-                answer.announce() + answer.error(error_body(str(failure), failure.type, failure.status))
-            )
-            await response.write_eof()
-            return response
-        fails = self.faults.happens("error_mid_stream")
-        if announced := answer.announce():
-            await response.write(announced)
-        done, left = asyncio.get_running_loop().create_future(), len(generations)
+        fails = failure is None and self.faults.happens("error_mid_stream")
+        if begun := answer.announce() + (answer.error(failure.body()) if failure is not None else b""):
+            await response.write(begun)
         index_of = {id(generation): index for index, generation in enumerate(generations)}
 
-        def tell(generation: Generation, output: Output) -> None:
-            nonlocal left
-            if done.done():  # it failed, and the rest is not aborted yet
-                return
-            start, index = generation.sent, index_of[id(generation)]
-            generation.sent = end = start + output.tokens
+        def report(generation: Generation, start: int, ended: bool) -> bool:
+            index, end = index_of[id(generation)], generation.sent
             told = [answer.begin(generation, index)] if start == 0 else []
             told.append(answer.tokens(generation, index, start, end))
-            left -= output.finished is not None
-            if fails and end > 1 and not done.done():
-                left = 0
-                told.append(answer.error(error_body("Internal server error", "InternalServerError", 500)))
-                done.set_result(None)
-            elif not left:
+            if failing := fails and end > 1:
+                told.append(answer.error(failed().body()))
+            elif ended:
                 told.append(answer.close(generations))
-                if not done.done():
-                    done.set_result(None)
             if not transport.is_closing():  # one write per step: the system call is most of a token's cost
-                transport.write(
-                    b"".join([b"%x\r\n%b\r\n" % (len(data), data) for data in told if data] if chunked else told)
-                )
+                told = [b"%x\r\n%b\r\n" % (len(data), data) for data in told if data] if chunked else told
+                transport.write(b"".join(told))
             if breaks and end > 1:
                 transport.abort()
+            return failing
 
-        for generation in generations:
-            generation.tell = tell
-            self.runner.submit(generation)
-        await done
+        if failure is None:
+            await self._finish(generations, report)
         await response.write_eof()
         return response
 
@@ -386,16 +325,10 @@ class Server:
         asked = await self._asked(requests.embeddings, body, len(raw))
         id = "embd-" + uuid.uuid4().hex
         generations = self._generations(id, asked, adapter, arrived)
-        self._load += 1
-        try:
+        with self._under_way(generations):
             await self._finish(generations)
-        finally:
-            self._load -= 1
-            for generation in generations:
-                self.runner.abort(generation)
-        return reply_json(
-            dialects.embeddings(id, adapter or self.model, generations, EMBEDDING, body.get("encoding_format"))
-        )
+        encoding = body.get("encoding_format")
+        return reply_json(dialects.embeddings(id, adapter or self.model, generations, EMBEDDING, encoding))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = requests.parse(await request.read())
@@ -412,10 +345,7 @@ class Server:
             ids = self.tokens.encode(body["prompt"], body.get("add_special_tokens") is not False)
         else:
             raise RequestError("`prompt` must be text, or give `messages`", param="prompt")
-        strings = self.tokens.token_strings(ids) if body.get("return_token_strs") else None
-        return reply_json(
-            {"count": len(ids), "max_model_len": self.context_length, "tokens": ids, "token_strs": strings}
-        )
+        return reply_json({"count": len(ids), "max_model_len": self.context_length, "tokens": ids, "token_strs": None})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = requests.parse(await request.read())
@@ -424,48 +354,31 @@ class Server:
         return reply_json({"prompt": self.tokens.decode(ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
-        def card(name: str, root: str, parent: str | None) -> dict:
-            return {
-                "id": name,
-                "object": "model",
-                "created": self.runner.started,
-                "owned_by": "hitherto",
-                "root": root,
-                "parent": parent,
-                "max_model_len": self.context_length if parent is None else None,
-                "permission": [],
-            }
-
-        cards = [
-            card(self.model, self.root, None),
-            *(card(name, path, self.model) for name, path in self.adapters.items()),
+        same = {"object": "model", "created": self.runner.started, "owned_by": "hitherto", "permission": []}
+        base = {"id": self.model, "root": self.root, "parent": None, "max_model_len": self.context_length}
+        adapters = [
+            {"id": name, "root": path, "parent": self.model, "max_model_len": None}
+            for name, path in self.adapters.items()
         ]
-        return reply_json({"object": "list", "data": cards})
+        return reply_json({"object": "list", "data": [card | same for card in (base, *adapters)]})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         """Load an adapter, as vLLM does with VLLM_ALLOW_RUNTIME_LORA_UPDATING; here any name and path are valid."""
-        body = await request.read()
-        name, given = self._adapter_named(body), requests.parse(body)
-        if name == self.model or (name in self.adapters and not given.get("load_inplace")):
+        given = requests.checked(requests.Adapter, requests.parse(await request.read()))
+        name = given.lora_name
+        if name == self.model or (name in self.adapters and not given.load_inplace):
             raise RequestError(f"The lora adapter {name!r} has already been loaded.", 400, "InvalidUserInput")
-        self.adapters[name] = given.get("lora_path") or name
+        self.adapters[name] = given.lora_path or name
         return web.Response(text=f"Success: LoRA adapter {name!r} added successfully.")
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
-        name = self._adapter_named(await request.read())
-        if name not in self.adapters:
+        name = requests.checked(requests.Adapter, requests.parse(await request.read())).lora_name
+        if self.adapters.pop(name, None) is None:
             raise RequestError(f"The lora adapter {name!r} cannot be found.", 404, "NotFoundError")
-        del self.adapters[name]
         return web.Response(text=f"Success: LoRA adapter {name!r} removed successfully.")
 
-    def _adapter_named(self, body: bytes) -> str:
-        name = requests.parse(body).get("lora_name")
-        if not isinstance(name, str) or not name:
-            raise RequestError("lora_name must be a string that is not empty", 400, "InvalidUserInput", "lora_name")
-        return name
-
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self.metrics.text(), headers={"content-type": "text/plain; version=0.0.4"})
+        return web.Response(text=self.runner.metrics.text(), headers={"content-type": "text/plain; version=0.0.4"})
 
     async def _empty(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -481,14 +394,17 @@ class Server:
 
     async def _reset(self, request: web.Request) -> web.Response:
         if not self.runner.engine.reset_prefix_cache(request.query.get("reset_external") in ("true", "1")):
-            return reply_json(error_body("requests are running: the prefix cache is not reset", "Conflict", 409), 409)
+            raise RequestError("requests are running: the prefix cache is not reset", 409, "Conflict")
         return web.Response()
 
     async def _held(self, request: web.Request) -> web.Response:
         """Return the keys of all blocks in the GPU cache, as events name them, to check a gateway's map."""
-        return reply_json({"keys": self.runner.engine.cached_keys})
+        return reply_json({"keys": self.runner.engine.pool.keys})
 
     async def _faults(self, request: web.Request) -> web.Response:
         if request.method == "POST":
-            return reply_json(self.faults.order(requests.parse(await request.read())))
-        return reply_json(self.faults.state())
+            ordered = requests.checked(Faults, requests.parse(await request.read()))
+            for name in ordered.model_fields_set:
+                setattr(self.faults, name, getattr(ordered, name))
+        batches = self.publisher.sequence if self.publisher else 0  # published so far, including those with a fault
+        return reply_json({**self.faults.model_dump(), "event_batches": batches})

@@ -97,15 +97,6 @@ class Step:
     decode_tokens: int = 0
     preempted: int = 0
 
-    @property
-    def stored(self) -> list[Stored]:
-        """The events of blocks stored in the engine's own cache."""
-        return [event for event in self.events if type(event) is Stored and event.tier == "gpu"]
-
-    @property
-    def removed(self) -> list[Key]:
-        return [key for event in self.events if type(event) is Removed and event.tier == "gpu" for key in event.keys]
-
 
 @dataclass(slots=True)
 class Counters:

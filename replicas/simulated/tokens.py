@@ -30,6 +30,9 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.type, self.param = status, type, param
 
+    def body(self) -> dict:
+        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.status}}
+
 
 class _Generation(jinja2.ext.Extension):
     """The tag `{% generation %}`, which marks the assistant's tokens for training; here it only renders its body."""
@@ -107,11 +110,8 @@ class Tokens:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def token_strings(self, ids: list[int]) -> list[str]:
-        return [self._tokenizer.id_to_token(id) or "" for id in ids]
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def chat(self, body: dict) -> list[int]:
         """Return the token ids of a body with `messages`. Raises RequestError where the engine refuses it."""
@@ -128,9 +128,8 @@ class Tokens:
             return ids
         longest = len(ids) if self.context_length is None else self.context_length
         if type(keep) is not int or keep < -1 or (keep > longest and self.context_length):
-            raise RequestError(
-                f"`truncate_prompt_tokens` must be -1 to {longest}, not {keep!r}", param="truncate_prompt_tokens"
-            )
+            name = "truncate_prompt_tokens"
+            raise RequestError(f"`{name}` must be -1 to {longest}, not {keep!r}", param=name)
         keep = longest - outputs if keep == -1 else keep
         if len(ids) <= keep:
             return ids
@@ -214,13 +213,11 @@ def _tool(tool: dict, function: dict) -> dict:
 
 
 def _texts(content: Any) -> list[str]:
-    """Return the texts of a message's content; a reference to a tool counts with the tool's name."""
+    """Return the texts of a message's content."""
     texts = []
     for part in [content] if isinstance(content, str) else listed(content, "messages"):
         kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, dict) else None
-        if kind == "tool_reference":
-            text = part.get("name")
-        elif kind in TEXT_PARTS:
+        if kind in TEXT_PARTS:
             text = part if isinstance(part, str) else part.get(kind if kind in ("refusal", "thinking") else "text")
         else:
             raise RequestError(f"this model takes text only, not a content part of type {kind!r}", param="messages")

@@ -1,19 +1,33 @@
-"""Prompts' caches passed between engines, as by vLLM's NIXL connector: one engine keeps them, another fetches them.
+"""Prompts' caches passed between engines: one computes a prompt and keeps it, another fetches it.
 
-The protocol is this engine's own: the fetching engine posts to the other over HTTP, which then forgets the prompt. Only
-the fact that the prompt was computed is kept: its blocks are in the prefix cache like any others, and may be evicted.
+With vLLM's NIXL connector the prompt is computed first and the answer has the parameters to fetch it with. With
+Mooncake's both engines have the request at the same time, and the decoding one waits at the other until the prompt is
+computed, under a name that came with both. llm-d's sidecar lets the prefiller in a header compute the prompt as with
+NIXL. The protocol is this engine's own: the fetching engine posts to the other over HTTP, which then forgets the
+prompt. Only the fact that the prompt was computed is kept: its blocks are in the prefix cache like any others, and may
+be evicted.
 """
 
+from __future__ import annotations
+
 import asyncio
-import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
+import orjson
+from aiohttp import web
+
+from .tokens import RequestError
 
 LEASE = 30.0  # s, vLLM's kv_lease_duration
+PATIENCE = 480.0  # s, from Mooncake's connector
 TOKEN_SECONDS = 10e-6  # 128 KiB a token over 100 Gbit/s
 FETCH_SECONDS = 5.0  # timeout of NIXL's handshake with an engine that does not answer
+PREFILLER = "x-prefiller-host-port"
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+Prompts = list[tuple[int, int | None]]  # for each sequence: its tokens, and how many were found cached
 
 
 class NotThere(Exception):
@@ -21,21 +35,67 @@ class NotThere(Exception):
 
 
 class Transfers:
-    """The prompts that this engine keeps for others. Times are on the monotonic clock."""
+    """The prompts that this engine computes or keeps for others, by name, as futures.
 
-    def __init__(self, lease: float = LEASE, kind: str = "") -> None:
-        """Keep no prompt yet. Engines exchange caches only if their `kind` is equal, like vLLM's compatibility hash."""
-        self._lease, self.kind = lease, kind
-        self._kept: dict[str, tuple[int, float]] = {}
+    `wire`: nixl, llm-d or mooncake. Engines exchange caches only if their `kind` is equal, like
+    vLLM's compatibility hash.
+    """
+
+    def __init__(self, wire: str, kind: str) -> None:
+        self._wire, self._kind = wire, kind
+        self.meets = wire == "mooncake"
         self._engine = uuid.uuid4().hex
+        self._kept: dict[str, asyncio.Future[Prompts]] = {}
+
+    @property
+    def open(self) -> int:
+        """The number of prompts that are kept, computed or waited for."""
+        return len(self._kept)
+
+    async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the request's transfer parameters in NIXL's form, {} if it has none. Raises RequestError."""
+        given = body.get("kv_transfer_params") or {}
+        if self.meets:
+            at = str(given.get("remote_bootstrap_addr", "")).removeprefix("http://")
+            to_fetch = {"remote_request_id": given.get("transfer_id"), "at": at}
+            given = given | to_fetch | {"do_remote_prefill": not given.get("do_remote_decode")}
+            return given if given.get("transfer_id") else {}
+        prefiller = request.headers.get(PREFILLER) if self._wire == "llm-d" else None
+        return given if prefiller is None else await self._of_prefiller(prefiller, request.path, body)
+
+    @staticmethod
+    async def _of_prefiller(prefiller: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Let the prefiller compute the prompt, as llm-d's sidecar does; if it fails, the answer is the prefiller's."""
+        if prefiller.endswith(":1"):  # stands for a prefiller that is not allowed
+            raise RequestError("Forbidden: prefill target not allowed by SSRF protection", 403, "Forbidden")
+        given = [name for name in LIMITS if name in body] or ["max_output_tokens" if "input" in body else "max_tokens"]
+        asked = {name: value for name, value in body.items() if name not in ("stream_options", "min_tokens")}
+        asked |= dict.fromkeys(given, 1) | {"stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        try:
+            status, raw = await _post(f"http://{prefiller}{path}", None, data=orjson.dumps(asked))
+        except NotThere:
+            raise RequestError("", 502, "BadGateway") from None
+        if status != 200:
+            raise RequestError(raw.decode(errors="replace"), status, "PrefillFailed")
+        return orjson.loads(raw).get("kv_transfer_params") or {}
+
+    def _enter(self, name: str) -> asyncio.Future[Prompts]:
+        if name not in self._kept:
+            self._kept[name] = asyncio.get_running_loop().create_future()
+        return self._kept[name]
+
+    def _close(self, name: str) -> None:
+        if (computed := self._kept.pop(name, None)) is not None:
+            computed.cancel()
+
+    def _keep(self, name: str, prompts: Prompts, seconds: float) -> None:
+        self._enter(name).set_result(prompts)
+        asyncio.get_running_loop().call_later(seconds, self._close, name)
 
     def keep(self, tokens: int, blocks: int, address: tuple[str, int], cached: int) -> dict[str, Any]:
         """Keep a computed prompt; return the transfer parameters of its answer. `cached`: its tokens found cached."""
-        now = time.monotonic()
-        for name in [name for name, (_, due) in self._kept.items() if due < now]:
-            del self._kept[name]
         name = uuid.uuid4().hex
-        self._kept[name] = tokens, now + self._lease
+        self._keep(name, [(tokens, cached)], LEASE)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -50,30 +110,67 @@ class Transfers:
             "transfer_mode": "pull",
         }
 
-    @property
-    def kept(self) -> int:
-        """The number of prompts kept now."""
-        now = time.monotonic()
-        return sum(due >= now for _, due in self._kept.values())
-
-    def hand_over(self, name: str) -> int | None:
-        """Return the tokens of a kept prompt and forget it; None if it is not kept, or its lease has ended."""
-        tokens, due = self._kept.pop(name, (0, 0.0))
-        return tokens if due >= time.monotonic() else None
-
-    async def fetch(self, parameters: dict[str, Any]) -> int:
-        """Fetch a prompt that another engine keeps; return its tokens. Raises NotThere."""
-        url = f"http://{parameters.get('remote_host')}:{parameters.get('remote_port')}/kv/{parameters.get('remote_request_id')}"
-        timeout = aiohttp.ClientTimeout(FETCH_SECONDS)
+    async def compute(self, name: str, computing: Callable[[], Awaitable[Prompts | None]]) -> None:
+        """Compute prompts for the engine that waits for them or is going to; None means that they are not kept."""
+        computed, kept = self._enter(name), False
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.post(url, params={"kind": self.kind}) as answer,
-            ):
-                if answer.status != 200:
-                    raise NotThere
-                tokens = int((await answer.json())["tokens"])
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            raise NotThere from error
-        await asyncio.sleep(tokens * TOKEN_SECONDS)
-        return tokens
+            prompts = await computing()
+            if kept := prompts is not None and not computed.cancelled():
+                self._keep(name, prompts, PATIENCE)
+        finally:
+            if not kept:
+                self._close(name)
+
+    async def hand_over(self, name: str, kind: str) -> Prompts:
+        """Return what is kept under this name and forget it; with Mooncake's wire, once it is computed.
+
+        Raises NotThere.
+        """
+        if kind != self._kind or not (self.meets or name in self._kept):
+            raise NotThere
+        computed = self._enter(name)
+        try:
+            return await asyncio.wait_for(asyncio.shield(computed), PATIENCE)
+        except TimeoutError:
+            raise NotThere from None
+        except asyncio.CancelledError as cancelled:
+            if computed.cancelled():
+                raise NotThere from cancelled
+            raise
+        finally:
+            self._close(name)
+
+    async def fetch(self, parameters: dict[str, Any]) -> Prompts:
+        """Fetch the prompts that another engine keeps or computes. Raises NotThere."""
+        at = parameters.get("at") or f"{parameters.get('remote_host')}:{parameters.get('remote_port')}"
+        if self.meets and parameters.get("remote_engine_id") not in (None, engine_id(at.rpartition(":")[2])):
+            raise NotThere
+        url, seconds = (
+            f"http://{at}/kv/{parameters.get('remote_request_id')}",
+            PATIENCE if self.meets else FETCH_SECONDS,
+        )
+        status, raw = await _post(url, seconds, params={"kind": self._kind})
+        if status != 200:
+            raise NotThere
+        prompts = [(tokens, cached) for tokens, cached in orjson.loads(raw)]
+        if not self.meets:  # the request says what the other engine had found
+            prompts = [(tokens, parameters.get("remote_prefill_cached_tokens")) for tokens, _ in prompts]
+        await asyncio.sleep(sum(tokens for tokens, _ in prompts) * TOKEN_SECONDS)
+        return prompts
+
+
+def engine_id(port: int | str) -> str:
+    """Return the id that Mooncake's bootstrap server reports of the engine on this port."""
+    return f"engine-{port}"
+
+
+async def _post(url: str, seconds: float | None, **sent: Any) -> tuple[int, bytes]:
+    """Return the answer's status and body. Raises NotThere if there is none."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(seconds)) as session,
+            session.post(url, **sent) as answer,
+        ):
+            return answer.status, await answer.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise NotThere from error

@@ -1,18 +1,9 @@
 """Translation of OpenAI's Responses and Anthropic's Messages to the chat request that vLLM makes of them."""
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
 from .tokens import ATTRIBUTION, RequestError, listed
 
-# The parameters that a model is shown for a tool that takes one text (`custom`).
-ONE_TEXT = {
-    "type": "object",
-    "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
 UNFINISHED = ("in_progress", "incomplete")
 
 
@@ -26,7 +17,7 @@ def responses(body: dict) -> dict:
     for item in items:
         _add_item(item, messages)
     go_on = bool(items) and items[-1].get("status") in UNFINISHED and items[-1].get("type") in (None, "message")
-    tools = [function for tool in listed(body.get("tools"), "tools") for function in _functions(tool)]
+    tools = [tool for tool in listed(body.get("tools"), "tools") if tool.get("type") == "function"]
     return {
         "messages": messages,
         "tools": [{"type": "function", "function": function} for function in tools] or None,
@@ -38,35 +29,14 @@ def responses(body: dict) -> dict:
     }
 
 
-def _functions(tool: dict) -> Iterator[dict]:
-    """Yield the functions that the model is shown for a tool.
-
-    Those of a namespace get both names; a `custom` tool becomes a function of one text. Tools that run at the server
-    are left out, since this one has none.
-    """
-    name = tool.get("name")
-    if tool.get("type") == "function":
-        yield tool
-    elif tool.get("type") == "namespace":
-        for function in tool.get("tools", ()):
-            if function.get("type") == "function":
-                yield {**function, "name": f"{name}__{function.get('name')}"}
-    elif tool.get("type") == "custom":
-        yield {"name": name, "description": tool.get("description"), "parameters": ONE_TEXT}
-
-
 def _add_item(item: dict, messages: list[dict]) -> None:
     """Add one input item; consecutive texts, calls and thoughts of the assistant become one message."""
     kind = item.get("type", "message")
-    if kind in ("function_call", "custom_tool_call"):
-        space, name, arguments = item.get("namespace"), item.get("name"), item.get("arguments")
-        function = {"name": f"{space}__{name}" if space else name, "arguments": arguments}
-        if kind == "custom_tool_call":
-            function = {"name": name, "arguments": json.dumps({"input": item.get("input") or ""})}
-        _of_assistant(messages, "content").setdefault("tool_calls", []).append(
-            {"id": item.get("call_id"), "type": "function", "function": function}
-        )
-    elif kind in ("function_call_output", "custom_tool_call_output"):
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _of_assistant(messages, "content").setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
     elif kind == "reasoning":
         thought = _first_text(item.get("content")) or _first_text(item.get("summary"))
@@ -142,19 +112,12 @@ def _add_message(message: dict, messages: list[dict]) -> None:
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            messages += _results(block)
-        elif kind not in ("redacted_thinking", "tool_reference"):
+            given = block.get("content")
+            parts = [{"type": "text", "text": given}] if isinstance(given, str) else listed(given, "messages")
+            text = "\n".join(part.get("text", "") for part in parts if part.get("type") == "text")
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        elif kind != "redacted_thinking":
             raise RequestError(f"this model takes text only, not {kind!r}", param="messages")
     made = {"role": role, "reasoning": "".join(thought) or None, "tool_calls": calls or None, "content": said or None}
     if said or role == "assistant" or isinstance(content, str):
         messages.append(made)
-
-
-def _results(block: dict) -> Iterator[dict]:
-    """Yield a tool's result, and a second one for the tools that a tool search found."""
-    answer, content = {"role": "tool", "tool_call_id": block.get("tool_use_id")}, block.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else listed(content, "messages")
-    yield answer | {"content": "\n".join(part.get("text", "") for part in parts if part.get("type") == "text")}
-    found = [part.get("tool_name") or part.get("name") for part in parts if part.get("type") == "tool_reference"]
-    if found:
-        yield answer | {"content": [{"type": "tool_reference", "name": name} for name in found]}

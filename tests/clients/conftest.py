@@ -118,7 +118,7 @@ def shared_gateway(start_gateway) -> Gateway:
 def gateway(shared_gateway):
     """Two simulated engines behind a gateway; no fault is left behind."""
     yield shared_gateway
-    shared_gateway.fault(slow=1, hang=0, **NO_FAULTS)
+    shared_gateway.fault(slow=1, **NO_FAULTS)
     shared_gateway.until(lambda: all(one["state"] == "ready" for one in shared_gateway.status()["replicas"]))
 
 

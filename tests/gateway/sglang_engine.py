@@ -48,12 +48,12 @@ def _as_given(tool: dict, wrote: dict) -> dict:
 class Chat(dialects.Chat):
     """The prompt's ids are told with each choice."""
 
-    def _choice(self, generation: Generation, index: int) -> dict:
-        ids = {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
-        return super()._choice(generation, index) | ids
+    def _choice(self, generation: Generation, index: int, start: int = 0, end: int | None = None) -> dict:
+        choice = super()._choice(generation, index, start, end)
+        return choice | self._prompt(generation) if end is None else choice
 
-    def _more(self, generations: list[Generation]) -> dict:
-        return {}
+    def whole(self, generations: list[Generation]) -> dict:
+        return {name: value for name, value in super().whole(generations).items() if name != "prompt_token_ids"}
 
 
 def chat(body: dict, tokens) -> Asked:
@@ -104,7 +104,7 @@ class SglangServer(Server):
                 "publisher": "zmq",
                 "endpoint_host": "*",
                 "endpoint_port_base": publisher.port,
-                "topic": publisher.topic,
+                "topic": "",
                 "block_size": profile.block_size,
                 "dp_size": 1,
                 "replay_endpoint_port_base": publisher.replay_port,

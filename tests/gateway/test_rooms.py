@@ -54,7 +54,7 @@ async def rooms_open(*engines):
     found = 0
     for engine in engines:
         async with httpx.AsyncClient(base_url=engine.url) as client:
-            found += (await client.get("/rooms")).json()["open"]
+            found += (await client.get("/kv")).json()["open"]
     return found
 
 

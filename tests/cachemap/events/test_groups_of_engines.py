@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cachemap import CacheMap, chain_seed, hash_blocks
 from cachemap.events.apply import EventApplier
-from replicas.simulated.engine import Engine, EngineRequest
+from replicas.simulated.engine import Engine, EngineRequest, Removed
 from replicas.simulated.keys import chain, root
 from replicas.simulated.profile import load_profile
 from replicas.simulated.publisher import Publisher
@@ -27,7 +27,7 @@ MODELS = [(80, 80, 80), (0, 0), (128,), (33, 0, 400), (16, 17, 18)]
 class Played:
     def __init__(self, **profile):
         self.engine = Engine(replace(PROFILE, **profile), every_token=True)
-        self.publisher = Publisher("127.0.0.1", 0, 0, SIZE, windows=self.engine.profile.windows)
+        self.publisher = Publisher("127.0.0.1", 0, 0, self.engine.profile)
         self.map = CacheMap(1 << 22)
         self.applier = EventApplier(self.map, self.map.attach("r", None, True), "m", SIZE)
         self.removed = self.number = 0
@@ -61,7 +61,7 @@ class Played:
             self.applier.apply(batch.events)
             self.applier.flush()
             assert self.applier.fault is None and not self.applier.orphans
-        self.removed += len(step.removed)
+        self.removed += sum(len(event.keys) for event in step.events if type(event) is Removed)
         return step
 
     def predicted(self, ids: array) -> int:
@@ -139,7 +139,7 @@ def test_the_map_has_what_a_prompt_would_find_at_any_moment(windows, retention, 
             else:
                 for _ in range(happening):
                     played.step()
-                    if not played.engine._cleared:
+                    if not played.engine._pending:
                         for ids in texts:
                             assert played.predicted(ids) == played.found(ids)
                     if not played.engine.running and not played.engine.waiting:

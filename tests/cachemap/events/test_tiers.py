@@ -25,9 +25,7 @@ class Played:
 
     def __init__(self, profile, self_describing):
         self.engine, self.published = Engine(profile), 0
-        self.publisher = Publisher(
-            "127.0.0.1", 0, 0, SIZE, "", self_describing, profile.chunk_blocks, lmcache=profile.lmcache
-        )
+        self.publisher = Publisher("127.0.0.1", 0, 0, profile, self_describing)
         self.map = CacheMap(1 << 22)
         self.applier = EventApplier(self.map, self.map.attach("r", None, True), "m", SIZE)
 

@@ -84,23 +84,13 @@ async def eventually(condition, seconds: float = 10.0) -> None:
 
 @contextlib.asynccontextmanager
 async def running(
-    tokens,
-    replies,
-    *,
-    events=True,
-    lora=(),
-    show_cached=True,
-    seed=0,
-    topic="",
-    step=StepTime(prefill=1.0, decode=0.5),
-    **limits,
+    tokens, replies, *, events=True, lora=(), show_cached=True, seed=0, step=StepTime(prefill=1.0, decode=0.5), **limits
 ):
     limits = {"num_blocks": 2048, "max_num_batched_tokens": 2048, "max_model_len": 8192, **limits}
     engine = Engine(Profile("test", step, **limits), every_token=True)
-    publisher = Publisher("127.0.0.1", 0, 0, engine.profile.block_size, topic) if events else None
-    metrics = Metrics(engine, "sim")
-    runner = Runner(engine, metrics, publisher, seed)
-    server = Server(runner, tokens, replies, metrics, publisher, "sim", "sim", list(lora), show_cached)
+    publisher = Publisher("127.0.0.1", 0, 0, engine.profile) if events else None
+    runner = Runner(engine, Metrics(engine, "sim"), publisher, seed)
+    server = Server(runner, tokens, replies, "sim", "sim", list(lora), show_cached)
     http = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
     await http.setup()
     site = web.TCPSite(http, "127.0.0.1", 0)

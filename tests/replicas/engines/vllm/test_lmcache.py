@@ -11,7 +11,8 @@ from cachemap import CacheMap, chain_seed, hash_blocks
 from cachemap.events import records
 from cachemap.events.apply import EventApplier
 from replicas.engines.vllm.events import Decoder
-from replicas.simulated.lmcache import told as simulated
+from replicas.simulated.profile import load_profile
+from replicas.simulated.publisher import Publisher
 from replicas.simulated.steps import EngineRequest, Removed, Stored
 
 RECORDED = json.loads((Path(__file__).parent / "lmcache_events.json").read_text())
@@ -81,8 +82,11 @@ def test_the_simulated_engine_tells_the_same(version):
     _, (removed, _, second), _ = msgspec.msgpack.decode(bytes.fromhex(RECORDED[version]["server"][7]))
     request, chunk, ids = EngineRequest("r", [], 512, 1), CHUNK // SIZE, second["token_ids"]
     keys = list(range(1, 2 * chunk + 1))
-    told = simulated(Stored(request, 0, keys, None, "cpu"), chunk, SIZE, [0] * CHUNK + ids)
-    for ours, real in ((told[1], second), (simulated(Removed(keys, "cpu"), chunk, SIZE, None)[0], removed)):
+    publisher = Publisher("127.0.0.1", 0, 0, load_profile("gpu-8b", cpu_blocks=640, chunk_blocks=chunk, lmcache=True))
+    events = [Stored(request, 0, keys, None, "cpu"), Removed(keys, "cpu")]
+    *told, gone = publisher._told(events, lambda _: (array("I", [0] * CHUNK + ids), None, None, None))
+    publisher.close()
+    for ours, real in ((told[1], second), (gone, removed)):
         assert ours.keys() == real.keys()
         names = ("block_hashes", "parent_block_hash")  # keys of their own
         assert [ours[name] for name in ours if name not in names] == [real[name] for name in real if name not in names]

@@ -1,13 +1,14 @@
 """The command `hitherto doctor`: one line per thing that can be wrong, and what to do about it.
 
-    ok    tokenizer        fastokens, 128000 tokens, 8 kB in 0.02 ms
+    ok    tokenizer        fastokens, 8 kB in 0.02 ms, 128000 tokens
     warn  events 10.0.0.7  KV events are off, the cache is guessed from traffic
           -> start vLLM with --kv-events-config ...
 
 Most faults of a prefix-aware gateway are silent: another chat template, another block size, events that nobody
 publishes. All of them end in cache misses that look like bad luck. So the doctor does not only read settings: it sends
 each replica one short new prompt, and checks that the engine counts the same tokens, publishes the blocks, and finds
-them again.
+them again. `CHECKS` lists what is checked, and `facts` collects what the checks look at. What a running gateway knows
+of its replicas is printed in its own words, and is not judged a second time.
 
 Exit codes: 0 if nothing is broken (`warn` is worth a look), 1 if something is, such as a file that a setting names, and
 2 if the settings themselves are wrong, in which case nothing else is checked.
@@ -17,65 +18,67 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
-import aiohttp
-
 from gateway.http.server import allow_many_connections
+from gateway.ops import gateway_checks as around
+from gateway.ops import replica_checks as of_replicas
 from gateway.ops.event_ports import EventPorts
-from gateway.ops.gateway_check import (
-    NONE_RUNS,
-    StatusUnavailable,
-    block_sizes_in_force,
-    check_drained,
-    check_gateway,
-    check_kept_out,
-    check_seen_by_gateway,
-    check_variants,
-    do_not_count,
-    ended_by_drain,
-    known_to,
-    not_in_force,
-    other_server,
-    running_gateway,
-)
-from gateway.ops.pods_check import find_pods
-from gateway.ops.prompt_check import check_model, check_prompts
-from gateway.ops.redis_check import redis_findings
-from gateway.ops.replicas_check import (
-    by_files,
-    by_model,
-    check_block_size,
-    check_clock,
-    check_context,
-    check_duplicates,
-    check_hash_seeds,
-    check_models,
-    check_own_words,
-    check_reached,
-    check_roles,
-    problems_by_subject,
-)
-from gateway.ops.settings_check import (
-    check_launches,
-    check_named_files,
-    check_no_replicas,
-    check_own_redis,
-    check_settings,
-    check_traces,
-)
-from gateway.ops.transfer_trial import transfers
-from gateway.ops.trial import Finding, Trial, trials
-from gateway.prompt.pipeline import Pipeline
-from gateway.settings import Config, known_urls, read_engine_key
-from gateway.settings.warnings import find_warnings
-from replicas.access import PROBE_SECONDS, Access
-from replicas.adopt import Facts, described
-from replicas.duplicates import Name
-from replicas.problems import Problem
-from replicas.replica import Address, bearer, parse_url
-from replicas.tls import context_for
+from gateway.ops.findings import Check, Finding
+from gateway.ops.gateway_checks import NONE_RUNS, Gateway, PodSearch, RedisServer, find_gateway, find_pods, known_to
+from gateway.ops.replica_checks import Engine, Engines, Model, ModelFiles, by_files, by_model
+from gateway.ops.trial import Pair, Trial, pairs, try_replica, try_transfer
+from gateway.settings import Config, known_urls
+from replicas.replica import parse_url
+
+# In the order of the report: all checks that need a fact are made as soon as it is known.
+CHECKS = (
+    Check("config", Config, around.given_settings),
+    Check("files", Config, around.unusable_files),
+    Check("admission", Config, around.idle_settings),
+    Check("workers", Config, around.own_redis),
+    Check("traces", Config, around.trace_receiver,
+          "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT; its port for HTTP is most often 4318"),
+    Check("launch", Config, around.unlaunchable, "the gateway does not start with that"),
+    Check("redis", RedisServer, around.redis),
+    Check("open files", Gateway, around.open_files),
+    Check("port", Gateway, around.ports_taken),
+    Check("gateway", Gateway, around.running),
+    Check("redis", Gateway, around.shared_redis, "see what is said of redis above, and the gateway's log"),
+    Check("files", Gateway, around.followed_files),
+    Check("background work", Gateway, partial(around.failures, what="background_failures"),
+          "do what the error says; else the gateway started it again, and the traceback in its log is worth a report"),
+    Check("policy", Gateway, partial(around.failures, what="policy_failures"), "mend the file and restart the gateway, which reads "
+          "it at the start; until then requests that it makes no choice for go where the fewest are"),
+    Check("prompts", Gateway, around.inexact_prompts, "its log says why: 'a prompt is not known exactly', once a minute for each "
+          "path, unless they came before it was ready; hitherto explain shows one"),
+    Check("refused by engines", Gateway, around.refused_requests),
+    Check("variants", Gateway, around.variants,
+          "nothing to mend during an upgrade; restart the engines that are behind so that all are alike"),
+    Check("gateway settings", Gateway, around.other_settings,
+          "examine it with the settings that it was started with, or start it again with these"),
+    Check("pods", PodSearch, around.pods),
+    Check("replica", Engine, of_replicas.replica),
+    Check("problems", Engine, of_replicas.own_words),
+    Check("event ports", Engine, of_replicas.event_ports),
+    Check("replicas", Engines, of_replicas.no_replicas, "give --replica-url http://HOST:PORT, or --launch N"),
+    Check("models", Engines, of_replicas.models),
+    Check("twice", Engines, of_replicas.duplicates),
+    Check("clock", Engines, of_replicas.clocks, "routing does not depend on it, but logs and metrics do: run NTP on all machines"),
+    Check("model", ModelFiles, of_replicas.model_folder),
+    Check("tokenizer", ModelFiles, of_replicas.tokenizer),
+    Check("tokenizer files", ModelFiles, of_replicas.exactness),
+    Check("chat template", ModelFiles, of_replicas.chat_template),
+    Check("block size", Model, of_replicas.block_sizes),
+    Check("hash seeds", Model, of_replicas.hash_seeds, "start all with the same PYTHONHASHSEED, or a newer release; nothing to mend "
+          "if each has a tier of its own"),
+    Check("context", Model, of_replicas.contexts, "start them all with the same --max-model-len if that is not meant"),
+    Check("roles", Model, of_replicas.roles),
+    Check("trial", Trial, try_replica),
+    Check("transfer", Pair, try_transfer),
+)  # fmt: skip
 
 
 def line(finding: Finding) -> str:
@@ -84,7 +87,7 @@ def line(finding: Finding) -> str:
 
 
 def report_bad_config(text: str) -> int:
-    print(line(Finding("fail", "config", text.replace("\n", "; "))))
+    print(line(Finding("fail", text.replace("\n", "; "), subject="config")))
     return 2
 
 
@@ -109,167 +112,47 @@ async def _run(config: Config) -> int:
 
 async def examine(config: Config) -> AsyncIterator[Finding]:
     """Yield the findings of all checks, as they are made."""
+    async for fact in facts(config):
+        for check in CHECKS:
+            if isinstance(fact, check.needs):
+                async for finding in check.findings(fact):
+                    yield finding
+
+
+async def facts(config: Config) -> AsyncIterator[Any]:
+    """Yield what the checks need, each fact as soon as it is known."""
     settings = config.settings
-    yield check_settings(config)
-    for finding in check_named_files(config):
-        yield finding
-    for warning in find_warnings(settings):
-        yield Finding("warn", "admission", *warning)
+    yield config
     if settings.redis_url is not None:
-        async for finding in redis_findings(settings.redis_url, settings.deployment):
-            yield finding
-    elif settings.workers > 1:
-        yield check_own_redis()
-    if (finding := await check_traces()) is not None:
-        yield finding
-    async with Examination(config) as under_way:
-        for part in (under_way.gateway, under_way.engines, under_way.models):
-            async for finding in part():
-                yield finding
-
-
-class Examination(contextlib.AsyncExitStack):
-    """An examination of the gateway, then of its engines, then of their models; each part uses the results before."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self._config, self._settings = config, config.settings
-        self._running: dict[str, Any] | None = None  # the status of a gateway that runs with these settings
-        self._status_unavailable = False  # a gateway may run, and refuses its status
-        self._replicas: list[tuple[Address, Facts]] = []
-        self._ways: dict[str, Access] = {}
-        self._event_ports = EventPorts()
-
-    async def gateway(self) -> AsyncIterator[Finding]:
-        """Check the gateway that runs with these settings, if one does."""
-        try:
-            async with aiohttp.ClientSession() as session:
-                self._running = await running_gateway(self._settings, session)
-                other = "" if self._running else await other_server(self._settings, session)
-            for finding in check_gateway(self._settings, self._running, self._config.unusable.values(), other):
-                yield finding
-            if self._running and (given := not_in_force(self._config, self._running)):
-                yield Finding("warn", "gateway settings", f"the gateway runs {do_not_count(given)}",
-                              "examine it with the settings that it was started with, or start it again with these")  # fmt: skip
-        except StatusUnavailable as unavailable:
-            self._status_unavailable = True
-            yield unavailable.finding
-        for finding in check_launches(self._config):
-            yield finding
-
-    async def engines(self) -> AsyncIterator[Finding]:
-        """Check the engines that the settings, the cluster's pods or the running gateway name."""
-        urls = [*known_urls(self._settings)]
-        if self._settings.discover is not None:
-            found, findings = await find_pods(self._settings.discover)
-            urls += found
-            for finding in findings:
-                yield finding
-        addresses = [parse_url(url) for url in urls]
-        named = {one.url for one in addresses}
-        addresses += [one for one in known_to(self._running) if one.url not in named]
-        kept_out = {address.url: [*check_kept_out(address, self._running)] for address in addresses}
-        untried = {one.url for one in addresses if kept_out[one.url] or ended_by_drain(one, self._running)}
-        asked = [one for one in addresses if one.url not in untried]
-        answered = await asyncio.gather(*map(self._ask, asked))
-        for way, facts in answered:
-            if facts.serving:
-                self._event_ports.add(way.address, facts.events(way.events))
-        answers = iter(answered)
-        for address in addresses:
-            for finding in (*kept_out[address.url], *check_drained(self._settings, address, self._running)):
-                yield finding
-            if address.url not in untried:
-                way, facts = next(answers)
-                for finding in self._engine(address, way, facts):
-                    yield finding
-                if facts.fault in ("connect", "refused") and (
-                    held := await self._event_ports.check_held(address, way.address or address.host)
-                ):
-                    yield held
-        names = [*map(self._name, self._replicas)]
-        for finding in check_seen_by_gateway(self._running, self._replicas, untried, names, self._settings.block_size):
-            yield finding
-        unknown = self._settings.discover is not None or not self._config.left_out.keys().isdisjoint(
-            ("discover", "replica_file")
-        )
-        if not addresses and not self._status_unavailable and not unknown:
-            yield check_no_replicas(self._settings)
-
-    async def _ask(self, address: Address) -> tuple[Access, Facts]:
-        tls = context_for(address.url, self._settings.replica_ca)
-        way = Access(address.url, address.host, tls, address.source, bearer(read_engine_key(self._settings)))
-        self.push_async_callback(way.close)
-        return way, await way.find(PROBE_SECONDS)
-
-    def _engine(self, address: Address, way: Access, facts: Facts) -> Iterator[Finding]:
-        yield check_reached(address, facts)
-        if way.problem:
-            yield Finding("warn", f"name {address.id}", way.problem.what, way.problem.remedy)
-        if facts.serving:
-            address, self._ways[address.id] = address._replace(source=way.events), way
-            self._replicas.append((address, facts))
-            yield from check_own_words(address, facts, self._problems(address, facts))
-
-    def _problems(self, address: Address, facts: Facts) -> dict[str, Problem]:
-        """Return what the engine reports of itself, with remedies that suit the other engines of its host."""
-        host, ranks = self._ways[address.id].address, len(facts.engines)
-        found = problems_by_subject(address, facts)
-        return {name: self._event_ports.remedy(one, address.url, host, ranks) for name, one in found.items()}
-
-    async def models(self) -> AsyncIterator[Finding]:
-        """Check what replicas of each model have in common, and try each replica."""
-        groups = by_model(self._replicas)
+        async for server in around.redis_servers(settings.redis_url, settings.deployment):
+            yield server
+    yield (gateway := await find_gateway(config))
+    urls = [*known_urls(settings)]
+    if settings.discover is not None:
+        yield (search := await find_pods(settings.discover))
+        urls += search.urls
+    addresses = {one.url: one for one in [*known_to(gateway), *map(parse_url, urls)]}
+    ports, named = EventPorts(), dict.fromkeys([*(parse_url(url).url for url in urls), *addresses])
+    engines = [Engine(settings, addresses[url], gateway.entries(url), ports) for url in named]
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            stack.push_async_callback(engine.way.close)
+        await asyncio.gather(*(engine.ask() for engine in engines if not engine.is_left_out))
+        for engine in engines:
+            yield engine
+        serving = [engine for engine in engines if engine.facts.serving]
+        unread = settings.discover is not None or not config.left_out.keys().isdisjoint(("discover", "replica_file"))
+        yield Engines(settings, serving, not (engines or gateway.withheld or unread))
+        groups = by_model(serving)
         # Where no replica answers and no setting names a model, there is none to check.
-        if not groups and (self._settings.model or self._settings.launches):
-            groups = [[]]
-        if self._replicas:
-            yield check_models(self._replicas)
-            for finding in check_duplicates(map(self._name, self._replicas)):
-                yield finding
-            yield await check_clock(self._ways)
-        for group in groups:
-            async for finding in self._model(group, len(groups) > 1):
-                yield finding
-        for finding in check_variants(self._running, self._settings.continue_streams != "never"):
-            yield finding
-
-    def _name(self, replica: tuple[Address, Facts]) -> Name:
-        address, facts = replica
-        created = facts.scrape.created if facts.scrape else None
-        return Name(address.id, self._ways[address.id].address, address.port, created)
-
-    async def _model(self, group: list[tuple[Address, Facts]], one_of_several: bool) -> AsyncIterator[Finding]:
-        """Check the replicas of one model: its files, what the replicas must share, and a trial of each."""
-        settings = self._settings
-        prompts: dict[str, tuple[Pipeline | None, str]] = {}  # by replica: its pipeline, and the name of its model
-        for variant in by_files(settings, group):
-            facts_of = [facts for _, facts in variant]
-            served, directory, finding = check_model(settings, facts_of, one_of_several)
-            yield finding
-            pipeline = None
-            if directory:
-                pipeline, findings = check_prompts(settings, directory, served, facts_of)
-                for finding in findings:
-                    yield finding
-            prompts |= {address.id: (pipeline, served) for address, _ in variant}
-        if group:
-            yield check_block_size(settings, group, block_sizes_in_force(self._running))
-            if (finding := check_hash_seeds(group)) is not None:
-                yield finding
-            yield check_context(group)
-            if (finding := check_roles([described(address, facts)[0] for address, facts in group])) is not None:
-                yield finding
-        tried: list[Trial] = []
-        for address, facts in group:
-            pipeline, served = prompts[address.id]
-            if pipeline is not None:
-                pipeline.block_size = settings.block_size or facts.block_size or pipeline.block_size
-                pipeline.follow(facts.dialect.version_quirks(facts.version))
-            for replica in described(address, facts):
-                session, problems = self._ways[address.id].session, self._problems(address, facts)
-                tried.append(Trial(settings, session, pipeline, served, replica, problems))
-                async for finding in trials(tried[-1]):
-                    yield finding
-        async for finding in transfers(tried):
-            yield finding
+        for members in groups or ([[]] if settings.model or settings.launches else []):
+            trials = list[Trial]()
+            for some in by_files(settings, members):
+                yield (files := ModelFiles(settings, some, len(groups) > 1))
+                trials += [Trial(engine, replica, files) for engine in some for replica in engine.replicas]
+            if members:
+                yield Model(members)
+            for trial in trials:
+                yield trial
+            for pair in pairs(trials):
+                yield pair

@@ -7,10 +7,8 @@ import contextlib
 import re
 from collections.abc import Iterable
 
-from gateway.ops.trial import Finding
 from replicas.event_source import EventSource
 from replicas.problems import Problem
-from replicas.replica import Address
 
 FIRST = 5557  # the port in the engines' own documentation; replay uses the next one
 PROBE_SECONDS = 1.0
@@ -43,22 +41,15 @@ class EventPorts:
         ports = iter(self._given[engine])
         return problem._replace(remedy=_BOUND.sub(lambda found: f"tcp://*:{next(ports)}", problem.remedy))
 
-    async def check_held(self, address: Address, host: str) -> Finding | None:
-        """Return a warning if an engine serves nothing and an unknown process holds its ports, else None."""
-        wanted = ports_of(address.source) if address.source else {FIRST, FIRST + 1}
+    async def held(self, source: EventSource | None, host: str) -> list[int]:
+        """Return the event ports of an engine, or the usual ones, that something holds which is no engine known here.
+
+        `source`: where the engine publishes, if that is known. `host`: the engine's host.
+        """
+        wanted = ports_of(source) if source else {FIRST, FIRST + 1}
         free = sorted(wanted - self._used.get(host, set()))
         taken = await asyncio.gather(*(_listens(host, port) for port in free))
-        if not (held := [port for port, listens in zip(free, taken, strict=True) if listens]):
-            return None
-        which = " or ".join(f"sport = :{port}" for port in held)
-        return Finding(
-            "warn",
-            f"event ports {address.id}",
-            f"nothing serves there, but {', '.join(map(str, held))} of {host} {'is' if len(held) == 1 else 'are'} taken, and by no engine that "
-            "answers here: a server that was killed leaves the process behind that computes for it (EngineCore), with these "
-            "ports and its GPU memory, and no new one can start",
-            f"on that machine: ss -ltnp '{which}' names it; if it is one, kill -9 its PID, and start the engine again",
-        )
+        return [port for port, listens in zip(free, taken, strict=True) if listens]
 
 
 def ports_of(source: EventSource) -> set[int]:

@@ -24,7 +24,7 @@ from gateway.errors import ApiError
 from gateway.settings import ADMIN_SIDE, Config, ConfigError, admin_headers, admin_url
 
 from .explain_text import show
-from .gateway_check import ADMIN_SECONDS, COMPARED, do_not_count, not_in_force
+from .gateway_checks import ADMIN_SECONDS, COMPARED, do_not_count, not_in_force
 
 HANGS = "Something listens there and does not answer: if it is the gateway, it hangs; `hitherto doctor` says what to do"
 NO_URL = "it is no URL: write http://HOST:PORT"

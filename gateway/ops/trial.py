@@ -1,21 +1,24 @@
-"""A trial of `hitherto doctor`: a short new prompt, sent to one replica, and checks of what must follow from it.
+"""The trials of `hitherto doctor`: short new prompts, sent to replicas, and checks of what must follow from them.
 
-The engine must count the same tokens as the gateway, publish the blocks it stored as KV events that the gateway can
-place, and find them again when the prompt is sent once more.
+An engine must count the same tokens as the gateway, publish the blocks it stored as KV events that the gateway can
+place, and find them again when the prompt is sent once more. Where replicas have roles, one prompt is prefilled on one
+and decoded on another, for each kind of pair.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import date
+from itertools import product
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
+import orjson
 
 from cachemap import CacheMap, EventIntake
 from cachemap.events import records
@@ -31,11 +34,16 @@ from gateway.ops.chats import (
     written,
 )
 from gateway.ops.comparison import Unanswered, engine_answers
-from gateway.prompt.pipeline import Pipeline
-from gateway.settings import Settings
+from gateway.ops.findings import Finding, fail, ok, warn
+from gateway.ops.replica_checks import WORDS, Engine, ModelFiles
+from replicas.adopt import engine_ids
 from replicas.deadline import within
+from replicas.engines.transfer import MeetingTransfer, Transfer, with_first
+from replicas.names import bracketed
+from replicas.pairing import obstacles
 from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, TIERS_UNTOLD, Problem
 from replicas.replica import EventSource, Replica
+from replicas.roles import BOTH, DECODERS, PREFILLERS
 from replicas.served import base_names
 
 # Endpoints that compute a prompt, and the field that holds it: for models that generate, embed or score.
@@ -44,19 +52,11 @@ UNTOLD_TOKENS = 1024  # tokens looked up in slower tiers without any event of th
 WIDER = 8  # most GPUs that share a block: vLLM before 0.32 reports one GPU's share, and events whole blocks
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
 JOIN_SECONDS = 1.0  # a publisher without replay sends nothing before its first event
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 ANSWER_SECONDS = 60.0  # a loaded engine may queue the trial
-WORDS = "river lantern copper meadow orbit velvet anchor thistle marble ember willow saddle quartz harbor nimbus tinder".split()
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report, and what to do about it."""
-
-    level: Literal["ok", "warn", "fail"]
-    subject: str
-    text: str
-    remedy: str = ""
+IDS_SECONDS = 5.0  # for a prefiller to report its engines' ids
+COMPLETIONS = "/v1/completions"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+LOG = "the engine's own log says more"
 
 
 def turns(count: int) -> list[dict[str, str]]:
@@ -68,17 +68,19 @@ def turns(count: int) -> list[dict[str, str]]:
     return messages[:-1]
 
 
-@dataclass
-class Trial:
-    """The trial of one replica. `pipeline`: makes the gateway's tokens of its model, or None without its files."""
+def new_prompt(block_size: int) -> str:
+    """Return a new random prompt of three full blocks and a bit, as each word has at least one token."""
+    return secrets.token_hex(8) + " " + " ".join(secrets.choice(WORDS) for _ in range(3 * block_size + 8))
 
-    settings: Settings
-    session: aiohttp.ClientSession
-    pipeline: Pipeline | None
-    served: str
-    replica: Replica
-    problems: dict[str, Problem]  # problems that its engine reported of itself
-    told: Blocks = UNTOLD  # its block format, as its events show it
+
+class Trial:
+    """One replica to try, its engine, and the files that make the gateway's tokens of its model."""
+
+    def __init__(self, engine: Engine, replica: Replica, files: ModelFiles):
+        self.engine, self.replica, self.files = engine, replica, files
+        self.pipeline, self.served = files.pipeline, files.served
+        self.told: Blocks = UNTOLD  # its block format, as its events show it
+        self.remedies = replica.dialect.remedies
 
     @property
     def id(self) -> str:
@@ -86,7 +88,7 @@ class Trial:
 
     @property
     def block_size(self) -> int:
-        return self.settings.block_size or self.replica.stored_size or self.replica.block_size or 16
+        return self.engine.settings.block_size or self.replica.stored_size or self.replica.block_size or 16
 
     @property
     def may_be_wider(self) -> bool:
@@ -104,33 +106,29 @@ class Trial:
         """Return the JSON reply. `more`: headers besides the replica's own. Raises Refused and Locked."""
         try:
             url, deadline = self.replica.url + path, aiohttp.ClientTimeout(ANSWER_SECONDS)
-            async with self.session.post(
+            async with self.engine.way.session.post(
                 url, json=body, headers={**self.replica.headers, **more}, timeout=deadline, allow_redirects=False
             ) as response:
                 reply = await response.json(content_type=None)
-                if response.status in (401, 403):
-                    raise Locked
-                if response.status == 404:
-                    raise NotServed(f"{path} answers 404: {json.dumps(reply)[:200]}")
-                if response.status != 200 or not isinstance(reply, dict):
-                    raise Refused(f"{path} answers {response.status}: {json.dumps(reply)[:200]}")
-                return reply
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise Refused(f"{path} does not answer: {str(error) or type(error).__name__}") from None
+        if response.status in (401, 403):
+            raise Locked
+        if response.status != 200 or not isinstance(reply, dict):
+            said = f"{path} answers {response.status}: {json.dumps(reply)[:200]}"
+            raise (NotServed if response.status == 404 else Refused)(said)
+        return reply
 
     async def ask(self, text: str) -> tuple[str, dict[str, Any]]:
         """Have the engine compute this prompt, and return the endpoint that took it, and the reply."""
-        first = None
-        for path, field in ASKED_AT.items():
-            body = {"model": self.model, field: text}
-            if path == "/v1/completions":
-                body |= {"max_tokens": 1, "temperature": 0}
+        missing = []
+        for path, prompt in ASKED_AT.items():
+            more = {"max_tokens": 1, "temperature": 0} if path == COMPLETIONS else {}
             try:
-                return path, await self.post(path, body)
+                return path, await self.post(path, {"model": self.model, prompt: text, **more})
             except NotServed as error:
-                first = first or error
-        assert first is not None
-        raise first
+                missing.append(error)
+        raise missing[0]
 
     def learn(self, told: Blocks) -> bool:
         """Apply the block format that events showed, and return whether a gateway would learn something new from it."""
@@ -141,7 +139,7 @@ class Trial:
         """Return the hashes of that prompt's blocks, whichever endpoint took it."""
         assert self.pipeline is not None
         self.pipeline.block_size, self.pipeline.looks_ahead = self.block_size, self.replica.looks_ahead
-        return self.pipeline.prepare("/v1/completions", json.dumps({"prompt": text}).encode()).hashes
+        return self.pipeline.prepare(COMPLETIONS, json.dumps({"prompt": text}).encode()).hashes
 
 
 class Refused(Exception):
@@ -155,67 +153,60 @@ class NotServed(Refused):
 class Locked(Exception):
     """A replica requires an API key, which the doctor does not have."""
 
+    def __str__(self) -> str:
+        return "it wants an API key"
 
-async def trials(trial: Trial) -> AsyncIterator[Finding]:
-    """Yield the findings of one replica's trial."""
+
+async def try_replica(trial: Trial) -> AsyncIterator[Finding]:
+    """Compare the replica's tokens, then have it compute a prompt twice, and watch its events and its cache."""
     try:
-        async for finding in _trials(trial):
+        async for finding in _trial(trial):
             yield finding
     except Locked:
-        yield Finding(
-            "warn",
-            f"trial {trial.id}",
-            "it wants an API key, so its tokens, events and cache could not be tried",
-            trial.replica.dialect.remedies.models,
-        )
+        yield warn("it wants an API key, so its tokens, events and cache could not be tried", trial.remedies.models)
+    except Refused as error:
+        yield fail(str(error), LOG)
 
 
-async def _trials(trial: Trial) -> AsyncIterator[Finding]:
-    if trial.pipeline:
+async def _trial(trial: Trial) -> AsyncIterator[Finding]:
+    trial.files.follow(trial.engine.facts)
+    if trial.pipeline is not None:
         if trial.pipeline.tokenizer is not None:
             yield await _same_tokenizer(trial)
         yield await _same_tokens(trial)
-    if "caching" in trial.problems:
+    problems, source, size = trial.engine.problems, trial.replica.events, trial.block_size
+    if "caching" in problems:
         return  # reported already: without caching there are no events and no hits
-    source = trial.replica.events
-    if source is None:
-        problem = trial.problems.get("events") or trial.problems["ranks"]
-        yield Finding("warn", f"events {trial.id}", problem.what, problem.remedy)
-    size = trial.block_size
+    if source is None and not trial.engine.known:  # otherwise the gateway has said so
+        problem = problems.get("events") or problems["ranks"]
+        yield warn(problem.what, problem.remedy, f"events {trial.id}")
     text = new_prompt(size)
-    try:
-        if source is not None:
-            async for finding in _blocks_arrive(trial, source, text):
-                yield finding
-        if source is None or trial.told.size > size:  # too short for a block of the size that events show
-            text = new_prompt(max(size, trial.told.size))
-            await trial.ask(text)
-        yield _cached_tokens(trial, *await trial.ask(text))
-    except Refused as error:
-        yield Finding("fail", f"trial {trial.id}", str(error), "the engine's own log says more")
-
-
-def new_prompt(block_size: int) -> str:
-    """Return a new random prompt of three full blocks and a bit, as each word has at least one token."""
-    return secrets.token_hex(8) + " " + " ".join(secrets.choice(WORDS) for _ in range(3 * block_size + 8))
+    if source is not None:
+        async for finding in _blocks_arrive(trial, source, text):
+            yield finding
+    if source is None or trial.told.size > size:  # too short for a block of the size that events show
+        text = new_prompt(max(size, trial.told.size))
+        await trial.ask(text)
+    yield _cached_tokens(trial, *await trial.ask(text))
 
 
 async def _same_tokenizer(trial: Trial) -> Finding:
     """Compare the engine's ids of fixed texts with the gateway's, then adopt its way of reading the files."""
     subject, pipeline = f"tokenizer {trial.id}", trial.pipeline
+    assert pipeline is not None
     try:
-        answers = await engine_answers(trial.session, trial.replica.url, trial.model, pipeline.fixed_texts())
+        answers = await engine_answers(trial.engine.way.session, trial.replica.url, trial.model, pipeline.fixed_texts())
     except Unanswered as error:
-        doubt = pipeline.inexact()
-        return Finding("warn", subject, f"cannot be compared with the engine's: {error}" + (f"; {doubt}: prompts are matched as text" if doubt else ""),
-                       "the engine should serve /tokenize to the gateway")  # fmt: skip
+        doubt = f"; {doubt}: prompts are matched as text" if (doubt := pipeline.inexact()) else ""
+        said = f"cannot be compared with the engine's: {error}{doubt}"
+        return warn(said, "the engine should serve /tokenize to the gateway", subject)
     verdict = pipeline.judge(answers)
-    if not verdict.differs:
-        pipeline.adopt(verdict, True)
-    else:
-        return Finding("fail", subject, f"is another than the gateway's, so prompts are matched as text: {verdict.differs}",
-                       "the engine has another tokenizer: give --model the folder or name that it was started with")  # fmt: skip
-    return Finding("ok", subject, f"makes the same tokens of {len(answers)} texts: {verdict.how}")
+    if verdict.differs:
+        said = f"is another than the gateway's, so prompts are matched as text: {verdict.differs}"
+        remedy = "the engine has another tokenizer: give --model the folder or name that it was started with"
+        return fail(said, remedy, subject)
+    pipeline.adopt(verdict, True)
+    return ok(f"makes the same tokens of {len(answers)} texts: {verdict.how}", subject=subject)
 
 
 async def _engine_tokens(trial: Trial, messages: list[dict[str, str]]) -> Any:
@@ -227,87 +218,61 @@ async def _engine_tokens(trial: Trial, messages: list[dict[str, str]]) -> Any:
     asked: dict[str, Any] = {"model": trial.model, "messages": messages}
     if trial.pipeline.tokenizes_chats:
         return (await trial.post("/tokenize", asked)).get("tokens")
-    return (await trial.post("/v1/chat/completions", asked | {"max_tokens": 1, "return_token_ids": True})).get(
-        "prompt_token_ids"
-    )
-
-
-async def _day_printed(trial: Trial) -> date | None:
-    """Return the day that the engine prints in a chat, or None if it is not known. Raises NotAsked."""
-    if not trial.pipeline.prints_date:
-        return None
-    try:
-        printed = await days_printed(trial.session, trial.replica.url, trial.model, trial.pipeline)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise NotAsked(str(error) or type(error).__name__) from None
-    return min(printed) if len(printed) == 1 else None
-
-
-async def _differing_chats(trial: Trial, day: date | None) -> str:
-    """Return how the fixed chats, by which engines are compared when adopted, differ; "" if not. Raises NotAsked."""
-    url, model = trial.replica.url, trial.model
-    for made in filter(None, ([*made_here(trial.pipeline, day)], [*efforts_here(trial.pipeline, day)])):
-        try:
-            differs = await chats_differ(trial.session, url, model, made)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise NotAsked(str(error) or type(error).__name__) from None
-        if differs and (differs != NOTHING_SHOWN or trial.pipeline.must_be_shown):
-            return differs
-    return ""
+    return (await trial.post(CHAT, asked | {"max_tokens": 1, "return_token_ids": True})).get("prompt_token_ids")
 
 
 async def _same_tokens(trial: Trial) -> Finding:
-    """Compare the engine's tokens of a conversation with the gateway's."""
-    subject, messages = f"tokens {trial.id}", turns(2)
+    """Compare the engine's tokens of a conversation with the gateway's, and then the fixed chats.
+
+    By these chats engines are compared when a gateway adopts them.
+    """
+    subject, messages, day, differs = f"tokens {trial.id}", turns(2), None, ""
+    pipeline, of_engine = trial.pipeline, (trial.engine.way.session, trial.replica.url, trial.model)
+    assert pipeline is not None
     try:
-        day = await _day_printed(trial)
-        ours = trial.pipeline.made(CHAT, json.dumps({"messages": messages}).encode(), day)
+        if pipeline.prints_date and len(printed := await days_printed(*of_engine, pipeline)) == 1:
+            day = min(printed)
+        ours = pipeline.made(CHAT, json.dumps({"messages": messages}).encode(), day)
         theirs = await _engine_tokens(trial, messages)
-        differs = await _differing_chats(trial, day) if theirs == ours else ""
-    except (Refused, NotAsked) as error:
-        return Finding(
-            "warn", subject, f"cannot be compared with the engine's: {error}", "the engine should serve /tokenize"
-        )
+        for made in (made_here(pipeline, day), efforts_here(pipeline, day)) if theirs == ours else ():
+            if (chats := [*made]) and not differs:
+                differs = await chats_differ(*of_engine, chats)
+                differs = "" if differs == NOTHING_SHOWN and not pipeline.must_be_shown else differs
+    except (Refused, NotAsked, aiohttp.ClientError, TimeoutError) as error:
+        said = f"cannot be compared with the engine's: {str(error) or type(error).__name__}"
+        return warn(said, "the engine should serve /tokenize", subject)
     if not ours or not isinstance(theirs, list):
-        return Finding(
-            "warn",
-            subject,
-            "cannot be compared with the engine's",
-            "/tokenize tells no token ids" if ours else "see the chat template above",
-        )
+        remedy = "/tokenize tells no token ids" if ours else "see the chat template above"
+        return warn("cannot be compared with the engine's", remedy, subject)
     if differs:
-        return Finding("fail", subject, f"{differs}: such bodies are matched as text",
-                       "the engine was started with flags that change its chats (--chat-template, --default-chat-template-kwargs, "
-                       "--reasoning-effort-map, --anthropic-disabled-thinking-effort): "
-                       "give the gateway the same --chat-template, or leave them out")  # fmt: skip
-    if ours == theirs:
-        same, today = f"the engine makes the same {len(theirs)} tokens of a conversation", date.today()
-        if day in (None, today):
-            return Finding("ok", subject, same)
-        return Finding("warn", subject, f"{same}, in which it prints {written(day)}: its time zone (TZ) is another than here, where it is {written(today)}",
-                       "nothing to mend while all engines of the model print the same day; else start them with one TZ")  # fmt: skip
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    return Finding("fail", subject, f"the engine's tokens differ from the gateway's at {at} (of {len(ours)} here, {len(theirs)} there)",
-                   "the engine uses another tokenizer or chat template: give --model and --chat-template as it was started")  # fmt: skip
+        return fail(f"{differs}: such bodies are matched as text",
+                    "the engine was started with flags that change its chats (--chat-template, --default-chat-template-kwargs, "
+                    "--reasoning-effort-map, --anthropic-disabled-thinking-effort): give the gateway the same --chat-template, "
+                    "or leave them out", subject)  # fmt: skip
+    if ours != theirs:
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        at = next((i for i, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+        said = f"the engine's tokens differ from the gateway's at {at} (of {len(ours)} here, {len(theirs)} there)"
+        remedy = (
+            "the engine uses another tokenizer or chat template: give --model and --chat-template as it was started"
+        )
+        return fail(said, remedy, subject)
+    same, today = f"the engine makes the same {len(theirs)} tokens of a conversation", date.today()
+    if day in (None, today):
+        return ok(same, subject=subject)
+    zone = f"its time zone (TZ) is another than here, where it is {written(today)}"
+    remedy = "nothing to mend while all engines of the model print the same day; else start them with one TZ"
+    return warn(f"{same}, in which it prints {written(day)}: {zone}", remedy, subject)
 
 
 async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncIterator[Finding]:
     """Send the prompt while listening; its blocks must arrive, and be the ones the gateway would look for."""
-    subject, cachemap = f"events {trial.id}", CacheMap(64 * 2**20)
-    slot = cachemap.attach(trial.id, trial.replica.num_blocks, True)
+    subject, cachemap, replica = f"events {trial.id}", CacheMap(64 * 2**20), trial.replica
+    slot = cachemap.attach(trial.id, replica.num_blocks, True)
     intake = EventIntake(
-        cachemap,
-        slot,
-        endpoint=source.endpoint,
-        replay=source.replay,
-        topic="",
-        decode=trial.replica.dialect.event_decoder(records),
-        model=trial.served,
-        block_size=trial.block_size,
-        looks_ahead=trial.replica.looks_ahead,
-        told=trial.told,
-        page_size=trial.replica.page_size,
-    )
+        cachemap, slot, endpoint=source.endpoint, replay=source.replay, topic="", decode=replica.dialect.event_decoder(records),
+        model=trial.served, block_size=trial.block_size, looks_ahead=replica.looks_ahead, told=trial.told, page_size=replica.page_size,
+    )  # fmt: skip
     task = asyncio.create_task(intake.run())
     try:
         await _until(lambda: intake.state != "connecting", JOIN_SECONDS)
@@ -315,7 +280,7 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
         await trial.ask(text)
         if trial.pipeline is None:
             came = await _until(lambda: intake.batches > before, EVENT_SECONDS)
-            yield Finding("ok", subject, f"arrive from {source.endpoint}") if came else _silent(trial, source)
+            yield ok(f"arrive from {source.endpoint}", subject=subject) if came else _silent(trial, source)
             return
         hashes = trial.hashes(text)
 
@@ -331,19 +296,17 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
             await trial.ask(new_prompt(WIDER * trial.block_size))
             await _until(lambda: intake.batches > before, EVENT_SECONDS)
         if found():
-            yield Finding(
-                "ok", subject, f"{len(hashes)} of {len(hashes)} blocks of a new prompt arrived from {source.endpoint}"
-            )
+            count = len(hashes)
+            yield ok(f"{count} of {count} blocks of a new prompt arrived from {source.endpoint}", subject=subject)
             if source.replay is None or intake.unreplayed:
-                yield _no_replay(trial, source)
+                what = f"nothing answers at {source.replay}" if source.replay else "no replay endpoint is known"
+                yield warn(f"{what}. {NO_REPLAY}", trial.remedies.replay, f"replay {trial.id}")
             for problem in intake.problems:
-                yield Finding("warn", subject, problem)
-            asked = trial.replica.scrape.external_queries if trial.replica.scrape is not None else None
+                yield warn(problem, subject=subject)
+            asked = replica.scrape.external_queries if replica.scrape is not None else None
             told = cachemap.holds_below(slot) or intake.unreplayed or source.replay is None  # or it cannot be known
             if (asked or 0) >= UNTOLD_TOKENS and not told and not intake.blind:
-                yield Finding(
-                    "warn", f"tiers {trial.id}", TIERS_UNTOLD.format(asked), trial.replica.dialect.remedies.tiers
-                )
+                yield warn(TIERS_UNTOLD.format(asked), trial.remedies.tiers, f"tiers {trial.id}")
         elif intake.batches == before:
             yield _silent(trial, source)
         elif trial.learn(intake.stored_as):
@@ -352,8 +315,9 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
         else:
             held = cachemap.match(hashes, 0.0).confirmed[slot]
             why = "; ".join(intake.problems) or (intake.reason if intake.state == "unobserved" else "")
-            yield Finding("fail", subject, f"events arrive, but only {held} of a new prompt's {len(hashes)} blocks are the gateway's",
-                          why or "the engine's tokens, block size or model name differ: see the lines above")  # fmt: skip
+            said = f"events arrive, but only {held} of a new prompt's {len(hashes)} blocks are the gateway's"
+            differ = "the engine's tokens, block size or model name differ: see the lines above"
+            yield fail(said, why or differ, subject)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -361,33 +325,30 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
 
 def _silent(trial: Trial, source: EventSource) -> Finding:
     # The engine does not report on which node a rank is; it only shows that nothing publishes where the other ranks do.
-    elsewhere = ("; ranks on another node than the server that answers for them are not supported, their caches can only be guessed: "
-                 f"{trial.replica.dialect.remedies.nodes}" if trial.replica.rank else "")  # fmt: skip
-    return Finding("fail", f"events {trial.id}", f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",
-                   "check that this address can be reached from here, and that the engine binds it (tcp://*:PORT) with prefix caching on; "
-                   f"else say where events are: --replica-url URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT{elsewhere}")  # fmt: skip
+    elsewhere = ("; ranks on another node than the server that answers for them are not supported, their caches can only be "
+                 f"guessed: {trial.remedies.nodes}" if trial.replica.rank else "")  # fmt: skip
+    return fail(f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",
+                "check that this address can be reached from here, and that the engine binds it (tcp://*:PORT) with prefix caching on; "
+                f"else say where events are: --replica-url URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT{elsewhere}",
+                f"events {trial.id}")  # fmt: skip
 
 
-def _no_replay(trial: Trial, source: EventSource) -> Finding:
-    what = f"nothing answers at {source.replay}" if source.replay else "no replay endpoint is known"
-    return Finding("warn", f"replay {trial.id}", f"{what}. {NO_REPLAY}", trial.replica.dialect.remedies.replay)
+def _cached(reply: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return how many prompt tokens an answer reports as cached, and how many there were."""
+    usage = reply.get("usage") or {}
+    return (usage.get("prompt_tokens_details") or {}).get("cached_tokens"), usage.get("prompt_tokens")
 
 
 def _cached_tokens(trial: Trial, path: str, reply: dict[str, Any]) -> Finding:
-    subject, usage = f"cache {trial.id}", reply.get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    if cached is None and path != "/v1/completions":
-        return Finding("ok", subject, f"answers of {path} never say how many prompt tokens were cached")
+    subject, (cached, tokens) = f"cache {trial.id}", _cached(reply)
+    if cached is None and path != COMPLETIONS:
+        return ok(f"answers of {path} never say how many prompt tokens were cached", subject=subject)
     if cached is None:
-        return Finding("warn", subject, NO_CACHED_TOKENS, trial.replica.dialect.remedies.cached_tokens)
+        return warn(NO_CACHED_TOKENS, trial.remedies.cached_tokens, subject)
     if not cached:
-        return Finding(
-            "fail",
-            subject,
-            f"the same prompt of {usage.get('prompt_tokens')} tokens, sent twice, was not found in its cache",
-            trial.replica.dialect.remedies.repeats,
-        )
-    return Finding("ok", subject, f"found {cached} of {usage.get('prompt_tokens')} tokens of a repeated prompt")
+        said = f"the same prompt of {tokens} tokens, sent twice, was not found in its cache"
+        return fail(said, trial.remedies.repeats, subject)
+    return ok(f"found {cached} of {tokens} tokens of a repeated prompt", subject=subject)
 
 
 async def _until(true: Callable[[], bool], seconds: float) -> bool:
@@ -405,3 +366,130 @@ async def _until(true: Callable[[], bool], seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+class Pair:
+    """A prefiller and a decoder between which the gateway would make two legs of a request."""
+
+    def __init__(self, first: Trial, second: Trial, transfer: Transfer):
+        self.id, self.first, self.second, self.transfer = first.id, first, second, transfer
+        body = {"model": first.model, "prompt": new_prompt(first.block_size), "max_tokens": 4, "temperature": 0}
+        self.body = orjson.dumps(body)
+        self.remedy = first.remedies.transfer  # of an engine that passes no cache on
+
+    @property
+    def done(self) -> Finding:
+        return ok(f"{self.second.id} answered a prompt that was computed there ({self.transfer.name})")
+
+
+def pairs(trials: Sequence[Trial]) -> Iterator[Pair]:
+    """Yield a pair of each kind of prefiller and each kind of decoder of one model.
+
+    Replicas of one role are of one kind if their engine, traits and KV transfer are the same: pairs of the same two
+    kinds fail alike, except for addresses and networks.
+    """
+
+    def kind(one: Replica) -> tuple[Any, ...]:
+        return one.dialect.id, one.traits, one.moves_by, one.role
+
+    apart = any(one.replica.role != BOTH for one in trials)
+    tried: set[tuple[Any, ...]] = set()
+    for first, second in product(trials, trials) if apart else ():
+        one, other = first.replica, second.replica
+        kinds, transfer = (kind(one), kind(other)), one.transfer
+        if one.role not in PREFILLERS or other.role not in DECODERS or first is second or kinds in tried:
+            continue
+        if transfer is None or transfer is not other.transfer or obstacles(one.traits, other.traits, transfer):
+            continue  # `roles` has said so
+        tried.add(kinds)
+        yield Pair(first, second, transfer)
+
+
+async def try_transfer(pair: Pair) -> AsyncIterator[Finding]:
+    """Have a prompt prefilled on one replica and decoded on the other, as the gateway would."""
+    at_once = isinstance(pair.transfer, MeetingTransfer)
+    way = _at_once if at_once else _relayed if pair.transfer.header else _in_turn
+    try:
+        yield await way(pair)
+    except Locked:
+        yield warn("an API key is wanted, so no transfer could be tried", pair.first.remedies.models)
+
+
+async def _in_turn(pair: Pair) -> Finding:
+    """Send the gateway's two legs, one after the other."""
+    first, second, transfer = pair.first, pair.second, pair.transfer
+    try:
+        parameters = await _first_leg(pair, first)
+    except (Refused, ValueError) as error:
+        return fail(f"it did not compute a first leg: {error}", LOG)
+    if not parameters:
+        return fail(f"it computed a prompt and kept nothing for another replica ({transfer.name})", pair.remedy)
+    try:
+        await second.post(COMPLETIONS, orjson.loads(transfer.second_body(pair.body, parameters)))
+    except Refused as error:
+        at = transfer.fetched_from(parameters)
+        where = f", which is to fetch the cache at {at}," if at else ""
+        reach = f"; {at} has to be reached from {second.id}: {pair.remedy}" if at else ""
+        return fail(f"{second.id}{where} did not answer the second leg: {error}", f"see the log of {second.id}{reach}")
+    if isinstance(transfer, type(second.replica.dialect.transfer)):
+        # An engine without a connector computes the prompt again and answers all the same. Engines that can fetch can
+        # also keep, so a first leg sent to the second replica shows whether it has a connector.
+        with contextlib.suppress(Refused, ValueError):
+            if not await _first_leg(pair, second):
+                said = (
+                    f"{second.id} answered, but keeps no cache for others itself: it may have computed the prompt again"
+                )
+                return warn(said, second.remedies.transfer)
+    return pair.done
+
+
+async def _first_leg(pair: Pair, trial: Trial) -> Any:
+    """Return the transfer's parameters out of the answer to a first leg. Raises Refused, Locked and ValueError."""
+    leg = pair.transfer.first_body(COMPLETIONS, pair.body)
+    assert leg is not None
+    return pair.transfer.parameters(orjson.dumps(await trial.post(COMPLETIONS, orjson.loads(leg))))
+
+
+async def _at_once(pair: Pair) -> Finding:
+    """Send the gateway's two legs at the same time; each waits for the other, so one fault shows on both sides."""
+    first, second, transfer = pair.first, pair.second, pair.transfer
+    assert isinstance(transfer, MeetingTransfer)
+    problem = await engine_ids(first.engine.way.session, first.replica, IDS_SECONDS)
+    if problem is not None or (meeting := first.replica.meeting) is None:
+        return fail(*(problem or Problem("nobody knows where it is met", pair.remedy)))
+    leg = transfer.first_body(COMPLETIONS, pair.body)
+    assert leg is not None
+    for_first, for_second = transfer.meet(meeting)
+    asked = (
+        first.post(COMPLETIONS, orjson.loads(with_first(leg, for_first))),
+        second.post(COMPLETIONS, orjson.loads(transfer.second_body(pair.body, for_second))),
+    )
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    said = "; ".join(str(one) for one in answers if isinstance(one, BaseException))
+    at = f"{bracketed(meeting.host)}:{meeting.port} has to be reached from {second.id}: {pair.remedy}"
+    failed = f"{second.id} did not answer a prompt that was computed there: {said}"
+    return fail(failed, f"see the logs of both; {at}") if said else pair.done
+
+
+async def _relayed(pair: Pair) -> Finding:
+    """Send one request to the proxy before the decoder, which has the prompt computed itself."""
+    second, replica, transfer = pair.second, pair.first.replica, pair.transfer
+    header, at = transfer.header.decode(), f"{bracketed(replica.address or replica.host)}:{replica.port}"
+    try:
+        await second.post(COMPLETIONS, orjson.loads(pair.body), {header: at})
+    except (Refused, Locked) as error:
+        remedy = (
+            f"{at} has to be reached from {second.id}, and to be on its list of those that it may ask, if it has one"
+        )
+        return fail(f"{second.id} did not have a prompt computed at {at}: {error}", remedy)
+    try:
+        cached, _ = _cached(await pair.first.post(COMPLETIONS, orjson.loads(pair.body)))
+    except Refused as error:
+        return fail(f"it does not answer: {error}", LOG)
+    if cached is None:
+        return ok(
+            f"{second.id} answered; whether the prompt was computed here nobody tells, without cached tokens in usage"
+        )
+    said = f"{second.id} answered, and the prompt was never computed at {at}: it does not read {header}"
+    remedy = f"give the URL of {transfer.name} in place of its engine's, or leave transfer= out"
+    return pair.done if cached else fail(said, remedy)

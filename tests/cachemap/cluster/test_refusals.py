@@ -12,11 +12,11 @@ from cachemap.cluster import SharedMap
 from cachemap.cluster.connect import FAILURES, Trouble, Ways, describe, in_words, parse
 from cachemap.cluster.shared import LEASES, READS
 from gateway.proxy.shared import SharedLedger
-from policies import Ledger, make
+from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, make
 from tests.gateway.ops.test_redis_check import DOCUMENTED, acl
 
 from ..publisher import publishing
-from .gateways import event, gateways, until
+from .gateways import event, gateways, prompt, until
 
 SCRIPT = re.compile(r"user_script|Error running|f_[0-9a-f]{40}|\r|\n")
 
@@ -85,6 +85,29 @@ async def test_what_is_refused_at_which_key_why_and_what_to_do(refusing, how, of
         await until(lambda: is_plain(shared.trouble, *of_map), 5, lambda: shared.trouble)
         await until(lambda: is_plain(ledger.reason, *of_ledger), 5, lambda: ledger.reason)
         assert shared.reachable and not shared.usable
+
+
+async def test_the_acl_that_is_documented_is_enough(start_redis, redis_binary):
+    """For a map that one gateway writes and another one reads, and for a ledger that places requests."""
+    url = start_redis(binary=redis_binary, user=acl(*DOCUMENTED)).url
+    url, hashes = url.replace("//", "//gate:secret@").replace("/0", "/1"), prompt(1, 6)[1]
+    policy, own, placed = make("least_time"), Ledger(), asyncio.get_running_loop().create_future()
+    candidate, demand = Candidate("r:1", 0, own.add("r:1"), CostGroup().add("r:1")), Demand(32, 16, hashes=[1, 2])
+    ledger = SharedLedger(Ways(parse(url)), "prod", own, policy.cost, deadline=5.0)
+    ledger.start()
+    try:
+        async with gateway(url) as (shared, _, publisher), gateways(url, deployment="prod") as (other,):
+            await until(lambda: shared.snapshots and ledger.joined)
+            other.follow("r:1", publisher)
+            await until(lambda: other.role("r:1") == "mirror")
+            await publisher.subscribed()
+            await publisher.publish(event(1, 0, 6))
+            await until(lambda: other.held("r:1", hashes) == 6)
+            ledger.decide(Evaluation(demand, [candidate], policy.choose(demand, [candidate]), 0), placed.set_result)
+            assert await placed is not None, ledger.reason
+            assert not shared.trouble and not other.shared.trouble
+    finally:
+        await ledger.stop()
 
 
 async def test_one_that_is_full_says_so_of_deltas_too(start_redis, redis_binary, caplog):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gateway.ops import prompt_check
+from gateway.ops import replica_checks
 
 from .examined import free_port, once_read
 
@@ -21,7 +21,7 @@ def engines(start_engine):
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prompt_check, "Pipeline", once_read)
+    monkeypatch.setattr(replica_checks, "Pipeline", once_read)
     monkeypatch.setenv("HITHERTO_PORT", str(free_port()))
     monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(free_port()))
     monkeypatch.setenv("HITHERTO_MODEL", "sim")

@@ -1,5 +1,6 @@
 """How tests run `hitherto doctor`, and the pages of an engine and of a gateway that it looks at."""
 
+import asyncio
 import functools
 import json
 import re
@@ -14,8 +15,14 @@ from cachemap.cluster.connect import Trouble, parse
 from cachemap.cluster.shared import LEASES
 from gateway import cli
 from gateway.ops import doctor
-from gateway.ops.trial import Finding
+from gateway.ops.event_ports import EventPorts
+from gateway.ops.findings import Finding
+from gateway.ops.gateway_checks import Gateway
+from gateway.ops.replica_checks import Engine
 from gateway.prompt.pipeline import Pipeline
+from gateway.settings import Settings
+from replicas.adopt import Facts
+from replicas.replica import parse_url
 
 from ...redis_server import free_port as free_port
 
@@ -34,6 +41,22 @@ def redis_trouble(answer: str) -> str:
 
 # Reading a tokenizer takes a second; the same one is read once for all tests.
 once_read = functools.cache(Pipeline)
+
+
+async def checked(fact, *names: str) -> list[Finding]:
+    """What the checks of these names, or all checks, find about one fact."""
+    checks = [one for one in doctor.CHECKS if isinstance(fact, one.needs) and (not names or one.name in names)]
+    return [finding for check in checks async for finding in check.findings(fact)]
+
+
+def found_in(fact, *names: str) -> list[Finding]:
+    return asyncio.run(checked(fact, *names))
+
+
+def an_engine(url: str, facts: Facts | None = None, status: dict | None = None, **settings) -> Engine:
+    """An engine that reports these facts, and that a running gateway with this status may know."""
+    known = Gateway(None, status or {}).entries(url)
+    return Engine(Settings(**settings), parse_url(url), known, EventPorts(), facts or Facts())
 
 
 def doctor_lines(capsys, *flags: str) -> tuple[int, str]:

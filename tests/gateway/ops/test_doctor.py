@@ -15,16 +15,15 @@ from datetime import date
 import pytest
 
 from gateway import cli
-from gateway.ops import doctor, gateway_check, trial
+from gateway.ops import doctor, replica_checks, trial
 from gateway.ops.chats import written
-from gateway.ops.trial import Finding
+from gateway.ops.findings import ok
 from gateway.prompt.render.clock import ALL_ZONES, days_in
 from replicas.engines.vllm.events import Decoder
-from replicas.replica import parse_url
 from replicas.simulated.model import sim_model_dir
 
 from ..prompt.families import FAMILIES
-from .examined import METRICS, TRIED, doctor_lines, examine, free_port, once_read, status, told_by
+from .examined import METRICS, TRIED, an_engine, doctor_lines, examine, found_in, free_port, once_read, status, told_by
 
 pytestmark = pytest.mark.usefixtures("settings")
 
@@ -111,7 +110,7 @@ def test_block_sizes_that_do_not_fit(capsys, engines, monkeypatch):
     code, found = examine(capsys, "--replica-url", engines[0].url, engines[2].url, "--block-size", "32")
     assert code == 0 and found["block size"][0] == "warn" and "leave --block-size out" in found["block size"][1]
     assert re.match(
-        r"127\S+ of sim: block_size is set to 32 tokens, but its engine caches blocks of 16, so what it holds is matched in "
+        r"block_size is set to 32 tokens, but its engine caches blocks of 16, so what it holds is matched in "
         r"steps of 32 and predictions leave out up to 16 cached tokens of a prompt",
         found["block size"][1],
     )
@@ -198,7 +197,7 @@ def test_engines_are_looked_at_all_at_once_and_told_in_their_order(capsys, fake)
 
 def test_an_engine_that_takes_connections_and_answers_nothing(capsys, monkeypatch):
     """As a process that was stopped does. What the running gateway calls failed for that has the same remedy."""
-    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(replica_checks, "PROBE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         code, found = examine(capsys, "--replica-url", f"http://127.0.0.1:{stopped.getsockname()[1]}")
     level, text = found["replica"]
@@ -206,7 +205,7 @@ def test_an_engine_that_takes_connections_and_answers_nothing(capsys, monkeypatc
     assert "`py-spy dump --pid PID` of its process and restart it" in text and "correct its URL" not in text
     for fault, remedy in (("timeout", "it hangs, still loads"), ("connect", "start it, "), (None, "start it, ")):
         failed = {"id": "a:1", "url": "http://a:1", "state": "failed", "reason": "no answer for 15 s", "fault": fault}
-        (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), status(replicas=[failed]))
+        (kept_out,) = found_in(an_engine("http://a:1", status=status(replicas=[failed])), "replica")
         assert kept_out.remedy.startswith(remedy) and "its other checks are skipped" in kept_out.remedy
 
 
@@ -218,7 +217,7 @@ def test_a_model_that_only_replicas_could_name_is_not_blamed_while_none_answers(
 
 
 def test_columns_stand_apart_from_the_longest_usual_subject():
-    assert "tokenizer 127.0.0.1:29246  " in doctor.line(Finding("ok", "tokenizer 127.0.0.1:29246", "same"))
+    assert "tokenizer 127.0.0.1:29246  " in doctor.line(ok("same", subject="tokenizer 127.0.0.1:29246"))
 
 
 def test_no_replica_at_all_and_no_tokenizer(capsys, monkeypatch, tmp_path):

@@ -60,6 +60,6 @@ async def test_ports_of_an_engine_that_answers_are_its_own():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         address = parse_url(f"http://127.0.0.1:{free_port()}#events=tcp://127.0.0.1:{port}")
-        assert await known.check_held(address, "127.0.0.1")
+        assert await known.held(address.source, "127.0.0.1") == [port]
         known.add("127.0.0.1", [EventSource(f"tcp://127.0.0.1:{port}", None, "")])
-        assert await known.check_held(address, "127.0.0.1") is None
+        assert await known.held(address.source, "127.0.0.1") == []

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from gateway import cli
-from gateway.ops.settings_check import check_open_files
+from gateway.ops.gateway_checks import Gateway
 
-from .examined import BAD_KEYS, doctor_lines, examine, free_port
+from .examined import BAD_KEYS, doctor_lines, examine, found_in, free_port
 
 pytestmark = pytest.mark.usefixtures("settings")
 
@@ -91,8 +91,8 @@ def test_traces_that_arrive_and_that_do_not(capsys, engines, monkeypatch):
 @pytest.mark.parametrize(("most", "warns"), [(1024, True), (4096, False), (resource.RLIM_INFINITY, False)])
 def test_too_few_open_files_are_said_before_clients_see_it(monkeypatch, most, warns):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, most))
-    found = check_open_files(None)
-    assert (found is not None) == warns and found == check_open_files(most), "here, or of a gateway that runs"
-    if found is not None:
+    here, running = (found_in(Gateway(None, status), "open files") for status in ({}, {"most_open_files": most}))
+    assert (len(here) == 1) is warns and here == running, "here, or of a gateway that runs"
+    for found in here:
         assert found.level == "warn" and "1024 at most, which are about 369 streams" in found.text
         assert "LimitNOFILE" in found.remedy

@@ -5,30 +5,43 @@ import socket
 import socketserver
 import threading
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from gateway import cli
-from gateway.ops import doctor, gateway_check, trial
-from gateway.ops.replicas_check import check_block_size
-from gateway.ops.trial import Finding
-from gateway.settings import Settings
+from gateway.ops import gateway_checks, trial
+from gateway.ops.findings import Finding
+from gateway.ops.replica_checks import Engines
 from replicas.adopt import Facts
 from replicas.duplicates import Name, duplicate
 from replicas.engines.dialect import Told
 from replicas.lifecycle import State
-from replicas.problems import block_size_set
-from replicas.replica import parse_url
+from replicas.problems import Problem, block_size_set
 
-from .examined import BAD_KEYS, TRIED, doctor_lines, examine, free_port, redis_trouble, status, told_by
+from .examined import (
+    BAD_KEYS,
+    TRIED,
+    an_engine,
+    checked,
+    doctor_lines,
+    examine,
+    found_in,
+    free_port,
+    redis_trouble,
+    status,
+    told_by,
+)
 from .test_admin import Gateway
 
 pytestmark = pytest.mark.usefixtures("settings")
 
 
-def told(running) -> list[Finding]:
-    return list(gateway_check.check_gateway(cli.load_config(cli._parse(["doctor"])).settings, running))
+def config(*flags):
+    return cli.load_config(cli._parse(["doctor", *flags]))
+
+
+def told(running, *flags) -> list[Finding]:
+    return found_in(gateway_checks.Gateway(config(*flags), running))
 
 
 def test_what_a_running_gateway_says_of_itself():
@@ -43,16 +56,23 @@ def test_what_a_running_gateway_says_of_itself():
     (_, limited) = told(status(refused_tenants=[tenant]))
     assert (limited.level, limited.subject) == ("warn", "tenant team-a")
     assert limited.text == "its limit of requests per minute refused 4 requests since the start"
-    why = "none of the engine's layers has full attention"
-    page = {"id": "a:1", "url": "http://a:1", "events": "unobserved", "events_reason": why}
-    unobserved = told(status(replicas=[page]))
-    assert [(f.level, f.subject) for f in unobserved] == [("ok", "gateway"), ("fail", "events a:1")]
-    assert why in unobserved[1].text
+
+
+def test_a_replica_whose_events_are_not_followed_is_a_failure():
+    why = (
+        "KV events are not followed, the cache is guessed from traffic: none of the engine's layers has full attention"
+    )
+    page = {"id": "a:1", "url": "http://a:1", "events": "unobserved", "problems": [why]}
+    (unobserved,) = found_in(an_engine("http://a:1", status=status(replicas=[page])), "problems")
+    assert (unobserved.level, unobserved.subject, unobserved.text) == ("fail", "traffic a:1", why)
+    page |= {"events": "gap", "problems": [], "events_reason": "7 were lost"}
+    (gap,) = found_in(an_engine("http://a:1", status=status(replicas=[page])), "problems")
+    assert (gap.level, gap.subject) == ("fail", "events a:1") and gap.text.endswith("(7 were lost)")
 
 
 def test_settings_that_the_running_gateway_does_not_have_are_named(capsys, fake):
     def given(*flags):
-        return gateway_check.not_in_force(cli.load_config(cli._parse(["doctor", *flags])), status())
+        return gateway_checks.not_in_force(config(*flags), status())
 
     assert given() == given("--policy", "least_time", "--replica-url", "http://a:1") == []
     assert given("--policy", "random", "--replica-url", "http://a:1", "http://c:1") == [
@@ -67,36 +87,18 @@ def test_settings_that_the_running_gateway_does_not_have_are_named(capsys, fake)
     )
 
 
-@pytest.mark.parametrize("given", [None, 32])
-def test_the_running_gateways_block_size_is_said_unless_the_doctor_was_given_it_as_well(given):
-    problem = str(block_size_set(32, 16))
-    running = {"replicas": [{"id": "a:1", "problems": [problem]}]}
-    replicas = [(parse_url("http://a:1"), Facts(told=Told(block_size=16)))]
-    found = [one.text for one in gateway_check.check_seen_by_gateway(running, replicas, block_size=given)]
-    assert found == ([] if given else [problem])
-
-
 @pytest.mark.parametrize("given, level", [(24, "fail"), (32, "warn")])
-def test_a_block_size_that_only_the_running_gateway_was_given_is_said_once_with_its_remedy(given, level):
-    problem = block_size_set(given, 16)
-    page = {"block_size": 16, "problems": [str(problem)]}
-    running = {
-        "replicas": [{"id": "a:1", "url": "http://a:1", **page}, {"id": "b:1", "url": "http://b:1", **page}],
-        "spaces": [{"block_size": given, "replicas": ["a:1", "b:1"]}],
-    }
-    in_force = gateway_check.block_sizes_in_force(running)
-    assert in_force == {"http://a:1": given, "http://b:1": given}
-    replicas = [(parse_url(f"http://{name}:1"), Facts(told=Told(block_size=16))) for name in "ab"]
-    found = check_block_size(Settings(), replicas, in_force)
-    assert (found.level, found.subject, found.remedy) == (level, "block size", problem.remedy)
-    assert found.text.startswith("a:1, b:1 of ") and found.text.endswith(f": {problem.what}")
-    assert ":" not in problem.what
-    assert list(gateway_check.check_seen_by_gateway(running, replicas)) == []
-    unseen = list(gateway_check.check_seen_by_gateway(running, []))
-    assert [one.subject for one in unseen] == ["traffic a:1", "traffic b:1"], "the doctor got no answer of them"
-    for one in running["replicas"]:
-        one["problems"] = []
-    assert gateway_check.block_sizes_in_force(running) == {}, "the size was learned"
+def test_a_block_size_that_does_not_fit_is_said_once(given, level):
+    """By the gateway where one runs, and else by the doctor, with the same remedy."""
+    problem, facts = block_size_set(given, 16), Facts(serving=True, told=Told(block_size=16))
+    page = {"id": "a:1", "url": "http://a:1", "problems": [str(problem)]}
+    for size in (None, given):
+        (found,) = found_in(an_engine("http://a:1", facts, status(replicas=[page]), block_size=size), "problems")
+        assert (found.level, found.subject, found.text) == (level, "traffic a:1", str(problem))
+    found = [
+        one for one in found_in(an_engine("http://a:1", facts, block_size=given)) if one.subject == "block size a:1"
+    ]
+    assert [(one.level, one.text, one.remedy) for one in found] == [(level, problem.what, problem.remedy)]
 
 
 @pytest.mark.parametrize("speaks_http", [True, False])
@@ -116,15 +118,6 @@ def test_another_server_at_the_admin_port_is_called_so(capsys, fake, speaks_http
     assert level == "warn" and said.startswith(f"none runs with these settings at http://127.0.0.1:{port} ({there}")
 
 
-async def test_a_server_at_the_admin_port_that_does_not_answer_is_called_so(monkeypatch):
-    """Nor is it said that it speaks no HTTP, which nobody knows."""
-    monkeypatch.setattr(gateway_check, "ADMIN_SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        async with aiohttp.ClientSession() as session:
-            settings = Settings(admin_port=silent.getsockname()[1])
-            assert await gateway_check.other_server(settings, session) == "what is there does not answer"
-
-
 class Closing(socketserver.BaseRequestHandler):
     """Says something of its own and goes, as servers of other protocols do."""
 
@@ -142,9 +135,8 @@ async def test_another_servers_refusal_at_the_admin_port_is_no_gateways():
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        async with aiohttp.ClientSession() as session:
-            settings = Settings(admin_port=runner.addresses[0][1])
-            assert await gateway_check.running_gateway(settings, session) is None
+        found = await gateway_checks.find_gateway(config("--admin-port", str(runner.addresses[0][1])))
+        assert (found.status, found.withheld) == ({}, None) and "not a gateway, answers there with 401" in found.other
     finally:
         await runner.cleanup()
 
@@ -180,24 +172,28 @@ def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
 async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gateway_tells():
     gateway = Gateway()
     replica = gateway.fleet.add("http://a:1")
+
+    async def seen():
+        return await checked(an_engine("http://a:1", status=gateway.status()), "replica")
+
     replica.state, replica.reason, replica.fault = State.FAILED, "no answer for 15 s", "timeout"
-    (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
+    (kept_out,) = await seen()
     assert "no answer for 15 s" in kept_out.text and kept_out.remedy.startswith("it hangs, still loads")
     replica.fault = "connect"
-    (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
+    (kept_out,) = await seen()
     assert kept_out.remedy.startswith("start it, ")
     replica.fault = "refused"
-    (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
+    (kept_out,) = await seen()
     assert kept_out.remedy.startswith("another program may listen there, which `ss -ltnp 'sport = :1'`")
     replica.state = State.STOPPED
-    (drained,) = gateway_check.check_drained(Settings(), parse_url("http://a:1"), gateway.status())
+    drained, _ = await seen()
     assert drained.remedy == "hitherto replicas add http://a:1 --admin http://127.0.0.1:8081"
     replica.state = State.FAILED
     replica.managed, replica.fault, replica.reason = True, "", "exited with code 1; next start in 4.0 s"
-    (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
+    (kept_out,) = await seen()
     assert kept_out.remedy.startswith("the gateway starts it by itself, and again whenever it ends: ")
     for replica.state in (State.LEAVING, State.DRAINING):  # its port may be closed, and it is not to be started
-        (kept_out,) = gateway_check.check_kept_out(parse_url("http://a:1"), gateway.status())
+        (kept_out,) = await seen()
         assert kept_out.level == "warn" and kept_out.remedy.startswith(
             "nothing, it finishes the 0 requests that it has"
         )
@@ -217,39 +213,53 @@ def test_a_file_that_the_running_gateway_cannot_use_is_said_whatever_the_doctor_
     assert (tls.level, tls.subject) == ("fail", "tls") and "no PEM" in tls.text
 
 
-def test_an_engine_whose_other_name_only_the_gateway_knows_is_told_by_it():
+def test_an_engine_of_two_names_is_told_by_the_gateway_that_knows_it():
     names = {id: Name(id, "10.0.0.1", 1, 5.25) for id in ("a:1", "b:1")}
     problems = {id: [str(duplicate(name, names.values()))] for id, name in names.items()}
-    running = {"replicas": [{"id": id, "url": f"http://{id}", "problems": problems[id]} for id in problems]}
-    seen = list(gateway_check.check_seen_by_gateway(running, [], (), [names["a:1"]]))
+    running = status(replicas=[{"id": id, "url": f"http://{id}", "problems": problems[id]} for id in problems])
+    engines = [an_engine(f"http://{id}", Facts(serving=True), running) for id in names]
+    seen = [finding for one in engines for finding in found_in(one, "problems")]
     assert [one.subject for one in seen] == ["traffic a:1", "traffic b:1"], "b:1 was added with POST /replicas"
     assert "also given as a:1" in seen[1].text
-    assert not list(gateway_check.check_seen_by_gateway(running, [], (), [*names.values()])), "check_duplicates says it"
+    assert not found_in(Engines(engines[0].settings, engines), "twice")
 
 
 @pytest.mark.parametrize("continues", (False, True))
 def test_variants_that_do_not_go_on_with_each_others_streams_are_named(continues):
     space = {"models": ["m"], "directory": None, "block_size": 16, "max_model_len": None, "versions": [], "variants": 2}
-    running = {"spaces": [{**space, "replicas": ["a:1"]}, {**space, "replicas": ["b:1"], "block_size": 32}]}
-    [finding] = gateway_check.check_variants(running, continues)
+    running = status(spaces=[{**space, "replicas": ["a:1"]}, {**space, "replicas": ["b:1"], "block_size": 32}])
+    flags = ["--continue-streams", "exact" if continues else "never"]
+    [finding] = [one for one in told(running, *flags) if one.subject == "variants m"]
     assert "a:1 (blocks of 16" in finding.text and "b:1 (blocks of 32" in finding.text
     assert ("by a replica of its own variant alone" in finding.text) is continues
     assert "two legs" not in finding.text
     running["replicas"] = [{"id": "a:1", "role": "both"}, {"id": "b:1", "role": "decode"}]
-    [finding] = gateway_check.check_variants(running, continues)
+    [finding] = [one for one in told(running, *flags) if one.subject == "variants m"]
     assert "both legs of a request use replicas of one variant" in finding.text
 
 
-def test_what_only_traffic_shows_comes_from_the_running_gateway():
-    running = {"replicas": [{"id": "a:1", "problems": ["12 KV events were passed over (unknown type 'X')"]}]}
-    (finding,) = gateway_check.check_seen_by_gateway(running, [])
-    assert finding.level == "warn" and "passed over" in finding.text and finding.subject == "traffic a:1"
-    assert not list(gateway_check.check_seen_by_gateway({"replicas": [{"id": "a:1"}]}, [])) and not list(
-        gateway_check.check_seen_by_gateway(None, [])
+def test_what_the_gateway_says_of_a_replica_is_printed_in_its_words():
+    """And what the engine says of itself is not, as the gateway has read it too."""
+    facts, slow = (
+        Facts(serving=True, problems={"role": Problem("it is for one leg alone", "")}),
+        {"text": "takes 8 x as long"},
     )
+    page = {
+        "id": "a:1",
+        "url": "http://a:1",
+        "problems": ["12 KV events were passed over (unknown type 'X')"],
+        "slow": slow,
+    }
+    found = found_in(an_engine("http://a:1", facts, status(replicas=[page])), "problems")
+    assert [(one.level, one.subject) for one in found] == [("warn", "traffic a:1")] * 2
+    assert [one.text for one in found] == [slow["text"], *page["problems"]]
+    for page in ({"state": "failed", "slow": slow}, {"slow": None}):
+        assert not found_in(
+            an_engine("http://a:1", Facts(), status(replicas=[page | {"id": "a:1", "url": "http://a:1"}])), "problems"
+        )
 
 
-def test_replicas_that_were_added_to_the_running_gateway_are_looked_at_as_well(capsys, engines, monkeypatch):
+def test_replicas_that_were_added_to_the_running_gateway_are_looked_at_as_well(capsys, engines, gateway):
     added = f"127.0.0.1:{free_port()}"
     away = {
         "id": added,
@@ -259,23 +269,13 @@ def test_replicas_that_were_added_to_the_running_gateway_are_looked_at_as_well(c
         "reason": "nothing listens there",
     }
 
-    async def running(*_) -> dict:
-        return status(replicas=[{"id": "x", "url": engines[0].url, "events": "live"}, away])
-
-    monkeypatch.setattr(doctor, "running_gateway", running)
+    gateway(status(replicas=[{"id": "x", "url": engines[0].url, "events": "live"}, away]))
     code, out = doctor_lines(capsys, "--replica-url", engines[0].url)
     assert code == 1 and out.count(f"replica 127.0.0.1:{engines[0].port} ") == 1
     assert f"{added} " in out and "the gateway calls it failed: nothing listens there" in out
 
 
-def test_a_slow_replica_is_named_with_how_slow_it_is():
-    slow = {"id": "b:1", "url": "http://b:1", "slow": {"text": "takes 8 x as long per token as the others"}}
-    (finding,) = gateway_check.check_seen_by_gateway({"replicas": [{"id": "a:1", "slow": None}, slow]}, [])
-    assert (finding.level, finding.subject, finding.text) == ("warn", "traffic b:1", slow["slow"]["text"])
-    assert not list(gateway_check.check_seen_by_gateway({"replicas": [slow]}, [], untried={"http://b:1"}))
-
-
-def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, monkeypatch):
+def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, gateway, monkeypatch):
     """An older engine does not say where its events are: their address stands in the gateway's flags."""
     published = told_by(engines[0].url + "/kv_event_sources")["0"]
     source = {
@@ -285,17 +285,18 @@ def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, mo
     }
     url = fake({**TRIED, "/kv_event_sources": 404})
     replica = {"id": "x", "url": url, "rank": None, "events": "live", "event_source": source}
-
-    async def running(*_) -> dict:
-        return status(replicas=[replica])
-
-    monkeypatch.setattr(doctor, "running_gateway", running)
+    gateway(status(replicas=[replica]))
     monkeypatch.setattr(trial, "EVENT_SECONDS", 0.1)
     _, found = examine(capsys)
     assert source["endpoint"] in found["events"][1], found  # listened to; this fake publishes nothing there
-    replica |= {"event_source": None, "events": "off"}
+    replica |= {
+        "event_source": None,
+        "events": "off",
+        "problems": ["its KV events are unknown: URL#events=tcp://HOST:PORT"],
+    }
+    gateway(status(replicas=[replica]))
     _, found = examine(capsys)
-    assert found["events"][0] == "warn" and "URL#events=tcp://HOST:PORT" in found["events"][1]
+    assert found["traffic x"] == ("warn", replica["problems"][0]) and "events" not in found, "said once"
 
 
 def test_a_port_that_somebody_holds(capsys):
@@ -342,18 +343,6 @@ def test_what_the_gateway_says_of_a_replica_comes_before_one_look_at_what_answer
     assert set(found) == {"config", "gateway", "replica"}, "nothing else is known of it"
 
 
-def test_without_its_token_nothing_is_said_of_what_only_the_gateway_knows(capsys, fake, monkeypatch):
-    monkeypatch.delenv("HITHERTO_MODEL")
-
-    async def refused(*_):
-        raise doctor.StatusUnavailable(gateway_check._refused("the admin side asks for its token"))
-
-    monkeypatch.setattr(doctor, "running_gateway", refused)
-    code, found = examine(capsys)
-    assert code == 1 and found["gateway"][0] == "fail" and "--admin-token" in found["gateway"][1]
-    assert set(found) == {"config", "gateway"}
-
-
 def test_that_no_gateway_runs_stands_in_the_last_line_and_where_it_was_looked_for_in_its_own(capsys, engines):
     port = free_port()
     code, out = doctor_lines(capsys, "--replica-url", engines[0].url, "--admin-port", str(port))
@@ -366,7 +355,7 @@ def test_that_no_gateway_runs_stands_in_the_last_line_and_where_it_was_looked_fo
 
 def test_a_gateway_that_hangs_is_restarted_and_keeps_its_port(capsys, engines, monkeypatch):
     """As a process that was stopped does: the kernel takes its connections, and nobody answers."""
-    monkeypatch.setattr(gateway_check, "ADMIN_SECONDS", 0.3)
+    monkeypatch.setattr(gateway_checks, "ADMIN_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as clients, socket.create_server(("127.0.0.1", 0)) as admin:
         monkeypatch.setenv("HITHERTO_PORT", str(clients.getsockname()[1]))
         monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(admin.getsockname()[1]))

@@ -1,0 +1,47 @@
+"""The form of what `hitherto doctor` checks, and of what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report, and what to do about it."""
+
+    level: Literal["ok", "warn", "fail"]
+    text: str
+    remedy: str = ""
+    subject: str = ""  # "": the name of the check and of what it looked at
+
+
+ok, warn, fail = (partial(Finding, level) for level in ("ok", "warn", "fail"))
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that can be wrong.
+
+    `needs`: the kind of fact that the check looks at. `run`: returns or yields the findings about one such fact.
+    `remedy`: what to do about findings that bring no remedy of their own.
+    """
+
+    name: str
+    needs: type
+    run: Callable[[Any], Iterable[Finding] | AsyncIterator[Finding]]
+    remedy: str = ""
+
+    async def findings(self, fact: Any) -> AsyncIterator[Finding]:
+        """Yield the findings about one fact of the kind that the check needs, with their subjects and remedies."""
+        found, subject = self.run(fact), f"{self.name} {getattr(fact, 'id', '')}".rstrip()
+        async for one in found if isinstance(found, AsyncIterator) else _each(found):
+            remedy = "" if one.level == "ok" else one.remedy or self.remedy
+            yield replace(one, subject=one.subject or subject, remedy=remedy)
+
+
+async def _each(findings: Iterable[Finding]) -> AsyncIterator[Finding]:
+    for one in findings:
+        yield one

@@ -1,0 +1,427 @@
+"""The checks of `hitherto doctor` on settings, and on the services around a gateway: its Redis, pods and admin side."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+
+from gateway.http.room import FEWEST_FILES, too_few
+from gateway.model import launches
+from gateway.ops import traces
+from gateway.ops.findings import Finding, fail, ok, warn
+from gateway.ports import why_taken
+from gateway.settings import ADMIN_SIDE, Config, ConfigError, admin_headers, admin_url, place_of
+from gateway.settings.warnings import find_warnings
+from replicas.cluster_api import Pods, PodsError
+from replicas.discovery import wanted
+from replicas.engines import TRANSFERS
+from replicas.launch.ports import holder
+from replicas.pods import Discover, place
+from replicas.ports import cannot_listen
+from replicas.replica import Address, EventSource, parse_url
+from replicas.roles import BOTH
+
+ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
+NONE_RUNS = "none runs with these settings"  # the beginning of a finding, by which `doctor` recognizes it
+COMPARED = ("policy", "replica_url", "block_size")  # settings that a gateway's status shows
+PINGS = 20
+NEAR_SECONDS = 0.002  # the longest time that a decision waits for Redis
+# Part of a gateway's status -> the doctor's name for it, and what stays in use while its file cannot be used.
+FOLLOWED = {
+    "api_keys": ("api keys", "the keys read before stay good, also one that was taken out since"),
+    "tls": ("tls", "the certificate read before stays in use"),
+}
+# The commands of gateways that need a key K, those without, and those of scripts. None leaves anything at K behind.
+REDIS_COMMANDS = (
+    "GETRANGE K 0 0; SET K 1 XX; EXISTS K; TYPE K; EXPIRE K 9; PEXPIRE K 9000; PTTL K; LINDEX K 0; RENAME K K; XTRIM K MAXLEN 0; "
+    "XADD K NOMKSTREAM * f v; XRANGE K - +; XREAD STREAMS K 0; TIME; HSET K f v; HGET K f; HDEL K g; HLEN K; HKEYS K; HMGET K f; "
+    "HGETALL K; ZADD K XX 1 m; ZREM K m; ZCARD K; ZSCORE K m; ZRANGEBYSCORE K 0 0; RPUSH K v; EVAL return 0; EVALSHA 0 0; UNLINK K; DEL K"
+)
+REFUSED_BY_ENGINES = {  # reason -> what clients got from engines, and the remedy
+    "engines_full": ("429, as every engine that was asked was full", "add replicas (hitherto plan says how many a load needs), "
+                     "or have requests wait in the gateway (--admission)"),
+    "engines_unauthorized": ("401 or 403 from engines", "give the gateway the key that the engines ask for (--engine-api-key); "
+                             "where clients bring it themselves, theirs is missing or wrong"),
+}  # fmt: skip
+
+
+def given_settings(config: Config) -> Iterator[Finding]:
+    """Report how many settings were given, and from which files."""
+    given = [source for source in config.sources.values() if source != "default"]
+    files = sorted({source.split(":")[0].removeprefix("file ") for source in given if source.startswith("file ")})
+    yield ok(", read ".join([f"{len(given)} of {len(config.sources)} settings given", *files]))
+
+
+def unusable_files(config: Config) -> Iterator[Finding]:
+    """Yield a failure for each file that settings name and that cannot be used; `unlaunchable` judges profiles."""
+    for setting, why in config.unusable.items():
+        if setting not in ("profile", "pools"):
+            followed = "tls" if setting.startswith("tls_") else setting
+            subject, stays = FOLLOWED.get(followed, (setting.replace("_", " "), ""))
+            left_out = "; the checks below are made without it" if setting in config.left_out else ""
+            remedy = "mend it: no gateway starts with it" + (f"; in one that runs {stays}" if stays else left_out)
+            yield fail(why, remedy, subject)
+
+
+def idle_settings(config: Config) -> Iterator[Finding]:
+    """Yield a warning for each setting that has no effect."""
+    return (warn(*warning) for warning in find_warnings(config.settings))
+
+
+def own_redis(config: Config) -> Iterator[Finding]:
+    """Look for the Redis server that workers share where no Redis is named."""
+    from gateway.workers.private_redis import server
+
+    if config.settings.workers > 1 and config.settings.redis_url is None:
+        try:
+            yield ok(f"share a Redis of their own, {server()}")
+        except ConfigError as error:
+            yield fail(str(error))
+
+
+async def trace_receiver(config: Config) -> AsyncIterator[Finding]:
+    """Check whether the receiver accepts traces, if the environment names one."""
+    try:
+        receiver = traces.receiver()
+    except ConfigError as error:
+        yield fail(str(error))
+        return
+    if receiver is not None:
+        from gateway.ops.spans import refusal
+
+        why = await asyncio.to_thread(refusal, 2.0)
+        yield warn(f"{receiver} does not take them: {why}") if why else ok(f"{receiver} takes them")
+
+
+def unlaunchable(config: Config) -> Iterator[Finding]:
+    """Yield what keeps engines from being launched, in the words of the gateway's start."""
+    try:
+        launches(config.settings)
+    except ConfigError as error:
+        yield from map(fail, error.placed(config.sources).splitlines())
+
+
+@dataclass
+class RedisServer:
+    """A server of the Redis that gateways share. `id`: its address where there are several."""
+
+    id: str
+    place: str  # without its password
+    version: str = ""
+    is_old: bool = False  # older than what gateways need
+    memory: int = 0  # maxmemory in bytes; 0: no limit
+    policy: str = ""  # maxmemory-policy
+    seconds: float = 0.0  # the median of its answers
+    refused: dict[str, str] = field(default_factory=dict)  # command of gateways -> why it is refused
+    unusable: str = ""  # why nothing of this is known
+
+
+async def redis_servers(url: str, deployment: str) -> AsyncIterator[RedisServer]:
+    """Ask each server of the Redis at `url` for its state, and try the commands that gateways use."""
+    from cachemap.cluster.connect import FAILURES, OLDEST, connect, describe, parse
+    from cachemap.cluster.replies import NONSENSE, strange
+
+    whole = parse(url)
+    hosts = whole.hosts if whole.kind == "cluster" else [whole.hosts]
+    for part in [whole._replace(kind="single", hosts=[host]) for host in hosts] if whole.kind == "cluster" else [whole]:
+        client = connect(part)
+        server = RedisServer(f"{part.hosts[0][0]}:{part.hosts[0][1]}" if len(hosts) > 1 else "", str(part))
+        try:
+            info, times = await client.info(), []
+            server.version, server.memory = str(info.get("redis_version", "0")), int(info.get("maxmemory", 0))
+            server.policy = str(info.get("maxmemory_policy", "noeviction"))
+            server.is_old = tuple(int(part) for part in server.version.split(".")[:2]) < OLDEST
+            for _ in range(PINGS):
+                began = perf_counter()
+                await client.ping()
+                times.append(perf_counter() - began)
+            server.seconds = sorted(times)[PINGS // 2]
+            key, pipeline = f"hitherto:1:{deployment}:doctor:{secrets.token_hex(4)}", client.pipeline(transaction=False)
+            commands = [command.split() for command in REDIS_COMMANDS.split("; ")]
+            for words in commands:
+                pipeline.execute_command(*(key if word == "K" else word for word in words))
+            for words, answer in zip(commands, await pipeline.execute(raise_on_error=False), strict=True):
+                if isinstance(answer, Exception) and any(one in describe(answer) for one in ("its ACL", "read-only")):
+                    server.refused[words[0]] = describe(answer)
+        except (*FAILURES, *NONSENSE) as error:
+            server.unusable = describe(strange("INFO", error) if isinstance(error, NONSENSE) else error)
+        finally:
+            await client.aclose()
+        yield server
+
+
+def redis(server: RedisServer) -> Iterator[Finding]:
+    """Check a server's version, eviction, latency and permissions."""
+    if server.unusable:
+        remedy = "gateways go on alone until it answers; look at its address, password, TLS settings and its own log"
+        yield fail(f"{server.place} cannot be used: {server.unusable}", remedy)
+        return
+    version, policy = server.version, server.policy
+    if server.is_old:
+        yield fail(f"{server.place} is Redis {version}", "run Redis 6.2 or later")
+    else:
+        yield ok(f"{server.place} answers, Redis {version}")
+    if not server.memory or policy == "noeviction":
+        yield ok("drops nothing to save memory")
+    elif policy.startswith("volatile-"):
+        said = f"maxmemory-policy {policy}: what it drops is written again within a second or two; noeviction is calmer"
+        yield ok(said)
+    else:
+        said = "drops leases and loads at random, which makes gateways write by turns and count wrong"
+        remedy = "set maxmemory-policy noeviction, and memory enough: 16 bytes a block and 1 kB a replica"
+        yield fail(f"maxmemory-policy {policy} {said}", remedy)
+    said = f"answers in {server.seconds * 1000:.2f} ms (median of {PINGS})"
+    if server.seconds > NEAR_SECONDS:
+        far = ": decisions wait 2 ms for it at most, so most are made by the local view"
+        yield warn(said + far, "put Redis nearer to the gateways")
+    else:
+        yield ok(said)
+    if server.refused:
+        remedy = "see the ACL that docs/scaling.md lists, and that the URL leads to a primary that takes writes"
+        yield fail(f"refuses {', '.join(server.refused)}: {next(iter(server.refused.values()))}", remedy)
+    else:
+        yield ok("takes all commands of gateways")
+
+
+@dataclass
+class PodSearch:
+    """The pods that a cluster's API lists for `discover`; `error`: why it lists none."""
+
+    discover: Discover
+    urls: list[str]
+    complaints: set[str] = field(default_factory=set)  # why other pods are no replicas
+    error: str = ""
+
+
+async def find_pods(discover: Discover) -> PodSearch:
+    """List the pods of a cluster once."""
+    try:
+        found, complaints = wanted(discover, await Pods(discover, place(discover), lambda _: None).list())
+    except PodsError as error:
+        return PodSearch(discover, [], error=str(error))
+    return PodSearch(discover, [url for url, _ in found.values()], complaints)
+
+
+def pods(search: PodSearch) -> Iterator[Finding]:
+    """Report whether the API lists the pods, and which of them are replicas."""
+    roles = Counter(parse_url(url).role for url in search.urls)
+    said = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+    if search.error:
+        yield fail(search.error, "the gateway goes on with the replicas that it knows")
+    elif search.urls:
+        yield ok(f"{len(search.urls)} are replicas ({said})")
+    else:
+        remedy = "see discover.selector and discover.namespace; a pod needs an address"
+        yield fail(f"none that {search.discover.selector!r} selects is a replica", remedy)
+    for one in sorted(search.complaints):
+        yield warn(f"{one}: it gets no requests", "correct the label, or the selector")
+
+
+@dataclass
+class Gateway:
+    """What answers at the admin port of these settings."""
+
+    config: Config
+    status: dict[str, Any] = field(default_factory=dict)  # a running gateway's; {} where none is known to run
+    withheld: Finding | None = None  # why a gateway that may run does not give its status
+    other: str = ""  # what answers there that is no gateway with a status; "" if nothing does
+
+    def entries(self, url: str) -> list[dict[str, Any]]:
+        """Return the status's entries of the replicas behind this URL."""
+        return [one for one in self.status.get("replicas", ()) if one.get("url") == url]
+
+
+async def find_gateway(config: Config) -> Gateway:
+    """Return the gateway that runs with these settings, as far as its admin port shows one."""
+    url, timeout = admin_url(config.settings), aiohttp.ClientTimeout(ADMIN_SECONDS)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(url + "/status", headers=admin_headers(config.settings)) as response,
+        ):
+            try:
+                status = await response.json()
+            except (aiohttp.ContentTypeError, ValueError):
+                status = None
+    except TimeoutError:
+        return Gateway(config, withheld=fail(
+            f"something holds the admin port {url.removeprefix('http://')} and does not answer within {ADMIN_SECONDS:g} s",
+            "if it is this gateway, it hangs: save `py-spy dump --pid PID` (`ss -ltnp` names the process), then restart it "
+            "(runbook HithertoGatewayDown); else stop what holds the port, or give another with --admin-port",
+        ))  # fmt: skip
+    except aiohttp.ClientConnectorError:
+        return Gateway(config)
+    except aiohttp.ClientError:
+        return Gateway(config, other="what is there is no gateway: it does not speak HTTP")
+    if isinstance(status, dict) and "replicas" in status and "policy" in status:
+        return Gateway(config, status)
+    if response.status in (401, 403) and ADMIN_SIDE in response.headers and isinstance(status, dict):
+        said = f"one runs, and its admin side refuses the doctor: {status['error']['message']}"
+        remedy = "run the doctor with the --admin-token that the gateway was started with"
+        return Gateway(config, withheld=fail(said, remedy))
+    kind = "a gateway" if ADMIN_SIDE in response.headers else "another server, not a gateway,"
+    name = f" ({name[:60]})" if (name := response.headers.get("Server", "")) else ""
+    return Gateway(config, other=f"{kind} answers there with {response.status} to /status{name}")
+
+
+def open_files(gateway: Gateway) -> Iterator[Finding]:
+    """Check whether a gateway, the running one or one started here, may open enough files for its connections."""
+    if text := too_few(gateway.status.get("most_open_files") or resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
+        yield warn(
+            text,
+            f"raise the hard limit where the gateway is started to {FEWEST_FILES} at least: LimitNOFILE in a systemd unit, "
+            "`ulimit -Hn` in a shell",
+        )
+
+
+def ports_taken(gateway: Gateway) -> Iterator[Finding]:
+    """Check whether a gateway could listen where none runs."""
+    for setting in () if gateway.status or gateway.withheld else ("port", "admin_port"):
+        names = (setting, setting.replace("port", "host"))
+        port, host = (getattr(gateway.config.settings, name) for name in names)
+        if wrong := why_taken(host, port):
+            flags = [f"--{name.replace('_', '-')}" for name in names]
+            what, _, remedy = cannot_listen(host, port, wrong, *flags).partition(". ")
+            if wrong.errno == errno.EADDRINUSE and (process := holder(port)):
+                what += f" by {process}"
+            if setting == "admin_port" and gateway.other:
+                what += f"; {gateway.other}"
+            yield fail(what, remedy[0].lower() + remedy[1:], setting)
+
+
+def running(gateway: Gateway) -> Iterator[Finding]:
+    """Report whether a gateway runs and is ready."""
+    status, there = gateway.status, gateway.other or "nothing listens there"
+    if gateway.withheld is not None:
+        yield gateway.withheld
+    elif not status:
+        remedy = "start it with `hitherto serve` and these settings; if one should run, its log says why it ended"
+        yield warn(f"{NONE_RUNS} at {admin_url(gateway.config.settings)} ({there})", remedy)
+    elif status["ready"]:
+        yield ok(f"runs, ready, policy {status['policy']}")
+    else:
+        yield fail(f"runs but is not ready: {status['why_not']}", "see the replicas below")
+
+
+def shared_redis(gateway: Gateway) -> Iterator[Finding]:
+    """Report that the running gateway is without the map or the ledger that gateways share."""
+    told = gateway.status.get("map", {}).get("redis", {})
+    ledger = "" if told.get("ledger_joined", True) else told["ledger_reason"]
+    for what, why in (("map", told.get("trouble")), ("ledger", ledger)):
+        if why:
+            yield fail(f"the gateway that runs is without the {what} that gateways share: {why}", "", f"redis: {what}")
+
+
+def followed_files(gateway: Gateway) -> Iterator[Finding]:
+    """Report files that the running gateway follows and cannot use, unless `unusable_files` has reported the same."""
+    for part, (subject, stays) in FOLLOWED.items():
+        why = (gateway.status.get(part) or {}).get("problem")
+        if why and not any(why in said for said in gateway.config.unusable.values()):
+            remedy = f"mend it, and it is read again within seconds; until then {stays}"
+            yield fail(f"the gateway that runs cannot use its file: {why}", remedy, subject)
+
+
+def failures(gateway: Gateway, what: str) -> Iterator[Finding]:
+    """Report what failed in the running gateway lately; `what`: the status's name for it."""
+    for work, one in gateway.status.get(what, {}).items():
+        yield fail(f"{work} failed {one['failures']} times, {one['seconds_ago']:.0f} s ago: {one['last']}")
+
+
+def inexact_prompts(gateway: Gateway) -> Iterator[Finding]:
+    """Report that more than 1 % of the prompts were routed without exact tokens."""
+    prompts = gateway.status.get("totals", {}).get("prompts", {})
+    blind, total = prompts.get("load", 0) + prompts.get("text", 0), sum(prompts.values())
+    if blind > 0.01 * total:
+        yield warn(f"{blind:g} of {total:g} prompts were routed without exact tokens")
+
+
+def refused_requests(gateway: Gateway) -> Iterator[Finding]:
+    """Report that engines refused more than 1 % of the requests, and the tenants whose limits refused any."""
+    totals = gateway.status.get("totals", {})
+    for why, number in totals.get("refused_by_engines", {}).items():
+        if number > 0.01 * totals["requests"]:
+            what, remedy = REFUSED_BY_ENGINES[why]
+            yield warn(f"since the start {number:g} of {totals['requests']:g} requests got {what}", remedy)
+    for one in gateway.status.get("refused_tenants", ()):
+        said = f"its limit of {one['limit']} refused {one['requests']:g} requests since the start"
+        remedy = "have its clients send less, or raise the limit in the file of --api-keys"
+        yield warn(said, remedy, f"tenant {one['tenant']}"[:60])
+
+
+def variants(gateway: Gateway) -> Iterator[Finding]:
+    """Report each model of which the running gateway sees several variants, by the folders of their engines too."""
+    spaces = [space for space in gateway.status.get("spaces", ()) if space["variants"] > 1]
+    roles = {one["id"]: one.get("role", BOTH) for one in gateway.status.get("replicas", ())}
+    for name in sorted({name for space in spaces for name in space["models"]}):
+        own = [one for one in spaces if name in one["models"]]
+        told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, "
+                f"version {', '.join(one['versions']) or 'unknown'})" for one in own]  # fmt: skip
+        said = f"the gateway tells {len(told)} apart: {' | '.join(told)}"
+        if len(told) > 2:
+            said += "; prompts are prepared for two of them, the replicas of the others are chosen by load alone"
+        if any(roles.get(id, BOTH) != BOTH for one in own for id in one["replicas"]):
+            said += "; both legs of a request use replicas of one variant"
+            said += ", and variants that prompts are not prepared for get no legs" if len(told) > 2 else ""
+        if gateway.config.settings.continue_streams != "never":
+            said += "; a stream that breaks off is resumed by a replica of its own variant alone"
+        yield warn(said, subject=f"variants {name}"[:60])
+
+
+def other_settings(gateway: Gateway) -> Iterator[Finding]:
+    """Report the settings given here that the running gateway has otherwise."""
+    if gateway.status and (given := not_in_force(gateway.config, gateway.status)):
+        yield warn(f"the gateway runs {do_not_count(given)}")
+
+
+def not_in_force(config: Config, status: Mapping[str, Any]) -> list[str]:
+    """Return the settings given here that the running gateway has otherwise, as far as its status shows them.
+
+    Each is written as it was given, such as `--policy least_time`.
+    """
+    settings, found = config.settings, []
+    if config.sources["policy"] != "default" and status.get("policy", settings.policy) != settings.policy:
+        found.append(("policy", settings.policy))
+    known = {one.get("url") for one in status.get("replicas", ())}
+    others = [url for url in settings.replica_url if parse_url(url).url not in known]
+    if others and "replicas" in status:
+        found.append(("replica_url", *others))
+    sizes = {one.get("block_size") for one in status.get("spaces", ())}
+    if settings.block_size is not None and sizes - {settings.block_size}:  # a given size holds for all models
+        found.append(("block_size", str(settings.block_size)))
+    return [" ".join((place_of(name, config.sources).removeprefix("flag "), *values)) for name, *values in found]
+
+
+def do_not_count(given: Sequence[str]) -> str:
+    """Return the end of a sentence on settings that do not count, as the running gateway has its own."""
+    *others, last = given
+    named = f"{', '.join(others)} and {last} do" if others else f"{last} does"
+    return f"with its own settings: {named} not count"
+
+
+def known_to(gateway: Gateway) -> list[Address]:
+    """Return the engines of the running gateway, with their roles and the sources of events that it follows.
+
+    An older engine does not report its source, which then stands in the gateway's settings alone.
+    """
+    found: dict[str, Address] = {}
+    for one in gateway.status.get("replicas", ()):
+        source = one.get("event_source") if not one.get("rank") else None
+        way = one.get("transfer")
+        address = parse_url(one["url"])._replace(
+            source=EventSource(**source) if source else None,
+            role=one.get("role") or BOTH,
+            transfer=way if way in TRANSFERS else "",
+            bootstrap=one.get("bootstrap") or 0,
+        )
+        if address.url not in found or address.source is not None:
+            found[address.url] = address
+    return list(found.values())

@@ -1,0 +1,509 @@
+"""The checks of `hitherto doctor` on engines: each alone, all that serve, and those of one model with its files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from gateway.model import folder_here, model_dir
+from gateway.ops.event_ports import EventPorts
+from gateway.ops.findings import Finding, fail, ok, warn
+from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.report import template_report
+from gateway.settings import ConfigError, Settings, admin_headers, admin_url, read_engine_key
+from replicas import pairing
+from replicas.access import PROBE_SECONDS, Access
+from replicas.adopt import IS_GATEWAY, Facts, described, problems_of
+from replicas.duplicates import Name, duplicate
+from replicas.duplicates import duplicates as same_engines
+from replicas.lifecycle import TAKES_TRAFFIC, State
+from replicas.problems import DRAINED, Problem
+from replicas.replica import Address, Replica, bearer, parse_url
+from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
+from replicas.served import base_names, count_models, marks
+from replicas.tls import context_for
+
+SKEW_SECONDS = 2.0  # Date headers have whole seconds
+ENDING = (State.LEAVING, State.DRAINING)
+KEPT_OUT = {*State} - {*TAKES_TRAFFIC, State.STOPPED}  # states in which the gateway sends an engine nothing new
+# What an engine reports of itself -> the subject of the finding. Events are judged by the trial.
+OWN_WORDS = {
+    "models": "model names",
+    **{one: one for one in ("metrics", "caching", "tiers", "role", "name", "block size")},
+}
+# In problems by which nothing that a replica's cache holds is found.
+CACHE_UNUSED = ("prefix caching is off", "its KV events cannot be matched with prompts", "KV events are not followed")
+WORDS = "river lantern copper meadow orbit velvet anchor thistle marble ember willow saddle quartz harbor nimbus tinder".split()
+
+
+@dataclass
+class Engine:
+    """One engine: what it reports, and what a running gateway says of its replicas (`known`, of its status)."""
+
+    settings: Settings
+    address: Address
+    known: Sequence[Mapping[str, Any]]
+    ports: EventPorts
+    facts: Facts = field(default_factory=Facts)
+
+    def __post_init__(self) -> None:
+        tls, headers = context_for(self.address.url, self.settings.replica_ca), bearer(read_engine_key(self.settings))
+        self.way = Access(self.address.url, self.address.host, tls, self.address.source, headers)
+
+    @property
+    def id(self) -> str:
+        return self.address.id
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the gateway sends it nothing, or has ended it by a drain.
+
+        The gateway remembers what was there before. What answers now may be no engine, and one look would misjudge it.
+        """
+        return any(
+            one.get("state") in KEPT_OUT or (one.get("managed") and one.get("state") == "stopped") for one in self.known
+        )
+
+    async def ask(self) -> None:
+        """Let the engine report its facts."""
+        self.facts = await self.way.find(PROBE_SECONDS)
+        if self.facts.serving:
+            self.address = self.address._replace(source=self.way.events)
+            self.ports.add(self.host, self.facts.events(self.way.events))
+
+    @property
+    def host(self) -> str:
+        return self.way.address or self.address.host
+
+    @property
+    def name(self) -> Name:
+        created = self.facts.scrape.created if self.facts.scrape else None
+        return Name(self.id, self.way.address, self.address.port, created)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """One for each data-parallel rank."""
+        return described(self.address, self.facts)
+
+    @cached_property
+    def problems(self) -> dict[str, Problem]:
+        """What the engine reports of itself, with remedies that suit the other engines of its host; by subject."""
+        facts, source = self.facts, self.address.source
+        ranks = len(facts.engines)
+        found = problems_of(facts, source, facts.events(source))
+        found = {name: self.ports.remedy(one, self.address.url, self.host, ranks) for name, one in found.items()}
+        more = {"name": self.way.problem, "block size": facts.unfit(self.settings.block_size, source)}
+        return found | {name: one for name, one in more.items() if one}
+
+
+def replica(engine: Engine) -> Iterator[Finding]:
+    """Report why the running gateway sends the engine nothing, or else what the engine serves."""
+    for one in engine.known:
+        state, subject = one.get("state"), f"replica {one['id']}"
+        if state in KEPT_OUT:
+            said, level = f"the gateway calls it {state}: {one['reason']}", warn if state in ENDING else fail
+            yield level(said, f"{_remedy_of_kept_out(one)}; its other checks are skipped", subject)
+        elif state == "stopped":
+            seconds = one["since_seconds"]
+            since = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+            token = " --admin-token @FILE" if admin_headers(engine.settings) else ""
+            command = f"hitherto replicas add {one['url']} --admin {admin_url(engine.settings)}{token}"
+            yield warn(f"{one['reason']}, {since} ago: {DRAINED}", command, subject)
+    facts = engine.facts
+    if engine.is_left_out:
+        return
+    if not facts.serving:
+        is_gateway = facts.error == IS_GATEWAY
+        remedy = "give the URLs of the engines behind that gateway as --replica-url, in place of its own"
+        yield fail(
+            facts.error or "does not serve a model",
+            remedy if is_gateway else _remedy_of_silence(facts.fault, engine.address.port),
+        )
+        return
+    adapters = [name for name, parent in facts.models.items() if parent]
+    parts = (
+        ", ".join(base_names(facts.models)) or "unnamed models",
+        adapters and f"adapters {', '.join(adapters)}",
+        facts.num_blocks and f"{facts.num_blocks} blocks of {facts.block_size}",
+        facts.max_model_len and f"context {facts.max_model_len}",
+        len(facts.engines) > 1 and f"{len(facts.engines)} data-parallel ranks",
+        f"version {facts.version or 'unknown'}",
+    )
+    yield ok(f"serves {', '.join(part for part in parts if part)}")
+
+
+def _remedy_of_kept_out(entry: Mapping[str, Any]) -> str:
+    if entry["state"] in ENDING:
+        drained = entry["state"] == State.DRAINING
+        again = f"hitherto replicas add {entry['url']}" if drained else "start it when it has ended"
+        return f"nothing, it finishes the {entry.get('inflight', 0)} requests that it has; to use it again, {again}"
+    if entry.get("managed") and entry.get("fault") != "timeout":
+        return "the gateway starts it by itself, and again whenever it ends: wait for it to load, or see why it ended in the gateway's log"
+    return _remedy_of_silence(entry.get("fault"), parse_url(entry["url"]).port)
+
+
+def _remedy_of_silence(fault: str | None, port: int) -> str:
+    """Return what to do about an engine that serves nothing, by the kind of its fault."""
+    return {
+        "refused": f"another program may listen there, which `ss -ltnp 'sport = :{port}'` on its machine names; start the "
+                   "engine on a free port, or correct its URL",
+        "timeout": "it hangs, still loads, or is out of reach. If its port takes connections and its log does not say that "
+                   "it loads, save `py-spy dump --pid PID` of its process and restart it; else look at its machine and at firewalls",
+    }.get(fault or "", "start it, wait for it to load, or correct its URL")  # fmt: skip
+
+
+def own_words(engine: Engine) -> Iterator[Finding]:
+    """Report what hinders a gateway: what a running one says of the engine, or what the engine says where none knows it."""
+    if engine.is_left_out or not (engine.known or engine.facts.serving):
+        return
+    for one in engine.known:
+        subject = f"traffic {one['id']}"
+        if slow := one.get("slow"):
+            yield warn(slow["text"], subject=subject)
+        for problem in one.get("problems", ()):
+            if not problem.startswith(DRAINED):  # `replica` has said so
+                yield _by_weight(problem, "", subject)
+        if one.get("events") == "gap":
+            said = "the gateway calls its KV events gap: its cache is guessed from traffic"
+            remedy = "see the trial of this replica below, and the gateway's log"
+            yield fail(f"{said} ({one.get('events_reason')})", remedy, f"events {one['id']}")
+    for name, found in () if engine.known else engine.problems.items():
+        if name in OWN_WORDS:
+            yield _by_weight(found.what, found.remedy, f"{OWN_WORDS[name]} {engine.id}")
+
+
+def _by_weight(what: str, remedy: str, subject: str) -> Finding:
+    """Return a failure where the cache cannot be used at all, and a warning for any other problem."""
+    return (fail if any(one in what for one in CACHE_UNUSED) else warn)(what, remedy, subject)
+
+
+async def event_ports(engine: Engine) -> AsyncIterator[Finding]:
+    """Look for a process that holds the event ports of an engine which serves nothing."""
+    if engine.facts.fault in ("connect", "refused") and (
+        held := await engine.ports.held(engine.address.source, engine.host)
+    ):
+        which = " or ".join(f"sport = :{port}" for port in held)
+        yield warn(
+            f"nothing serves there, but {', '.join(map(str, held))} of {engine.host} {'is' if len(held) == 1 else 'are'} taken, and "
+            "by no engine that answers here: a server that was killed leaves the process behind that computes for it (EngineCore), "
+            "with these ports and its GPU memory, and no new one can start",
+            f"on that machine: ss -ltnp '{which}' names it; if it is one, kill -9 its PID, and start the engine again",
+        )
+
+
+@dataclass
+class Engines:
+    """All engines that serve. `is_none_known`: none is named, nor would be by what could not be read."""
+
+    settings: Settings
+    serving: list[Engine]
+    is_none_known: bool = False
+
+
+def no_replicas(engines: Engines) -> Iterator[Finding]:
+    """Report that the settings name no replica, which is fine if engines are to be launched."""
+    settings = engines.settings
+    if engines.is_none_known and settings.launches:
+        kinds = [(pool.launch, pool.profile) for pool in settings.pools.values()]
+        kinds = [*([(settings.launch, settings.profile)] if settings.launch else []), *kinds]
+        what = ", ".join(f"{count} would be launched with profile {profile}" for count, profile in kinds)
+        yield ok(f"{what}; run the doctor again when they run")
+    elif engines.is_none_known:
+        yield fail("there is none to send requests to")
+
+
+def models(engines: Engines) -> Iterator[Finding]:
+    """Check that the replicas serve the same models by the same names."""
+    serving = engines.serving
+    naming = [one for one in serving if base_names(one.facts.models)] or serving
+    names = {one.id: ", ".join(sorted(base_names(one.facts.models))) for one in naming}
+    told = "; ".join(f"{id}: {some}" for id, some in names.items())
+    if len(set(names.values())) == 1:
+        many = f"all {len(names)} replicas that {'tell a model' if len(naming) < len(serving) else 'answer'} serve"
+        who = "the replica serves" if len(serving) == 1 else many
+        yield ok(f"{who} {next(iter(names.values())) or 'unnamed models'}")
+    elif serving and count_models(marks(one.facts.models, one.facts.root) for one in serving if one.facts.models) < 2:
+        yield warn(
+            f"the replicas serve one model by different names ({told}): they share a name or the folder they were started from",
+            "a request goes to the replicas that serve the name in it, and to any where it has none; "
+            "if that is not meant, start them with the same --served-model-name",
+        )
+    elif serving:
+        refused = ", and a prompt that names none is refused" if all(one.facts.models for one in serving) else ""
+        yield warn(
+            f"the replicas serve different models ({told}): they share neither a name nor the folder they were started from",
+            f"each model is routed among its own replicas{refused}; if that is not meant, correct --replica-url",
+        )
+
+
+def duplicates(engines: Engines) -> Iterator[Finding]:
+    """Report each engine that is or may be given under several names, once, unless a running gateway knows it."""
+    names, reported = [one.name for one in engines.serving], {one.id for one in engines.serving if one.known}
+    for one in names:
+        if one.id not in reported and (problem := duplicate(one, names)) is not None:
+            yield warn(problem.what, problem.remedy, f"twice {one.id}"[:60])
+            reported.update(same_engines(one, names)[0])
+
+
+async def clocks(engines: Engines) -> AsyncIterator[Finding]:
+    """Compare the replicas' Date headers with this machine's clock."""
+    ways = {one.id: one.way for one in engines.serving}
+    found = zip(ways, await asyncio.gather(*map(_skew, ways.values())), strict=True)
+    skews = {id: skew for id, skew in found if skew is not None}
+    wrong = ", ".join(f"{id} by {skew:.0f} s" for id, skew in skews.items() if skew > SKEW_SECONDS)
+    if wrong:
+        yield warn(f"differs from the replicas' clocks: {wrong}")
+    elif ways:
+        alike = f"agrees with {len(skews)} of {len(ways)} replicas"
+        yield ok(alike if skews else "no replica tells the time; nothing to compare")
+
+
+async def _skew(way: Access) -> float | None:
+    """Return by how many seconds at least the replica's clock is off; None if it does not report the time."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+        before, timeout = time.time(), aiohttp.ClientTimeout(5)
+        async with way.session.get(way.url + "/health", timeout=timeout, allow_redirects=False) as response:
+            then = parsedate_to_datetime(response.headers["Date"]).timestamp()
+        return max(then - time.time(), before - then - 1, 0.0)  # the header is cut to whole seconds
+    return None
+
+
+@dataclass
+class Model:
+    """The engines of one model."""
+
+    engines: list[Engine]
+
+    @property
+    def names(self) -> str:
+        return ", ".join(sorted({name for one in self.engines for name in base_names(one.facts.models)})) or "the model"
+
+
+def by_model(serving: Iterable[Engine]) -> list[list[Engine]]:
+    """Return the engines in groups that serve the same base model.
+
+    Engines that report no model join the only group if there is one, as the gateway sends them its requests too, and
+    are a group of their own if there are several.
+    """
+    groups: list[tuple[set[str], list[Engine]]] = []
+    for engine in sorted(serving, key=lambda one: not base_names(one.facts.models)):
+        names = set(base_names(engine.facts.models))
+        alike = (one for one in groups if one[0] & names or one[0] == names or (not names and len(groups) == 1))
+        if (group := next(alike, None)) is None:
+            groups.append(group := (set(), []))
+        group[0].update(names)
+        group[1].append(engine)
+    return [members for _, members in groups]
+
+
+def block_sizes(model: Model) -> Iterator[Finding]:
+    """Check that the replicas have block sizes that fit each other; `own_words` compares them with the settings."""
+    sizes = {one.id: one.facts.block_size for one in model.engines if one.facts.block_size}
+    given = model.engines[0].settings.block_size
+    if any("block size" in one.problems and not one.known for one in model.engines):
+        return
+    if len(set(sizes.values())) > 1:
+        yield warn(
+            f"differs between replicas of {model.names}: {_each(sizes)}. They are variants, and each prompt is prepared for both",
+            "start them all with the same --block-size; of more than two variants the rest is chosen by load alone",
+        )
+    elif sizes:
+        where = "every replica" if len(sizes) == len(model.engines) else ", ".join(sizes)
+        yield ok(f"{next(iter(sizes.values()))} tokens on {where} of {model.names}")
+    elif given:
+        yield ok(f"{given} tokens, as set; the replicas of {model.names} do not tell")
+    else:
+        said = f"no replica of {model.names} tells it, so the usual 16 is assumed"
+        yield warn(said, "give --block-size as the engines were started with")
+
+
+def _each(told: Mapping[str, int]) -> str:
+    """Return each replica's value: `gpu1:8000 16, gpu2:8000 32`."""
+    return ", ".join(f"{id} {value}" for id, value in told.items())
+
+
+def hash_seeds(model: Model) -> Iterator[Finding]:
+    """Check that engines which search slower tiers, possibly shared ones, hash a block alike."""
+    tiered = [one for one in model.engines if one.facts.scrape and one.facts.scrape.external_queries]
+    random = [one.id for one in tiered if one.facts.dialect.has_random_hash_seed(one.facts.version)]
+    if len(tiered) > 1 and random:
+        yield warn(
+            f"engines of {model.names} name blocks in this release by a seed that is random in each process: what "
+            f"{', '.join(random)} put into a tier that replicas share, no other finds"
+        )
+
+
+def contexts(model: Model) -> Iterator[Finding]:
+    """Check that the replicas have the same context length."""
+    lengths = {one.id: one.facts.max_model_len for one in model.engines if one.facts.max_model_len}
+    if not lengths:
+        yield ok(f"no replica of {model.names} tells its length; prompts are not checked for it")
+    elif len(set(lengths.values())) > 1:
+        told = f"differs between replicas of {model.names}: {_each(lengths)}"
+        yield warn(f"{told}. Longer prompts go only to those that have room")
+    else:
+        yield ok(f"{next(iter(lengths.values()))} tokens on every replica of {model.names}")
+
+
+def roles(model: Model) -> Iterator[Finding]:
+    """Check whether prompts can be computed on one replica and answered by another, if roles are set."""
+    ones = [one for engine in model.engines for one in engine.replicas]
+    own = [one.role for one in ones]
+    if set(own) == {BOTH}:
+        return
+    if what := lacks(set(own)):
+        yield fail(f"of {model.names}: {what}", REMEDY)
+        return
+    if what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in ones):
+        yield fail(f"of {model.names}: {what}", SPEAK_ALIKE)
+        return
+    found, pairs, untold = [], 0, dict[str, None]()
+    for way in dict.fromkeys(one.transfer for one in ones if one.transfer is not None):
+        alike = [one for one in ones if one.transfer is way]
+        sides = pairing.sides_of(way, alike, lambda one: one)
+        found += pairing.complaints(*sides, way)
+        untold |= {name: None for name in way.compares if any(getattr(one.traits, name) is None for one in alike)}
+        pairs += sum(bool(first and second) for first, second in pairing.groups(*sides, way))
+    counted = f"{', '.join(f'{own.count(role)} {role}' for role in sorted(set(own)))} of {model.names}"
+    if found:
+        none = f"no pair of {model.names} is left, so no prompt is computed on one replica and answered by another"
+        remedies = [one.lacking.dialect.remedies.transfer if one.lacking else pairing.REMEDY for one in found]
+        said = f"{counted if pairs else none}: {'; '.join(one.text for one in found)}"
+        yield (warn if pairs else fail)(said, "; ".join(dict.fromkeys(remedies)))
+        return
+    said = f"{counted}: prompts can be computed on one replica and answered by another"
+    if untold:
+        said += f", as far as they tell: not {', '.join(untold)}, which have to be alike as well; the transfer below tries that"
+    yield ok(said)
+
+
+class ModelFiles:
+    """A model's tokenizer and template, as the engines that were started from them have it.
+
+    `served`: the name by which the engines serve the model. `pipeline`: makes its prompts; None where `unusable` says
+    why there are none.
+    """
+
+    def __init__(self, settings: Settings, engines: list[Engine], is_one_of_several: bool):
+        """Find and read the files. `is_one_of_several`: --model then holds for models without a folder here."""
+        from gateway.prompt.tokens.model import ModelError
+        from gateway.prompt.tokens.tokenizer import TokenizerError
+
+        facts = [one.facts for one in engines]
+        here = next((one.root for one in facts if folder_here(one.root)), None) if is_one_of_several else None
+        given = settings.model and (here or settings.model)  # as the gateway does with models that --model is not for
+        names = [name for one in facts for name in base_names(one.models)]
+        launched = [settings.profile] if settings.launch else [pool.profile for pool in settings.pools.values()]
+        wanted = given or (names[0] if names else "sim" if launched[:1] == ["sim"] else None)
+        self.served = settings.served_model_name or (names[0] if names else wanted and Path(wanted).name) or "model"
+        self.pipeline: Pipeline | None = None
+        self.directory: Path | None = None
+        self.unusable = ""
+        try:
+            self.directory = model_dir(*(() if given else (one.root for one in facts)), wanted)
+            size = settings.block_size or next((one.block_size for one in facts if one.block_size), 16)
+            self.pipeline = Pipeline(self.directory, self.served, size, chat_template=settings.chat_template)
+            self.follow(next((one for one in facts if one.version), None))
+        except (ConfigError, ModelError, TokenizerError) as error:
+            self.unusable = str(error)
+
+    def follow(self, facts: Facts | None) -> None:
+        """Make prompts as engines of this version do."""
+        if self.pipeline is not None:
+            self.pipeline.follow(facts.dialect.version_quirks(facts.version) if facts is not None else {})
+
+
+def by_files(settings: Settings, engines: list[Engine]) -> list[list[Engine]]:
+    """Return the engines of one model in groups started from the same files, as far as these are on this machine."""
+    found: dict[Path | None, list[Engine]] = {}
+    for one in engines:
+        found.setdefault(None if settings.model else folder_here(one.facts.root), []).append(one)
+    strangers = found.pop(None, [])
+    first, *others = found.values() or [[]]
+    return [first + strangers, *others]
+
+
+def model_folder(files: ModelFiles) -> Iterator[Finding]:
+    """Report where the model's files are."""
+    if files.directory is None:
+        yield fail(f"prompts would be matched as text, not as tokens: {files.unusable}")
+    else:
+        yield ok(f"{files.served}, tokenizer and template from {files.directory}")
+
+
+def tokenizer(files: ModelFiles) -> Iterator[Finding]:
+    """Check that the tokenizer can be read, and how fast it is."""
+    if files.pipeline is None:
+        if files.directory is not None:
+            yield fail(files.unusable, "give --model a folder that holds the model's tokenizer.json")
+    elif (own := files.pipeline.tokenizer) is None:
+        remedy = "nothing to mend if the engine reads this model without tokenizer.json; else give --model a folder that has one"
+        yield warn(f"{files.pipeline.template_error}: prompts are matched as text", remedy)
+    else:
+        text, begun = " ".join(WORDS * 70)[:8192], time.perf_counter()
+        count = len(own.encode(text)) // 4
+        took = f"{own.backend}, 8 kB in {1e3 * (time.perf_counter() - begun):.2f} ms, {count} tokens"
+        slow = warn(f"{took}: fastokens cannot load this one", "it works, at about 40 times the cost for each prompt")
+        yield ok(took) if own.backend == "fastokens" else slow
+
+
+def exactness(files: ModelFiles) -> Iterator[Finding]:
+    """Report what the model's files say about prompts that may not be exact."""
+    if (pipeline := files.pipeline) is None:
+        return
+    doubt, reading = pipeline.inexact(), pipeline.reading
+    if reading is not None and doubt:
+        said = f"{doubt}: prompts are matched as text unless the engine's own tokens decide it"
+        remedy = "let the gateway ask the engine's /tokenize; the replica's line below says what it answered"
+        yield warn(said, remedy, "tokenizer files")
+    elif reading is not None and reading.rebuilt:
+        said = f"transformers does not use tokenizer.json as it is: it is {reading.how}, here too"
+        yield ok(said, subject="tokenizer files")
+    if not doubt and not pipeline.must_be_shown and (why := pipeline.inexact_chat()):
+        yield warn(f"{why}: they are matched as text", "run a newer version of the engine", "chats")
+    if pipeline.media.images is not None:
+        said = "images that are written in a request are exact; what is at a URL, sound and video are so up to where they begin"
+        yield ok(said, subject="media")
+    elif pipeline.takes_media:
+        said = "the model takes more than text: prompts with media are exact up to the first item, and by text from there on"
+        remedy = "nothing to mend; hitherto_media_prompts_total counts them, hitherto explain shows one"
+        yield warn(said, remedy, "media")
+
+
+def chat_template(files: ModelFiles) -> Iterator[Finding]:
+    """Check that conversations can be rendered, and that each turn's prompt extends the one before."""
+    report = (
+        template_report(files.pipeline) if files.pipeline is not None and files.pipeline.tokenizer is not None else None
+    )
+    if report is None:
+        return  # `tokenizer` has said why
+    if report.refused:
+        remedy = "give --chat-template the file the engines were started with"
+        yield fail(f"a plain conversation cannot be rendered: {report.refused}", remedy)
+        return
+    jinja = f"by Jinja each time ({report.not_compiled})" if report.not_compiled else ""
+    cuts = (
+        f"known prefixes end at any of {report.cuts} special tokens" if report.cuts else "nothing of a prompt is reused"
+    )
+    yield ok(f"renders {jinja or 'compiled, and checked against Jinja'}; {cuts}")
+    what, when = ("time", "the time of the day in some conversations: their cache ends there")
+    if not report.prints_time:
+        what, when = "date", "the date: every cached prefix is new after midnight"
+    if report.prints_time or report.prints_date:
+        remedy = f"nothing to mend in the gateway; a template without the {what} would keep its cache"
+        yield warn(f"the template prints {when}", remedy, f"{what} in the prompt")
+    for turn in report.turns:
+        name = "turn by turn" if turn.what == "plain" else f"turns {turn.what}"
+        kept = f"the second turn keeps only {turn.kept} of the first one's {turn.total} tokens"
+        remedy = "the template rewrites earlier turns; hits end there on any router. Nothing to mend in the gateway"
+        extends = ok("each turn extends the one before, so its cache can be used", subject=name)
+        yield extends if turn.extends else warn(kept, remedy, name)

@@ -72,6 +72,7 @@ REFUSALS = (
     ("max number of clients", "it takes no more connections (maxclients)", "raise its maxclients, or see who holds so many"),
     ("nknown.*command", "it does not know that command", "run Redis 6.2 or later, with no command renamed or switched off"),
 )  # fmt: skip
+REFUSES = "Redis refuses"  # the start of what is said of the refusals above
 REFUSED = b"refuses "  # the start of a `refusal` in ask.lua
 _SCRIPTED = re.compile(r"refuses (\S+(?: at \S+)?): (.*)", re.S)
 _SOURCE = re.compile(
@@ -111,13 +112,13 @@ def _why(number: int) -> str:
 def in_words(said: str) -> str:
     """Return an error message of a script or the server in plain words, as `describe` does."""
     scripted = _SCRIPTED.search(said)
-    what = f"Redis refuses {scripted[1]}" if scripted else ""
+    what = f"{REFUSES} {scripted[1]}" if scripted else ""
     said = scripted[2] if scripted else said
     while (plain := _SOURCE.sub("", said).strip()) != said:
         said = plain
     for pattern, why, remedy in REFUSALS:
         if re.search(pattern, said):
-            return f"{what or 'Redis refuses'}: {why} ({_brief(said)}); {remedy}"
+            return f"{what or REFUSES}: {why} ({_brief(said)}); {remedy}"
     return f"{what}: {said}" if what else said
 
 

@@ -24,10 +24,11 @@ from gateway.settings.warnings import find_warnings
 from replicas.cluster_api import Pods, PodsError
 from replicas.discovery import wanted
 from replicas.engines import TRANSFERS
+from replicas.event_source import EventSource
 from replicas.launch.ports import holder
 from replicas.pods import Discover, place
 from replicas.ports import cannot_listen
-from replicas.replica import Address, EventSource, parse_url
+from replicas.replica import Address, parse_url
 from replicas.roles import BOTH
 
 ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
@@ -40,11 +41,11 @@ FOLLOWED = {
     "api_keys": ("api keys", "the keys read before stay good, also one that was taken out since"),
     "tls": ("tls", "the certificate read before stays in use"),
 }
-# The commands of gateways that need a key K, those without, and those of scripts. None leaves anything at K behind.
+# The commands that gateways send, to be tried at a key K of their own. It expires, and the last command deletes it.
 REDIS_COMMANDS = (
-    "GETRANGE K 0 0; SET K 1 XX; EXISTS K; TYPE K; EXPIRE K 9; PEXPIRE K 9000; PTTL K; LINDEX K 0; RENAME K K; XTRIM K MAXLEN 0; "
-    "XADD K NOMKSTREAM * f v; XRANGE K - +; XREAD STREAMS K 0; TIME; HSET K f v; HGET K f; HDEL K g; HLEN K; HKEYS K; HMGET K f; "
-    "HGETALL K; ZADD K XX 1 m; ZREM K m; ZCARD K; ZSCORE K m; ZRANGEBYSCORE K 0 0; RPUSH K v; EVAL return 0; EVALSHA 0 0; UNLINK K; DEL K"
+    "HSET K f v; SET K 1 XX; EXPIRE K 9; PEXPIRE K 9000; PTTL K; EXISTS K; TYPE K; GETRANGE K 0 0; LINDEX K 0; RPUSH K v; RENAME K K; "
+    "XADD K NOMKSTREAM * f v; XTRIM K MAXLEN 0; XRANGE K - +; XREAD STREAMS K 0; TIME; HGET K f; HDEL K f; HLEN K; HKEYS K; HMGET K f; "
+    "HGETALL K; ZADD K XX 1 m; ZREM K m; ZCARD K; ZSCORE K m; ZRANGEBYSCORE K 0 0; EVAL return 0; EVALSHA 0 0; UNLINK K; DEL K"
 )
 REFUSED_BY_ENGINES = {  # reason -> what clients got from engines, and the remedy
     "engines_full": ("429, as every engine that was asked was full", "add replicas (hitherto plan says how many a load needs), "
@@ -127,14 +128,14 @@ class RedisServer:
 
 async def redis_servers(url: str, deployment: str) -> AsyncIterator[RedisServer]:
     """Ask each server of the Redis at `url` for its state, and try the commands that gateways use."""
-    from cachemap.cluster.connect import FAILURES, OLDEST, connect, describe, parse
+    from cachemap.cluster.connect import FAILURES, OLDEST, REFUSES, connect, describe, parse
     from cachemap.cluster.replies import NONSENSE, strange
 
     whole = parse(url)
-    hosts = whole.hosts if whole.kind == "cluster" else [whole.hosts]
-    for part in [whole._replace(kind="single", hosts=[host]) for host in hosts] if whole.kind == "cluster" else [whole]:
+    parts = [whole._replace(kind="single", hosts=[host]) for host in whole.hosts if whole.kind == "cluster"] or [whole]
+    for part in parts:
         client = connect(part)
-        server = RedisServer(f"{part.hosts[0][0]}:{part.hosts[0][1]}" if len(hosts) > 1 else "", str(part))
+        server = RedisServer("{}:{}".format(*part.hosts[0]) if len(parts) > 1 else "", str(part))
         try:
             info, times = await client.info(), []
             server.version, server.memory = str(info.get("redis_version", "0")), int(info.get("maxmemory", 0))
@@ -150,8 +151,10 @@ async def redis_servers(url: str, deployment: str) -> AsyncIterator[RedisServer]
             for words in commands:
                 pipeline.execute_command(*(key if word == "K" else word for word in words))
             for words, answer in zip(commands, await pipeline.execute(raise_on_error=False), strict=True):
-                if isinstance(answer, Exception) and any(one in describe(answer) for one in ("its ACL", "read-only")):
-                    server.refused[words[0]] = describe(answer)
+                if isinstance(answer, Exception) and (said := describe(answer)).startswith(REFUSES):
+                    server.refused[words[0]] = said
+            if info.get("cluster_enabled") and part is whole:
+                server.unusable = "it is a Cluster; write redis+cluster:// in the URL"
         except (*FAILURES, *NONSENSE) as error:
             server.unusable = describe(strange("INFO", error) if isinstance(error, NONSENSE) else error)
         finally:
@@ -387,7 +390,7 @@ def not_in_force(config: Config, status: Mapping[str, Any]) -> list[str]:
 
     Each is written as it was given, such as `--policy least_time`.
     """
-    settings, found = config.settings, []
+    settings, found = config.settings, list[tuple[str, ...]]()
     if config.sources["policy"] != "default" and status.get("policy", settings.policy) != settings.policy:
         found.append(("policy", settings.policy))
     known = {one.get("url") for one in status.get("replicas", ())}

@@ -34,12 +34,8 @@ from replicas.tls import context_for
 
 SKEW_SECONDS = 2.0  # Date headers have whole seconds
 ENDING = (State.LEAVING, State.DRAINING)
-KEPT_OUT = {*State} - {*TAKES_TRAFFIC, State.STOPPED}  # states in which the gateway sends an engine nothing new
-# What an engine reports of itself -> the subject of the finding. Events are judged by the trial.
-OWN_WORDS = {
-    "models": "model names",
-    **{one: one for one in ("metrics", "caching", "tiers", "role", "name", "block size")},
-}
+NOT_IN_USE = {*State} - {*TAKES_TRAFFIC}
+KEPT_OUT = NOT_IN_USE - {State.STOPPED}  # states in which the gateway sends an engine nothing new
 # In problems by which nothing that a replica's cache holds is found.
 CACHE_UNUSED = ("prefix caching is off", "its KV events cannot be matched with prompts", "KV events are not followed")
 WORDS = "river lantern copper meadow orbit velvet anchor thistle marble ember willow saddle quartz harbor nimbus tinder".split()
@@ -69,9 +65,7 @@ class Engine:
 
         The gateway remembers what was there before. What answers now may be no engine, and one look would misjudge it.
         """
-        return any(
-            one.get("state") in KEPT_OUT or (one.get("managed") and one.get("state") == "stopped") for one in self.known
-        )
+        return any(one.get("state") in (NOT_IN_USE if one.get("managed") else KEPT_OUT) for one in self.known)
 
     async def ask(self) -> None:
         """Let the engine report its facts."""
@@ -122,12 +116,9 @@ def replica(engine: Engine) -> Iterator[Finding]:
     if engine.is_left_out:
         return
     if not facts.serving:
-        is_gateway = facts.error == IS_GATEWAY
         remedy = "give the URLs of the engines behind that gateway as --replica-url, in place of its own"
-        yield fail(
-            facts.error or "does not serve a model",
-            remedy if is_gateway else _remedy_of_silence(facts.fault, engine.address.port),
-        )
+        remedy = remedy if facts.error == IS_GATEWAY else _remedy_of_silence(facts.fault, engine.address.port)
+        yield fail(facts.error or "does not serve a model", remedy)
         return
     adapters = [name for name, parent in facts.models.items() if parent]
     parts = (
@@ -162,7 +153,7 @@ def _remedy_of_silence(fault: str | None, port: int) -> str:
 
 
 def own_words(engine: Engine) -> Iterator[Finding]:
-    """Report what hinders a gateway: what a running one says of the engine, or what the engine says where none knows it."""
+    """Report what hinders a gateway: what a running one says of the engine, or else what the engine says of itself."""
     if engine.is_left_out or not (engine.known or engine.facts.serving):
         return
     for one in engine.known:
@@ -177,8 +168,8 @@ def own_words(engine: Engine) -> Iterator[Finding]:
             remedy = "see the trial of this replica below, and the gateway's log"
             yield fail(f"{said} ({one.get('events_reason')})", remedy, f"events {one['id']}")
     for name, found in () if engine.known else engine.problems.items():
-        if name in OWN_WORDS:
-            yield _by_weight(found.what, found.remedy, f"{OWN_WORDS[name]} {engine.id}")
+        if name not in ("events", "ranks", "replay"):  # which the trial judges
+            yield _by_weight(*found, f"{'model names' if name == 'models' else name} {engine.id}")
 
 
 def _by_weight(what: str, remedy: str, subject: str) -> Finding:
@@ -213,9 +204,8 @@ def no_replicas(engines: Engines) -> Iterator[Finding]:
     """Report that the settings name no replica, which is fine if engines are to be launched."""
     settings = engines.settings
     if engines.is_none_known and settings.launches:
-        kinds = [(pool.launch, pool.profile) for pool in settings.pools.values()]
-        kinds = [*([(settings.launch, settings.profile)] if settings.launch else []), *kinds]
-        what = ", ".join(f"{count} would be launched with profile {profile}" for count, profile in kinds)
+        kinds = [(one.launch, one.profile) for one in (settings, *settings.pools.values())]
+        what = ", ".join(f"{count} would be launched with profile {profile}" for count, profile in kinds if count)
         yield ok(f"{what}; run the doctor again when they run")
     elif engines.is_none_known:
         yield fail("there is none to send requests to")
@@ -481,21 +471,18 @@ def exactness(files: ModelFiles) -> Iterator[Finding]:
 
 def chat_template(files: ModelFiles) -> Iterator[Finding]:
     """Check that conversations can be rendered, and that each turn's prompt extends the one before."""
-    report = (
-        template_report(files.pipeline) if files.pipeline is not None and files.pipeline.tokenizer is not None else None
-    )
-    if report is None:
+    if files.pipeline is None or files.pipeline.tokenizer is None:
         return  # `tokenizer` has said why
+    report = template_report(files.pipeline)
     if report.refused:
         remedy = "give --chat-template the file the engines were started with"
         yield fail(f"a plain conversation cannot be rendered: {report.refused}", remedy)
         return
     jinja = f"by Jinja each time ({report.not_compiled})" if report.not_compiled else ""
-    cuts = (
-        f"known prefixes end at any of {report.cuts} special tokens" if report.cuts else "nothing of a prompt is reused"
-    )
-    yield ok(f"renders {jinja or 'compiled, and checked against Jinja'}; {cuts}")
-    what, when = ("time", "the time of the day in some conversations: their cache ends there")
+    cuts = f"known prefixes end at any of {report.cuts} special tokens"
+    reuse = cuts if report.cuts else "nothing of a prompt is reused"
+    yield ok(f"renders {jinja or 'compiled, and checked against Jinja'}; {reuse}")
+    what, when = "time", "the time of the day in some conversations: their cache ends there"
     if not report.prints_time:
         what, when = "date", "the date: every cached prefix is new after midnight"
     if report.prints_time or report.prints_date:

@@ -23,26 +23,18 @@ import orjson
 from cachemap import CacheMap, EventIntake
 from cachemap.events import records
 from cachemap.events.records import UNTOLD, Blocks
-from gateway.ops.chats import (
-    CHAT,
-    NOTHING_SHOWN,
-    NotAsked,
-    chats_differ,
-    days_printed,
-    efforts_here,
-    made_here,
-    written,
-)
+from gateway.ops import chats
 from gateway.ops.comparison import Unanswered, engine_answers
 from gateway.ops.findings import Finding, fail, ok, warn
 from gateway.ops.replica_checks import WORDS, Engine, ModelFiles
 from replicas.adopt import engine_ids
 from replicas.deadline import within
 from replicas.engines.transfer import MeetingTransfer, Transfer, with_first
+from replicas.event_source import EventSource
 from replicas.names import bracketed
 from replicas.pairing import obstacles
 from replicas.problems import NO_CACHED_TOKENS, NO_REPLAY, TIERS_UNTOLD, Problem
-from replicas.replica import EventSource, Replica
+from replicas.replica import Replica
 from replicas.roles import BOTH, DECODERS, PREFILLERS
 from replicas.served import base_names
 
@@ -216,9 +208,9 @@ async def _engine_tokens(trial: Trial, messages: list[dict[str, str]]) -> Any:
     so there a one-token answer reports the ids of its prompt.
     """
     asked: dict[str, Any] = {"model": trial.model, "messages": messages}
-    if trial.pipeline.tokenizes_chats:
+    if trial.pipeline is not None and trial.pipeline.tokenizes_chats:
         return (await trial.post("/tokenize", asked)).get("tokens")
-    return (await trial.post(CHAT, asked | {"max_tokens": 1, "return_token_ids": True})).get("prompt_token_ids")
+    return (await trial.post(chats.CHAT, asked | {"max_tokens": 1, "return_token_ids": True})).get("prompt_token_ids")
 
 
 async def _same_tokens(trial: Trial) -> Finding:
@@ -230,15 +222,15 @@ async def _same_tokens(trial: Trial) -> Finding:
     pipeline, of_engine = trial.pipeline, (trial.engine.way.session, trial.replica.url, trial.model)
     assert pipeline is not None
     try:
-        if pipeline.prints_date and len(printed := await days_printed(*of_engine, pipeline)) == 1:
+        if pipeline.prints_date and len(printed := await chats.days_printed(*of_engine, pipeline)) == 1:
             day = min(printed)
-        ours = pipeline.made(CHAT, json.dumps({"messages": messages}).encode(), day)
+        ours = pipeline.made(chats.CHAT, json.dumps({"messages": messages}).encode(), day)
         theirs = await _engine_tokens(trial, messages)
-        for made in (made_here(pipeline, day), efforts_here(pipeline, day)) if theirs == ours else ():
-            if (chats := [*made]) and not differs:
-                differs = await chats_differ(*of_engine, chats)
-                differs = "" if differs == NOTHING_SHOWN and not pipeline.must_be_shown else differs
-    except (Refused, NotAsked, aiohttp.ClientError, TimeoutError) as error:
+        for made in (chats.made_here, chats.efforts_here) if theirs == ours else ():
+            if (bodies := [*made(pipeline, day)]) and not differs:
+                differs = await chats.chats_differ(*of_engine, bodies)
+                differs = "" if differs == chats.NOTHING_SHOWN and not pipeline.must_be_shown else differs
+    except (Refused, chats.NotAsked, aiohttp.ClientError, TimeoutError) as error:
         said = f"cannot be compared with the engine's: {str(error) or type(error).__name__}"
         return warn(said, "the engine should serve /tokenize", subject)
     if not ours or not isinstance(theirs, list):
@@ -260,9 +252,9 @@ async def _same_tokens(trial: Trial) -> Finding:
     same, today = f"the engine makes the same {len(theirs)} tokens of a conversation", date.today()
     if day in (None, today):
         return ok(same, subject=subject)
-    zone = f"its time zone (TZ) is another than here, where it is {written(today)}"
+    zone = f"its time zone (TZ) is another than here, where it is {chats.written(today)}"
     remedy = "nothing to mend while all engines of the model print the same day; else start them with one TZ"
-    return warn(f"{same}, in which it prints {written(day)}: {zone}", remedy, subject)
+    return warn(f"{same}, in which it prints {chats.written(day)}: {zone}", remedy, subject)
 
 
 async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncIterator[Finding]:

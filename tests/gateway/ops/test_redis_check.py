@@ -54,6 +54,8 @@ async def test_one_that_is_far(redis_server):
 
 async def test_each_shard_of_a_cluster(tmp_path):
     with running(Cluster(tmp_path)) as cluster:
+        ((level, said, _),) = await findings(f"redis://127.0.0.1:{cluster.nodes[0].port}")
+        assert level == "fail" and "write redis+cluster://" in said
         cluster.nodes[1].kill()
         levels = [level for level, *_ in await findings(cluster.url)]
         assert levels == ["ok"] * 4 + ["fail"] + ["ok"] * 4
@@ -65,6 +67,16 @@ async def test_one_that_answers_and_takes_no_writes(start_redis):
     level, said, remedy = (await findings(replica.url))[-1]
     assert level == "fail" and "read only replica" in said and "SET, " in said and "GETRANGE" not in said
     assert "a primary that takes writes" in remedy
+
+
+async def test_one_that_is_full(start_redis):
+    server = start_redis()
+    with server.client() as client:
+        client.config_set("maxmemory", 1)
+        level, said, _ = (await findings(server.url))[-1]
+        assert level == "fail" and "HSET" in said and "it has no memory left" in said
+        client.config_set("maxmemory", 0)
+    assert (await findings(server.url))[-1][0] == "ok"
 
 
 DOCUMENTED = re.search(

@@ -403,8 +403,8 @@ async def try_transfer(pair: Pair) -> AsyncIterator[Finding]:
     way = _at_once if at_once else _relayed if pair.transfer.header else _in_turn
     try:
         yield await way(pair)
-    except Locked:
-        yield warn("an API key is wanted, so no transfer could be tried", pair.first.remedies.models)
+    except Locked as locked:
+        yield warn(f"{locked}, so no transfer could be tried", pair.first.remedies.models)
 
 
 async def _in_turn(pair: Pair) -> Finding:
@@ -426,12 +426,10 @@ async def _in_turn(pair: Pair) -> Finding:
     if isinstance(transfer, type(second.replica.dialect.transfer)):
         # An engine without a connector computes the prompt again and answers all the same. Engines that can fetch can
         # also keep, so a first leg sent to the second replica shows whether it has a connector.
+        kept, said = True, "answered, but keeps no cache for others itself: it may have computed the prompt again"
         with contextlib.suppress(Refused, ValueError):
-            if not await _first_leg(pair, second):
-                said = (
-                    f"{second.id} answered, but keeps no cache for others itself: it may have computed the prompt again"
-                )
-                return warn(said, second.remedies.transfer)
+            kept = await _first_leg(pair, second)
+        return pair.done if kept else warn(f"{second.id} {said}", second.remedies.transfer)
     return pair.done
 
 
@@ -457,7 +455,7 @@ async def _at_once(pair: Pair) -> Finding:
         second.post(COMPLETIONS, orjson.loads(transfer.second_body(pair.body, for_second))),
     )
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    said = "; ".join(str(one) for one in answers if isinstance(one, BaseException))
+    said = "; ".join(str(one) or type(one).__name__ for one in answers if isinstance(one, BaseException))
     at = f"{bracketed(meeting.host)}:{meeting.port} has to be reached from {second.id}: {pair.remedy}"
     failed = f"{second.id} did not answer a prompt that was computed there: {said}"
     return fail(failed, f"see the logs of both; {at}") if said else pair.done
@@ -470,18 +468,15 @@ async def _relayed(pair: Pair) -> Finding:
     try:
         await second.post(COMPLETIONS, orjson.loads(pair.body), {header: at})
     except (Refused, Locked) as error:
-        remedy = (
-            f"{at} has to be reached from {second.id}, and to be on its list of those that it may ask, if it has one"
-        )
-        return fail(f"{second.id} did not have a prompt computed at {at}: {error}", remedy)
+        remedy = f"has to be reached from {second.id}, and to be on its list of those that it may ask, if it has one"
+        return fail(f"{second.id} did not have a prompt computed at {at}: {error}", f"{at} {remedy}")
     try:
         cached, _ = _cached(await pair.first.post(COMPLETIONS, orjson.loads(pair.body)))
     except Refused as error:
         return fail(f"it does not answer: {error}", LOG)
     if cached is None:
-        return ok(
-            f"{second.id} answered; whether the prompt was computed here nobody tells, without cached tokens in usage"
-        )
+        said = "whether the prompt was computed here nobody tells, without cached tokens in usage"
+        return ok(f"{second.id} answered; {said}")
     said = f"{second.id} answered, and the prompt was never computed at {at}: it does not read {header}"
     remedy = f"give the URL of {transfer.name} in place of its engine's, or leave transfer= out"
     return pair.done if cached else fail(said, remedy)

@@ -361,7 +361,7 @@ def test_a_conversation_that_is_written_by_rules_is_compared_with_an_answers_pro
     monkeypatch.setattr("gateway.ops.chats.EFFORTS", ())
     folder = FAMILIES["gpt-oss"](tmp_path / "model")
     body = json.dumps({"messages": trial.turns(2)}).encode()
-    pipeline = once_read(folder, "sim", 16)
+    pipeline = once_read(folder, "sim", 16, chat_template=None)
     ids = pipeline.made("/v1/chat/completions", body)
     other = next(day for day in days_in(ALL_ZONES, time.time()) if day != date.today())
     elsewhere = pipeline.made("/v1/chat/completions", body, other)
@@ -390,7 +390,7 @@ def test_fixed_chats_and_efforts_that_the_engine_writes_otherwise_are_said(capsy
     if what == "neither":
         monkeypatch.setattr("gateway.ops.chats.EFFORTS", ())
     once_read.cache_clear()
-    ids = once_read(folder, "sim", 16).made("/v1/chat/completions", json.dumps(body).encode())
+    ids = once_read(folder, "sim", 16, chat_template=None).made("/v1/chat/completions", json.dumps(body).encode())
     pages = {**TRIED, "/version": {"version": "0.32.0"}, "/tokenize": {"tokens": ids}}
     pages["/v1/chat/completions"] = {"prompt_token_ids": ids}
     _, found = examine(capsys, "--replica-url", fake(pages), "--model", str(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from itertools import product
 
 from rich.console import Console
 
@@ -13,9 +14,9 @@ from loadgen import options
 from loadgen.drive import engines, target
 from loadgen.drive.client import BadURL, Client
 from loadgen.drive.stack import Stack
-from loadgen.report import comparison, files
-from loadgen.report.summary import now, setting
-from loadgen.run import Measured, check, exit_code, until_interrupted
+from loadgen.report import files
+from loadgen.report.summary import exit_code, now, setting
+from loadgen.run import Measured, check, until_interrupted
 from loadgen.workload import datasets
 
 
@@ -65,50 +66,28 @@ def targets(args: argparse.Namespace) -> dict[str, str]:
 
 async def compare_verb(args: argparse.Namespace, console: Console) -> int:
     check(args)
-    began = now()
-    found: dict[str, Measured] = {}
+    began, urls = now(), targets(args) if args.target else dict.fromkeys(args.policies)
+    found = {name: Measured(name) for name in urls}
     with until_interrupted(console):
-        if args.target:
-            await ask_targets(args, console, targets(args), found)
-        else:
-            await ask_policies(args, console, found)
+        for name, (seed, one) in product(urls, enumerate(datasets.of_seeds(args))):
+            if url := urls[name]:
+                await measure(one, console, found[name], url, None, seed)
+            else:
+                console.print(f"[dim]{name}: starting {engines_in_words(args.launch)} and a gateway …[/]")
+                async with Stack(name, args.launch, args.profile) as stack:
+                    await measure(one, console, found[name], stack.base_url, stack.admin, seed)
+            if found[name].interrupted:
+                break
     reports = {name: one.report for name, one in found.items() if one.reports}
     if not reports:
         return options.INTERRUPTED
-    comparison.print_comparison(console, reports)
     about = {
-        "void": comparison.void_because(reports),
         "workload": next(iter(found.values())).workload,
         "setting": setting(["loadgen", *sys.argv[1:]], args.seed, args.seeds, began),
     }
     records = {label: done for one in found.values() for label, done in one.records.items()}
-    files.write(args, {"targets": reports, **about}, reports, records, console, about)
-    runs = sum(len(one.reports) for one in found.values())
-    wanted = len(args.target or args.policies)
-    return exit_code(reports, wanted) if runs == wanted * args.seeds else options.INTERRUPTED
-
-
-async def ask_targets(
-    args: argparse.Namespace, console: Console, urls: dict[str, str], found: dict[str, Measured]
-) -> None:
-    for name, url in urls.items():
-        found[name] = Measured(name)
-        for seed, one in enumerate(datasets.of_seeds(args)):
-            await measure(one, console, found[name], url, None, seed)
-            if found[name].interrupted:
-                return
-
-
-async def ask_policies(args: argparse.Namespace, console: Console, found: dict[str, Measured]) -> None:
-    """Measure each policy with each seed, on fresh engines each time."""
-    for policy in args.policies:
-        found[policy] = Measured(policy)
-        for seed, one in enumerate(datasets.of_seeds(args)):
-            console.print(f"[dim]{policy}: starting {engines_in_words(args.launch)} and a gateway …[/]")
-            async with Stack(policy, args.launch, args.profile) as stack:
-                await measure(one, console, found[policy], stack.base_url, stack.admin, seed)
-            if found[policy].interrupted:
-                return
+    files.conclude(args, reports, records, console, about)
+    return exit_code(reports.values(), sum(len(one.reports) for one in found.values()) == len(urls) * args.seeds)
 
 
 def engines_in_words(count: int) -> str:

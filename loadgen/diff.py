@@ -11,16 +11,15 @@ from pathlib import Path
 
 import orjson
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from loadgen.options import BadInput, flags
-from loadgen.report import comparison, files, noise, seeds, show, tables
+from loadgen.report import comparison, files, noise, seeds, show
 from loadgen.report.noise import Verdict
 from loadgen.report.summary import PERCENTILES, Report, Reports, percentile_name
-from loadgen.report.tables import Fitting
+from loadgen.report.tables import Cell, Fitting, Grid, fitted
 
-_LOOKS = {Verdict.BETTER: "green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.NEITHER: ""}
+_LOOKS = {Verdict.BETTER: "better", Verdict.WORSE: "worse", Verdict.SAME: "soft", Verdict.NEITHER: ""}
 _PASSED_OVER = ("seed", "notes", "conversations", "last_start_s")  # workload fields that depend on the seed
 
 
@@ -99,42 +98,20 @@ def _difference(key: str, was: object, now: object) -> str:
     return f"{key} {was} → {now}"
 
 
-def table(args: argparse.Namespace, old: Report, new: Report, void: str | None = None) -> Fitting:
-    seeded = "by_seed" in old or "by_seed" in new
-
-    def drawn(put: tables.Put, joint: str | None) -> Table:
-        """Build the table; `joint` joins change and verdict in one column, None gives each its own."""
-        titles = ("", "A", "B", "change", *([""] if joint is None else []))
-        shown = tables.table(*titles, left=(0, 4), ranges_left_out=put is tables.without and seeded)
-        for label, was, now, change, verdict in _rows(old, new):
-            verdict = Text() if void else verdict
-            end = (change, verdict) if joint is None else (Text.assemble(change, joint if change else "", verdict),)
-            shown.add_row(label, put(was), put(now), *end)
-        return shown
-
-    return Fitting(
-        drawn(tables.beside, None),
-        drawn(tables.below, None),
-        drawn(tables.below, "\n"),
-        drawn(tables.without, None),
-        drawn(tables.without, "\n"),
-    )
-
-
-def _rows(old: Report, new: Report) -> Iterator[tuple[str, str, str, str, Text]]:
-    """Yield the label, both values, the change and the verdict of each figure."""
+def table(old: Report, new: Report, void: str | None = None) -> Fitting:
+    """Return a row per figure with both values, and the verdict and the change of B, unless the comparison is void."""
+    rows = []
     for row in show.rows_of({"": new}):
         was, now = seeds.mean(old, row.read), seeds.mean(new, row.read)
         if was is None and now is None:
             continue
         verdict = noise.judged(row, new, old)
-        yield (
-            row.label,
-            show.written(old, row.read, row.form),
-            show.written(new, row.read, row.form),
-            "" if was is None or now is None else comparison.change(row, was, now),
-            Text("" if verdict is Verdict.NEITHER else verdict.value, _LOOKS[verdict]),
-        )
+        change = "" if was is None or now is None else comparison.change(row, was, now)
+        judged = "" if void or verdict is Verdict.NEITHER else verdict.value
+        said = f"{judged} ({change})" if judged and change else judged or change
+        values = (Cell(show.written(report, row.read, row.form)) for report in (old, new))
+        rows.append([Cell(row.label), *values, Cell(said, _LOOKS[verdict] if judged else "")])
+    return fitted(Grid(("", "A", "B", "B against A"), rows), "by_seed" in old or "by_seed" in new)
 
 
 def verdict_of(name: str, old: Report, new: Report, void: str | None) -> tuple[str, dict[Verdict, list[str]]]:
@@ -163,7 +140,7 @@ async def diff_verb(args: argparse.Namespace, console: Console) -> int:
     bad = False
     for name, was, now in found:
         void = comparison.void_because({"A": was, "B": now})
-        console.print(table(args, was, now, void))
+        console.print(table(was, now, void))
         said, changes = verdict_of(name, was, now, void)
         console.print(Text(said, "bold red" if void else "bold"), soft_wrap=True)
         for verdict in (Verdict.WORSE, Verdict.BETTER):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -18,7 +18,7 @@ from loadgen.drive.run import Asking, Run
 from loadgen.options import INTERRUPTED
 from loadgen.report import files, seeds, show
 from loadgen.report.progress import watched
-from loadgen.report.summary import Report, now, setting, summarise
+from loadgen.report.summary import Report, exit_code, now, setting, summarise
 from loadgen.report.warm import warm
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload
@@ -97,13 +97,6 @@ def until_interrupted(console: Console) -> Iterator[None]:
         console.print("[yellow]Stopped by hand: what follows was measured until then.[/]")
 
 
-def exit_code(reports: Mapping[str, Report], wanted: int) -> int:
-    """Return 130 if the user stopped the run early, 1 if a target answered no request, else 0."""
-    if len(reports) < wanted or any(report["interrupted"] for report in reports.values()):
-        return INTERRUPTED
-    return 0 if all(report["completed"] for report in reports.values()) else 1
-
-
 async def run_verb(args: argparse.Namespace, console: Console) -> int:
     check(args)
     began = now()
@@ -124,4 +117,4 @@ async def run_verb(args: argparse.Namespace, console: Console) -> int:
     }
     console.print(show.run_report(report))
     files.write(args, report, {client.base_url: report}, found.records, console)
-    return exit_code({"": report}, 1) if len(found.reports) == args.seeds else INTERRUPTED
+    return exit_code([report], len(found.reports) == args.seeds)

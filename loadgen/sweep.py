@@ -111,37 +111,6 @@ class Sweep:
         return step
 
     @property
-    def knee(self) -> float | None:
-        """The rate with the highest ratio of throughput to mean end-to-end latency, or None.
-
-        This is Kleinrock's "power" of a queue; beyond it waiting times grow faster than throughput. None if fewer than
-        three rates were measured or the best one is the highest that was tried.
-        """
-        power = {
-            step["rate"]: step["report"]["request_throughput"] / step["report"]["e2el_ms"]["mean"]
-            for step in self.steps
-            if step["report"]["e2el_ms"]
-        }
-        best = max(power, key=power.__getitem__) if len(power) > 2 else None
-        return best if best != self._highest else None
-
-    @property
-    def _highest(self) -> float:
-        return max((step["rate"] for step in self.steps), default=0.0)
-
-    @property
-    def saturation(self) -> str:
-        """A sentence on the knee and the highest throughput; empty with fewer than three rates measured."""
-        if sum(bool(step["report"]["e2el_ms"]) for step in self.steps) < 3:
-            return ""
-        most = max(step["report"]["request_throughput"] for step in self.steps)
-        if self.knee is None:
-            where = f"not reached at {self._highest:.4g} requests/s, the highest rate that was tried: try higher ones"
-        else:
-            where = f"at {self.knee:.4g} requests/s: beyond it answers get slower faster than more of them come"
-        return f"The knee is {where}. At most {most:.4g} requests/s were answered."
-
-    @property
     def answer(self) -> str:
         slo = f"{self.attainment * 100:g} % of requests within {show.limits(self.slo)}"
         if self.search.kept is None:
@@ -162,8 +131,6 @@ class Sweep:
             "attainment": self.attainment,
             "precision": self.search.precision,
             "answer": self.answer,
-            "knee": self.knee,
-            "saturation": self.saturation,
             "stopped": self.search.stopped,
             "steps": self.steps,
         }
@@ -274,35 +241,20 @@ def hopeless(step: Mapping[str, object]) -> str:
     return ""
 
 
-def name(step: Mapping[str, object]) -> str:
-    return f"{step['rate']:.4g}/s"
-
-
 def conclude(
     args: argparse.Namespace, console: Console, sweep: Sweep, records: Records, about: Mapping[str, object]
 ) -> None:
+    """Print the answer and the curve that was measured, lowest rate first, and write the requested files."""
     console.print(drawn(sweep))
-    console.print(f"[bold]{sweep.answer}[/]", soft_wrap=True)
-    console.print(f"[dim]{sweep.search.stopped}[/]", soft_wrap=True)
-    if sweep.saturation:
-        console.print(sweep.saturation, soft_wrap=True)
-    for step in sorted(sweep.steps, key=lambda step: step["rate"])[-1:]:
-        console.print(f"[dim]{name(step)}: {rates.rates(step['report'])}[/]", soft_wrap=True)
-    for step in sweep.steps:
-        if trouble := show.troubles(step["report"]):
-            console.print(f"\n[bold]{name(step)}[/]")
-            console.print(*trouble, sep="\n")
-    figures, steps = {**about, "sweep": sweep.figures()}, sorted(sweep.steps, key=lambda step: step["rate"])
-    if not steps:
+    console.print(f"[bold]{sweep.answer}[/]\n[dim]{sweep.search.stopped}[/]", soft_wrap=True)
+    reports = {f"{step['rate']:.4g}/s": step["report"] for step in sorted(sweep.steps, key=lambda step: step["rate"])}
+    for name in [*reports][-1:]:
+        console.print(f"[dim]{name}: {rates.rates(reports[name])}[/]", soft_wrap=True)
+    show.print_troubles(console, reports)
+    figures = {**about, "sweep": sweep.figures()}
+    if not reports:
         return files.write_json(args.json, figures, console)
-    files.write(
-        args,
-        figures,
-        {name(step): step["report"] for step in steps},
-        records,
-        console,
-        {**about, "sweep": {**sweep.figures(), "steps": steps}, "tried": table(sweep)},
-    )
+    files.write(args, figures, reports, records, console, {**figures, "tried": table(sweep)})
 
 
 def table(sweep: Sweep) -> Grid:

@@ -29,8 +29,8 @@ from loadgen.drive.stack import Stack
 from loadgen.drive.target import model_of, stopped_by_interrupt
 from loadgen.report import files, show
 from loadgen.report.comparison import print_table
-from loadgen.report.summary import Report, Reports, now, setting, summarise
-from loadgen.run import exit_code, until_interrupted
+from loadgen.report.summary import Report, Reports, exit_code, now, setting, summarise
+from loadgen.run import until_interrupted
 from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import BadWorkload, Conversation
 from loadgen.workload.documents import Document, documents, read_text
@@ -119,7 +119,7 @@ async def demo_verb(args: argparse.Namespace, console: Console) -> int:
     files.write_json(
         args.json, {"targets": reports, "setting": setting(["loadgen", *sys.argv[1:]], args.seed, date=now())}, console
     )
-    return exit_code(reports, len(POLICIES))
+    return exit_code(reports.values(), len(reports) == len(POLICIES))
 
 
 async def play(

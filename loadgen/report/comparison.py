@@ -46,7 +46,8 @@ def counted(found: Mapping[Verdict, Sequence[str]]) -> str:
 def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
     """Return the figures that have a better direction, by verdict against `base`, the largest changes first.
 
-    A change is as large as the ratio of the two figures, and largest where one of them is 0.
+    Milliseconds that would read the same have more digits. A change is as large as the ratio of the two figures, and
+    largest where one of them is 0.
     """
     found: dict[Verdict, list[tuple[float, str]]] = {verdict: [] for verdict in Verdict}
     for row in show.rows_of({"": report}):
@@ -56,20 +57,13 @@ def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
         new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
         much = f" ({change(row, old, new)})" if change(row, old, new) else ""
         ratio = max(new, old) / min(new, old) if min(new, old) > 0 else math.inf
-        found[verdict].append(
-            (ratio, f"{row.said or row.label} {' instead of '.join(_told_apart(row, new, old))}{much}")
-        )
+        now, was = row.form(new), row.form(old)
+        if now == was and new != old and row.form is show.milliseconds:  # they would read the same
+            now, was = f"{new:,.2f} ms", f"{old:,.2f} ms"
+        found[verdict].append((ratio, f"{row.said or row.label} {now} instead of {was}{much}"))
     return {
         verdict: [said for _, said in sorted(changed, key=lambda one: -one[0])] for verdict, changed in found.items()
     }
-
-
-def _told_apart(row: Row, new: float, old: float) -> tuple[str, str]:
-    """Return both figures as they are shown, in milliseconds with more digits where they would read the same."""
-    shown = row.form(new), row.form(old)
-    if shown[0] != shown[1] or new == old or row.form is not show.milliseconds:
-        return shown
-    return f"{new:,.2f} ms", f"{old:,.2f} ms"
 
 
 def change(row: Row, old: float, new: float) -> str:
@@ -108,7 +102,14 @@ def void_because(reports: Reports) -> str | None:
 def print_comparison(console: Console, reports: Reports) -> None:
     """Print table, ratios and troubles of targets measured under the same load."""
     print_table(console, reports)
-    say_ratios(console, reports)
+    if void := void_because(reports):
+        console.print(f"\n[bold red]This comparison is void:[/] {void}. The figures of each are of what it answered.")
+    (base_name, base), *others = reports.items()
+    for name, report in others:
+        console.print()
+        console.print(show.bullets(comparison(name, report, base_name, base)))
+    if others:
+        console.print(f"\n[dim]{how_sure(reports)}[/]")
     show.print_troubles(console, reports)
 
 
@@ -120,18 +121,6 @@ def print_table(console: Console, reports: Reports, rows: Sequence[Row] | None =
         console.print(f"[dim]{offers.pop()}[/]")
     for name, report in reports.items():
         console.print(f"[dim]{name}: {rates.answered(report) if same else rates.rates(report)}[/]")
-
-
-def say_ratios(console: Console, reports: Reports) -> None:
-    """Print what got worse and better with each later target against the first, or that the comparison is void."""
-    if void := void_because(reports):
-        console.print(f"\n[bold red]This comparison is void:[/] {void}. The figures of each are of what it answered.")
-    (base_name, base), *others = reports.items()
-    for name, report in others:
-        console.print()
-        console.print(show.bullets(comparison(name, report, base_name, base)))
-    if others:
-        console.print(f"\n[dim]{how_sure(reports)}[/]")
 
 
 def how_sure(reports: Reports) -> str:

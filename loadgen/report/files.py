@@ -16,9 +16,8 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
-from loadgen.drive.records import Record
 from loadgen.options import BadOption, flags, percentiles
-from loadgen.report import seeds
+from loadgen.report import comparison, seeds
 from loadgen.report.summary import PERCENTILES, Records, Reports, began, parse_slo
 
 COLUMNS = tuple(
@@ -113,6 +112,15 @@ def write(
             console.print(f"[dim]{what} written to {path}[/]")
 
 
+def conclude(
+    args: argparse.Namespace, reports: Reports, records: Records, console: Console, about: Mapping[str, object]
+) -> None:
+    """Print the comparison of targets measured under the same load, and write the requested files."""
+    comparison.print_comparison(console, reports)
+    about = {"void": comparison.void_because(reports), **about}
+    write(args, {"targets": reports, **about}, reports, records, console, about)
+
+
 def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
@@ -123,7 +131,7 @@ def draw(reports: Reports, records: Records, about: Mapping[str, object], html: 
     `about` has the `setting` and the `workload` (default: those of the first report), for `loadgen sweep` its `sweep`
     and for `hitherto plan` its `plan`.
     """
-    from loadgen.report import page
+    from loadgen.report import page  # its templates are needed for a page alone
 
     about = {key: next(iter(reports.values())).get(key) for key in ("setting", "workload")} | dict(about)
     sweep, plan = about.get("sweep"), about.get("plan")
@@ -134,15 +142,11 @@ def draw(reports: Reports, records: Records, about: Mapping[str, object], html: 
         from loadgen.report import plots  # matplotlib takes half a second
 
         drawn = plots.lines(reports, ordered=bool(sweep or plan))
-        records = seeds.first(reports, records, (about["setting"] or {}).get("seed", 0))
-        figures = plots.of_runs(reports, records, drawn)
+        figures = plots.of_runs(reports, seeds.first(reports, records, (about["setting"] or {}).get("seed", 0)), drawn)
         if sweep:
-            figures = (
-                plots.of_sweep(sweep["steps"], sweep["slo_ms"], sweep["attainment"], sweep["rate"], sweep["knee"])
-                + figures[:1]
-            )
+            figures = plots.of_sweep(sweep) + figures[:1]
         if plan:
-            figures = plots.of_plan(plan["points"], plan["attainment"], drawn) + figures
+            figures = plots.of_plan(plan, drawn) + figures
         if png:
             plots.png(png, figures, drawn, title)
     if html:
@@ -160,41 +164,18 @@ def _title(reports: Reports, about: Mapping[str, object]) -> str:
 
 def write_csv(path: Path, records: Records) -> None:
     """Write a line per request in the order of sending; unknown values are empty."""
+
+    def milliseconds(value: float | None) -> float | None:
+        return None if value is None else round(value * 1000, 3)
+
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         table.writerow(COLUMNS)
         for name, done in records.items():
             zero = began(done)
-            table.writerows(
-                _row(name, record, zero) for record in sorted(done, key=lambda record: (record.sent, record.due))
-            )
-
-
-def _row(name: str, record: Record, zero: float) -> tuple[object, ...]:
-    failed = record.error is not None
-    return (
-        name,
-        record.conversation,
-        record.turn,
-        _seconds(record.due - zero),
-        _seconds(record.sent - zero),
-        _milliseconds(record.lateness),
-        _milliseconds(record.ttft),
-        _milliseconds(None if failed else record.tpot),
-        _milliseconds(record.e2e),
-        record.prompt_tokens,
-        record.outputs,
-        record.cached_tokens,
-        record.predicted_tokens,
-        record.replica,
-        record.status or None,
-        record.error,
-    )
-
-
-def _seconds(value: float) -> float:
-    return round(value, 6)
-
-
-def _milliseconds(value: float | None) -> float | None:
-    return None if value is None else round(value * 1000, 3)
+            for one in sorted(done, key=lambda record: (record.sent, record.due)):
+                at = round(one.due - zero, 6), round(one.sent - zero, 6)
+                times = one.lateness, one.ttft, one.tpot if one.error is None else None, one.e2e
+                counts = one.prompt_tokens, one.outputs, one.cached_tokens, one.predicted_tokens
+                end = one.replica, one.status or None, one.error
+                table.writerow((name, one.conversation, one.turn, *at, *map(milliseconds, times), *counts, *end))

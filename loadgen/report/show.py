@@ -1,13 +1,10 @@
-"""Figures as tables and sentences for the terminal (rich); missing figures are named, not left out."""
+"""Figures as tables and sentences for the terminal (rich) and the page; missing figures are named, not left out."""
 
 from __future__ import annotations
 
-import re
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +15,6 @@ from loadgen.report.shares import percent as percentage
 from loadgen.report.summary import Report, Reports, fair_share
 from loadgen.report.tables import Cell, Fitting, Grid, fitted
 
-_FIGURE_SPACE = re.compile(r"(?<=\d) (?=(?:%|ms|s|points|/s)(?!\w))")
 _SHARES = 4  # replicas whose requests are listed one by one
 LATENCIES = (
     ("TTFT", "ttft_ms", "to the first token"),
@@ -54,36 +50,35 @@ def count(value: int | float | None) -> str:
 
 def run_report(report: Report) -> RenderableType:
     """Return the output of `loadgen run`; where nothing was answered, only what went wrong."""
-    parts: list[RenderableType] = [_head(report)]
+    parts: list[RenderableType] = ["", head(report)]
     if report["completed"]:
-        parts += [_latencies(report), _facts(report)]
+        grid, known = latencies(report), Table(box=None, show_header=False, pad_edge=False)
+        known.add_column(style="dim", no_wrap=True)
+        for fact in facts(report):
+            known.add_row(*fact)
+        parts += [fitted(grid, "by_seed" in report, (0, len(grid.heads) - 1), "dim"), known]
     for trouble in troubles(report):
         parts += ["", trouble]
     return Group(*parts)
 
 
-def _head(report: Report) -> Text:
-    text = Text("\n")
-    text.append(f"{count(report['completed'])} of {count(report['requests'])} requests answered", "bold")
+def head(report: Report) -> Text:
+    """Return how many requests were answered, how fast, and why others were not sent."""
+    text = Text(f"{count(report['completed'])} of {count(report['requests'])} requests answered", "bold")
+    rate, output = report["request_throughput"], report["output_throughput"]
     text.append(
-        f" in {report['duration_s']:.1f} s · {report['request_throughput']:.2f} requests/s · "
-        f"{report['output_throughput']:,.0f} output tokens/s",
-        "dim",
+        f" in {report['duration_s']:.1f} s · {rate:.2f} requests/s · {output:,.0f} output tokens/s", "not bold dim"
     )
     if by_seed := report.get("by_seed"):
-        text.append(f" · mean of {len(by_seed)} seeds, range in brackets", "dim")
+        text.append(f" · mean of {len(by_seed)} seeds, range in brackets", "not bold dim")
     if report["not_sent"]:
-        text.append(f" · {count(report['not_sent'])} not sent{_why_not_sent(report)}", "yellow")
+        # the reason is certain only in a run that ended by itself: see `Load.not_sent`
+        turns = f"later turn{'' if report['not_sent'] == 1 else 's'} of conversations that failed"
+        why = f": {turns}" if report["failed"] and not report["interrupted"] else ""
+        text.append(f" · {count(report['not_sent'])} not sent{why}", "not bold yellow")
     if report["interrupted"]:
-        text.append(" · stopped early", "yellow")
+        text.append(" · stopped early", "not bold yellow")
     return text
-
-
-def _why_not_sent(report: Report) -> str:
-    """Return why turns were not sent, which is certain only in a run that ended by itself: see `Load.not_sent`."""
-    if report["interrupted"] or not report["failed"]:
-        return ""
-    return f": later turn{'' if report['not_sent'] == 1 else 's'} of conversations that failed"
 
 
 def latencies(report: Report, *more: str) -> Grid:
@@ -97,125 +92,95 @@ def latencies(report: Report, *more: str) -> Grid:
     return Grid(("", *names, ""), rows)
 
 
-def _latencies(report: Report) -> Fitting:
-    grid = latencies(report)
-    return fitted(grid, "by_seed" in report, (0, len(grid.heads) - 1), "dim")
-
-
-def _facts(report: Report) -> Table:
-    cache, generator = report["cache"], report["generator"]
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    table.add_row("rate", rates.rates(report))
-    if goodput := report["goodput"]:
-        table.add_row(
-            "goodput",
-            f"{goodput['request_goodput']:.2f} requests/s "
-            f"({written(report, path_of('goodput', 'share'), percent)} within {limits(goodput['slo_ms'])})",
-        )
-    table.add_row(
-        "prompt tokens",
-        count(cache["prompt_tokens"]) if cache["prompt_tokens"] is not None else "the server reports no usage",
-    )
-    table.add_row(
-        "cached, reported",
-        _share(
-            cache["cached_tokens"],
-            cache["hit_rate"],
-            "the engine does not report it (`hitherto doctor` says how it would)",
-        ),
-    )
-    if cache["predicted_on"]:
-        table.add_row("cached, predicted", _share(cache["predicted_tokens"], cache["predicted_hit_rate"], ""))
+def facts(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of what a report has besides latencies."""
+    cache, generator, goodput = report["cache"], report["generator"], report["goodput"]
+    yield "rate", rates.rates(report)
+    if goodput:
+        within = f"{written(report, path_of('goodput', 'share'), percent)} within {limits(goodput['slo_ms'])}"
+        yield "goodput", f"{goodput['request_goodput']:.2f} requests/s ({within})"
+    usage = cache["prompt_tokens"] is not None
+    yield "prompt tokens", count(cache["prompt_tokens"]) if usage else "the server reports no usage"
+    for name, tokens, rate in (
+        ("reported", "cached_tokens", "hit_rate"),
+        ("predicted", "predicted_tokens", "predicted_hit_rate"),
+    ):
+        if cache[tokens] is not None:
+            yield f"cached, {name}", f"{count(cache[tokens])} ({percent(cache[rate])})"
+        elif name == "reported":
+            yield "cached, reported", "the engine does not report it (`hitherto doctor` says how it would)"
     if report["replicas"]:
-        table.add_row(
-            "replicas",
-            "  ".join(f"{name} {count(figures['requests'])}" for name, figures in report["replicas"].items()),
-        )
+        yield "replicas", "  ".join(f"{name} {count(one['requests'])}" for name, one in report["replicas"].items())
     if late := generator["lateness_ms"]:
-        table.add_row("generator", _sender(generator, late))
-    return table
-
-
-def _sender(generator: Mapping[str, object], late: Mapping[str, float]) -> str:
-    """Describe how the generator sent, how late and how busy it was."""
-    loop = {
-        "closed": f"closed loop of {generator['users']}",
-        "bounded": f"at most {generator['max_concurrency']} at once",
-        "open": "open loop",
-    }[generator["loop"]]
-    return (
-        f"{loop}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
-        f"used {generator['cpu_share'] * 100:.0f} % of a core"
-        + (f" in the busiest of {generator['processes']} processes" if generator["processes"] > 1 else "")
-    )
-
-
-def _share(tokens: int | None, rate: float | None, missing: str) -> str:
-    return missing if tokens is None else f"{count(tokens)} ({percent(rate)})"
-
-
-def errors(report: Report) -> Text | None:
-    """Return the errors by class with an example and a remedy each, or None."""
-    if not report["errors"]:
-        return None
-    text = Text()
-    for kind, number in sorted(report["errors"].items(), key=lambda item: -item[1]):
-        text.append(f"{number} × {kind}", "bold red")
-        text.append(f"  {report['error_examples'][kind]}\n", "dim")
-        if "vocabulary" in report["error_examples"][kind].lower():
-            text.append(
-                "  The load's made-up token ids are below --vocab-size; give it as many as the engine's model has.\n",
-                "yellow",
-            )
-        if kind == "http_404":
-            text.append("  The server knows no such model or path: see --model and --endpoint.\n", "yellow")
-        if kind == "http_401":
-            text.append(f"  The server answers 401: {KEY_NEEDED}.\n", "yellow")
-    text.rstrip()
-    return text
-
-
-def caution(report: Report) -> Text | None:
-    """Return a warning if the generator was the limit, or None."""
-    if not report["generator"]["was_the_limit"]:
-        return None
-    if report["generator"]["max_concurrency"]:
-        return Text(
-            f"--max-concurrency {report['generator']['max_concurrency']} held requests back: this was no open loop, "
-            "and the latencies leave out the time requests waited to be sent.",
-            "yellow",
+        bounded = f"at most {generator['max_concurrency']} at once"
+        loop = {"closed": f"closed loop of {generator['users']}", "open": "open loop", "bounded": bounded}
+        yield (
+            "generator",
+            (
+                f"{loop[generator['loop']]}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
+                f"used {generator['cpu_share'] * 100:.0f} % of a core"
+                + (f" in the busiest of {generator['processes']} processes" if generator["processes"] > 1 else "")
+            ),
         )
-    generator = report["generator"]
+
+
+_REMEDIES = {
+    "http_404": "The server knows no such model or path: see --model and --endpoint.",
+    "http_401": f"The server answers 401: {KEY_NEEDED}.",
+    "vocabulary": "The load's made-up token ids are below --vocab-size; give it as many as the engine's model has.",
+}
+
+
+def troubles(report: Report) -> list[Text]:
+    """Return what affects all figures: errors, a generator that was the limit, and caches that were warm."""
+    found = []
+    for kind, number in sorted(report["errors"].items(), key=lambda item: -item[1]):
+        example = report["error_examples"][kind]
+        text = Text.assemble((f"{number} × {kind}", "bold red"), (f"  {example}", "dim"))
+        for sign, remedy in _REMEDIES.items():
+            if sign == kind or sign in example.lower():
+                text.append(f"\n  {remedy}", "yellow")
+        found.append(text)
+    return found + [Text(said, "yellow") for said in (*_caution(report["generator"]), *warm.notice(report))]
+
+
+def _caution(generator: Mapping[str, object]) -> Iterator[str]:
+    """Yield a warning if the generator was the limit."""
+    if not generator["was_the_limit"]:
+        return
+    if generator["max_concurrency"]:
+        yield (
+            f"--max-concurrency {generator['max_concurrency']} held requests back: this was no open loop, "
+            "and the latencies leave out the time requests waited to be sent."
+        )
+        return
+    why = "Its core was not full, so the machine was busy with something else: lower the rate or use free cores."
     if generator["core_was_full"]:
         why = (
             f"Its core was full ({generator['cpu_busiest_second'] * 100:.0f} % in the busiest second): "
             f"use --processes {generator['processes'] * 2} or a lower rate."
         )
-    else:
-        why = "Its core was not full, so the machine was busy with something else: lower the rate or use free cores."
-    return Text(
-        f"The generator itself was late or busy: these figures describe it as much as the server. {why}", "yellow"
-    )
-
-
-def troubles(report: Report) -> list[Text]:
-    """Return what affects all figures: errors, a generator that was the limit, and caches that were warm."""
-    found = [trouble for trouble in (errors(report), caution(report)) if trouble]
-    return found + [Text(sentence, "yellow") for sentence in warm.notice(report)]
+    yield f"The generator itself was late or busy: these figures describe it as much as the server. {why}"
 
 
 def print_troubles(console: Console, reports: Reports) -> None:
     for name, report in reports.items():
-        for trouble in troubles(report):
+        if found := troubles(report):
             console.print(f"\n[bold]{name}[/]")
-            console.print(trouble)
+            console.print(*found, sep="\n")
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:
     for note in notes:
         console.print(note, style="yellow", markup=False, soft_wrap=True)
+
+
+def bullets(sentences: Iterable[str]) -> Table:
+    """Return a bulleted list; each sentence is wrapped with a hanging indent."""
+    table = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        table.add_row("  •", Text(sentence))
+    return table
 
 
 def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Fitting:
@@ -259,30 +224,6 @@ def written(report: Report, read: Callable[[Report], float | None], form: Callab
         return mean
     number, _, unit = low.rpartition(" ")
     return f"{mean} ({number if number and high.endswith(f' {unit}') else low}–{high})"
-
-
-def bullets(sentences: Iterable[str]) -> Table:
-    """Return a bulleted list; each sentence is wrapped with a hanging indent."""
-    table = Table.grid(padding=(0, 1))
-    for sentence in sentences:
-        table.add_row("  •", Sentence(sentence))
-    return table
-
-
-class Sentence:
-    """Text that is never broken between a figure and its unit."""
-
-    def __init__(self, text: str):
-        self._text = _FIGURE_SPACE.sub("\N{NO-BREAK SPACE}", text)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # textwrap instead of rich, which breaks lines at no-break spaces too.
-        for line in textwrap.wrap(self._text, options.max_width, break_on_hyphens=False):
-            yield Text(line.replace("\N{NO-BREAK SPACE}", " "))
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        words = max(map(len, self._text.split(" ")), default=1)
-        return Measurement(min(words, options.max_width), min(len(self._text), options.max_width))
 
 
 def shares(report: Report, most: int = _SHARES) -> str:

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 
 from loadgen.drive.records import Load, Record
-from loadgen.options import BadOption
+from loadgen.options import INTERRUPTED, BadOption
 from loadgen.report.shares import share
 from loadgen.workload.conversations import Offer
 
@@ -235,6 +235,14 @@ def fair_share(report: Report) -> float | None:
     """Return the busiest replica's requests over the mean (1.0 is even), or None with fewer than two replicas."""
     counts = [figures["requests"] for figures in report["replicas"].values()]
     return max(counts) * len(counts) / sum(counts) if len(counts) > 1 and sum(counts) else None
+
+
+def exit_code(reports: Iterable[Report], whole: bool) -> int:
+    """Return 130 unless the `whole` load was sent, 1 if a target answered no request, else 0."""
+    reports = list(reports)
+    if not whole or any(report["interrupted"] for report in reports):
+        return INTERRUPTED
+    return 0 if all(report["completed"] for report in reports) else 1
 
 
 def now() -> str:

@@ -1,12 +1,12 @@
 """Tables as data, drawn in full by the page and as far as they fit by a terminal.
 
-Where a terminal is narrow, row names stay whole; the range in brackets after a mean moves to a second line, and in
-narrower ones is left out.
+Where a terminal is narrow, row names stay whole; what stands in brackets after a figure, such as the range over the
+seeds, moves to a second line, and in narrower ones is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -17,16 +17,12 @@ from rich.text import Text
 
 UNBOUNDED = 100_000  # columns, more than any table needs
 LEFT_OUT = "wider terminals, pipes and files have the ranges over the seeds, too"
-STYLES = {"best": "bold green", "worse": "red", "yes": "green", "no": "red", "soft": "dim"}
-
-Put = Callable[[str], str]  # from a figure as `show.written` writes it to the text of its cell
+STYLES = {"best": "bold green", "better": "green", "worse": "red", "yes": "green", "no": "red", "soft": "dim"}
+_PUTS = (str, lambda figure: figure.replace(" (", "\n(", 1), lambda figure: figure.partition(" (")[0])
 
 
 class Cell(NamedTuple):
-    """A cell; `look` is a key of STYLES, which is also a CSS class of the page.
-
-    On the page alone `look` may be `bar`, with `text` as its percentage.
-    """
+    """A cell; `look` is a key of STYLES, which is also a CSS class of the page."""
 
     text: str
     look: str = ""
@@ -37,21 +33,6 @@ class Grid(NamedTuple):
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-
-
-def beside(figure: str) -> str:
-    """Keep the range over the seeds on the line of the mean."""
-    return figure
-
-
-def below(figure: str) -> str:
-    """Put the range over the seeds, if there is one, on a second line."""
-    return figure.replace(" (", "\n(", 1)
-
-
-def without(figure: str) -> str:
-    """Leave the range over the seeds out."""
-    return figure.partition(" (")[0]
 
 
 class Fitting:
@@ -66,18 +47,9 @@ class Fitting:
         yield next(fitting, self.ways[-1])
 
 
-def table(
-    *columns: str,
-    left: Sequence[int] = (0,),
-    ranges_left_out: bool = False,
-    header_style: str = "bold",
-    title: str | None = None,
-    wrap: bool = False,
-) -> Table:
-    """Return an empty table; columns are right-aligned except those in `left`."""
-    caption = LEFT_OUT if ranges_left_out else None
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style=header_style, title=title, title_justify="left",
-                 caption=caption, caption_justify="left")  # fmt: skip
+def table(*columns: str, left: Sequence[int] = (0,), header_style: str = "bold", wrap: bool = False, **about) -> Table:
+    """Return an empty table; columns are right-aligned except those in `left`. `about`: its title and caption."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style=header_style, title_justify="left", caption_justify="left", **about)  # fmt: skip
     for number, heading in enumerate(columns):
         made.add_column(heading, no_wrap=not wrap, justify="left" if number in left else "right")
     return made
@@ -92,19 +64,18 @@ def fitted(
     headings are then not folded to two lines.
     """
 
-    def drawn(put: Put, fold: bool = False, first: int = 1, last: int | None = None) -> Table:
+    def drawn(put, fold: bool = False, first: int = 1, last: int | None = None) -> Table:
         at_the_end = last is None or last >= len(grid.heads)  # of several tables only the last one has the caption
         heads = [grid.heads[0], *grid.heads[first:last]]
         heads = [head.replace(" ", "\n", 1) for head in heads] if fold else heads
-        ranges_left_out = put is without and seeded and at_the_end
-        made = table(*heads, left=left, ranges_left_out=ranges_left_out, header_style=header_style)
+        caption = LEFT_OUT if put is _PUTS[-1] and seeded and at_the_end else None
+        made = table(*heads, left=left, header_style=header_style, caption=caption)
         for row in grid.rows:
             made.add_row(*(Text(put(one.text), STYLES.get(one.look, "")) for one in (row[0], *row[first:last])))
         return made
 
-    def after_each_other(most: int) -> Group:
-        return Group(*(drawn(without, False, at, at + most) for at in range(1, len(grid.heads), most)))
-
-    folds = (False,) if split else (False, True)
-    ways = [drawn(put, fold) for put in (beside, below, without) for fold in folds]
-    return Fitting(*ways, *(after_each_other(most) for most in range(len(grid.heads) - 2, 0, -1) if split))
+    columns = range(1, len(grid.heads))
+    ways: list[RenderableType] = [drawn(put, fold) for put in _PUTS for fold in ((False,) if split else (False, True))]
+    for most in reversed(columns[:-1]) if split else ():
+        ways.append(Group(*(drawn(_PUTS[-1], False, at, at + most) for at in columns[::most])))
+    return Fitting(*ways)

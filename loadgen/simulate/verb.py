@@ -18,8 +18,8 @@ from rich.console import Console
 import policies
 from loadgen import options
 from loadgen.drive.records import Record
-from loadgen.report import comparison, files, seeds, show
-from loadgen.report.summary import Report, setting, spread, summarise
+from loadgen.report import files, seeds, show
+from loadgen.report.summary import Report, exit_code, setting, spread, summarise
 from loadgen.workload import datasets, limits
 from loadgen.workload.conversations import Workload
 from policies import Slo
@@ -205,17 +205,13 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
     reports = {policy: seeds.merged(of_seeds) for policy, of_seeds in found.items() if of_seeds}
     if not reports:
         return options.INTERRUPTED
-    comparison.print_comparison(console, reports)
     about = {
-        "void": comparison.void_because(reports),
         "workload": loads[0],
         "fleet": described(args, next(iter(fleets.values()))),
         "setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed, args.seeds),
     }
-    files.write(args, {"targets": reports, **about}, reports, records, console, about)
-    if len(records) < len(fleets) * args.seeds:
-        return options.INTERRUPTED
-    return 0 if all(report["completed"] for report in reports.values()) else 1
+    files.conclude(args, reports, records, console, about)
+    return exit_code(reports.values(), len(records) == len(fleets) * args.seeds)
 
 
 def play_seed(

@@ -69,7 +69,7 @@ def test_a_pipe_has_tables_of_full_width(file, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["diff", file("a.json", seeds=3, one=100), file("b.json", seeds=3, one=150)]) == 1
     out = capsys.readouterr().out
-    assert "TTFT mean 101 ms (100–102 ms) 151 ms (150–152 ms) +50 % worse" in " ".join(out.split())
+    assert "TTFT mean 101 ms (100–102 ms) 151 ms (150–152 ms) worse (+50 %)" in " ".join(out.split())
 
 
 def test_others_requests_are_no_comparison(file, tmp_path, capsys):

@@ -176,14 +176,6 @@ def test_engines_counters_are_shown_where_replies_report_nothing():
     assert "cache hit rate, engines' counters" in text and "80.0 %" in text and "engines' replies" not in text
 
 
-@pytest.mark.parametrize("width", range(22, 60))
-def test_no_line_ends_between_a_figure_and_its_unit(width):
-    said = "TTFT p99 63.4 ms instead of 115 ms (-45 %); hit rate 87.1 % instead of 36.6 % (+50.5 points); 1.5 s."
-    lines = [line.strip(" •") for line in drawn(show.bullets([said]), width).splitlines()]
-    assert " ".join(lines) == said and max(map(len, lines)) <= width - 4
-    assert not [line for line in lines if line[-1].isdigit() and not line.endswith("p99")]
-
-
 @pytest.mark.parametrize(
     "value, said", [(None, "–"), (0.25, "0.2 ms"), (99.96, "100.0 ms"), (1234, "1,234 ms"), (12_345, "12.3 s")]
 )

@@ -1,7 +1,5 @@
 """Tables keep the names of their rows and their headings whole on a terminal of any usual width."""
 
-import argparse
-
 import pytest
 from rich.console import Console
 
@@ -41,7 +39,7 @@ def labels(report: dict) -> list[str]:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_diff_of_seeds_keeps_names_verdicts_and_means(several, width):
     old, new = several(2).values()
-    lines = drawn(diff.table(argparse.Namespace(), old, new), width)
+    lines = drawn(diff.table(old, new), width)
     assert all(len(line) <= width for line in lines) and not any("…" in line for line in lines)
     for label in labels(new):
         (line,) = [line for line in lines if line.startswith(f"{label} ")]

@@ -5,12 +5,11 @@ On a terminal it is redrawn in place; elsewhere a plain line is printed every fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
-import numpy as np
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
@@ -49,10 +48,14 @@ class View(progress.View):
         self.shown: list[Record] = []
 
     def frame(self, width: int, now: float | None = None) -> RenderableType:
-        self.count()
+        now = perf_counter() if now is None else now
+        figures = self.figures(now)
+        foot = Text(self.clock(now))
+        if self.counted:
+            foot.append(f"   hit rate {figures['cache hit rate']}   TTFT p50 {figures['TTFT p50']}", "bold")
         head = Text.assemble((self.label, "bold"), (f"  {self.which}", "dim"))
-        foot = self._foot(width, perf_counter() if now is None else now)
-        return Group(head, Text(), self.replicas("engine", "streaming now"), Text(), *self._talk(width), Text(), foot)
+        engines = self.replicas("engine", "streaming now")
+        return Group(head, Text(), engines, Text(), *self._talk(width), Text(), self.bar(width - 60, foot))
 
     def _talk(self, width: int) -> Iterator[Text]:
         """Yield the lines of a few conversations, each shown until it is answered so that it can be read."""
@@ -68,33 +71,14 @@ class View(progress.View):
             else:  # blank lines keep the layout steady
                 yield from (Text(), Text())
 
-    def _foot(self, width: int, now: float) -> RenderableType:
-        prompt, cached = sum(self.prompt.values()), sum(self.cached.values())
-        text = Text(self.clock(now))
-        if prompt and self.ttft:
-            text.append(f"   hit rate {percent(cached / prompt, 0)}   TTFT p50 {np.median(self.ttft):,.0f} ms", "bold")
-        return self.bar(width - 60, text)
-
 
 def one_line(mark: str, text: str, style: str, width: int, end: bool = False) -> Text:
     """Return `text` on one line, cut to its beginning or its end where it is too long."""
-    room = width - cell_len(mark)
-    plain = "".join(letter if letter.isprintable() else " " for letter in (text[-width:] if end else text[: width + 1]))
-    if cell_len(plain) > room:
-        kept = _first_cells(reversed(plain) if end else plain, room - 1)
-        plain = "…" + kept[::-1] if end else kept + "…"
-    return Text(mark + plain, style, no_wrap=True, overflow="ellipsis")
-
-
-def _first_cells(letters: Iterable[str], room: int) -> str:
-    """Return as many characters as fit into `room` terminal cells; some take two."""
-    kept = []
-    for letter in letters:
-        room -= cell_len(letter)
-        if room < 0:
-            break
-        kept.append(letter)
-    return "".join(kept)
+    plain = "".join(
+        letter if letter.isprintable() else " " for letter in (text[-width:][::-1] if end else text[:width])
+    )
+    kept = (chop_cells(plain, width - cell_len(mark)) or [""])[0]
+    return Text(mark + (kept[::-1] if end else kept), style, no_wrap=True)
 
 
 def result(policy: str, report: Mapping[str, object]) -> Text:

@@ -188,14 +188,14 @@ def test_the_live_view_shows_engines_and_conversations():
     view = live.View(
         run_of(told(0), told(1), inflight=[going, record(9, replica=None, pieces=[])]), "least_time", "2 of 2"
     )
-    text = drawn(view.frame(92), 92)
+    text = drawn(view.frame(92, 5.0), 92)
     assert "least_time  2 of 2" in text
     assert "? question 3?" in text and "some answer" in text and "? question 9?" in text
-    assert "75 %" in text and "●" in text and "2/10" in text and "hit rate 75 %" in text
+    assert "75 %" in text and "●" in text and "2/10" in text and "hit rate 75.0 %" in text
     height = text.count("\n")
     view.run.inflight.clear()
     view.run.done.append(going)
-    again = drawn(view.frame(92), 92)
+    again = drawn(view.frame(92, 5.0), 92)
     assert again.count("\n") == height  # nothing jumps
     assert "question 3?" not in again and "3/10" in again
 

@@ -1,7 +1,10 @@
-"""A client that sends completions to an OpenAI-compatible engine and records when each chunk arrived.
+"""A client of the engine to measure: what the engine reports of itself, and when each chunk of a completion arrived.
 
 Prompts are random token ids, so they need no tokenizer, and none is cached unless this client sent it before. Text
 prompts, for the cost of tokenizing, are random English words.
+
+Cache figures are in /metrics; the scheduler's limits are available where the operator exposes them. Limits that are not
+reported are measured later, or a common default is assumed and marked as such.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -19,13 +23,19 @@ from loadgen.drive import client, sse
 from loadgen.drive.records import Record
 from loadgen.drive.run import CHAT, COMPLETIONS
 from loadgen.options import KEY_NEEDED, Failed
+from loadgen.report.summary import machine
+from replicas.access import Access
 from replicas.engines import DEFAULT, EngineDialect
+from replicas.metrics import Scrape, parse
+from replicas.served import base_names
 
 TIMEOUT = 120.0  # s for one request: a prompt of a quarter of a million tokens on a slow engine
+PATIENCE = 5.0  # s for a response without generation
 # Ordinary text tokens in every vocabulary: lower ids include special tokens (image tokens in some models), and small
 # vocabularies end above.
 IDS = range(300, 1000)
 WORDS = sorted({word for one in vars(builtins).values() for word in re.findall("[a-z]{2,12}", str(one.__doc__))})
+LIMITS = ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
 
 
 class CalibrationError(Failed):
@@ -34,6 +44,34 @@ class CalibrationError(Failed):
 
 class Refused(CalibrationError):
     """The engine answered a request with a status other than 200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The engine's limits; `told` has the source of each. The defaults are what is assumed."""
+
+    max_model_len: int = 8192
+    block_size: int = 16
+    num_blocks: int = 4096
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    told: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """The longest prompt, in tokens, that leaves room for its output and takes at most a quarter of the cache."""
+        return min(self.max_model_len * 7 // 8, self.num_blocks * self.block_size // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The facts about an engine that go into its profile."""
+
+    model: str
+    engine: str
+    version: str
+    machine: str
+    limits: Limits
 
 
 @dataclass(slots=True)
@@ -70,7 +108,7 @@ class _Stream(sse.Reply):
 class Client(client.Client):
     """A client of the engine to measure, used as `async with Client(url) as client`.
 
-    `model` and `dialect` must be set before `complete`. It counts the requests and tokens it asked for. Raises BadURL.
+    `learn` must come before `complete`. It counts the requests and tokens it asked for. Raises BadURL.
     """
 
     def __init__(self, url: str, api_key: str | None = None, seed: int | None = None):
@@ -101,8 +139,9 @@ class Client(client.Client):
 
         Token ids go to the completions API, text as one chat message. `seen` is called at each chunk.
         """
-        path = CHAT if isinstance(prompt, str) else COMPLETIONS
-        asked = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else {"prompt": prompt}
+        path, asked = COMPLETIONS, {"prompt": prompt}
+        if isinstance(prompt, str):
+            path, asked = CHAT, {"messages": [{"role": "user", "content": prompt}]}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": self.model, "max_tokens": tokens, "ignore_eos": True, **stream, **asked}
         self.requests, self.prompt_tokens = self.requests + 1, self.prompt_tokens + len(prompt)
@@ -113,19 +152,70 @@ class Client(client.Client):
         record = streamed.record
         reply.sent, reply.prompt, reply.cached = record.sent, record.prompt_tokens, record.cached_tokens
         if record.status not in (0, 200):
-            wanted = f": {KEY_NEEDED}" if record.status in (401, 403) else ""
-            words = " ".join(record.detail.split())
-            raise Refused(f"{path} answers {record.status}{wanted or f': {words}'}")
-        if record.error == "stream_error":
-            raise CalibrationError(f"the engine broke a stream off: {record.detail}")
-        if record.error == "timeout":
-            raise CalibrationError(f"a request with {len(prompt)} prompt tokens had {record.detail}")
+            why = KEY_NEEDED if record.status in (401, 403) else " ".join(record.detail.split())
+            raise Refused(f"{path} answers {record.status}: {why}")
         if record.error:
             raise CalibrationError(
-                f"the connection to {self.base_url} broke in the middle of measuring: {record.detail}"
+                f"a request with {len(prompt)} prompt tokens to {self.base_url} failed: {record.detail}"
             )
         if not reply.times:
-            raise CalibrationError(
-                "the engine ended a stream without any output: is this an engine that generates text?"
-            )
+            raise CalibrationError("the engine ended a stream without any output: does it generate text?")
         return reply
+
+    async def learn(self, model: str | None) -> Known:
+        """Return what the engine reports, and take its model (`model`, if that is given) and its dialect.
+
+        Raises CalibrationError when no engine can be measured.
+        """
+        way = Access(self.base_url, urlsplit(self.base_url).hostname or "", headers=self.own_headers)
+        try:
+            facts = await way.find(PATIENCE)
+        finally:
+            await way.close()
+        if not facts.alive:
+            raise CalibrationError(f"no engine answers at {self.base_url}: {facts.error}")
+        if not facts.serving:
+            raise CalibrationError(f"{self.base_url} is not ready: {facts.error}")
+        served = base_names(facts.models)
+        if model is None and not served:
+            raise CalibrationError(
+                "the engine does not list its models (an API key? set OPENAI_API_KEY): give --model NAME"
+            )
+        if model is not None and facts.models and model not in facts.models:
+            raise CalibrationError(f"the engine has no model {model!r}; it serves {', '.join(facts.models)}")
+        self.model, self.dialect = model or served[0], facts.dialect
+        _, body, _ = await self.get(self.dialect.limits_path)
+        try:
+            found = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            found = None
+        info = found if isinstance(found, dict) else {}  # settings and machine, as far as the operator exposes them
+        told = {name: getattr(facts, name) for name in LIMITS[:3]}
+        scheduler = self.dialect.scheduler_limits(info)
+        told |= {name: scheduler.get(name) for name in LIMITS[3:]}
+        told = {name: value for name, value in told.items() if type(value) is int and value > 0}
+        sources = {name: "reported by the engine" if name in told else "assumed" for name in LIMITS}
+        limits = Limits(**told, told=sources)
+        return Known(self.model, facts.dialect.name, facts.version or "version unknown", self._machine(info), limits)
+
+    def _machine(self, info: dict[str, object]) -> str:
+        """Return the engine's GPUs or CPU as it reports them, or this machine for a local engine."""
+        env = info.get("system_env")
+        env = env if isinstance(env, dict) else {}
+        gpus = env.get("nvidia_gpu_models")
+        if isinstance(gpus, str) and gpus.strip():
+            return " | ".join(line.strip() for line in gpus.strip().splitlines())
+        if cpu := re.search(r"^\s*Model name:\s*(.*\S)", str(env.get("cpu_info", "")), re.M):
+            return cpu[1]
+        local = urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1")
+        return machine() if local else "machine unknown: the engine is remote"
+
+    async def counters(self) -> Scrape | None:
+        """Return the counters of /metrics, or None where there are none."""
+        status, page, _ = await self.get("/metrics")
+        return parse(page, 0.0, self.dialect.metrics) if status == 200 else None
+
+    async def at_work(self) -> int | None:
+        """Return the number of requests running or waiting in the engine; None if it does not report it."""
+        found = await self.counters()
+        return None if found is None or found.running is None else found.running + (found.waiting or 0)

@@ -1,19 +1,106 @@
-"""Measurement: sends the questions of a plan and turns the observed times into samples."""
+"""The plan of a measurement, made from the engine's limits and its speed in a few probes, and the measurement itself.
+
+Every round has the same questions in another order, so that a machine that is busier or warmer for a while does not
+affect only one kind. Sizes grow by factors of two or more up to the engine's context and a quarter of its cache, as
+long as a question takes less than a share of the time: many rounds are worth more than long prompts.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, takewhile
 from statistics import median
 from time import monotonic
 
-from . import samples
-from .ask import CalibrationError, Client, Refused, Reply
-from .fit import Fit, fit
-from .learn import at_work
-from .plan import FEW, MOST, SMALLEST, STEPS, Limits, Plan, Question, sizes
-from .samples import Sample
+import numpy as np
+
+from .ask import CalibrationError, Client, Limits, Refused, Reply
+from .fit import BURST, CACHED, DECODE, NEW, TEXT, Fit, Sample, burst_sample, decode_sample, fit, prompt_sample
+
+SMALLEST = 64
+LONGEST = 0.02  # share of the total time, for one question
+FEW, MOST = 8, 64  # requests at once: on any engine, and on one that is fast enough
+STEPS = 32  # decode steps to observe with all requests decoding
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One measurement to make.
+
+    `tokens`: length of a prompt; `extra`: new tokens after it; `count`: requests at once; `output`: tokens of each.
+    """
+
+    region: str
+    tokens: int
+    extra: int = 0
+    count: int = 1
+    output: int = 1
+
+    @property
+    def sent(self) -> np.ndarray:
+        """The requests, prompt tokens and output tokens that are sent, also those that only fill the cache."""
+        requests = self.count if self.region == NEW else 2 * self.count
+        return np.array([requests, self.tokens * requests + self.extra, self.count * (self.output - 1) + requests])
+
+    def expected(self, fit: Fit, limits: Limits) -> float:
+        """Return roughly how many seconds the question will take."""
+        budget, whole = limits.max_num_batched_tokens, self.tokens + self.extra
+        took = self.count * fit.seconds(prompt_sample(NEW, 0, self.tokens, 0, budget).parts)
+        if self.region in (DECODE, BURST):
+            took += fit.seconds(burst_sample(0, self.count, self.tokens, self.tokens - 1, budget).parts)
+        elif self.region != NEW:
+            took += fit.seconds(prompt_sample(self.region, 0, whole, self.tokens - 1, budget).parts)
+        return took + self.output * fit.seconds(decode_sample(0, self.count, self.count * self.tokens).parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The questions of each round, the number of rounds, and the expected seconds of one."""
+
+    questions: tuple[Question, ...]
+    rounds: int
+    round_seconds: float
+
+    @property
+    def sent(self) -> np.ndarray:
+        """The requests, prompt tokens and output tokens of all rounds."""
+        return self.rounds * sum(question.sent for question in self.questions)
+
+
+def make(limits: Limits, fit: Fit, seconds: float) -> Plan:
+    """Return a plan of two to ten rounds that takes about `seconds`."""
+    took = {question: question.expected(fit, limits) for question in _questions(limits)}
+    small = {question for question in took if question.tokens <= 4 * SMALLEST and question.count <= FEW}
+    affordable = {one: each for one, each in took.items() if one in small or each <= LONGEST * seconds}
+    each = sum(affordable.values())
+    return Plan(tuple(affordable), max(2, min(10, int(seconds / each))), each)
+
+
+def sizes(most: int, factor: int = 2) -> list[int]:
+    """Return sizes that grow by `factor`, with `most` as the last one."""
+    grown = list(takewhile(lambda size: size * 1.4 < most, (SMALLEST * factor**n for n in range(40))))
+    return [*grown, most]
+
+
+def _questions(limits: Limits) -> Iterator[Question]:
+    longest, cache = limits.longest, limits.num_blocks * limits.block_size // 2
+    for size in sizes(longest):
+        yield Question(NEW, size)
+        yield Question(TEXT, size)
+    for size in sizes(longest, 4):
+        for extra in (16, max(32, size // 4)):
+            if size + extra < limits.max_model_len:
+                yield Question(CACHED, size, extra)
+    for count in (2**n for n in range(MOST.bit_length()) if 2**n <= limits.max_num_seqs):
+        output = STEPS + 2 * count  # they start one after the other
+        for size in sizes(longest // 2, 8):
+            if count * (size + output) <= cache and size + output < limits.max_model_len:
+                yield Question(DECODE, size, count=count, output=output)
+        if count >= 4:
+            yield Question(BURST, SMALLEST, count=count)
+
 
 PROBES = 3
 LONG = 4.0  # times the median gap: a step that also computes much of another request's prompt
@@ -31,15 +118,15 @@ class Meter:
     async def probe(self, seconds: float) -> Fit:
         """Return a first fit, from a few prompts and replies of increasing size, after two that warm the engine up."""
         for size in (SMALLEST, 8 * SMALLEST):
-            await self.client.complete(self.client.ids(size), 8)
+            await self._send(size, 8)
         seen: list[Sample] = []
         for size in (size for size in sizes(self.limits.longest, 4) for _ in range(PROBES)):
             if seen and seen[-1].seconds * 16 > seconds / 10 and len(seen) % PROBES == 0:
                 break
-            seen += await self.ask(Question(samples.NEW, size))
+            seen += await self.ask(Question(NEW, size))
         largest, few = int(seen[-1].parts["token"]), min(FEW, self.limits.max_num_seqs)
         for size, count in ((SMALLEST, 1), (largest, 1), (SMALLEST, few)):
-            seen += await self.ask(Question(samples.DECODE, size, count=count, output=STEPS + 2 * count))
+            seen += await self.ask(Question(DECODE, size, count=count, output=STEPS + 2 * count))
         return fit(seen)
 
     async def budget(self, found: Fit, seconds: float) -> tuple[int, str]:
@@ -48,7 +135,10 @@ class Meter:
         It is derived from the number of tokens one request gets while the long prompt of another is computed.
         """
         size = SMALLEST
-        while 2 * size <= self.limits.longest and self._alone(found, 2 * size, size) < seconds / 40:
+        while 2 * size <= self.limits.longest:
+            alone = prompt_sample(NEW, 0, 2 * size, 0, size)
+            if found.seconds(alone.parts) >= seconds / 40:
+                break
             size *= 2
         counts = []
         for _ in range(PROBES):
@@ -61,23 +151,19 @@ class Meter:
         why = f"assumed: at least {size}, a prompt of so many tokens was done in one step"
         return min(least, max(size, 16384)), why
 
-    def _alone(self, found: Fit, tokens: int, budget: int) -> float:
-        return found.seconds(samples.prompt(samples.NEW, 0, tokens, 0, budget).parts)
-
     async def at_once(self) -> tuple[int, str]:
         """Return max_num_seqs and how it was found, which works up to the number of requests sent at once."""
-        asked = (self.client.complete(self.client.ids(SMALLEST), STEPS + 2 * MOST) for _ in range(MOST))
-        ran = most_at_once(await _together(*asked))
+        ran = most_at_once(await _together(*(self._send(SMALLEST, STEPS + 2 * MOST) for _ in range(MOST))))
         if ran < MOST:
             return ran, f"seen: of {MOST} requests {ran} ran at once"
         return self.limits.max_num_seqs, f"assumed: a usual default; {MOST} requests ran at once"
 
+    def _send(self, size: int, tokens: int = 1):
+        """Ask for a completion of a new prompt of `size` tokens."""
+        return self.client.complete(self.client.ids(size), tokens)
+
     async def run(
-        self,
-        plan: Plan,
-        seconds: float,
-        told: Callable[[int, Fit], None] = lambda done, found: None,
-        busy: bool = False,
+        self, plan: Plan, seconds: float, told: Callable[[int, Fit], None] | None = None, busy: bool = False
     ) -> list[Sample]:
         """Return the samples of all rounds of the plan.
 
@@ -92,7 +178,8 @@ class Meter:
             for question in self.client.rng.sample(plan.questions, len(plan.questions)):
                 seen += await self.ask(question)
             found = fit(seen)
-            told(number + 1, found)
+            if told:
+                told(number + 1, found)
             late = monotonic() - began > seconds * (number + 1) / (number + 2)
             if late or (before is not None and number >= 2 and changed(seen, before, found) < SURE):
                 break
@@ -102,55 +189,44 @@ class Meter:
     async def until_idle(self) -> None:
         """Wait until the engine is idle, as others' requests would be measured too. Raises CalibrationError."""
         deadline = monotonic() + IDLE_SECONDS
-        while (count := await at_work(self.client)) and monotonic() < deadline:
+        while (count := await self.client.at_work()) and monotonic() < deadline:
             await asyncio.sleep(0.05)
         if count:
-            raise CalibrationError(
-                f"{count} requests of others are in the engine: take it out of traffic, or it is they that are measured"
-            )
+            raise CalibrationError(f"{count} requests of others came to the engine: take it out of traffic")
 
     async def ask(self, question: Question) -> list[Sample]:
         """Return the samples of one question; none if it cannot be sent or shows nothing."""
-        client, region, tokens = self.client, question.region, question.tokens
-        if region in (samples.DECODE, samples.BURST):
-            return await self._ask_many(question)
-        if region == samples.TEXT:
-            return await self._ask_text(question)
-        ids, cached = client.ids(tokens), 0
-        reply = await client.complete(ids)
-        if region == samples.CACHED:
-            reply = await client.complete(ids + client.ids(question.extra))
-            cached = self._cached(reply, tokens)
-        return [samples.prompt(region, reply.ttft, tokens + question.extra, cached, self._budget)]
-
-    async def _ask_text(self, question: Question) -> list[Sample]:
-        text = self.client.text(round(question.tokens * WORDS_PER_TOKEN))
-        try:
-            await self.client.complete(text)
-            reply = await self.client.complete(text)
-        except Refused:
-            return []  # no chat template, or more tokens than the engine takes
-        if reply.prompt is None:
-            return []
-        cached = self._cached(reply, reply.prompt - 1)
-        return [samples.prompt(samples.TEXT, reply.ttft, reply.prompt, cached, self._budget)]
-
-    async def _ask_many(self, question: Question) -> list[Sample]:
-        count, size = question.count, question.tokens
-        prompts = [self.client.ids(size) for _ in range(count)]
-        for ids in prompts:
-            await self.client.complete(ids)
-        replies = await _together(*(self.client.complete(ids, question.output) for ids in prompts))
-        if question.region == samples.BURST:
+        client, region, size, budget = self.client, question.region, question.tokens, self.limits.max_num_batched_tokens
+        if region == TEXT:
+            text = client.text(round(size * WORDS_PER_TOKEN))
+            try:
+                await client.complete(text)
+                reply = await client.complete(text)
+            except Refused:
+                return []  # no chat template, or more tokens than the engine takes
+            if reply.prompt is None:
+                return []
+            cached = self._cached(reply, reply.prompt - 1)
+            return [prompt_sample(region, reply.ttft, reply.prompt, cached, budget)]
+        prompts = [client.ids(size) for _ in range(question.count)]
+        replies = [await client.complete(ids) for ids in prompts]
+        if region == NEW:
+            return [prompt_sample(region, replies[0].ttft, size, 0, budget)]
+        if region == CACHED:
+            reply = await client.complete(prompts[0] + client.ids(question.extra))
+            return [prompt_sample(region, reply.ttft, size + question.extra, self._cached(reply, size), budget)]
+        replies = await _together(*(client.complete(ids, question.output) for ids in prompts))
+        if region == BURST:
             last = max(reply.times[0] for reply in replies) - min(reply.sent for reply in replies)
-            return [samples.burst(last, count, size, self._cached(replies[0], size - 1), self._budget)]
+            return [burst_sample(last, question.count, size, self._cached(replies[0], size - 1), budget)]
         seconds, tokens = step_seconds(replies)
-        return [samples.decode(seconds, count, count * (size + tokens), spread(replies[0]))] if seconds else []
+        context = question.count * (size + tokens)
+        return [decode_sample(seconds, question.count, context, spread(replies[0]))] if seconds else []
 
     async def _beside(self, prompt: list[int]) -> Reply:
         """Return a decoding request's reply; a request with `prompt` arrives meanwhile, at any moment of a step."""
         going = asyncio.get_running_loop().create_future()
-        steps = 3 * STEPS + -(-len(prompt) // self._budget)
+        steps = 3 * STEPS + -(-len(prompt) // self.limits.max_num_batched_tokens)
 
         def at_tenth(reply: Reply) -> None:
             if len(reply.times) >= 10 and not going.done():
@@ -161,10 +237,6 @@ class Meter:
             return await self.client.complete(prompt)
 
         return (await _together(self.client.complete(self.client.ids(SMALLEST), steps, at_tenth), other()))[0]
-
-    @property
-    def _budget(self) -> int:
-        return self.limits.max_num_batched_tokens
 
     def _cached(self, reply: Reply, at_most: int) -> int:
         """Return the cached tokens as the engine reports them, else all full blocks."""
@@ -204,7 +276,7 @@ def spread(reply: Reply) -> float | None:
 
     Returns None where several chunks were read at once, as on a busy machine, so that single steps were not observed.
     """
-    gaps = [later - sooner for sooner, later in zip(reply.times, reply.times[1:])]
+    gaps = [later - sooner for sooner, later in pairwise(reply.times)]
     if gaps.count(0.0) > len(gaps) // 10:
         return None
     usual = median(gaps)
@@ -232,8 +304,7 @@ def most_at_once(replies: list[Reply]) -> int:
 def changed(seen: list[Sample], before: Fit, after: Fit) -> float:
     """Return the largest change of the times of a region between two fits (median within the region)."""
     shares: dict[str, list[float]] = {}
-    for sample in seen:
-        shares.setdefault(sample.region, []).append(
-            abs(after.seconds(sample.parts) - before.seconds(sample.parts)) / sample.seconds
-        )
+    for one in seen:
+        change = abs(after.seconds(one.parts) - before.seconds(one.parts)) / one.seconds
+        shares.setdefault(one.region, []).append(change)
     return max(median(one) for one in shares.values())

@@ -1,12 +1,14 @@
-"""`loadgen calibrate URL`: flags, progress messages, and the profile file."""
+"""`loadgen calibrate URL`: flags, progress messages, and the profile file, with the source of every figure."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import os
+import re
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -18,11 +20,9 @@ from loadgen.drive.client import base_url
 from loadgen.options import INTERRUPTED, flags, positive
 from loadgen.report import files
 
-from . import plan, write
-from .ask import CalibrationError, Client
-from .fit import Fit, fit
-from .learn import at_work, learn, looked_up
-from .measure import Meter
+from . import measure
+from .ask import CalibrationError, Client, Known, Limits
+from .fit import MEANINGS, Fit, fit
 
 DESCRIPTION = """Measure a running engine and write a timing profile that the simulated engine takes: time of prompts by length and
 cached prefix, of decode steps by batch and context, of a request's way. The load is bounded and said beforehand. Prompts
@@ -71,40 +71,52 @@ async def calibrate(args: argparse.Namespace, console: Console) -> str:
         console.print(text, markup=False, soft_wrap=True)
 
     async with Client(args.url, os.environ.get("OPENAI_API_KEY"), args.seed) as client:
-        known = await learn(client, args.model)
+        known = await client.learn(args.model)
         say(f"{client.base_url}: {known.model} on {known.engine} {known.version}, {known.machine}")
-        count = await at_work(client)
+        count = await client.at_work()
         if count is None:
             say("the engine does not report how many requests it has (/metrics): make sure that nobody else uses it")
         elif count and not args.busy:
-            raise CalibrationError(f"the engine is serving others ({count} requests), which would be measured with ours. Take it "
-                                   "out of traffic, or measure anyway with --busy")  # fmt: skip
-        meter = Meter(client, known.limits)
+            raise CalibrationError(
+                f"the engine is serving others ({count} requests), which would be measured too. Take it out of traffic, "
+                "or measure anyway with --busy"
+            )
+        meter = measure.Meter(client, known.limits)
         say("probing how fast it is ...")
         found = await meter.probe(args.seconds)
         meter.limits = limits = await _limits(meter, found, args.seconds)
         for name, source in limits.told.items():
             say(f"  {name:24} {getattr(limits, name):8,}  {source}")
-        work = plan.make(limits, found, args.seconds)
-        say(f"will send {work.sent('requests'):,} requests with {work.sent('prompt_tokens'):,} prompt tokens and {work.sent('output_tokens'):,} of output in "
-            f"{work.rounds} rounds, about {work.rounds * work.round_seconds:.0f} s; it ends earlier once the times no longer change")  # fmt: skip
-        began, before, sent = monotonic(), await looked_up(client), client.prompt_tokens
+        work = measure.make(limits, found, args.seconds)
+        say(
+            "will send {:,} requests with {:,} prompt tokens and {:,} of output in ".format(*work.sent)
+            + f"{work.rounds} rounds, about {work.rounds * work.round_seconds:.0f} s; it ends earlier once the times no "
+            "longer change"
+        )
+        began, before, sent = monotonic(), await client.counters(), client.prompt_tokens
         seen = await meter.run(work, args.seconds, lambda done, found: say(_progress(done, found)), args.busy)
-        after, sent = await looked_up(client), client.prompt_tokens - sent
-        if before is not None and after is not None and after - before > 1.05 * sent:
-            used = f"the engine looked up {after - before:,} prompt tokens while we sent {sent:,}: others used it too"
-            print(f"WARNING: {used}", file=sys.stderr)
+        after, sent = await client.counters(), client.prompt_tokens - sent
+        if before and after and None not in (before.prefix_queries, after.prefix_queries):
+            looked_up = after.prefix_queries - before.prefix_queries
+            if looked_up > 1.05 * sent:
+                used = f"the engine looked up {looked_up:,} prompt tokens while we sent {sent:,}: others used it too"
+                print(f"WARNING: {used}", file=sys.stderr)
         result = fit(seen)
-        say("\n" + "\n".join(write.residuals(result)))
+        say("\n" + "\n".join(residuals(result)))
         if caution := _caution(result, args.seconds):
             say(f"\n{caution}")
-        facts = {"date": f"{date.today():%Y-%m-%d}", "command": shlex.join(["loadgen", *sys.argv[1:]]),
-                 "sent": f"{client.requests:,} requests, {client.prompt_tokens:,} prompt tokens, {client.output_tokens:,} of output "
-                         f"in {monotonic() - began:.0f} s"}  # fmt: skip
-        return write.profile(known, limits, result, facts)
+        total = (
+            f"{client.requests:,} requests, {client.prompt_tokens:,} prompt tokens, {client.output_tokens:,} of output"
+        )
+        facts = {
+            "date": f"{date.today():%Y-%m-%d}",
+            "command": shlex.join(["loadgen", *sys.argv[1:]]),
+            "sent": f"{total} in {monotonic() - began:.0f} s",
+        }
+        return profile(known, limits, result, facts)
 
 
-async def _limits(meter: Meter, found: Fit, seconds: float) -> plan.Limits:
+async def _limits(meter: measure.Meter, found: Fit, seconds: float) -> Limits:
     """Return the limits, with those measured that the engine did not report, as far as possible."""
     limits = meter.limits
     for name, see in (
@@ -128,3 +140,39 @@ def _caution(result: Fit, seconds: float) -> str:
         return ""
     longer = f"give --seconds {ENOUGH_SECONDS:g}, and let" if seconds < ENOUGH_SECONDS else "measure again, and let"
     return f"These errors are large ({', '.join(result.poor)}): {longer} the machine do nothing else."
+
+
+def residuals(fit: Fit) -> Iterator[str]:
+    """Yield the lines of a table of the fit's errors by kind of request.
+
+    They are the median of fit / measured - 1, the median error, and the error that nine in ten stay below.
+    """
+    yield f"{'':38}{'samples':>8}{'bias':>11}{'typical':>11}{'90 %':>11}"
+    for region, one in fit.residuals.items():
+        figures = f"{one.bias * 100:+9.1f} %{one.typical * 100:9.1f} %{one.worst_tenth * 100:9.1f} %"
+        yield f"{region:38}{one.count:8}{figures}"
+
+
+def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) -> str:
+    """Return the profile as YAML for `replicas.simulated.profile.load_profile`.
+
+    `facts`: lines for its header, such as date and command.
+    """
+    head = [f"{known.engine} {known.version} with {known.model} on {known.machine}, measured by `loadgen calibrate`."]
+    head += [f"{name}: {value}" for name, value in facts.items()]
+    head += [
+        "",
+        "Fit against what was measured, by kind of request: samples; bias (median of fit / measured - 1), typical",
+    ]
+    head += ["error (median), and the error that nine in ten stay below:", *residuals(fit)]
+    lines = [f"# {line}".rstrip() for line in head]
+    for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        lines.append(f"{name}: {getattr(limits, name)}  # {limits.told[name]}")
+    titles = {"latency": "request:", "base": "step:"}  # of the first coefficient of each
+    spread = {"spread": "a share, not a time: a step's standard deviation"}
+    for name, meaning in (MEANINGS | spread).items():
+        value = fit.spread if name == "spread" else fit.ms[name]
+        number = re.sub(r"^(\d+)e", r"\1.0e", f"{value:.4g}")  # YAML reads 1e-05 as text
+        lines += [titles[name]] if name in titles else []
+        lines.append(f"  {name}: {number}  # {meaning}{'' if value else '; too small to measure'}")
+    return "\n".join(lines) + "\n"

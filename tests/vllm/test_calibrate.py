@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from loadgen.calibrate.ask import Client
-from loadgen.calibrate.learn import at_work, learn
 from replicas.simulated.profile import load_profile
 
 from .engines import Engine, block_size, tiny_model, version
@@ -21,8 +20,8 @@ def engine(vllm_python, tmp_path_factory):
 
 async def test_what_vllm_tells_of_itself(engine):
     async with Client(engine.url) as client:
-        known = await learn(client, None)
-        assert await at_work(client) == 0
+        known = await client.learn(None)
+        assert await client.at_work() == 0
     assert known.model == "tiny" and known.version.startswith(".".join(map(str, version())))
     limits = known.limits
     assert (limits.num_blocks, limits.block_size, limits.max_num_seqs) == (1024, block_size(), 24)

@@ -7,27 +7,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.calibrate import samples, verb
-from loadgen.calibrate.fit import NAMES, Fit, Residual, fit, nonnegative
+from loadgen.calibrate import verb
+from loadgen.calibrate.fit import (
+    CACHED,
+    DECODE,
+    NAMES,
+    NEW,
+    TEXT,
+    Fit,
+    Residual,
+    Sample,
+    burst_sample,
+    decode_sample,
+    fit,
+    nonnegative,
+    prompt_sample,
+)
 
 BUDGET, ROUNDS = 2048, 5
 
 
-def every_kind(truth: Fit, rng: random.Random, noise: float = 0.0, outliers: float = 0.0) -> list[samples.Sample]:
+def every_kind(truth: Fit, rng: random.Random, noise: float = 0.0, outliers: float = 0.0) -> list[Sample]:
     """Samples as a calibration of five rounds takes them, with times as `truth` has them.
 
     Not more than two of a question's five are outliers: where most answers to it are late, nothing tells that they
     are."""
-    made = [samples.prompt(samples.NEW, 0, n, 0, BUDGET) for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
-    made += [samples.prompt(samples.CACHED, 0, n + extra, n, BUDGET) for n in (64, 512, 4096) for extra in (16, n // 4)]
-    made += [samples.prompt(samples.TEXT, 0, n, n - 8, BUDGET) for n in (64, 512, 4096)]
-    made += [samples.decode(0, n, n * each) for n in (1, 2, 4, 8, 16) for each in (64, 512, 4096)]
-    made += [samples.burst(0, n, 64, 48, BUDGET) for n in (4, 8, 16)]
+    made = [prompt_sample(NEW, 0, n, 0, BUDGET) for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
+    made += [prompt_sample(CACHED, 0, n + extra, n, BUDGET) for n in (64, 512, 4096) for extra in (16, n // 4)]
+    made += [prompt_sample(TEXT, 0, n, n - 8, BUDGET) for n in (64, 512, 4096)]
+    made += [decode_sample(0, n, n * each) for n in (1, 2, 4, 8, 16) for each in (64, 512, 4096)]
+    made += [burst_sample(0, n, 64, 48, BUDGET) for n in (4, 8, 16)]
 
-    def seen(sample: samples.Sample, far: float) -> samples.Sample:
-        return samples.Sample(
-            sample.region, truth.seconds(sample.parts) * far * (1 + rng.gauss(0, noise)), sample.parts
-        )
+    def seen(sample: Sample, far: float) -> Sample:
+        return Sample(sample.region, truth.seconds(sample.parts) * far * (1 + rng.gauss(0, noise)), sample.parts)
 
     off = [min(ROUNDS // 2, sum(rng.random() < outliers for _ in range(ROUNDS))) for _ in made]
     return [
@@ -67,23 +79,20 @@ def test_noise_and_a_tenth_of_outliers_leave_times_within_a_tenth(ms, seed):
 
 def test_what_does_not_occur_stays_zero():
     ms = dict.fromkeys(NAMES, 0.0) | {"base": 2.0, "decode_sequence": 0.1}
-    found = fit([samples.decode(Fit(ms, {}).seconds(samples.decode(0, n, 0).parts), n, 0) for n in (1, 2, 4)])
+    found = fit([decode_sample(Fit(ms, {}).seconds(decode_sample(0, n, 0).parts), n, 0) for n in (1, 2, 4)])
     assert found.ms == pytest.approx(ms, abs=1e-9)
-    assert list(found.residuals) == [samples.DECODE]
+    assert list(found.residuals) == [DECODE]
 
 
 def test_the_spread_is_that_of_most_questions():
-    parts = samples.decode(0, 1, 0).parts
-    found = fit(
-        [samples.Sample("", 0.002, parts, spread) for spread in (0.1, 0.11, 0.9)]
-        + [samples.Sample("", 0.002, parts)] * 9
-    )
+    parts = decode_sample(0, 1, 0).parts
+    found = fit([Sample("", 0.002, parts, spread) for spread in (0.1, 0.11, 0.9)] + [Sample("", 0.002, parts)] * 9)
     assert found.spread == 0.11
 
 
 def test_residuals_say_which_way_a_region_is_off():
-    parts = samples.decode(0, 1, 0).parts
-    found = fit([samples.Sample("usual", 0.002, parts)] * 30 + [samples.Sample("slow", 0.004, parts)] * 3)
+    parts = decode_sample(0, 1, 0).parts
+    found = fit([Sample("usual", 0.002, parts)] * 30 + [Sample("slow", 0.004, parts)] * 3)
     assert found.residuals["usual"].typical < 0.01
     assert found.residuals["slow"].bias == pytest.approx(-0.5, abs=0.01) and found.residuals["slow"].count == 3
 

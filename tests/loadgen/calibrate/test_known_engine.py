@@ -11,9 +11,9 @@ import selectors
 
 import pytest
 
-from loadgen.calibrate import plan, samples
-from loadgen.calibrate.ask import Client, Reply
-from loadgen.calibrate.fit import fit
+from loadgen.calibrate import measure as plan
+from loadgen.calibrate.ask import Client, Limits, Reply
+from loadgen.calibrate.fit import CACHED, NEW, TEXT, decode_sample, fit, prompt_sample
 from loadgen.calibrate.measure import Meter
 from replicas.simulated.engine import Engine, EngineRequest
 from replicas.simulated.profile import FrontEnd, Profile, RequestTime, StepTime
@@ -102,13 +102,13 @@ class EngineClient(Client):
 async def calibrated(profile: Profile):
     """The fit, and the limits as they would be found without /server_info."""
     told = TOLD | {"max_num_seqs": "assumed", "max_num_batched_tokens": "assumed"}
-    limits = plan.Limits(profile.max_model_len, profile.block_size, profile.num_blocks, 256, 8192, told)
+    limits = Limits(profile.max_model_len, profile.block_size, profile.num_blocks, 256, 8192, told)
     async with EngineClient(profile) as client:
         meter = Meter(client, limits)
         meter.until_idle = lambda: asyncio.sleep(0)  # nobody else is there
         found = await meter.probe(120)
         seen_budget, seen_seqs = await meter.budget(found, 120), await meter.at_once()
-        meter.limits = plan.Limits(profile.max_model_len, profile.block_size, profile.num_blocks, profile.max_num_seqs,
+        meter.limits = Limits(profile.max_model_len, profile.block_size, profile.num_blocks, profile.max_num_seqs,
                                    profile.max_num_batched_tokens, TOLD)  # fmt: skip
         work = plan.make(meter.limits, found, 120)
         seen = await meter.run(plan.Plan(work.questions, 1, work.round_seconds), 1e9)
@@ -132,10 +132,10 @@ def test_its_times_are_found_again(name):
 
     limit = profile.max_num_batched_tokens
     for sample in (
-        *(samples.prompt(samples.NEW, 0, n, 0, limit) for n in (64, 1000, 5000, 10_000)),
-        *(samples.prompt(samples.CACHED, 0, n + 100, n, limit) for n in (64, 1024, 9600)),
-        *(samples.prompt(samples.TEXT, 0, n, n - 16, limit) for n in (64, 2000)),
-        *(samples.decode(0, count, count * each) for count in (1, 8, 32) for each in (64, 3000)),
+        *(prompt_sample(NEW, 0, n, 0, limit) for n in (64, 1000, 5000, 10_000)),
+        *(prompt_sample(CACHED, 0, n + 100, n, limit) for n in (64, 1024, 9600)),
+        *(prompt_sample(TEXT, 0, n, n - 16, limit) for n in (64, 2000)),
+        *(decode_sample(0, count, count * each) for count in (1, 8, 32) for each in (64, 3000)),
     ):
         assert found.seconds(sample.parts) == pytest.approx(known(sample), rel=TOLERANCE), sample
     assert found.spread == pytest.approx(profile.step.spread, abs=0.02)

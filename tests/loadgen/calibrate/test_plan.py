@@ -2,8 +2,9 @@
 
 import pytest
 
-from loadgen.calibrate import plan, samples
-from loadgen.calibrate.fit import NAMES, Fit
+from loadgen.calibrate import measure as plan
+from loadgen.calibrate.ask import Limits
+from loadgen.calibrate.fit import CACHED, DECODE, NAMES, NEW, TEXT, Fit
 
 MS = dict.fromkeys(NAMES, 0.0) | {
     "latency": 4.0,
@@ -18,7 +19,7 @@ TOLD = dict.fromkeys(
 )
 
 
-def limits(**changes) -> plan.Limits:
+def limits(**changes) -> Limits:
     given = {
         "max_model_len": 16384,
         "block_size": 16,
@@ -27,7 +28,7 @@ def limits(**changes) -> plan.Limits:
         "max_num_batched_tokens": 2048,
         **changes,
     }
-    return plan.Limits(**given, told=TOLD)
+    return Limits(**given, told=TOLD)
 
 
 def fit(factor: float = 1.0) -> Fit:
@@ -40,10 +41,10 @@ def fit(factor: float = 1.0) -> Fit:
 def test_no_question_is_too_large_for_the_engine(given):
     work = plan.make(given, fit(), 120)
     assert {question.region for question in work.questions} >= {
-        samples.NEW,
-        samples.CACHED,
-        samples.TEXT,
-        samples.DECODE,
+        NEW,
+        CACHED,
+        TEXT,
+        DECODE,
     }
     for question in work.questions:
         assert question.tokens + question.extra + question.output <= given.max_model_len
@@ -61,9 +62,7 @@ def test_the_time_bounds_what_is_sent(factor):
 
 def test_a_slow_engine_is_asked_less():
     quick, slow = (plan.make(limits(), fit(factor), 60) for factor in (0.2, 20))
-    assert slow.sent("prompt_tokens") < quick.sent("prompt_tokens") / 10 and slow.sent("requests") < quick.sent(
-        "requests"
-    )
+    assert slow.sent[1] < quick.sent[1] / 10 and slow.sent[0] < quick.sent[0]
     assert max(one.tokens for one in slow.questions) < max(one.tokens for one in quick.questions)
 
 

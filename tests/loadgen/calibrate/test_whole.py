@@ -14,7 +14,6 @@ from rich.console import Console
 
 from loadgen.calibrate import verb
 from loadgen.calibrate.ask import CalibrationError, Client
-from loadgen.calibrate.learn import learn
 from loadgen.cli import build_parser, main
 from replicas.simulated.profile import load_profile
 
@@ -150,7 +149,7 @@ async def test_an_engine_that_compresses_its_figures_is_believed(serve):
         return found
 
     async with Client(await serve(handler)) as client:
-        limits = (await learn(client, None)).limits
+        limits = (await client.learn(None)).limits
     assert (limits.block_size, limits.num_blocks) == (32, 1234) and limits.told[
         "num_blocks"
     ] == "reported by the engine"

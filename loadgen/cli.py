@@ -63,15 +63,18 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
         print(shtab.complete(parser, args.shell))
         return 0
     try:
-        return uvloop.run(args.act(args, _console(args)))
-    except (BadInput, BadModel) as error:
-        print(f"{prog} {args.verb}: {error}", file=sys.stderr)
-        return 2
-    except Failed as error:
-        print(f"{prog} {args.verb}: {error}", file=sys.stderr)
-        return 1
+        return uvloop.run(act(args, prog))
     except KeyboardInterrupt:
         return 130
+
+
+async def act(args: argparse.Namespace, prog: str = "loadgen") -> int:
+    """Run the command that was parsed, print what kept it from its work, and return the exit code."""
+    try:
+        return await args.act(args, _console(args))
+    except (BadInput, BadModel, Failed) as error:
+        print(f"{prog} {args.verb}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, Failed) else 2
 
 
 def _console(args: argparse.Namespace) -> Console:

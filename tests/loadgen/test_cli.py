@@ -1,11 +1,10 @@
-"""The command as a user meets it: a process, its exit code, what it prints and writes."""
+"""The command as a user meets it: its exit code, what it prints and writes."""
 
+import argparse
 import asyncio
 import contextlib
 import csv
-import itertools
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,40 +13,22 @@ import sys
 import pytest
 
 from loadgen import compare
-from loadgen.cli import COMMANDS, main
-from loadgen.simulate import verb as simulate
+from loadgen.cli import COMMANDS, act, build_parser, main
+from loadgen.report import comparison, seeds
 
-# `python -m loadgen.cli` spends most of its CPU on imports. So one process imports it, and forks for each command.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["loadgen.cli", __name__])
-
-
-def command(args: list[str], env: dict[str, str], out: str, err: str) -> None:
-    """What a forked process does: run `loadgen ARGS` in this environment, with its output in these files."""
-    os.environ.clear()
-    os.environ.update(env)
-    for path, descriptor in ((out, 1), (err, 2)):
-        with open(path, "wb") as file:
-            os.dup2(file.fileno(), descriptor)
-    sys.exit(main(args))
+from .report.conftest import made, report_of
 
 
 @pytest.fixture
-def loadgen(tmp_path):
+def loadgen(monkeypatch, capfd):
     """`await loadgen(*args)` runs the command and returns its exit code, its output and what it says of errors."""
 
     async def run(*args: str, env=None):
-        out, err = tmp_path / "out", tmp_path / "err"
-        environment = {**os.environ, "COLUMNS": "120", **(env or {})}
-        process = PROCESSES.Process(target=command, args=(args, environment, str(out), str(err)))
-        await asyncio.to_thread(process.start)  # the first one waits for the imports
-        await asyncio.to_thread(process.join, 60)
-        code = process.exitcode
-        if code is None:
-            process.kill()
-            process.join()
-        process.close()
-        return code, out.read_text(), err.read_text()
+        for name, value in {"COLUMNS": "120", **(env or {})}.items():
+            monkeypatch.setenv(name, value)
+        async with asyncio.timeout(60):
+            code = await act(build_parser("loadgen").parse_args(args))
+        return code, *capfd.readouterr()
 
     return run
 
@@ -344,7 +325,7 @@ def test_an_interrupt_while_the_program_loads_is_no_traceback():
     assert (done.returncode, done.stderr) == (130, "")
 
 
-async def test_interrupting_a_comparison_tells_of_the_targets_measured_until_then(engine, wire, tmp_path):
+async def test_interrupting_a_comparison_tells_of_the_targets_measured_until_then(loadgen, engine, wire, tmp_path):
     asked, path = asyncio.Event(), tmp_path / "c.json"
 
     async def hold(request, writer):
@@ -352,26 +333,14 @@ async def test_interrupting_a_comparison_tells_of_the_targets_measured_until_the
         await asyncio.Event().wait()
 
     async with engine(openai(wire)) as quick, engine(hold) as slow:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *(
-                "-m",
-                "loadgen.cli",
-                "compare",
-                "--target",
-                f"quick={quick.url}",
-                f"slow={slow.url}",
-                f"more={quick.url}",
-            ),
-            *("--num-prompts", "3", "--request-rate", "inf", "--think-time", "0", "--model", "m", "--json", str(path)),
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "COLUMNS": "120"},
-        )
+        targets = (f"quick={quick.url}", f"slow={slow.url}", f"more={quick.url}")
+        load = ("--num-prompts", "3", "--request-rate", "inf", "--think-time", "0", "--model", "m")
+        running = asyncio.create_task(loadgen("compare", "--target", *targets, *load, "--json", str(path)))
         async with asyncio.timeout(30):
             await asked.wait()
-            process.send_signal(signal.SIGINT)
-            out, _ = await process.communicate()
-    assert process.returncode == 130 and b"Stopped by hand" in out
+            running.cancel()  # as Ctrl-C does
+            code, out, _ = await running
+    assert code == 130 and "Stopped by hand" in out
     reports = json.loads(path.read_text())["targets"]
     assert list(reports) == ["quick"] and reports["quick"]["completed"] == 3  # and the third is not begun
 
@@ -556,27 +525,25 @@ def test_the_version_is_a_command_too(capsys):
     assert printed == capsys.readouterr().out and printed.startswith("loadgen ")
 
 
-def test_a_pipe_has_as_many_columns_as_it_needs_and_no_blanks_at_the_ends_of_lines(capsys, monkeypatch):
-    policies = "least_load,least_time,random,round_robin,overlap_cost,prefix_affinity,consistent_hash,power_of_two,oracle,oracle_answer"
-    load = ("--dataset-name", "random", "--num-prompts", "4", "--replicas", "2", "--seeds", "3")
-    outcomes, calls, play = [], itertools.count(), simulate.played
+@pytest.mark.parametrize("columns, tables, wide", [("", 1, True), ("100", 4, False)])
+def test_a_pipe_has_as_many_columns_as_it_needs_and_no_blanks_at_the_ends_of_lines(
+    monkeypatch, capsys, columns, tables, wide
+):
+    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+    reports = {
+        f"policy_number_{number}": seeds.merged([report_of(made(9, 3 * number + seed)) for seed in range(3)])
+        for number in range(10)
+    }
 
-    def played_once(*given):
-        """What the three seeds give is printed twice, and played once."""
-        seed = next(calls) % 3
-        if seed == len(outcomes):
-            outcomes.append([*play(*given)])
-        return outcomes[seed]
+    async def verb(args, console) -> int:
+        comparison.print_table(console, reports)
+        return 0
 
-    monkeypatch.setattr(simulate, "played", played_once)
-    for columns, tables, wide in (("", 1, True), ("100", 4, False)):
-        monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
-        assert main(["simulate", *load, "--policies", policies]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert not [line for line in lines if line.endswith(" ")]
-        rows = [line for line in lines if line.startswith(" TTFT mean")]
-        assert (len(rows), any(len(row) > 250 for row in rows)) == (tables, wide)
-    assert next(calls) == 6
+    assert asyncio.run(act(argparse.Namespace(json=None, act=verb))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if line.endswith(" ")]
+    rows = [line for line in lines if line.startswith(" TTFT mean")]
+    assert (len(rows), any(len(row) > 250 for row in rows)) == (tables, wide)
 
 
 def test_a_loop_of_links_is_refused_before_the_load_is_offered(capsys, tmp_path):

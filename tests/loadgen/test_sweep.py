@@ -10,12 +10,8 @@ from rich.console import Console
 
 from loadgen import cli, sweep
 from loadgen.options import BadOption
-from loadgen.report.summary import summarise
-from loadgen.simulate import Setting, simulate
 from loadgen.sweep import Search, Sweep, own_rate
-from loadgen.workload import datasets
 from loadgen.workload.conversations import Conversation, Turn, Workload, at_rate
-from replicas.simulated.profile import load_profile
 
 RATES = st.floats(0.01, 1e4)
 
@@ -134,34 +130,6 @@ def test_a_load_at_another_rate_has_the_same_pattern(gaps, rate):
 def test_a_load_without_a_rate_is_refused(starts):
     with pytest.raises(BadOption, match="a sweep needs a load whose conversations begin at different times"):
         own_rate(load(starts))
-
-
-def test_a_simulated_fleet_is_swept_by_the_same_search():
-    work, slo = (
-        datasets.workload(
-            arguments(
-                "http://127.0.0.1:1",
-                "--request-rate",
-                "4",
-                "--suffix-len",
-                "4000",
-                "--output-len",
-                "20",
-                "--num-prompts",
-                "80",
-            )
-        ),
-        {"ttft": 300.0},
-    )
-    profiles = [load_profile("gpu-8b")] * 2
-    found = highest(
-        lambda rate: summarise(simulate(at_rate(work, rate), Setting("least_load", profiles)), slo),
-        Search(4.0, precision=0.2),
-        slo,
-    )
-    assert found.search.kept and found.search.missed / found.search.kept <= 1.2 + 1e-9
-    shares = [step["share"] for step in sorted(found.steps, key=lambda step: step["rate"])]
-    assert shares == sorted(shares, reverse=True)  # the same load, drawn together
 
 
 def arguments(url: str, *flags: str):

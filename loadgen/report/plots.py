@@ -154,7 +154,7 @@ def _scale(axis, form: Callable[[float, object], str], values: np.ndarray, limit
     """Scale and label an axis; the wider a logarithmic axis, the fewer labels it has per decade."""
     low, high = np.nanmin(values), max(np.nanmax(values), limit)
     if form is _milliseconds:
-        low, high = max(low, high / 1e4) / 1.15, max(high, low * 2) * 1.15
+        low, high = max(low, np.nanmax(values) / 1e4) / 1.15, max(high, low * 2) * 1.15
         axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
         subs = (1, 2, 3, 5, 7) if high < 8 * low else (1, 2, 5) if high < 100 * low else (1, 3)
         axis.set_major_locator(LogLocator(subs=subs if high < 1000 * low else (1,), numticks=12))

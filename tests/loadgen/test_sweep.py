@@ -133,22 +133,8 @@ def test_a_load_without_a_rate_is_refused(starts):
 
 
 def arguments(url: str, *flags: str):
-    return cli.build_parser("loadgen").parse_args(
-        [
-            "sweep",
-            "--base-url",
-            url,
-            "--dataset-name",
-            "random",
-            "--num-prompts",
-            "20",
-            "--suffix-len",
-            "40",
-            "--output-len",
-            "3",
-            *flags,
-        ]
-    )
+    load = f"sweep --base-url {url} --dataset-name random --num-prompts 20 --suffix-len 40 --output-len 3"
+    return cli.build_parser("loadgen").parse_args(" ".join((load, *flags)).split())
 
 
 @pytest.mark.parametrize(
@@ -184,21 +170,8 @@ def openai(wire, **broken):
 async def test_a_sweep_of_a_live_target(engine, wire, tmp_path, monkeypatch, console):
     monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.04)
     async with engine(openai(wire)) as server:
-        args = arguments(
-            server.url,
-            "--request-rate",
-            "200",
-            "--goodput",
-            "ttft:30s",
-            "--json",
-            str(tmp_path / "s.json"),
-            "--html",
-            str(tmp_path / "s.html"),
-            "--png",
-            str(tmp_path / "s.png"),
-            "--csv",
-            str(tmp_path / "s.csv"),
-        )
+        files = (f"--{kind} {tmp_path / 's'}.{kind}" for kind in ("json", "html", "png", "csv"))
+        args = arguments(server.url, "--request-rate 200 --goodput ttft:30s", *files)
         assert await sweep.sweep_verb(args, console) == 0
         prompts = [tuple(request.json["prompt"]) for request in server.requests if request.path == "/v1/completions"]
     figures = json.loads((tmp_path / "s.json").read_text())
@@ -221,10 +194,7 @@ async def test_a_sweep_of_a_live_target(engine, wire, tmp_path, monkeypatch, con
 async def test_a_target_that_answers_nothing_ends_the_sweep(engine, wire, monkeypatch, console):
     monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.01)
     async with engine(openai(wire, answer=wire.whole({"error": {"message": "no"}}, 400))) as server:
-        assert (
-            await sweep.sweep_verb(arguments(server.url, "--request-rate", "1000", "--goodput", "ttft:1s"), console)
-            == 1
-        )
+        assert await sweep.sweep_verb(arguments(server.url, "--request-rate 1000 --goodput ttft:1s"), console) == 1
     assert "Stopped: no request was answered (http_400)." in console.export_text()
 
 
@@ -239,7 +209,7 @@ async def test_a_sweep_without_ttft_or_tpot_is_written_all_the_same(
     async with engine(openai(wire, answer=reply)) as server:
         flags = [word for file in files for word in (f"--{file.suffix[1:]}", str(file))]
         code = await sweep.sweep_verb(
-            arguments(server.url, "--request-rate", "400", "--output-len", "1", "--goodput", slo, *flags), console
+            arguments(server.url, f"--request-rate 400 --output-len 1 --goodput {slo}", *flags), console
         )
     assert code == (1 if answers == "nothing" else 0) and all(file.stat().st_size for file in files)
     page, figures = files[1].read_text(), json.loads(files[0].read_text())["sweep"]
@@ -261,19 +231,13 @@ async def test_made_up_tokens_are_the_models_and_an_error_names_the_flag(engine,
 
     async with engine(respond) as server:
         limit["is"] = 4000
-        assert (
-            await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s"), console)
-            == 0
-        )
+        assert await sweep.sweep_verb(arguments(server.url, "--request-rate 400 --goodput ttft:30s"), console) == 0
         limit["is"] = 2000
-        assert (
-            await sweep.sweep_verb(arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s"), console)
-            == 1
-        )
+        assert await sweep.sweep_verb(arguments(server.url, "--request-rate 400 --goodput ttft:30s"), console) == 1
         assert "--vocab-size" in console.export_text()
         assert (
             await sweep.sweep_verb(
-                arguments(server.url, "--request-rate", "400", "--goodput", "ttft:30s", "--vocab-size", "2000"), console
+                arguments(server.url, "--request-rate 400 --goodput ttft:30s --vocab-size 2000"), console
             )
             == 0
         )
@@ -290,7 +254,7 @@ def test_given_rates_are_tried_and_no_others():
 async def test_a_sweep_with_seeds_has_the_range_over_them(engine, wire, tmp_path, console):
     async with engine(openai(wire)) as server:
         flags = ("--rates", "200,100,400", "--seeds", "2", "--goodput", "ttft:30s", "--percentiles", "50,95")
-        args = arguments(server.url, *flags, "--json", str(tmp_path / "s.json"), "--html", str(tmp_path / "s.html"))
+        args = arguments(server.url, *flags, f"--json {tmp_path / 's.json'} --html {tmp_path / 's.html'}")
         assert await sweep.sweep_verb(args, console) == 0
         prompts = [tuple(request.json["prompt"]) for request in server.requests if request.path == "/v1/completions"]
     assert len(prompts) == len(set(prompts)) == 3 * 2 * 20  # other tokens for every step and seed

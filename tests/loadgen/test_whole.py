@@ -17,29 +17,11 @@ class First:
 async def test_policies_are_compared_on_fresh_engines(tmp_path):
     (tmp_path / "first.py").write_text(FIRST)
     path = tmp_path / "c.json"
+    load = "--launch 2 --num-prompts 12 --request-rate 20 --think-time 0.1 --output-len 8"
+    command = f"-m loadgen.cli compare --policies round_robin,./first.py:First {load} --json {path}"
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "loadgen.cli",
-        "compare",
-        "--policies",
-        "round_robin,./first.py:First",
-        "--launch",
-        "2",
-        "--num-prompts",
-        "12",
-        "--request-rate",
-        "20",
-        "--think-time",
-        "0.1",
-        "--output-len",
-        "8",
-        "--json",
-        str(path),
-        cwd=tmp_path,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "120"},
+        sys.executable, *command.split(), cwd=tmp_path, env={**os.environ, "COLUMNS": "120"}, **pipes
     )
     async with asyncio.timeout(100):
         out, err = await process.communicate()

@@ -16,47 +16,24 @@ def made(number: int, seed: int = 0, **fields) -> list[Record]:
         at += rng.expovariate(4)
         prompt, first = rng.randint(100, 9000), at + rng.expovariate(5)
         cached = prompt // 32 * 16
-        record = Record(
-            f"c{index // 3}",
-            index % 3,
-            at,
-            sent=at,
-            first=first,
-            last=first + rng.random(),
-            status=200,
-            gaps=[0.1] * 4,
-            prompt_tokens=prompt,
-            output_tokens=5,
-            cached_tokens=cached,
-            predicted_tokens=cached,
-            replica=f"r{rng.randrange(3)}",
-        )
-        for name, value in fields.items():
-            setattr(record, name, value)
-        records.append(record)
+        times = {"sent": at, "first": first, "last": first + rng.random(), "gaps": [0.1] * 4}
+        tokens = {"prompt_tokens": prompt, "output_tokens": 5, "cached_tokens": cached, "predicted_tokens": cached}
+        known = {"status": 200, "replica": f"r{rng.randrange(3)}"}
+        records.append(Record(f"c{index // 3}", index % 3, **{"due": at, **times, **tokens, **known, **fields}))
     return records
 
 
+def run_of(records: list[Record], began: float, ended: float, **fields) -> types.SimpleNamespace:
+    """A load that was sent from `began` to `ended`, as `summarise` reads it."""
+    none = dict.fromkeys(("interrupted", "not_sent", "busiest_second"), 0) | dict.fromkeys(("max_concurrency", "users"))
+    known = {"cpu_seconds": 0.5, "conversations": [1], "connections": 1, "processes": 1, "replicas": ()}
+    offered = Offer(4.0, 10.0, 0, 0.0)
+    made = {"done": records, "began": began, "ended": ended, "offered": offered, **none, **known, **fields}
+    return types.SimpleNamespace(**made)
+
+
 def report_of(records: list[Record], slo=None) -> dict:
-    return summarise(
-        types.SimpleNamespace(
-            done=records,
-            began=100.0,
-            ended=max((record.last for record in records), default=101.0),
-            cpu_seconds=0.5,
-            interrupted=False,
-            not_sent=0,
-            conversations=[1],
-            connections=1,
-            max_concurrency=None,
-            users=None,
-            processes=1,
-            busiest_second=0.0,
-            replicas=(),
-            offered=Offer(4.0, 10.0, 0, 0.0),
-        ),
-        slo,
-    )
+    return summarise(run_of(records, 100.0, max((record.last for record in records), default=101.0)), slo)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Views are drawn on a recording console and read back as a person would."""
 
-import types
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +10,8 @@ from loadgen.demo import live
 from loadgen.drive.records import Record
 from loadgen.report import progress, show
 from loadgen.report.summary import summarise
-from loadgen.workload.conversations import Offer
+
+from . import conftest
 
 
 def drawn(thing, width=100) -> str:
@@ -30,24 +29,7 @@ def record(number=0, ttft=0.1, **fields) -> Record:
 
 
 def run_of(*records, inflight=()):
-    return types.SimpleNamespace(
-        done=list(records),
-        began=1.0,
-        ended=11.0,
-        cpu_seconds=0.5,
-        interrupted=False,
-        not_sent=0,
-        conversations=[1],
-        connections=1,
-        max_concurrency=None,
-        users=None,
-        processes=1,
-        busiest_second=0.0,
-        replicas=(),
-        offered=Offer(4.0, 10.0, 0, 0.0),
-        total=10,
-        inflight={id(item): item for item in inflight},
-    )
+    return conftest.run_of(list(records), 1.0, 11.0, total=10, inflight={id(item): item for item in inflight})
 
 
 def told(number=0, **fields):

@@ -1,4 +1,3 @@
-import types
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,8 @@ from loadgen.drive.records import Record
 from loadgen.options import BadOption
 from loadgen.report import summary
 from loadgen.report.summary import cache_figures, fair_share, machine, meets, parse_slo, setting, spread, summarise
-from loadgen.workload.conversations import Offer
+
+from . import conftest
 
 
 def record(ttft=0.1, gaps=(0.02, 0.02), sent=10.0, late=0.001, **fields) -> Record:
@@ -22,25 +22,7 @@ def record(ttft=0.1, gaps=(0.02, 0.02), sent=10.0, late=0.001, **fields) -> Reco
 
 
 def run_of(records, **fields):
-    return types.SimpleNamespace(
-        **{
-            "done": records,
-            "began": 10.0,
-            "ended": 20.0,
-            "cpu_seconds": 1.0,
-            "interrupted": False,
-            "not_sent": 0,
-            "conversations": [1],
-            "connections": 1,
-            "max_concurrency": None,
-            "users": None,
-            "processes": 1,
-            "busiest_second": 0.0,
-            "replicas": (),
-            "offered": Offer(4.0, 10.0, 0, 0.0),
-            **fields,
-        }
-    )
+    return conftest.run_of(records, 10.0, 20.0, **fields)
 
 
 def test_latencies_are_those_of_the_fields_benchmark():

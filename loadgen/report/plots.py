@@ -257,7 +257,10 @@ def _hit_rate(window: Sequence[Record]) -> tuple[float, None]:
 
 
 def _over_time(done: Sequence[Record], figure: Callable, most: int) -> Curve | None:
-    """Return `figure`, a value and the end of its band, of the requests sent in each of at most `most` windows."""
+    """Return the curve of `figure` over at most `most` windows of time; None where it is known in none of them.
+
+    `figure` takes the requests that were sent in a window, and returns a value and the end of its band, or None.
+    """
     zero = began(done)
     sent = np.array([record.sent - zero for record in done])
     number = min(max(len(done) // _WINDOW_REQUESTS, 4), most)
@@ -350,9 +353,9 @@ def _against(
     up: Callable[[float, object], str] = _percent,
     **marks: float | None,
 ) -> list[Plot]:
-    """Return the plot of a curve per series and figure against a key of the points; none where nothing is known.
+    """Return one plot with a curve per series and figure, or none where no figure is known.
 
-    `across` has that key and the label of the x axis.
+    `across` has the key of the points that the x axis shows, and the label of that axis.
     """
     [(key, label)] = across.items()
     least = _LEAST_MS if up is _milliseconds else 0.0

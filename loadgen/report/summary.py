@@ -12,7 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 import numpy as np
 
@@ -101,7 +101,6 @@ def summarise(
     """
     good = [record for record in run.done if record.error is None]
     seconds = max(run.ended - run.began, 1e-9)
-    failures = Counter(record.error for record in run.done if record.error)
     examples = {record.error: record.detail for record in reversed(run.done) if record.error}
     output = sum(record.outputs for record in good)
     return {
@@ -114,7 +113,7 @@ def summarise(
         "conversations": len(run.conversations),
         "offered": _offered(run.offered),
         "percentiles": [percentile_name(one) for one in percentiles],
-        "errors": dict(failures),
+        "errors": dict(Counter(record.error for record in run.done if record.error)),
         "error_examples": examples,
         "request_throughput": round(len(good) / seconds, 3),
         "output_throughput": round(output / seconds, 3),
@@ -169,12 +168,8 @@ def cache_figures(records: list[Record]) -> dict[str, object]:
     told = [record for record in records if record.prompt_tokens is not None]
     reported = [record for record in told if record.cached_tokens is not None]
     predicted = [record for record in told if record.predicted_tokens is not None]
-    prompt = sum(record.prompt_tokens for record in reported)
-    cached = sum(record.cached_tokens for record in reported)
-    hoped_of, hoped = (
-        sum(record.prompt_tokens for record in predicted),
-        sum(record.predicted_tokens for record in predicted),
-    )
+    prompt, cached = (sum(getattr(one, key) for one in reported) for key in ("prompt_tokens", "cached_tokens"))
+    hoped_of, hoped = (sum(getattr(one, key) for one in predicted) for key in ("prompt_tokens", "predicted_tokens"))
     return {
         "prompt_tokens": sum(record.prompt_tokens for record in told) if told else None,
         "reported_on": len(reported),
@@ -252,19 +247,14 @@ def now() -> str:
 
 def setting(command: list[str], seed: int, seeds: int = 1, date: str | None = None) -> dict[str, object]:
     """Return how figures were made: machine, versions, command, seed, and for measurements the date."""
-    versions = {"python": platform.python_version()}
-    for package in ("hitherto", "uvloop", "httptools"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "unknown"
+    versions = {name: version(name) for name in ("hitherto", "uvloop", "httptools")}
     return {
         "command": shlex.join(command),
         **({"date": date} if date else {}),
         "seed": seed,
         **({"seeds": seeds} if seeds > 1 else {}),
         "machine": machine(),
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
     }
 
 

@@ -20,6 +20,11 @@ def page_of(tmp_path, both, about=ABOUT) -> str:
     return (tmp_path / "p.html").read_text()
 
 
+@pytest.fixture
+def no_plots(monkeypatch):
+    monkeypatch.setattr(files, "can_draw", lambda: False)
+
+
 class Tags(HTMLParser):
     def __init__(self, text):
         super().__init__()
@@ -31,16 +36,19 @@ class Tags(HTMLParser):
         self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "action")]
 
 
-def test_a_page_needs_nothing_else(tmp_path, runs):
+def test_a_page_needs_nothing_else_and_its_plots_take_its_colours(tmp_path, runs):
     text = page_of(tmp_path, runs(["one", "two"]))
     tags = Tags(text)
     assert all(link.startswith(("#", "data:")) for link in tags.loads) and tags.loads
     assert not {"script", "link", "iframe"} & set(tags.found)
     assert not re.search(r"@import|url\((?!['\"]?#)", text)
     assert tags.found.count("svg") >= 6
+    assert "prefers-color-scheme: dark" in text
+    svgs = text[text.index("<figure") :]
+    assert "fill: var(--soft)" in svgs and "#01020" not in svgs and "#000000" not in svgs.lower()
 
 
-def test_a_page_says_where_its_figures_come_from(tmp_path, runs):
+def test_a_page_says_where_its_figures_come_from(tmp_path, runs, no_plots):
     text = page_of(tmp_path, runs(["one"], slo={"ttft": 100.0}))
     made = ABOUT["setting"]
     for part in (
@@ -58,13 +66,6 @@ def test_a_page_says_where_its_figures_come_from(tmp_path, runs):
     ):
         assert part in text, part
     assert "users" not in text and "outages" not in text  # what was not set is not listed
-
-
-def test_plots_take_the_colours_of_the_page(tmp_path, runs):
-    text = page_of(tmp_path, runs(["one"]))
-    assert "prefers-color-scheme: dark" in text
-    svgs = text[text.index("<figure") :]
-    assert "fill: var(--soft)" in svgs and "#01020" not in svgs and "#000000" not in svgs.lower()
 
 
 def test_names_are_text_and_nothing_else(tmp_path, runs):
@@ -140,15 +141,14 @@ def test_the_same_figures_make_the_same_files(tmp_path, runs):
     assert page_of(tmp_path, runs(["one", "two"])) == first
 
 
-def test_the_head_says_when_and_how(tmp_path, runs):
+def test_the_head_says_when_and_how(tmp_path, runs, no_plots):
     dated = {**ABOUT, "setting": {**ABOUT["setting"], "date": "2026-11-23 22:00:00+00:00"}}
     head = page_of(tmp_path, runs(["one"]), dated).split("<pre")[0]
     assert "2026-11-23 22:00:00+00:00" in head
     assert "virtual time" in page_of(tmp_path, runs(["one"])).split("<pre")[0]  # which has no date
 
 
-def test_without_matplotlib_there_are_the_tables(tmp_path, runs, monkeypatch):
-    monkeypatch.setattr(files, "can_draw", lambda: False)
+def test_without_matplotlib_there_are_the_tables(tmp_path, runs, no_plots):
     for names in (["one"], ["one", "two"]):
         text = page_of(tmp_path, runs(names))
         assert "No plots: they need matplotlib" in text and "<figure" not in text and "TTFT" in text

@@ -69,13 +69,8 @@ def check_writable(path: Path | None, flag: str = "--json") -> None:
     if path is None or str(path) == "-":
         return
     real = Path(os.path.realpath(path))  # a link only where links form a loop
-    folder = real.parent
-    if (
-        real.is_symlink()
-        or path.is_dir()
-        or not folder.is_dir()
-        or not os.access(path if path.exists() else folder, os.W_OK)
-    ):
+    usable = real.parent.is_dir() and not (real.is_symlink() or path.is_dir())
+    if not usable or not os.access(path if path.exists() else real.parent, os.W_OK):
         raise BadOption(f"{flag} {path}: can't be written; name a file in a folder that exists")
 
 

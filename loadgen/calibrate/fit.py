@@ -58,6 +58,7 @@ def _prefill(new: int, before: int, budget: int) -> dict[str, float]:
     return {"prefill": -(-new // budget), "prefill_token": new, "attention": new * (before + new / 2)}
 
 
+# What each coefficient stands for; a profile has these words as comments.
 MEANINGS = {
     "latency": "ms of a request that no other waits for: HTTP, scheduling, the way back",
     "work": "ms of the API server, one request after the other",
@@ -70,7 +71,7 @@ MEANINGS = {
     "attention": "for each pair of a new token and one before it",
     "decode_sequence": "for each decoding request",
     "decode_context_token": "for each token of their contexts",
-}  # of the coefficients, in the words of the profile
+}
 NAMES = tuple(MEANINGS)
 ROUNDS = 30
 FAR = 1.345  # spreads; Huber's constant: 95 % as efficient as least squares without outliers

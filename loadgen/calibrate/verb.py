@@ -168,7 +168,7 @@ def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) ->
     lines = [f"# {line}".rstrip() for line in head]
     for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
         lines.append(f"{name}: {getattr(limits, name)}  # {limits.told[name]}")
-    titles = {"latency": "request:", "base": "step:"}  # of the first coefficient of each
+    titles = {"latency": "request:", "base": "step:"}  # each stands before its first coefficient
     spread = {"spread": "a share, not a time: a step's standard deviation"}
     for name, meaning in (MEANINGS | spread).items():
         value = fit.spread if name == "spread" else fit.ms[name]

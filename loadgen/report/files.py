@@ -126,7 +126,7 @@ def draw(reports: Reports, records: Records, about: Mapping[str, object], html: 
     `about` has the `setting` and the `workload` (default: those of the first report), for `loadgen sweep` its `sweep`
     and for `hitherto plan` its `plan`.
     """
-    from loadgen.report import page  # its templates are needed for a page alone
+    from loadgen.report import page  # only a page needs Jinja
 
     about = {key: next(iter(reports.values())).get(key) for key in ("setting", "workload")} | dict(about)
     sweep, plan = about.get("sweep"), about.get("plan")

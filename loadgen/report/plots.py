@@ -70,7 +70,7 @@ class Line(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Figures `y` at `x`, NaN where unknown; a band reaches from them to `band`."""
+    """A curve with the figures `y` at `x`, NaN where unknown; a band reaches from it to `band`."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -95,7 +95,7 @@ def _number(value: float, _: object = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Named curves over common axes.
+    """A plot: named curves over common axes.
 
     `across` and `up` write the values of an axis; one of milliseconds is logarithmic, and one of shares ends at 1.
     Dashed lines stand at `limit` on the y axis and at `mark` on the x axis. Only a plot with a `label` of the x axis
@@ -163,7 +163,7 @@ def _scale(axis, form: Callable[[float, object], str], values: np.ndarray, limit
     else:
         end = min(high * 1.15, 1.02) if form is _percent else None
         axis.axes.set(**{f"{axis.axis_name}lim": (0, end or None)})
-        steps = (1, 2, 3, 6, 10) if form is _clock else (1, 2, 5, 10)  # whole minutes, too
+        steps = (1, 2, 3, 6, 10) if form is _clock else (1, 2, 5, 10)  # 60 s is a step
         axis.set_major_locator(MaxNLocator(6, steps=steps, integer=not (values % 1).any()))
     axis.set_major_formatter(FuncFormatter(form))
 

@@ -63,7 +63,7 @@ class View:
     def __init__(self, run: Run | Processes, label: str):
         self.run, self.label = run, label
         self.counted = self.failed = 0
-        self.requests: Counter[str] = Counter()  # by replica, as the next two
+        self.requests: Counter[str] = Counter()  # these three are counted by replica
         self.prompt: Counter[str] = Counter()
         self.cached: Counter[str] = Counter()
         self.recent: deque[Record] = deque()  # ended in the last seconds, roughly in order

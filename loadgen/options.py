@@ -28,6 +28,13 @@ class BadOption(BadInput):
     """A wrong flag, or flags that exclude each other; the message names them."""
 
 
+def refuse(*rows: tuple[object, str]) -> None:
+    """Raise BadOption with the message of the first of these rows (wrong, message) that is wrong."""
+    for wrong, why in rows:
+        if wrong:
+            raise BadOption(why)
+
+
 def flags(
     group: argparse._ActionsContainer,
     *rows: tuple[str, Callable | tuple[str, ...] | list[Callable] | None, str | None, object, str],

@@ -1,137 +1,98 @@
 """The loads by name, the flags that each takes, and their start times.
 
-A load is a function (rng, requests, **flags) -> Workload. Its keyword arguments are its flags, with their names and
-defaults; other flags are refused. Names and flags are those of `vllm bench serve` where it has them.
+A load is called as load(rng, requests, **flags) and returns a Workload; `takes` has its flags with their defaults, and
+other flags are refused. Names and flags are those of `vllm bench serve` where it has them.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 import random
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 
-from loadgen.options import BadOption, flags, positive, rate, seconds, share, whole
+from loadgen.options import flags, positive, rate, refuse, seconds, share, whole
 from loadgen.workload import generators, texts, traces
 from loadgen.workload.arrivals import Ramp, conversation_starts
 from loadgen.workload.conversations import BadWorkload, Conversation, Workload
 from loadgen.workload.documents import documents
 from loadgen.workload.files import Reader
+from loadgen.workload.generators import shaped
 from loadgen.workload.synthetic import VOCABULARY
 
 REQUESTS, RATE = 200, 4.0  # defaults without flags or a trace
+_NEEDED = object()  # the default of a flag that must be given
 
 
-def _multi_turn(
-    rng: random.Random,
-    requests: int | None,
-    *,
-    dataset_path: Path | None = None,
-    num_prefixes: int = 12,
-    prefix_len: int = 2000,
-    turns: int = 5,
-    think_time: float = 1.0,
-    output_len: int = 64,
-) -> Workload:
-    about = documents(dataset_path, num_prefixes, prefix_len * texts.CHARS_PER_TOKEN)
-    return Workload(texts.multi_turn(about, requests or REQUESTS, turns, think_time, output_len, rng), [])
+@shaped(dataset_path=None, num_prefixes=12, prefix_len=2000, turns=5, think_time=1.0, output_len=64)
+def _multi_turn(rng: random.Random, requests: int | None, shape: SimpleNamespace) -> Workload:
+    about = documents(shape.dataset_path, shape.num_prefixes, shape.prefix_len * texts.CHARS_PER_TOKEN)
+    made = texts.multi_turn(about, requests or REQUESTS, shape.turns, shape.think_time, shape.output_len, rng)
+    return Workload(made, [])
 
 
-def _conversations(
-    rng: random.Random,
-    requests: int | None,
-    *,
-    dataset_path: Path,
-    think_time: float = 1.0,
-    output_len: int | None = None,
-    bad_lines: str = "stop",
-    disable_shuffle: bool = False,
-) -> Workload:
-    reader = Reader(dataset_path, bad_lines == "skip")
+@shaped(dataset_path=_NEEDED, think_time=1.0, output_len=None, bad_lines="stop", disable_shuffle=False)
+def _conversations(rng: random.Random, requests: int | None, shape: SimpleNamespace) -> Workload:
+    path, reader, shuffle = shape.dataset_path, _reader(shape), not shape.disable_shuffle
     asked = traces.conversation_file(
-        dataset_path, requests, output_len, think_time, rng, reader=reader, shuffle=not disable_shuffle
+        path, requests, shape.output_len, shape.think_time, rng, reader=reader, shuffle=shuffle
     )
     return Workload(asked, [], reader.notes())
 
 
-def _hash_trace(
-    rng: random.Random,
-    requests: int | None,
-    *,
-    dataset_path: Path,
-    timed_trace_chunk_hash_size: int = 16,
-    timed_trace_sec_multiplier: float = 1.0,
-    output_len: int | None = None,
-    bad_lines: str = "stop",
-    trace_start: float = 0.0,
-    trace_seconds: float = math.inf,
-    trace_speed: float = 1.0,
-    trace_jitter: float = 0.0,
-) -> Workload:
-    reader = Reader(dataset_path, bad_lines == "skip")
-    timed = traces.hash_trace(reader, timed_trace_chunk_hash_size, timed_trace_sec_multiplier, output_len)
-    return traces.replay(
-        timed, reader, requests, rng, start=trace_start, seconds=trace_seconds, speed=trace_speed, jitter=trace_jitter
-    )
+def _reader(shape: SimpleNamespace) -> Reader:
+    return Reader(shape.dataset_path, shape.bad_lines == "skip")
 
 
-def _azure(
-    rng: random.Random,
-    requests: int | None,
-    *,
-    dataset_path: Path,
-    output_len: int | None = None,
-    bad_lines: str = "stop",
-    trace_start: float = 0.0,
-    trace_seconds: float = math.inf,
-    trace_speed: float = 1.0,
-    trace_jitter: float = 0.0,
-) -> Workload:
-    reader = Reader(dataset_path, bad_lines == "skip")
-    return traces.replay(
-        traces.azure_trace(reader, output_len),
-        reader,
-        requests,
-        rng,
-        start=trace_start,
-        seconds=trace_seconds,
-        speed=trace_speed,
-        jitter=trace_jitter,
-    )
+def _trace(
+    read: Callable[[Reader, SimpleNamespace], Iterator[traces.Timed]], **units: float
+) -> Callable[..., Workload]:
+    """Return the load that replays what `read` reads; `units` are the flags of its format."""
 
-
-def _made(generator: Callable[..., list[Conversation]]) -> Callable[..., Workload]:
-    @wraps(generator)
-    def load(rng: random.Random, requests: int | None, **shape: object) -> Workload:
-        return Workload(generator(rng, requests or REQUESTS, **shape), [])
+    @shaped(dataset_path=_NEEDED, **units, output_len=None, bad_lines="stop", trace_start=0.0, trace_seconds=math.inf, trace_speed=1.0,
+            trace_jitter=0.0)  # fmt: skip
+    def load(rng: random.Random, requests: int | None, shape: SimpleNamespace) -> Workload:
+        reader = _reader(shape)
+        part = {name: getattr(shape, f"trace_{name}") for name in ("start", "seconds", "speed", "jitter")}
+        return traces.replay(read(reader, shape), reader, requests, rng, **part)
 
     return load
 
 
-_TEXTS: dict[str, Callable[..., Workload]] = {
-    "multi-turn": _multi_turn,
-    **dict.fromkeys(("conversations", "sharegpt", "custom"), _conversations),  # each entry shows its own form
-}
+def _hash_trace(block: int, unit: float) -> Callable[..., Workload]:
+    def read(reader: Reader, shape: SimpleNamespace) -> Iterator[traces.Timed]:
+        block, unit = shape.timed_trace_chunk_hash_size, shape.timed_trace_sec_multiplier
+        return traces.hash_trace(reader, block, unit, shape.output_len)
+
+    return _trace(read, timed_trace_chunk_hash_size=block, timed_trace_sec_multiplier=unit)
+
+
+def _made(generator: Callable[..., list[Conversation]]) -> Callable[..., Workload]:
+    @shaped(**generator.takes)
+    def load(rng: random.Random, requests: int | None, shape: SimpleNamespace) -> Workload:
+        return Workload(generator(rng, requests or REQUESTS, **vars(shape)), [])
+
+    return load
+
+
+_FILES = dict.fromkeys(("conversations", "sharegpt", "custom"), _conversations)  # each entry of a file shows its form
+_TEXTS: dict[str, Callable[..., Workload]] = {"multi-turn": _multi_turn, **_FILES}
 _TRACES: dict[str, Callable[..., Workload]] = {
-    "mooncake": partial(_hash_trace, timed_trace_chunk_hash_size=512, timed_trace_sec_multiplier=1e-3),
-    "bailian": _hash_trace, "timed_trace": _hash_trace, "azure": _azure,
-}  # fmt: skip
+    "mooncake": _hash_trace(512, 1e-3),
+    "bailian": _hash_trace(16, 1.0),
+    "timed_trace": _hash_trace(16, 1.0),
+    "azure": _trace(lambda reader, shape: traces.azure_trace(reader, shape.output_len)),
+}
 _GENERATORS: dict[str, Callable[..., Workload]] = {
-    "prefix_repetition": _made(generators.prefix_repetition), "chat": _made(generators.chat), "rag": _made(generators.rag),
-    "agents": _made(generators.agents), "rollouts": _made(generators.rollouts), "random": _made(generators.random_tokens),
-}  # fmt: skip
+    name: _made(getattr(generators, "random_tokens" if name == "random" else name))
+    for name in ("prefix_repetition", "chat", "rag", "agents", "rollouts", "random")
+}
 DATASETS = _TEXTS | _TRACES | _GENERATORS
-_TAKES = {
-    name: {
-        key: flag.default for key, flag in inspect.signature(load).parameters.items() if flag.kind is flag.KEYWORD_ONLY
-    }
-    for name, load in DATASETS.items()
-}  # the flags of each load, with their defaults
+_TAKES: dict[str, dict[str, object]] = {name: load.takes for name, load in DATASETS.items()}
 _SHAPE = list(dict.fromkeys(key for takes in _TAKES.values() for key in takes))
 
 
@@ -231,11 +192,13 @@ def shape(args: argparse.Namespace) -> dict[str, object]:
     given = {key: value for key in _SHAPE if (value := getattr(args, key)) is not None}
     if "think_time" not in takes:  # single requests have no pauses
         given.pop("think_time", None)
-    for key in given:
-        if key not in takes:
-            raise BadOption(f"--{key.replace('_', '-')} means nothing to {name}")
-    if takes.get("dataset_path") is inspect.Parameter.empty and args.dataset_path is None:
-        raise BadOption(f"--dataset-name {name} needs --dataset-path FILE")
+    refuse(
+        *((key not in takes, f"--{key.replace('_', '-')} means nothing to {name}") for key in given),
+        (
+            takes.get("dataset_path") is _NEEDED and not args.dataset_path,
+            f"--dataset-name {name} needs --dataset-path FILE",
+        ),
+    )
     return given
 
 
@@ -243,14 +206,13 @@ def check(args: argparse.Namespace) -> None:
     """Check before a run which flags exclude each other. Raises BadOption, BadWorkload."""
     name = dataset(args)
     shape(args), _ramp(args)
-    if args.replies == "file" and name == "multi-turn":
-        raise BadOption("--replies file needs a file of conversations (--dataset-path FILE.jsonl)")
-    if args.replies == "engine" and completions(args) and name not in _TEXTS:
-        raise BadOption(f"--replies engine: {name} sends token ids, and replies are text; add --backend openai-chat")
-    if args.users and (args.request_rate or args.ramp_up_strategy or args.max_concurrency):
-        raise BadOption(
-            "--users is a closed loop: it goes without --request-rate, --ramp-up-strategy and --max-concurrency"
-        )
+    refuse(
+        (args.replies == "file" and name == "multi-turn", "--replies file needs a file of conversations (--dataset-path FILE.jsonl)"),
+        (args.replies == "engine" and completions(args) and name not in _TEXTS,
+         f"--replies engine: {name} sends token ids, and replies are text; add --backend openai-chat"),
+        (args.users and (args.request_rate or args.ramp_up_strategy or args.max_concurrency),
+         "--users is a closed loop: it goes without --request-rate, --ramp-up-strategy and --max-concurrency"),
+    )  # fmt: skip
 
 
 def completions(args: argparse.Namespace) -> bool:
@@ -265,7 +227,7 @@ def has_times(args: argparse.Namespace) -> bool:
 
 def is_a_file(args: argparse.Namespace) -> bool:
     """Return whether the requests come from a file, so that more of them would repeat it."""
-    return dataset(args) in _TRACES.keys() | {"conversations", "sharegpt", "custom"}
+    return dataset(args) in _TRACES | _FILES
 
 
 def vocabulary(args: argparse.Namespace, known: int | None = None) -> int:
@@ -314,25 +276,20 @@ def drawn_for(args: argparse.Namespace) -> dict[str, object] | None:
 
 
 def _ramp(args: argparse.Namespace) -> Ramp | None:
-    ends = (args.ramp_up_start_rps, args.ramp_up_end_rps)
-    if args.ramp_up_strategy is None:
-        if any(ends):
-            raise BadOption("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
-        return None
-    if not all(ends) or args.request_rate:
-        raise BadOption("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate")
-    return Ramp(*ends, args.ramp_up_strategy == "exponential")
+    ends, how = (args.ramp_up_start_rps, args.ramp_up_end_rps), args.ramp_up_strategy
+    refuse(
+        (any(ends) and not how, "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy"),
+        (how and (not all(ends) or args.request_rate),
+         "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate"),
+    )  # fmt: skip
+    return Ramp(*ends, how == "exponential") if how else None
 
 
 def describe(args: argparse.Namespace, load: Workload) -> dict[str, object]:
     """Return all settings of the load, defaults included, for the report."""
     name = dataset(args)
-    names = tuple(
-        """
-        num_prompts request_rate burstiness ramp_up_strategy ramp_up_start_rps ramp_up_end_rps users max_concurrency
-        processes seed replies
-        """.split()
-    )
+    names = ("num_prompts", "request_rate", "burstiness", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "users",
+             "max_concurrency", "processes", "seed", "replies")  # fmt: skip
     return {
         "dataset_name": name,
         **{key: getattr(args, key) for key in names},

@@ -40,14 +40,7 @@ class Reader:
 
     def rows(self, parse: Callable[[bytes, int], object]) -> Iterator:
         """Yield `parse(line, number)` of each line that is not blank, unless it is None."""
-        number = 0
-        with self._open() as file:
-            try:
-                for number, line in enumerate(file, 1):
-                    if line.strip() and (found := self._parsed(parse, line, f"line {number}", number)) is not None:
-                        yield found
-            except _UNREADABLE as error:
-                self._refuse(f"after line {number}", _reason(error))
+        return self._parsed("line", lambda file: map(bytes.strip, file), parse)
 
     def entries(self, parse: Callable[[object, int], object]) -> Iterator:
         """Yield the parsed entries of a file with one JSON value per line, as `rows` does."""
@@ -55,14 +48,7 @@ class Reader:
 
     def array(self, parse: Callable[[object, int], object]) -> Iterator:
         """Yield the parsed items of one JSON array, as `rows` does, reading it piece by piece."""
-        number = 0
-        with self._open() as file:
-            try:
-                for number, item in enumerate(_items(file), 1):
-                    if (found := self._parsed(parse, item, f"entry {number}", number)) is not None:
-                        yield found
-            except (BadLine, *_UNREADABLE) as error:
-                self._refuse(f"after entry {number}", _reason(error))
+        return self._parsed("entry", _items, parse)
 
     def first_line(self) -> bytes:
         """Return the first line that is not blank, to recognize the format before reading the file."""
@@ -84,14 +70,21 @@ class Reader:
         except OSError as error:
             raise BadWorkload(f"{self.path}: {error.strerror}; name {FILES}") from None
 
-    def _parsed(self, parse: Callable, given: object, place: str, number: int) -> object:
-        try:
-            found = parse(given, number)
-        except BadLine as why:
-            self._refuse(place, why)
-            return None
-        self.good += 1
-        return found
+    def _parsed(self, kind: str, split: Callable[[IO[bytes]], Iterator], parse: Callable) -> Iterator:
+        number = 0
+        with self._open() as file:
+            try:
+                for number, given in enumerate(split(file), 1):
+                    try:
+                        found = None if given == b"" else parse(given, number)
+                    except BadLine as why:
+                        self._refuse(f"{kind} {number}", why)
+                        continue
+                    self.good += given != b""
+                    if found is not None:
+                        yield found
+            except (BadLine, *_UNREADABLE) as error:
+                self._refuse(f"after {kind} {number}", _reason(error))
 
     def _refuse(self, place: str, why: object) -> None:
         if not self.skip:

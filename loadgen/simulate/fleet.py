@@ -21,16 +21,18 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
-from policies import Admission, Ledger, Placement, Ticket, Verdict
+from policies import Ledger, Placement, Ticket, Verdict
 from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
 from .gate import Gate
-from .gateway import Gateway, Legs, Wire
-from .links import Links, Network
+from .gateway import Gateway, Legs
+from .links import Links
 from .replica import Replica
 from .rules import make, make_legs, truth_of
+from .setting import Setting
 from .turns import Record, Result, Turn
 
 RETRIES = 2  # further replicas to try; the gateway's default
@@ -66,15 +68,9 @@ class _Live:
 
 
 class Fleet:
-    """A simulated run.
+    """A simulated run of `Setting`, whose further fields are `more`.
 
-    `profiles`: one per replica, all with the same block size. `policy`: a name that `rules.make` knows. `event_delay`:
-    seconds from the end of a step to the gateways' maps; None: engines send no events. `event_loss`: share of event
-    batches lost. `losses_unseen`: lost batches leave no gap in the numbering, so no replay is requested. `tiers_known`:
-    events cover slower tiers. `shared_ledger`: gateways know each other's load. `roles`: one per replica; None: no
-    roles. `legs`: a name that `rules.make_legs` knows. `timed`: keep the times between tokens. `keep`: keep the records
-    of ended requests, with their hashes. `admission`: makes each gateway's admission; None: requests are sent at once.
-    `pulls`: replicas fetch prompts from one another's host memory.
+    `keep`: keep the records of ended requests, with their hashes.
     """
 
     def __init__(
@@ -84,43 +80,31 @@ class Fleet:
         seed: int = 0,
         event_delay: float | None = 0.005,
         *,
-        event_loss: float = 0.0,
-        losses_unseen: bool = False,
-        tiers_known: bool = True,
-        gateways: int = 1,
-        shared_ledger: bool = True,
-        roles: Sequence[str] | None = None,
-        legs: str = "seconds",
-        network: Network | None = None,
-        timed: bool = False,
         keep: bool = True,
-        admission: Callable[[Gateway], Admission] | None = None,
-        pulls: bool = False,
+        **more: Any,
     ) -> None:
         self.now = 0.0
-        self.replicas = [Replica(profile, timed) for profile in profiles]
-        self.links = Links(network or Network())
+        setting = Setting(policy, profiles, seed, event_delay=event_delay, **more)
+        self.replicas = [Replica(profile, setting.timed) for profile in profiles]
+        self.links = Links(setting.network)
         self.names = [f"r{index}" for index in range(len(profiles))]
         ledger = Ledger()
         truth = truth_of(self.replicas, lambda: self.now)
-        wire = Wire(event_delay, event_loss, losses_unseen, tiers_known)
-        rule, self._queue = make_legs(legs)
+        rule, self._queue = make_legs(setting.legs)
         self.gateways = [
             Gateway(
+                setting,
                 self.names,
-                profiles,
                 make(policy, seed + number, truth),
-                ledger if shared_ledger else Ledger(),
-                wire,
+                ledger if setting.shared_ledger else Ledger(),
                 truth,
                 seed + number,
-                roles or ["both"] * len(profiles),
                 rule,
                 self._queue,
-                pulls,
             )
-            for number in range(gateways)
+            for number in range(setting.gateways)
         ]
+        admission = setting.admitting
         self.gates = [
             Gate(one, admission(one), self._sent, self._refused, self.at) for one in self.gateways if admission
         ]
@@ -194,10 +178,8 @@ class Fleet:
     def _sent(self, live: _Live, placed: Placement | Legs | None) -> None:
         record = live.record
         if placed is None:
-            answered = (
-                ("http_502", "no replica is left to try") if record.tried else ("http_503", "no replica is ready")
-            )
-            self.at(self.now, self._ended, live, *answered)
+            answered = ("http_502", "no replica is left to try"), ("http_503", "no replica is ready")
+            self.at(self.now, self._ended, live, *answered[not record.tried])
             return
         legs = live.legs = placed if isinstance(placed, Legs) else None
         if legs is not None and self._queue is not None:
@@ -227,7 +209,7 @@ class Fleet:
         record.predicted, record.expected_ttft = placement.predicted, placement.ttft
         record.prefilled_by = -1
         self._live[index][request] = live
-        asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)
+        asked = _asked(request, turn)
         if legs is not None:
             asked.max_tokens, asked.keeps = 1, True
         follows = self._arrived if placement.pull is None else self._pull
@@ -259,10 +241,7 @@ class Fleet:
                 self.at(self.now, self._ended, live, "http_400", str(error))
             self.at(self.now, self._drain)  # queued requests may have its capacity
             begins = False  # the engine is woken at the end of its current step, as after any arrival
-        if begins:
-            self._go_on(index, replica)
-        elif replica.turn != planned:
-            self._plan(index, replica)
+        self._began(index, replica, begins, planned)
 
     def _pull(self, index: int, incarnation: int, asked: EngineRequest) -> None:
         """Fetch the blocks that this replica lacks from the pull source's host memory, if they are there."""
@@ -296,9 +275,9 @@ class Fleet:
     def _abandon(self, live: _Live, computed: bool = True) -> None:
         """Abandon the current leg of a request, and the second one if that has not begun."""
         legs = live.legs
-        live.gateway.abandon(live.placement, computed)
+        live.gateway.router.abandon(live.placement, computed)
         if legs is not None and legs.kept_at is None:
-            live.gateway.abandon(legs.second, computed=False)
+            live.gateway.router.abandon(legs.second, computed=False)
 
     def _ended(self, live: _Live, error: str | None, detail: str = "") -> None:
         record = live.record
@@ -315,6 +294,13 @@ class Fleet:
             for gateway in self.gateways:
                 gateway.told(index, ends, step.events)
         self._plan(index, replica)
+
+    def _began(self, index: int, replica: Replica, begins: bool, planned: int) -> None:
+        """Go on with an engine whose step begins now, or whose wake-up is no longer the one that was `planned`."""
+        if begins:
+            self._go_on(index, replica)
+        elif replica.turn != planned:
+            self._plan(index, replica)
 
     def _plan(self, index: int, replica: Replica) -> None:
         if replica.wakes is not None:
@@ -354,7 +340,7 @@ class Fleet:
             del self._live[index][output.id]
             cached = record.cached if legs is None else None
             if live.placement.pull is not None:
-                live.gateway.pulled(live.placement, record.cached, self.now)
+                live.gateway.router.pulled(live.placement, record.cached, self.now)
             live.gateway.complete(live.placement, self.now - record.first, record.output, cached, live.capped)
             if live.gate is not None:
                 live.gate.complete(live.ticket, record.first, self.now, record.output)
@@ -368,7 +354,7 @@ class Fleet:
         gateway, record = live.gateway, live.record
         prefiller = self.replicas[legs.first.candidate.slot].incarnation
         if not self.replicas[legs.second.candidate.slot].up:
-            gateway.abandon(legs.second, computed=False)
+            gateway.router.abandon(legs.second, computed=False)
             if not gateway.next_decoder(legs, record.turn, self.now, record.tried):
                 self._keep_until_the_lease_ends(request, legs, prefiller)
                 live.legs = None
@@ -405,7 +391,7 @@ class Fleet:
         there = began and self.replicas[first].incarnation == prefiller
         self._let_go(request, first, prefiller)
         if there:
-            asked = EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)
+            asked = _asked(request, turn)
             asked.received = turn.tokens
             self._arrived(second, decoder, asked)
         else:
@@ -422,16 +408,13 @@ class Fleet:
         if replica.incarnation != incarnation:
             return
         planned = replica.turn
-        if replica.let_go(request, self.now):
-            self._go_on(index, replica)
-        elif replica.turn != planned:
-            self._plan(index, replica)
+        self._began(index, replica, replica.let_go(request, self.now), planned)
 
     def _transfer_failed(self, request: int, live: _Live, legs: Legs) -> None:
         """Handle a failed transfer like an engine's 500: send the request whole, and avoid the pair for a while."""
         del self._live[legs.second.candidate.slot][request]
         live.gateway.transfer_failed(legs, self.now)
-        live.gateway.abandon(legs.second, computed=False)
+        live.gateway.router.abandon(legs.second, computed=False)
         live.legs = None
         self._again(live, stays_whole=True)
 
@@ -452,7 +435,7 @@ class Fleet:
             steps = replica.steps(self.now)
             for live in lives.values():
                 if live.record.first:
-                    live.gateway.came(live.placement, steps - live.steps)
+                    live.gateway.router.came(live.placement, steps - live.steps)
                     live.steps = steps
 
     # --- replicas come and go
@@ -492,3 +475,7 @@ class Fleet:
                 gateway.back(index)
             self._prefiller_free(index)
             self._drain()
+
+
+def _asked(request: int, turn: Turn) -> EngineRequest:
+    return EngineRequest(request, turn.hashes, turn.tokens, turn.output, turn.all_hashes.__getitem__)

@@ -32,9 +32,9 @@ from policies.legs import LegRule
 from policies.outputs import LEAST_OUTPUT
 from replicas.simulated.engine import Cleared, Removed, Stored
 from replicas.simulated.pools import sides, takes_whole
-from replicas.simulated.profile import Profile
 
 from .holders import Holders
+from .setting import Setting
 from .turns import Turn
 
 if TYPE_CHECKING:
@@ -55,44 +55,30 @@ class Legs:
     sent_at: float = 0.0  # when the second leg was sent
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """The way of an engine's events to a gateway.
-
-    `delay`: seconds from the end of their step; None: engines send no events, and gateways model the caches. `loss`:
-    share of batches lost; `unseen`: without a gap in their numbers. `tiers`: events cover slower tiers.
-    """
-
-    delay: float | None = 0.005
-    loss: float = 0.0
-    unseen: bool = False
-    tiers: bool = True
-
-
 class Gateway:
     """A simulated gateway with the Router of the real one; replicas are indices."""
 
     def __init__(
         self,
+        setting: Setting,
         names: Sequence[str],
-        profiles: Sequence[Profile],
         policy: Policy,
         ledger: Ledger,
-        wire: Wire,
         truth: Truth | None,
         seed: int,
-        roles: Sequence[str],
         leg_rule: LegRule,
         queue: PrefillQueue | None = None,
-        pulls: bool = False,
     ) -> None:
-        self.holders = Holders([profile.num_blocks for profile in profiles], wire.delay is not None)
+        self._setting, profiles = setting, setting.profiles
+        self.holders = Holders([profile.num_blocks for profile in profiles], setting.event_delay is not None)
+        self._changes = {Stored: self.holders.store, Removed: self.holders.remove}
         self.router = Router(policy, self.holders, ledger, CostGroup(), leg_rule)
-        self._queue, self._pulls = queue, pulls
-        self._roles, self._contexts = roles, [profile.context_length for profile in profiles]
+        self._queue = queue
+        self._roles = setting.roles or ["both"] * len(profiles)
+        self._contexts = [profile.context_length for profile in profiles]
         self.candidates = [self.router.add(name, index) for index, name in enumerate(names)]
         self.truth, self._size = truth, profiles[0].block_size
-        self._wire, self._random, self._order = wire, random.Random(f"events {seed}").random, count()
+        self._random, self._order = random.Random(f"events {seed}").random, count()
         # a generator of its own, so that lost events do not change the draws for the choice of replicas
         self._draw = random.Random(seed).random
         self._coming: list[tuple[float, int, int, Events]] = []
@@ -186,14 +172,6 @@ class Gateway:
         """Learn from the first token of a request or leg."""
         self.router.first_token(placement, now, now - placement.at)
 
-    def came(self, placement: Placement, tokens: int) -> None:
-        """Note that a stream has advanced by `tokens` tokens."""
-        self.router.came(placement, tokens)
-
-    def pulled(self, placement: Placement, cached: int, now: float) -> None:
-        """Learn from a pull; `cached` is the number of prompt tokens that the engine found after it."""
-        self.router.pulled(placement, cached, now)
-
     def complete(
         self, placement: Placement, seconds: float, output: int, cached: int | None, capped: bool = False
     ) -> None:
@@ -204,10 +182,6 @@ class Gateway:
         """
         per_token = seconds / (output - 1) if output > LEAST_OUTPUT else None
         self.router.finish(placement, cached, per_token, None if capped else output)
-
-    def abandon(self, placement: Placement, computed: bool = True) -> None:
-        """Release a placement that did not complete; unless `computed`, withdraw the prediction of its blocks."""
-        self.router.abandon(placement, computed)
 
     def session_finished(self, session: str) -> None:
         """Notify the policy, if it has `session_finished`, that the client ended this session."""
@@ -232,38 +206,30 @@ class Gateway:
     def _be_up(self, up: list[int]) -> None:
         self._up, self._taking = up, takes_whole(self._roles, up)
         self._targets = Targets([self.candidates[index] for index in self._taking])
-        self._peers = [self.candidates[index] for index in up] if self._pulls else []
+        self._peers = [self.candidates[index] for index in up] if self._setting.pulls else []
         self.prefillers, self._decoders = sides(self._roles, up)
 
     # --- their events
 
     def told(self, index: int, when: float, events: Events) -> None:
         """Queue the events of a step that ends at `when`, subject to delay and loss."""
-        wire = self._wire
-        if wire.loss and self._random() < wire.loss:
-            if not wire.unseen:
+        setting = self._setting
+        if setting.event_loss and self._random() < setting.event_loss:
+            if not setting.losses_unseen:
                 self._lost.setdefault(index, []).extend(events)
             return
-        due = max(when + wire.delay, self._last[index])
+        due = max(when + setting.event_delay, self._last[index])
         if index in self._lost:
             events = self._lost.pop(index) + events
-            due += wire.delay  # round trip of the replay request
+            due += setting.event_delay  # round trip of the replay request
         self._last[index] = due
         heapq.heappush(self._coming, (due, next(self._order), index, events))
 
     def _catch_up(self, now: float) -> None:
         """Apply the events that have arrived by now to the map."""
-        coming, holders, tiers = self._coming, self.holders, self._wire.tiers
+        coming, tiers = self._coming, self._setting.tiers_known
         while coming and coming[0][0] <= now:
             _, _, index, events = heapq.heappop(coming)
             for event in events:
-                if type(event) is Stored:
-                    if event.tier == "gpu":
-                        holders.store(index, event.keys)
-                    elif tiers:
-                        holders.store_lower(index, event.keys, event.tier)
-                elif type(event) is Removed:
-                    if event.tier == "gpu":
-                        holders.remove(index, event.keys)
-                    elif tiers:
-                        holders.remove_lower(index, event.keys, event.tier)
+                if (change := self._changes.get(type(event))) and (tiers or event.tier == "gpu"):
+                    change(index, event.keys, event.tier)

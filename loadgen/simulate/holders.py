@@ -124,17 +124,13 @@ class Holders:
         if self._models:
             self._models[replica].learn(predicted, reported)
 
-    def store_lower(self, replica: int, blocks: list[int], tier: str) -> None:
-        if tier not in self._lower:
-            self._lower[tier] = [set() for _ in self._none]
-            self._lower = {known: self._lower[known] for known in LOWER_TIERS if known in self._lower}
-        self._lower[tier][replica].update(blocks)
-
-    def remove_lower(self, replica: int, blocks: list[int], tier: str) -> None:
-        if tier in self._lower:
-            self._lower[tier][replica].difference_update(blocks)
-
-    def store(self, replica: int, blocks: list[int]) -> None:
+    def store(self, replica: int, blocks: list[int], tier: str = "gpu") -> None:
+        if tier != "gpu":
+            if tier not in self._lower:
+                self._lower[tier] = [set() for _ in self._none]
+                self._lower = {known: self._lower[known] for known in LOWER_TIERS if known in self._lower}
+            self._lower[tier][replica].update(blocks)
+            return
         holders, bit = self._holders, 1 << replica
         if holders.keys().isdisjoint(blocks):  # fast path: no replica holds any of them, the usual case
             holders.update(dict.fromkeys(blocks, bit))
@@ -146,7 +142,11 @@ class Holders:
             else:
                 holders[block] = having | bit
 
-    def remove(self, replica: int, blocks: list[int]) -> None:
+    def remove(self, replica: int, blocks: list[int], tier: str = "gpu") -> None:
+        if tier != "gpu":
+            if tier in self._lower:
+                self._lower[tier][replica].difference_update(blocks)
+            return
         holders, copies, bit = self._holders, self._copies[replica], 1 << replica
         if not copies.keys().isdisjoint(blocks):
             blocks = [block for block in blocks if not _fewer(copies, block)]

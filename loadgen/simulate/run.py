@@ -5,65 +5,15 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from loadgen.drive import records
-from loadgen.workload import synthetic
 from loadgen.workload.conversations import Conversation, Workload
-from policies import Admission, Classes, QosClass, Rules, Slo
-from policies.classes import NO_LIMITS
-from replicas.simulated.profile import Profile
 
 from .fleet import Fleet
-from .gateway import Gateway
-from .links import Network, Transfer
+from .links import Transfer
 from .prompts import Prompts, Said
+from .setting import Setting
 from .turns import Record
-
-
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """The loss of replica `replica` at second `at` of the run, until second `until`; None: for good."""
-
-    replica: int
-    at: float
-    until: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A fleet and how it is loaded; the same setting and workload give the same outcome."""
-
-    policy: str
-    profiles: Sequence[Profile]  # one per replica
-    seed: int = 0
-    gateways: int = 1  # requests are spread over them at random
-    shared_ledger: bool = True  # gateways know each other's load, as with Redis
-    event_delay: float | None = 0.005  # seconds from the end of a step to the map; None: engines without events
-    event_loss: float = 0.0  # share of event batches lost on the way to each gateway
-    losses_unseen: bool = False
-    outages: Sequence[Outage] = ()
-    engine_replies: bool = False  # see `Prompts`
-    salt: int = 0
-    vocabulary: int = synthetic.VOCABULARY
-    users: int | None = None  # closed loop
-    max_concurrency: int | None = None
-    tiers_known: bool = True  # events cover slower tiers
-    admission: str | None = None  # while all engines are full, as the gateway's `when_full`; None: no admission
-    slo: Slo = NO_LIMITS  # limits by which requests are admitted
-    roles: Sequence[str] | None = None  # one per replica; None: no roles
-    legs: str = "seconds"  # the prefill/decode rule, see `rules.make_legs`
-    network: Network = field(default_factory=Network)
-    timed: bool = False  # keep the times between tokens
-    pulls: bool = False  # replicas fetch prompts from one another's host memory
-
-    @property
-    def admitting(self) -> Callable[[Gateway], Admission] | None:
-        """A function that makes a gateway's admission, or None without admission."""
-        if self.admission is None:
-            return None
-        classes, rules = Classes((QosClass("default", slo=self.slo),)), Rules((self.admission,))
-        return lambda gateway: Admission(classes, rules)
 
 
 class Outcome(records.Load):
@@ -75,24 +25,7 @@ class Outcome(records.Load):
 
 def simulate(workload: Workload, setting: Setting) -> Outcome:
     """Play the workload to its end and return the outcome."""
-    fleet = Fleet(
-        setting.profiles,
-        setting.policy,
-        setting.seed,
-        setting.event_delay,
-        event_loss=setting.event_loss,
-        losses_unseen=setting.losses_unseen,
-        tiers_known=setting.tiers_known,
-        gateways=setting.gateways,
-        shared_ledger=setting.shared_ledger,
-        roles=setting.roles,
-        legs=setting.legs,
-        network=setting.network,
-        timed=setting.timed,
-        keep=False,
-        admission=setting.admitting,
-        pulls=setting.pulls,
-    )
+    fleet = Fleet(**vars(setting), keep=False)
     for outage in setting.outages:
         fleet.at(outage.at, fleet.lose, outage.replica)
         if outage.until is not None:
@@ -141,13 +74,12 @@ class _Player:
     def _converse(self, conversation: Conversation, number: int, said: Said, then: Callable[[], None] | None) -> None:
         """Send a turn, or queue it under `max_concurrency`; `then` is called when the conversation is over."""
         due = self.fleet.now
-        if self.room is None:
-            self._send(conversation, number, said, due, then)
-        elif self.room > 0:
-            self.room -= 1
-            self._send(conversation, number, said, due, then)
-        else:
+        if self.room == 0:
             self.queue.append(lambda: self._send(conversation, number, said, due, then))
+            return
+        if self.room is not None:
+            self.room -= 1
+        self._send(conversation, number, said, due, then)
 
     def _send(
         self, conversation: Conversation, number: int, said: Said, due: float, then: Callable[[], None] | None

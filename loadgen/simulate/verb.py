@@ -29,7 +29,8 @@ from replicas.simulated.profile import Profile, load_profile
 
 from . import rules
 from .links import Network
-from .run import Outage, Outcome, Setting, simulate
+from .run import Outcome, simulate
+from .setting import Outage, Setting
 
 _REPLICAS = 8
 _WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
@@ -110,74 +111,59 @@ def _outage(text: str) -> Outage:
 
 def fleet_of(args: argparse.Namespace) -> tuple[list[Profile], list[str] | None]:
     """Return the engines' profiles, and their roles if there are pools. Raises BadOption."""
-    changes = {"num_blocks": args.num_blocks, "cpu_blocks": args.cpu_blocks}
-    if args.pools is not None:
-        if args.replicas is not None or args.speeds is not None:
-            raise options.BadOption(
-                "--pools says how many engines there are and how fast: leave --replicas and --speeds out"
-            )
-        try:
-            pools = read_pools(args.pools, args.profile, changes)
-        except ValueError as error:
-            raise options.BadOption(f"--pools: {error}") from None
-        found = [pool.profile for pool in pools for _ in range(pool.launch)]
-        roles = [pool.role for pool in pools for _ in range(pool.launch)]
-    else:
-        try:
+    options.refuse((args.pools is not None and (args.replicas is not None or args.speeds is not None),
+                    "--pools says how many engines there are and how fast: leave --replicas and --speeds out"))  # fmt: skip
+    changes, roles = {"num_blocks": args.num_blocks, "cpu_blocks": args.cpu_blocks}, None
+    try:
+        if args.pools is not None:
+            pools = [pool for pool in read_pools(args.pools, args.profile, changes) for _ in range(pool.launch)]
+            found, roles = [pool.profile for pool in pools], [pool.role for pool in pools]
+        else:
             profile = load_profile(args.profile, **changes)
-        except ValueError as error:
-            raise options.BadOption(f"--profile: {error}") from None
-        kinds = [replace(profile, speedup=profile.speedup * speed) for speed in args.speeds or [1.0]]
-        found, roles = [kinds[index % len(kinds)] for index in range(args.replicas or _REPLICAS)], None
-    for profile in found:
-        if profile.windows:
-            raise options.BadOption(
-                f"--profile {profile.name}: engines with windows are not simulated, drive a real gateway"
-            )
+            kinds = [replace(profile, speedup=profile.speedup * speed) for speed in args.speeds or [1.0]]
+            found = [kinds[index % len(kinds)] for index in range(args.replicas or _REPLICAS)]
+    except ValueError as error:
+        raise options.BadOption(f"--{'profile' if args.pools is None else 'pools'}: {error}") from None
+    windows = [profile.name for profile in found if profile.windows]
+    options.refuse(
+        (windows, f"--profile {windows and windows[0]}: engines with windows are not simulated, drive a real gateway")
+    )
     return found, roles
 
 
 def settings(args: argparse.Namespace) -> dict[str, Setting]:
     """Return the setting of each policy. Raises BadOption."""
     engines, roles = fleet_of(args)
-    for outage in args.outage:
-        if outage.replica >= len(engines):
-            raise options.BadOption(f"--outage {outage.replica}: there are replicas 0 to {len(engines) - 1}")
-    if args.pulls and not all(profile.cpu_blocks for profile in engines):
-        raise options.BadOption("--pulls needs engines with host memory: give --cpu-blocks, or a profile that has them")
-    if args.losses_unseen and not args.event_loss:
-        raise options.BadOption("--losses-unseen needs --event-loss")
+    beyond = [outage.replica for outage in args.outage if outage.replica >= len(engines)]
+    oracles = [name for name in args.policies if name.startswith("oracle")]
+    options.refuse(
+        (beyond, f"--outage {beyond and beyond[0]}: there are replicas 0 to {len(engines) - 1}"),
+        (args.pulls and not all(profile.cpu_blocks for profile in engines),
+         "--pulls needs engines with host memory: give --cpu-blocks, or a profile that has them"),
+        (args.losses_unseen and not args.event_loss, "--losses-unseen needs --event-loss"),
+        (roles is not None and oracles,
+         f"--policies {oracles and oracles[0]}: an oracle knows nothing of legs, leave --pools or the oracle out"),
+    )  # fmt: skip
     try:
         rules.make_legs(args.legs)
     except ValueError as error:
         raise options.BadOption(f"--legs: {error}") from None
-    if roles is not None and (oracles := [name for name in args.policies if name.startswith("oracle")]):
-        raise options.BadOption(
-            f"--policies {oracles[0]}: an oracle knows nothing of legs, leave --pools or the oracle out"
-        )
+    same = ("seed", "gateways", "event_loss", "losses_unseen", "users", "max_concurrency", "admission", "legs", "pulls")
     made = Setting(
         policy="",
         profiles=engines,
-        seed=args.seed,
-        gateways=args.gateways,
+        **{name: getattr(args, name) for name in same},
         shared_ledger=not args.own_ledgers,
         event_delay=None if args.no_events else args.event_delay,
-        event_loss=args.event_loss,
-        losses_unseen=args.losses_unseen,
         outages=args.outage,
         engine_replies=args.replies == "engine",
         salt=datasets.salt(args),
         vocabulary=datasets.vocabulary(args),
-        users=args.users,
-        max_concurrency=args.max_concurrency,
         tiers_known=not args.tiers_unseen,
-        admission=args.admission,
         slo=_limits(args),
         roles=roles,
-        legs=args.legs,
         network=Network(args.link_gbit_per_s, args.transfer_latency, args.kv_lease),
         timed=args.itl,
-        pulls=args.pulls,
     )
     return {policy: replace(made, policy=policy) for policy in args.policies}
 

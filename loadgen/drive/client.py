@@ -31,7 +31,7 @@ _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # Op
 # An endpoint after /v1, in a URL that was copied whole.
 _ENDPOINT = re.compile(r"(?<=/v1)/(chat/completions|completions|responses|messages|embeddings|models)/*$")
 _KEPT_HEADERS = frozenset(
-    (b"content-type", b"content-length", b"transfer-encoding", b"x-hitherto-replica", b"x-hitherto-cached-tokens")
+    b"content-type content-length transfer-encoding x-hitherto-replica x-hitherto-cached-tokens".split()
 )
 
 
@@ -143,7 +143,7 @@ class Client:
             raise BadURL(f"{base_url!r}: there is a space or a control character in it, write http://HOST:PORT")
         try:
             parts = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
-            given_port = parts.port
+            self.port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
             raise BadURL(f"{base_url!r}: {error}; write http://HOST:PORT") from None
         if parts.query or parts.fragment:
@@ -153,24 +153,18 @@ class Client:
             raise BadURL(f"{base_url!r}: end the URL at /v1, as in {parts.scheme}://{parts.netloc}{path}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadURL(f"{base_url!r} is not an http:// or https:// URL; write http://HOST:PORT")
-        self.port = given_port or (443 if parts.scheme == "https" else 80)
-        self.base_url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self.host, self.path, self.timeout = parts.hostname, parts.path.rstrip("/"), timeout
+        self.base_url = f"{parts.scheme}://{parts.netloc}{self.path}"
         self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        lines = {
-            "host": parts.netloc.rpartition("@")[2],
-            "user-agent": "hitherto-loadgen",
-            **{name.lower(): value for name, value in (headers or {}).items()},
-        }
+        lines = {"host": parts.netloc.rpartition("@")[2], "user-agent": "hitherto-loadgen"}
+        lines |= {name.lower(): value for name, value in (headers or {}).items()}
         self.head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self.idle: list[Connection] = []
         self.opened = 0
 
     def target(self, endpoint: str) -> str:
         """Return the request target of an endpoint such as /v1/models."""
-        if self.path.endswith("/v1") and endpoint.startswith("/v1/"):
-            return self.path + endpoint[3:]
-        return self.path + endpoint
+        return self.path.removesuffix("/v1" if endpoint.startswith("/v1/") else "") + endpoint
 
     async def ask(self, endpoint: str, body: bytes, record: Record) -> None:
         """POST `body` to `endpoint` and fill `record`; any failure goes to `record.error`."""
@@ -224,20 +218,17 @@ class Client:
         """Yield the idle connections that should still be open, most recently used first."""
         while self.idle:
             connection = self.idle.pop()
-            if connection.closed:
-                continue
             if perf_counter() - connection.idle_since > IDLE_SECONDS:
                 connection.close()
-                continue
-            yield connection
+            if not connection.closed:
+                yield connection
 
     async def _connect(self) -> Connection:
         self.opened += 1
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    Connection, self.host, self.port, ssl=self.ssl
-                )
+                _, connection = await loop.create_connection(Connection, self.host, self.port, ssl=self.ssl)
         except TimeoutError:
             raise OSError(f"no connection to {self.host}:{self.port} within {CONNECT_SECONDS:g} s") from None
         return connection

@@ -58,18 +58,14 @@ def parse_counts(page: bytes) -> dict[str, float]:
 
 def between(before: Counts, after: Counts) -> dict[str, object] | None:
     """Return queries, hits and hit rate between two readings, or None when no engine has counters."""
-    queries = hits = 0.0
-    for url, counts in after.items():
-        earlier = before.get(url, {"queries": 0.0, "hits": 0.0})
-        if counts["queries"] < earlier["queries"]:
-            earlier = {"queries": 0.0, "hits": 0.0}  # the engine was restarted meanwhile
-        queries += counts["queries"] - earlier["queries"]
-        hits += counts["hits"] - earlier["hits"]
     if not after:
         return None
-    return {
-        "engines": len(after),
-        "queries": round(queries),
-        "hits": round(hits),
-        "hit_rate": round(hits / queries, 4) if queries else None,
-    }
+    queries = hits = 0.0
+    for url, counts in after.items():
+        earlier = before.get(url)
+        if earlier is None or counts["queries"] < earlier["queries"]:
+            earlier = {"queries": 0.0, "hits": 0.0}  # the engine was started meanwhile
+        queries += counts["queries"] - earlier["queries"]
+        hits += counts["hits"] - earlier["hits"]
+    hit_rate = round(hits / queries, 4) if queries else None
+    return {"engines": len(after), "queries": round(queries), "hits": round(hits), "hit_rate": hit_rate}

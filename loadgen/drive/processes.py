@@ -1,15 +1,14 @@
 """A load spread over several processes, for when one core is not enough to send it.
 
 Of n processes each gets every n-th conversation with its start time and sends its share as `drive.run` does. All begin
-at one moment of the machine's monotonic clock, which processes share, so that their records can be merged. Messages
-between parent and child are pickles preceded by their length: the child gets its share, the moment to begin and perhaps
-a stop; it sends its records a few times a second.
+at one moment of the machine's monotonic clock, which processes share, so that their records can be merged. A child gets
+its share and the moment to begin as pickles on standard input, whose end tells it to stop. It answers a few times a
+second with its records, as pickles preceded by their length.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import struct
 import sys
@@ -69,7 +68,7 @@ def _part(whole: int | None, index: int, of: int) -> int | None:
 
 @dataclass(slots=True)
 class _News:
-    """A progress message of a child: new records, requests in flight, and in the last one its totals in `end`."""
+    """A progress message of a child: new records, requests in flight, and in the last one what it cost in `end`."""
 
     done: list[Record]
     inflight: int
@@ -93,24 +92,18 @@ class Processes(Load):
 
     async def go(self) -> list[Record]:
         """Send the load to its end and return the records. Raises ProcessFailed."""
+        command, pipe = (sys.executable, "-m", "loadgen.drive.processes"), asyncio.subprocess.PIPE
         try:
             for share in self.shares:
-                self._children.append(
-                    await asyncio.create_subprocess_exec(
-                        sys.executable,
-                        "-m",
-                        "loadgen.drive.processes",
-                        stdin=asyncio.subprocess.PIPE,
-                        stdout=asyncio.subprocess.PIPE,
-                        start_new_session=True,
-                    )
-                )  # a session of its own: Ctrl-C reaches only the parent, which tells children to stop
-                _tell(self._children[-1], share)
+                # A session of its own: Ctrl-C reaches only the parent, which tells children to stop.
+                child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+                self._children.append(child)
+                child.stdin.write(pickle.dumps(share))
             for child in self._children:
                 await _hear(child)  # wait until it has its share and is ready
             self.began = perf_counter() + _HEAD_START_SECONDS
             for child in self._children:
-                _tell(child, self.began)
+                child.stdin.write(pickle.dumps(self.began))
             if self.interrupted:
                 self.stop()
             await asyncio.gather(*(self._collect(index) for index in range(len(self._children))))
@@ -124,7 +117,7 @@ class Processes(Load):
     def stop(self) -> None:
         self.interrupted = True
         for child in self._children if self.began else ():
-            _tell(child, "stop")
+            child.stdin.close()
 
     async def _collect(self, index: int) -> None:
         while True:
@@ -139,15 +132,6 @@ class Processes(Load):
                 return
 
 
-def _framed(message: object) -> bytes:
-    data = pickle.dumps(message)
-    return _LENGTH.pack(len(data)) + data
-
-
-def _tell(child: asyncio.subprocess.Process, message: object) -> None:
-    child.stdin.write(_framed(message))
-
-
 async def _hear(child: asyncio.subprocess.Process) -> object:
     try:
         (length,) = _LENGTH.unpack(await child.stdout.readexactly(_LENGTH.size))
@@ -157,25 +141,9 @@ async def _hear(child: asyncio.subprocess.Process) -> object:
 
 
 # The functions below run in the child.
-def _read() -> object:
-    (length,) = _LENGTH.unpack(_exactly(_LENGTH.size))
-    return pickle.loads(_exactly(length))
-
-
-def _exactly(size: int) -> bytes:
-    """Read exactly `size` bytes from standard input: the event loop waits for what follows."""
-    parts = []
-    while size:
-        part = os.read(0, min(size, 1 << 20))
-        if not part:
-            raise SystemExit(1)  # the parent is gone
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
 def _write(message: object) -> None:
-    sys.stdout.buffer.write(_framed(message))
+    data = pickle.dumps(message)
+    sys.stdout.buffer.write(_LENGTH.pack(len(data)) + data)
     sys.stdout.buffer.flush()
 
 
@@ -199,7 +167,7 @@ async def _work(run: Run, at: float) -> None:
         run.stop()
 
     loop = asyncio.get_running_loop()
-    loop.add_reader(0, stop)  # readable once the parent sends a stop or is gone
+    loop.add_reader(0, stop)  # readable at its end: the parent wants a stop, or is gone
     reporting = asyncio.create_task(report())
     await run.go(at)
     reporting.cancel()
@@ -207,9 +175,9 @@ async def _work(run: Run, at: float) -> None:
 
 
 def main() -> None:
-    run = _read().run()
+    run = pickle.load(sys.stdin.buffer).run()
     _write("ready")
-    uvloop.run(_work(run, _read()))
+    uvloop.run(_work(run, pickle.load(sys.stdin.buffer)))
 
 
 if __name__ == "__main__":

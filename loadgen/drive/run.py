@@ -44,12 +44,9 @@ class Asking:
         """Replace the spans of a message by text, or by token ids for the completions API."""
         if not isinstance(spans := message.get("content"), tuple):
             return message
-        return {
-            **message,
-            "content": synthetic.token_ids(spans, self.salt, self.vocabulary)
-            if self.completions
-            else synthetic.text(spans, self.salt),
-        }
+        if self.completions:
+            return {**message, "content": synthetic.token_ids(spans, self.salt, self.vocabulary)}
+        return {**message, "content": synthetic.text(spans, self.salt)}
 
     def body(self, messages: list[Message], turn: Turn, extra: Mapping[str, object]) -> bytes:
         """Return the JSON request body for one turn after `messages`."""
@@ -65,9 +62,8 @@ class Asking:
         if self.ignore_eos:
             said["ignore_eos"] = True
         said |= {**extra, **self.extra}
-        return orjson.dumps(
-            {key: value for key, value in said.items() if value is not None}, option=orjson.OPT_SERIALIZE_NUMPY
-        )
+        said = {key: value for key, value in said.items() if value is not None}
+        return orjson.dumps(said, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def answer(self, turn: Turn, record: Record) -> Message:
         """Return the message that continues the conversation after this turn.

@@ -65,8 +65,7 @@ class Reply:
             return
         body = b"".join(self.body)
         if record.status != 200:
-            record.error = f"http_{record.status}"
-            record.detail = _why(body)[:_MAX_DETAIL]
+            record.error, record.detail = f"http_{record.status}", _why(body)[:_MAX_DETAIL]
             return
         record.last = now
         self._message(body, now)
@@ -74,11 +73,10 @@ class Reply:
     def settle(self, error: str | None, now: float) -> None:
         """Complete the record after the exchange; `error` is the error class of the connection, or None."""
         record = self.record
-        if error is not None:
-            record.error = error
+        record.error = error or record.error
         if record.error is None:
             record.detail = ""  # left from a first try on a connection that the server had closed
-        if record.error is not None or not record.last:
+        if record.error or not record.last:
             record.last = now
 
     def _event(self, payload: bytes, now: float) -> None:
@@ -122,8 +120,7 @@ class Reply:
         record = self.record
         record.prompt_tokens = usage.get("prompt_tokens")
         record.output_tokens = usage.get("completion_tokens")
-        details = usage.get("prompt_tokens_details")
-        if details:
+        if details := usage.get("prompt_tokens_details"):
             record.cached_tokens = details.get("cached_tokens")
 
 

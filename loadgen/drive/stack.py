@@ -55,14 +55,8 @@ class Stack:
         self._token = secrets.token_hex(16)  # its own, whatever the environment sets
         self.admin = Client(f"http://127.0.0.1:{admin_port}", {"Authorization": f"Bearer {self._token}"}, timeout=5)
         serve = f"-m gateway serve --host 127.0.0.1 --port {port} --cached-tokens-header --admin-port {admin_port}"
-        engines = [
-            "--launch",
-            str(launch),
-            "--profile",
-            _absolute(profile),
-            *(["--model", str(model)] if model else []),
-        ]
-        self._argv = [sys.executable, *serve.split(), "--policy", _absolute(policy), *engines]
+        self._argv = [sys.executable, *serve.split(), "--policy", _absolute(policy), "--launch", str(launch)]
+        self._argv += ["--profile", _absolute(profile), *(["--model", str(model)] if model else [])]
         self._folder = tempfile.TemporaryDirectory(prefix="loadgen-")
         self._log = Path(self._folder.name, "gateway.log")
         self._process: asyncio.subprocess.Process | None = None

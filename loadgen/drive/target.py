@@ -153,18 +153,11 @@ def _config(origin: str) -> Path:
 
 def asking(args: argparse.Namespace, model: Model) -> Asking:
     """Return the form in which requests of this load go to `model`."""
-    ask_completions = datasets.completions(args)
+    completions = datasets.completions(args)
+    endpoint = args.endpoint or (COMPLETIONS if completions else CHAT)
     ignore_eos = args.ignore_eos if args.ignore_eos is not None else datasets.has_times(args)
-    return Asking(
-        model.name,
-        args.endpoint or (COMPLETIONS if ask_completions else CHAT),
-        ask_completions,
-        args.replies == "engine",
-        ignore_eos,
-        args.extra_body,
-        datasets.salt(args),
-        datasets.vocabulary(args, model.vocabulary),
-    )
+    tokens = datasets.salt(args), datasets.vocabulary(args, model.vocabulary)
+    return Asking(model.name, endpoint, completions, args.replies == "engine", ignore_eos, args.extra_body, *tokens)
 
 
 def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: Asking) -> Run | Processes:

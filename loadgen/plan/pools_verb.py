@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.options import BadOption, flags, positive, whole_to
+from loadgen.options import flags, positive, refuse, whole_to
 from loadgen.plan import units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import BY_TOKENS, by_tokens
@@ -48,16 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Check the flags of --pools. Raises BadOption."""
     given = [flag for flag in ("link", "chunk_size", "prompt_tokens", "output_tokens", "rate") if getattr(args, flag)]
-    if not args.pools:
-        if given:
-            raise BadOption(f"--{given[0].replace('_', '-')} is of --pools: add it")
-        return
-    if args.dataset_name or args.dataset_path or args.request_rate or args.users:
-        raise BadOption(
-            "--pools takes its load as numbers: --rate 10 --prompt-tokens 4000 --output-tokens 300, without a data set"
-        )
-    if args.html or args.png or args.csv:
-        raise BadOption("--pools has no --html, --png or --csv: --json FILE has all figures")
+    refuse((given and not args.pools, f"--{given[0].replace('_', '-') if given else ''} is of --pools: add it"))
     load = {
         "--rate": args.rate,
         "--prompt-tokens": args.prompt_tokens,
@@ -65,9 +56,19 @@ def check(args: argparse.Namespace) -> None:
         "--slo": args.slo,
     }
     missing = [flag for flag, value in load.items() if not value]
-    if missing and (args.rate or args.output_tokens or args.slo):
-        raise BadOption(f"the pools of a load also need {', '.join(missing)}, as in --rate 10 --prompt-tokens 4000 --output-tokens 300 "
-                        "--slo ttft:2s,tpot:50ms")  # fmt: skip
+    if args.pools:
+        refuse(
+            (args.dataset_name or args.dataset_path or args.request_rate or args.users,
+             "--pools takes its load as numbers: --rate 10 --prompt-tokens 4000 --output-tokens 300, without a data set"),
+            (args.html or args.png or args.csv, "--pools has no --html, --png or --csv: --json FILE has all figures"),
+            (missing and (args.rate or args.output_tokens or args.slo), f"the pools of a load also need {', '.join(missing)}, as in "
+             "--rate 10 --prompt-tokens 4000 --output-tokens 300 --slo ttft:2s,tpot:50ms"),
+        )  # fmt: skip
+
+
+def memory_beside(args: argparse.Namespace, weights: int) -> int:
+    """Return the bytes for the KV cache on each GPU of the flags, beside `weights` bytes in all. Raises BadModel."""
+    return memory_for_kv(args.gpu_memory, weights, args.tensor_parallel_size, args.gpu_memory_utilization)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +135,18 @@ def plan_pools(given: Given, console: Console, about: dict[str, object]) -> int:
 
 
 def _check_lengths(given: Given) -> None:
-    args = given.args
-    if unknown := set(given.slo or ()) - {"ttft", "tpot"}:
-        raise BadOption(f"--slo {', '.join(unknown)}: the arithmetic of pools has ttft and tpot alone")
-    if given.slo and not 0 < args.attainment < 1:
-        raise BadOption(f"--attainment {args.attainment:g}: pools are sized for a share between 0 and 1, such as 0.99")
+    args, size = given.args, given.space.block_size
+    unknown = ", ".join(set(given.slo or ()) - {"ttft", "tpot"})
     total = (args.prompt_tokens or 0) + (args.output_tokens or 0)
-    if total > given.context:
-        raise BadOption(f"--prompt-tokens and --output-tokens are {total:,} tokens, and the longest request has {given.context:,}: less of "
-                        "them, or another --max-model-len")  # fmt: skip
-    if given.space.context_parallel > 1:
-        raise BadOption("--pools knows no context that is split over GPUs: leave --decode-context-parallel-size out")
-    if given.piece % given.space.block_size:
-        raise BadOption(
-            f"--chunk-size {given.piece} is no multiple of the block size, {given.space.block_size}: whole blocks are moved"
-        )
+    refuse(
+        (unknown, f"--slo {unknown}: the arithmetic of pools has ttft and tpot alone"),
+        (given.slo and not 0 < args.attainment < 1,
+         f"--attainment {args.attainment:g}: pools are sized for a share between 0 and 1, such as 0.99"),
+        (total > given.context, f"--prompt-tokens and --output-tokens are {total:,} tokens, and the longest request has {given.context:,}: "
+                                "less of them, or another --max-model-len"),
+        (given.space.context_parallel > 1, "--pools knows no context that is split over GPUs: leave --decode-context-parallel-size out"),
+        (given.piece % size, f"--chunk-size {given.piece} is no multiple of the block size, {size}: whole blocks are moved"),
+    )  # fmt: skip
 
 
 # ---- the pools of a load
@@ -174,17 +172,16 @@ def pool_answers(given: Given, main: Transfer, prefill: Sizing, decode: Sizing) 
     args = given.args
     load = f"{args.rate:g} requests a second of {args.prompt_tokens:,} + {args.output_tokens:,} tokens"
     limits = f"{show.limits(given.slo or {})} for {percent(args.attainment)} of them"
-    if prefill.pool.limits or decode.pool.limits:
-        return [
-            f"No {name} pool of up to {args.max_replicas} replicas holds {load} within {limits}: {_why(sizing.pool, given, main)}"
-            for name, sizing in (("prefill", prefill), ("decode", decode))
-            if sizing.pool.limits
-        ]
+    pools = (("prefill", prefill), ("decode", decode))
+    if failed := [
+        f"No {name} pool of up to {args.max_replicas} replicas holds {load} within {limits}: {_why(sizing.pool, given, main)}"
+        for name, sizing in pools
+        if sizing.pool.limits
+    ]:
+        return failed
+    replicas = f"{prefill.pool.replicas} prefill : {decode.pool.replicas} decode replicas"
     gpus = (prefill.pool.replicas + decode.pool.replicas) * args.tensor_parallel_size
-    return [
-        f"{prefill.pool.replicas} prefill : {decode.pool.replicas} decode replicas ({gpus} GPUs) hold {load} within {limits}",
-        *(_one_less(name, sizing, given, main) for name, sizing in (("prefill", prefill), ("decode", decode))),
-    ]
+    return [f"{replicas} ({gpus} GPUs) hold {load} within {limits}", *(_one_less(*pool, given, main) for pool in pools)]
 
 
 def _one_less(name: str, sizing: Sizing, given: Given, main: Transfer) -> str:
@@ -209,13 +206,11 @@ def _why(pool: Pool, given: Given, main: Transfer) -> str:
 def pool_table(sizings: tuple[Sizing, Sizing]) -> Table:
     prefill, decode = (sizing.pool for sizing in sizings)
     shown = table("", "prefill", "decode", title="Pools")
-    shown.add_row("replicas", str(prefill.replicas), str(decode.replicas))
-    shown.add_row("busy (time, streams)", percent(prefill.busy), percent(decode.busy))
-    shown.add_row("link busy, each replica", percent(prefill.link_busy), percent(decode.link_busy))
-    shown.add_row("wait for the prefill", _ms(prefill.wait), "")
-    shown.add_row("TTFT", _ms(prefill.ttft), "")
-    shown.add_row("streams, each replica", "", f"{decode.streams:,.1f}")
-    shown.add_row("TPOT", "", _ms(decode.step))
+    rows = (("replicas", str(prefill.replicas), str(decode.replicas)), ("busy (time, streams)", percent(prefill.busy), percent(decode.busy)),
+            ("link busy, each replica", percent(prefill.link_busy), percent(decode.link_busy)), ("wait for the prefill", _ms(prefill.wait), ""),
+            ("TTFT", _ms(prefill.ttft), ""), ("streams, each replica", "", f"{decode.streams:,.1f}"), ("TPOT", "", _ms(decode.step)))  # fmt: skip
+    for row in rows:
+        shown.add_row(*row)
     return shown
 
 
@@ -297,12 +292,10 @@ def sizes(given: Given) -> tuple[dict[str, int] | None, dict[str, dict[str, obje
 
 
 def _tokens(given: Given, space: KvSpace, weights: int) -> int | None:
-    args = given.args
     try:
-        memory = memory_for_kv(args.gpu_memory, weights, args.tensor_parallel_size, args.gpu_memory_utilization)
+        return space.size(space.blocks(memory_beside(given.args, weights)), given.context)
     except BadModel:
         return None
-    return space.size(space.blocks(memory), given.context)
 
 
 def size_table(given: Given, weights: dict[str, int] | None, fits: dict[str, dict[str, object]]) -> Table:
@@ -313,10 +306,8 @@ def size_table(given: Given, weights: dict[str, int] | None, fits: dict[str, dic
     shown.add_row("bytes of a token", *(f"{one['bytes_per_token']:,}" for one in fits.values()))
     for name, size in (weights or {}).items():
         tokens = [one["tokens"][name] for one in fits.values() if "tokens" in one]
-        shown.add_row(
-            f"weights {name}, {size / 1e9:,.1f} GB",
-            *("no room" if one is None else f"{one / 1000:,.0f} k" for one in tokens),
-        )
+        fit = ("no room" if one is None else f"{one / 1000:,.0f} k" for one in tokens)
+        shown.add_row(f"weights {name}, {size / 1e9:,.1f} GB", *fit)
     return shown
 
 
@@ -327,21 +318,17 @@ def assumptions(given: Given, load: bool) -> list[str]:
     if args.link:
         said.append(f"{LATENCY * 1000:.0f} ms for the second leg's way and handshake, as the gateway estimates, and {PER_TRANSFER * 1e6:.0f} us for each "
                     "transfer (LMCache over NVLink: 7,500 tokens take 20 ms in pieces of 16, 8 ms in pieces of 128)")  # fmt: skip
-    if load and given.memory:
-        said.append(f"a replica's KV cache has room for {given.cache_tokens:,} tokens")
-        said += [BY_TOKENS] if given.own_profile.times_by_share else []
-    elif load:
-        said.append(
-            f"a replica's KV cache is the profile's, {given.cache_tokens:,} tokens: --gpu-memory counts the model's"
-        )
     if load:
+        own = f"a replica's KV cache is the profile's, {given.cache_tokens:,} tokens: --gpu-memory counts the model's"
+        said.append(f"a replica's KV cache has room for {given.cache_tokens:,} tokens" if given.memory else own)
+        said += [BY_TOKENS] if given.memory and given.own_profile.times_by_share else []
         left_out = ("unlike prompts and answers", "bursts beyond a Poisson load", "prompts batched together", "transfers that meet on a link",
                     "room for prompts until they are fetched", "failures", "other work of the decoder while it fetches")  # fmt: skip
-        said.append(f"left out: {', '.join(left_out)}")
-        said.append(
-            "TTFT is wait + prefill + transfer + the decoder's step that it meets (half of it) and its own, which computes the prompt's last token"
-            + ("" if args.link else "; without --link the transfer counts as 0")
-        )
+        first = "TTFT is wait + prefill + transfer + the decoder's step that it meets (half of it) and its own, which computes the prompt's last token"
+        said += [
+            f"left out: {', '.join(left_out)}",
+            first + "; without --link the transfer counts as 0" * (not args.link),
+        ]
     if not (args.parameters or given.checkpoint.parameters):
         said.append("the size of the weights is not known: --parameters 70B")
     elif args.gpu_memory:

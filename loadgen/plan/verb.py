@@ -18,7 +18,7 @@ from rich.table import Table
 
 import policies
 from loadgen import options
-from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flags, number, whole_to
+from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flags, number, refuse, whole_to
 from loadgen.plan import checkpoints, pools_verb, units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import BY_TOKENS, Fleet, Point, Size, TooShort, by_tokens, search
@@ -31,7 +31,7 @@ from loadgen.simulate import Setting, rules
 from loadgen.simulate.verb import asked, interruptible
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload, at_rate
-from policies.kv_space import RESERVE, UTILIZATION, KvSpace, memory_for_kv
+from policies.kv_space import RESERVE, UTILIZATION, KvSpace
 from replicas.simulated.profile import Profile, load_profile
 
 MOST_TOKENS = 1_000_000_000
@@ -123,24 +123,17 @@ def check(args: argparse.Namespace) -> None:
     pools_verb.check(args)
     numbers = {"--layers": args.layers, "--kv-heads": args.kv_heads, "--head-dim": args.head_dim}
     missing = [flag for flag, value in numbers.items() if value is None]
-    if args.model and len(missing) < 3:
-        raise BadOption(
-            "--layers, --kv-heads and --head-dim stand for a model without files: leave --model out, or them"
-        )
-    if missing and len(missing) < 3:
-        raise BadOption(
-            f"a model in numbers also needs {' and '.join(missing)}, as in --layers 80 --kv-heads 8 --head-dim 128"
-        )
-    if args.pools and not args.model and missing:
-        raise BadOption("--pools needs a model: --model FOLDER, or --layers 80 --kv-heads 8 --head-dim 128")
-    if not args.slo and (args.dataset_name or args.dataset_path):
-        raise BadOption("a load is planned for an SLO: say what would be good enough, as in --slo ttft:1s,tpot:50ms")
-    if not args.slo and args.model is None and missing:
-        raise BadOption(
-            "there is nothing to plan: --model FOLDER for its KV cache, --slo ttft:1s and a load for the replicas it needs"
-        )
-    if not args.slo and (args.html or args.png or args.csv):
-        raise BadOption("--html, --png and --csv show how a fleet does; give --slo and a load")
+    numbers_too = 0 < len(missing) < 3
+    refuse(
+        (args.model and len(missing) < 3, "--layers, --kv-heads and --head-dim stand for a model without files: leave --model out, or them"),
+        (numbers_too, f"a model in numbers also needs {' and '.join(missing)}, as in --layers 80 --kv-heads 8 --head-dim 128"),
+        (args.pools and not args.model and missing, "--pools needs a model: --model FOLDER, or --layers 80 --kv-heads 8 --head-dim 128"),
+        (not args.slo and (args.dataset_name or args.dataset_path),
+         "a load is planned for an SLO: say what would be good enough, as in --slo ttft:1s,tpot:50ms"),
+        (not args.slo and args.model is None and missing,
+         "there is nothing to plan: --model FOLDER for its KV cache, --slo ttft:1s and a load for the replicas it needs"),
+        (not args.slo and (args.html or args.png or args.csv), "--html, --png and --csv show how a fleet does; give --slo and a load"),
+    )  # fmt: skip
 
 
 # ---- the arithmetic
@@ -151,16 +144,14 @@ def arithmetic(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, di
 
     Raises BadModel, BadOption.
     """
-    memory = memory_of(args, checkpoint)
-    asked = args.kv_cache_dtype
+    asked, memory = args.kv_cache_dtype, memory_of(args, checkpoint)
     others = ["auto"] if asked.startswith("fp8") else ["fp8"]
     return {dtype: figures(space_of(args, checkpoint, dtype), args.max_model_len, memory) for dtype in (asked, *others)}
 
 
 def space_of(args: argparse.Namespace, checkpoint: Checkpoint, dtype: str) -> KvSpace:
-    return KvSpace(
-        checkpoint.shape, dtype, args.block_size or BLOCK, args.tensor_parallel_size, args.decode_context_parallel_size
-    )
+    parallel = args.tensor_parallel_size, args.decode_context_parallel_size
+    return KvSpace(checkpoint.shape, dtype, args.block_size or BLOCK, *parallel)
 
 
 def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
@@ -168,19 +159,16 @@ def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
     if args.kv_cache_memory_bytes or not args.gpu_memory:
         return args.kv_cache_memory_bytes
     weights = args.weights or (2 * args.parameters if args.parameters else checkpoint.weights)
-    if weights is None:
-        raise BadOption(f"--gpu-memory: {checkpoint.name} has no safetensors files to tell the size of its weights: give --weights 16GiB, "
-                        "--parameters 8B, or --kv-cache-memory-bytes instead")  # fmt: skip
-    return memory_for_kv(args.gpu_memory, weights, args.tensor_parallel_size, args.gpu_memory_utilization)
+    refuse((weights is None, f"--gpu-memory: {checkpoint.name} has no safetensors files to tell the size of its weights: give --weights 16GiB, "
+                             "--parameters 8B, or --kv-cache-memory-bytes instead"))  # fmt: skip
+    return pools_verb.memory_beside(args, weights)
 
 
 def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str, object]:
     """Return the figures of one KV cache dtype, in bytes and tokens. Raises BadOption."""
-    context = context or space.shape.context
-    blocks = space.blocks(memory or GIB)
-    if not blocks:
-        which = f"--kv-cache-memory-bytes {memory}B" if memory else "1 GiB, as no memory is given"
-        raise BadOption(f"{which}: not one block fits, which takes {space.block_bytes:,} bytes: give it more memory")
+    context, blocks = context or space.shape.context, space.blocks(memory or GIB)
+    which = f"--kv-cache-memory-bytes {memory}B" if memory else "1 GiB, as no memory is given"
+    refuse((not blocks, f"{which}: not one block fits, which takes {space.block_bytes:,} bytes: give it more memory"))
     found: dict[str, object] = {"dtype": space.shape.dtype if space.dtype == "auto" else space.dtype, "bytes_per_token": space.token_bytes,
                                 "block_bytes": space.block_bytes, "groups": space.groups, "context": context, "memory": memory}  # fmt: skip
     if memory is None:
@@ -227,9 +215,8 @@ def plan_fleet(
                   profile, files.slo(args), args.attainment, args.percentiles, rate)  # fmt: skip
 
     def said(point: Point) -> None:
-        console.print(
-            f"[dim]{point.replicas} × {point.tokens:,} tokens: {percent(point.share)} within the SLO{behind(point, fleet)}[/]"
-        )
+        within = f"{percent(point.share)} within the SLO{behind(point, fleet)}"
+        console.print(f"[dim]{point.replicas} × {point.tokens:,} tokens: {within}[/]")
 
     with interruptible(console):
         while True:
@@ -253,14 +240,10 @@ def plan_fleet(
     plan = {"slo_ms": fleet.slo, "attainment": args.attainment, "policy": args.policy, "profile": profile.name,
             "replicas": {str(size.tokens): size.kept for size in tried}, "answers": answers, "assumed": assumed, "points": points}  # fmt: skip
     about |= {"workload": datasets.describe(args, work), "plan": plan}
-    files.write(
-        args,
-        about,
-        {named(size): size.found.report for size in tried},
-        {named(size): size.records for size in tried},
-        console,
-        {**about, "tried": show.tried(("KV tokens each", "replicas"), map(tried_in_words, points))},
-    )
+    reports = {named(size): size.found.report for size in tried}
+    records = {named(size): size.records for size in tried}
+    shown = show.tried(("KV tokens each", "replicas"), map(tried_in_words, points))
+    files.write(args, about, reports, records, console, {**about, "tried": shown})
     return 0 if any(size.kept for size in tried) else 1
 
 
@@ -281,17 +264,16 @@ def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: 
     only after playing it.
     """
     needed = max(short.requests, 3 * work.requests // 2)
-    why = (
-        f"{work.requests:,} requests are over before their rate has been held for long enough to size a fleet by it: "
-        f"{short.answered:,.2f}/s were answered"
+    why = (f"{work.requests:,} requests are over before their rate has been held for long enough to size a fleet by it: "
+           f"{short.answered:,.2f}/s were answered")  # fmt: skip
+    more = "all of the file (no --num-prompts)" if args.num_prompts else "a longer file"
+    refuse(
+        (datasets.is_a_file(args), f"--dataset-path: {why}. Give {more} or a lower --request-rate"),
+        (
+            needed > MOST_REQUESTS,
+            f"--request-rate: {why}, and {needed:,} of them are too many. Give a lower rate or shorter conversations",
+        ),
     )
-    if datasets.is_a_file(args):
-        more = "all of the file (no --num-prompts)" if args.num_prompts else "a longer file"
-        raise BadOption(f"--dataset-path: {why}. Give {more} or a lower --request-rate")
-    if needed > MOST_REQUESTS:
-        raise BadOption(
-            f"--request-rate: {why}, and {needed:,} of them are too many. Give a lower rate or shorter conversations"
-        )
     console.print(f"{why}. Played again with {needed:,}", style="dim", soft_wrap=True)
     return load_of(argparse.Namespace(**{**vars(args), "num_prompts": needed}), rate)
 
@@ -318,18 +300,13 @@ def profile_of(args: argparse.Namespace, checkpoint: Checkpoint | None) -> Profi
 
 def tokens_of(args: argparse.Namespace, profile: Profile, found: dict | None) -> list[int]:
     """Return the sizes of the KV cache to try, in tokens. Raises BadOption."""
-    if args.kv_tokens is None and found and found[args.kv_cache_dtype]["memory"] is None:
-        raise BadOption(
-            "to plan replicas of this model its KV cache must be known: give --gpu-memory 80GiB, --kv-cache-memory-bytes or --kv-tokens"
-        )
-    own = (
-        found[args.kv_cache_dtype]["tokens_kept"]
-        if found and args.kv_tokens is None
-        else profile.num_blocks * profile.block_size
-    )
-    tried = args.kv_tokens or [own // 2, own, 2 * own]
-    if tried[0] < (least := 2 * profile.block_size):
-        raise BadOption(f"a KV cache of {tried[0]:,} tokens is none: at least {least} are needed")
+    own, model = profile.num_blocks * profile.block_size, found and found[args.kv_cache_dtype]
+    if model and args.kv_tokens is None:
+        refuse((model["memory"] is None, "to plan replicas of this model its KV cache must be known: give --gpu-memory 80GiB, "
+                                         "--kv-cache-memory-bytes or --kv-tokens"))  # fmt: skip
+        own = model["tokens_kept"]
+    tried, least = args.kv_tokens or [own // 2, own, 2 * own], 2 * profile.block_size
+    refuse((tried[0] < least, f"a KV cache of {tried[0]:,} tokens is none: at least {least} are needed"))
     return tried
 
 
@@ -344,16 +321,14 @@ def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
         return (f"With {size.tokens:,} tokens each, not even {size.missed} replicas keep {limits} for {args.attainment:.4g} of the requests: "
                 f"{percent(best.share)} there{behind(best, fleet)}" + refused(best))  # fmt: skip
     gpus = size.kept * args.tensor_parallel_size
-    text = f"{size.kept} replica{'s' * (size.kept > 1)} of {size.tokens:,} tokens"
-    text += f" ({gpus} GPUs)" if gpus > size.kept else ""
     enough, less = size.found, size.points.get(size.missed)
-    text += f": {percent(enough.share)} within {limits}, hit rate {percent(enough.report['cache']['hit_rate'])}"
-    return (
-        text
-        + (f"; {size.missed} would give {percent(less.share)}{behind(less, fleet)}" if less else "")
-        + refused(enough)
-        + (f"; but {short}, so a longer one may need more" if (short := rates.never_reached(enough.report)) else "")
-    )
+    short = rates.never_reached(enough.report)
+    return "".join((
+        f"{size.kept} replica{'s' * (size.kept > 1)} of {size.tokens:,} tokens", f" ({gpus} GPUs)" * (gpus > size.kept),
+        f": {percent(enough.share)} within {limits}, hit rate {percent(enough.report['cache']['hit_rate'])}",
+        f"; {size.missed} would give {percent(less.share)}{behind(less, fleet)}" if less else "", refused(enough),
+        f"; but {short}, so a longer one may need more" if short else "",
+    ))  # fmt: skip
 
 
 def behind(point: Point, fleet: Fleet) -> str:
@@ -403,15 +378,12 @@ def assumptions(
              if at_a_rate else "every request counts, the first ones too") + "; what fails or is too long counts as not within the SLO"]  # fmt: skip
     if profile.times_by_share:
         said.append(BY_TOKENS)
-    if found and not args.kv_tokens:
-        one = found[args.kv_cache_dtype]
-        if not args.kv_cache_memory_bytes:
-            said.append(
-                f"{args.gpu_memory_utilization * 100:.0f} % of each GPU's {args.gpu_memory / GIB:.4g} GiB for the engine, of which "
-                f"{RESERVE / GIB:.2g} GiB are for neither weights nor cache (a guess; vLLM's log has the memory that is left)"
-            )
-        if one["groups"] > 1:
-            said.append(
-                "every layer keeps every token, as it does for cached prefixes; running requests need less where layers have windows"
-            )
+    one = found[args.kv_cache_dtype] if found and not args.kv_tokens else None
+    if one and not args.kv_cache_memory_bytes:
+        said.append(f"{args.gpu_memory_utilization * 100:.0f} % of each GPU's {args.gpu_memory / GIB:.4g} GiB for the engine, of which {RESERVE / GIB:.2g} GiB "
+                    "are for neither weights nor cache (a guess; vLLM's log has the memory that is left)")  # fmt: skip
+    if one and one["groups"] > 1:
+        said.append(
+            "every layer keeps every token, as it does for cached prefixes; running requests need less where layers have windows"
+        )
     return said

@@ -31,14 +31,15 @@ KEEPS_UP = 0.95
 PILES_UP = 2.0
 
 
+@dataclass(eq=False)
 class TooShort(Exception):
     """The load ends before its rate has been held long enough.
 
     `requests` is an estimate of how many would suffice; `answered` is the throughput in requests per second.
     """
 
-    def __init__(self, requests: int, answered: float) -> None:
-        self.requests, self.answered = requests, answered  # `answered`: per second
+    requests: int
+    answered: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +103,9 @@ def by_tokens(profile: Profile) -> Profile:
     if not profile.times_by_share:
         return profile
     per_token = (step.decode_usage + step.decode_usage_squared) / (profile.num_blocks * profile.block_size)
-    return replace(
-        profile,
-        step=replace(
-            step, decode_usage=0.0, decode_usage_squared=0.0, decode_context_token=step.decode_context_token + per_token
-        ),
-    )
+    context_token = step.decode_context_token + per_token
+    step = replace(step, decode_usage=0.0, decode_usage_squared=0.0, decode_context_token=context_token)
+    return replace(profile, step=step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +122,8 @@ class Fleet:
 
     def of(self, replicas: int, tokens: int) -> Setting:
         """Return the setting with this many replicas of this many KV cache tokens each."""
-        return replace(
-            self.setting, profiles=[replace(self.profile, num_blocks=tokens // self.profile.block_size)] * replicas
-        )
+        profile = replace(self.profile, num_blocks=tokens // self.profile.block_size)
+        return replace(self.setting, profiles=[profile] * replicas)
 
     def judged(self, size: Size, number: int, work: Workload, outcome: Outcome) -> tuple[Point, Sequence[Record]]:
         """Return the result of a fleet, and the requests by which it was judged. Raises TooShort."""

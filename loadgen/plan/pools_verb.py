@@ -125,13 +125,17 @@ def plan_pools(given: Given, console: Console, about: dict[str, object]) -> int:
     weights, fits = sizes(given)
     console.print(size_table(given, weights, fits))
     assumed = assumptions(given, bool(sizings))
-    console.print("Assumed:", style="dim")
-    console.print(show.bullets(assumed), style="dim")
+    print_assumed(console, assumed)
     about["pools"] = {"answers": answers, "assumed": assumed, "profile": given.profile.name, "link_bytes_per_s": args.link,
                       "tokens_per_transfer": given.piece, "decode_step_s": step, "buffer_step": BUFFER_STEP,
                       "transfers": [asdict(one) | {"pays": one.pays} for one in moved],
                       "weights": weights, "kv": fits, "slo_ms": given.slo} | dict(zip(("prefill", "decode"), map(asdict, sizings or ())))  # fmt: skip
     return 1 if sizings and any(sizing.pool.limits for sizing in sizings) else 0
+
+
+def print_assumed(console: Console, assumed: list[str]) -> None:
+    console.print("Assumed:", style="dim")
+    console.print(show.bullets(assumed), style="dim")
 
 
 def _check_lengths(given: Given) -> None:
@@ -325,10 +329,8 @@ def assumptions(given: Given, load: bool) -> list[str]:
         left_out = ("unlike prompts and answers", "bursts beyond a Poisson load", "prompts batched together", "transfers that meet on a link",
                     "room for prompts until they are fetched", "failures", "other work of the decoder while it fetches")  # fmt: skip
         first = "TTFT is wait + prefill + transfer + the decoder's step that it meets (half of it) and its own, which computes the prompt's last token"
-        said += [
-            f"left out: {', '.join(left_out)}",
-            first + "; without --link the transfer counts as 0" * (not args.link),
-        ]
+        alone = "; without --link the transfer counts as 0" * (not args.link)
+        said += [f"left out: {', '.join(left_out)}", first + alone]
     if not (args.parameters or given.checkpoint.parameters):
         said.append("the size of the weights is not known: --parameters 70B")
     elif args.gpu_memory:

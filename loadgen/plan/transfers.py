@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from policies.kv_space import KvSpace
 from policies.transfers import LATENCY
-from replicas.simulated.profile import Profile
+from replicas.simulated.profile import FrontEnd, Profile
 
 BUFFER_STEP = 256 << 20  # bytes: buffers are rounded up to a multiple of it
 COLLATED = 128  # tokens: smaller transfers cost more than the link
@@ -44,33 +44,27 @@ def transfer(space: KvSpace, tokens: int, piece: int, link: float | None, profil
     of_gpu = space.moved(tokens)
     total, count = of_gpu * space.tensor_parallel, -(-tokens // piece)
     seconds = LATENCY + count * PER_TRANSFER + total / link if link else None
-    return Transfer(tokens, total, of_gpu, -(-of_gpu // BUFFER_STEP) * BUFFER_STEP, count, seconds,
-                    _front_seconds(profile, tokens) + prefill_seconds(profile, tokens))  # fmt: skip
+    compute = FrontEnd(profile).reaches_engine(0.0, tokens, text=True) + prefill_seconds(profile, tokens)
+    return Transfer(tokens, total, of_gpu, -(-of_gpu // BUFFER_STEP) * BUFFER_STEP, count, seconds, compute)
 
 
 def prefill_seconds(profile: Profile, tokens: int) -> float:
     """Return the seconds to compute one prompt alone, in steps of `max_num_batched_tokens`."""
-    seconds, done = 0.0, 0
-    while done < tokens:
-        chunk = min(profile.max_num_batched_tokens, tokens - done)
-        seconds += profile.step.seconds(chunk, chunk * (done + chunk / 2), 0, 0, 0.0)
-        done += chunk
-    return seconds / profile.speedup
-
-
-def _front_seconds(profile: Profile, tokens: int) -> float:
-    """Return the seconds before a prompt's first step: HTTP and tokenizing."""
-    request = profile.request
-    return (request.work_seconds(tokens, text=True, busy=False) + request.latency * 1e-3) / profile.speedup
+    most = profile.max_num_batched_tokens
+    chunks = [(done, min(most, tokens - done)) for done in range(0, tokens, most)]
+    return sum(_seconds(profile, chunk, chunk * (done + chunk / 2)) for done, chunk in chunks)
 
 
 def last_token_seconds(profile: Profile, tokens: int) -> float:
     """Return by how many seconds a step is longer that computes the last token of an otherwise cached prompt."""
-    step = profile.step
-    return (step.seconds(1, tokens, 0, 0, 0.0) - step.seconds(0, 0.0, 0, 0, 0.0)) / profile.speedup
+    return _seconds(profile, 1, tokens) - _seconds(profile, 0, 0.0)
 
 
 def step_seconds(profile: Profile, streams: float, context: float) -> float:
     """Return the seconds of a decode step with `streams` (a mean, may be fractional) of `context` tokens each."""
-    tokens = streams * context
-    return profile.step.seconds(0, 0.0, streams, tokens, profile.in_use(tokens)) / profile.speedup
+    return _seconds(profile, 0, 0.0, streams, streams * context)
+
+
+def _seconds(profile: Profile, tokens: int, pairs: float, streams: float = 0, context: float = 0.0) -> float:
+    """Return the mean seconds of a step; the arguments are those of `StepTime.seconds`."""
+    return profile.step.seconds(tokens, pairs, streams, context, profile.in_use(context)) / profile.speedup

@@ -197,11 +197,7 @@ def table(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> Tabl
 
 
 def plan_fleet(
-    args: argparse.Namespace,
-    console: Console,
-    checkpoint: Checkpoint | None,
-    found: dict | None,
-    about: dict[str, object],
+    args: argparse.Namespace, console: Console, checkpoint: Checkpoint | None, found: dict | None, about: dict
 ) -> int:
     """Search, print and write the fleet sizes for the load; return the exit code."""
     given = profile_of(args, checkpoint)
@@ -234,8 +230,8 @@ def plan_fleet(
     answers = [answer(args, fleet, size) for size in tried]
     console.print(curve(tried))
     console.print(show.bullets(answers))
-    console.print("\nAssumed:", style="dim")
-    console.print(show.bullets(assumed), style="dim")
+    console.print()
+    pools_verb.print_assumed(console, assumed)
     points = [asdict(point) for size in tried for _, point in sorted(size.points.items())]
     plan = {"slo_ms": fleet.slo, "attainment": args.attainment, "policy": args.policy, "profile": profile.name,
             "replicas": {str(size.tokens): size.kept for size in tried}, "answers": answers, "assumed": assumed, "points": points}  # fmt: skip
@@ -269,11 +265,8 @@ def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: 
     more = "all of the file (no --num-prompts)" if args.num_prompts else "a longer file"
     refuse(
         (datasets.is_a_file(args), f"--dataset-path: {why}. Give {more} or a lower --request-rate"),
-        (
-            needed > MOST_REQUESTS,
-            f"--request-rate: {why}, and {needed:,} of them are too many. Give a lower rate or shorter conversations",
-        ),
-    )
+        (needed > MOST_REQUESTS, f"--request-rate: {why}, and {needed:,} of them are too many. Give a lower rate or shorter conversations"),
+    )  # fmt: skip
     console.print(f"{why}. Played again with {needed:,}", style="dim", soft_wrap=True)
     return load_of(argparse.Namespace(**{**vars(args), "num_prompts": needed}), rate)
 

@@ -121,10 +121,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         ("--bad-lines", ("stop", "skip"), None, None, "what to do about lines of a file that are wrong (default stop)"),
         ("--vocab-size", whole, "N", None,
          f"token ids made up are below this (default: what the model has where its config.json is at hand, {VOCABULARY} at most)"),
+        ("--disable-shuffle", None, None, None, "take a file's conversations in their order"),
     )  # fmt: skip
-    group.add_argument(
-        "--disable-shuffle", action="store_const", const=True, help="take a file's conversations in their order"
-    )
     _add_arrivals(parser.add_argument_group("when"))
     _add_shape(parser.add_argument_group("shape of the load, in tokens; each load has its own defaults"))
 

@@ -54,13 +54,16 @@ async def gone(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_stack_is_ready_when_all_replicas_are_and_gone_afterwards(tmp_path):
+async def test_a_stack_is_ready_when_all_replicas_are_and_gone_afterwards_whatever_surrounds_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HITHERTO_NAME", "mine")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hitherto.yaml").write_text("replica_url: [http://127.0.0.1:1]")
     seen = []
-    stack = stack_of(GATEWAY, tmp_path, on_progress=seen.append)
-    async with stack:
+    async with stack_of(GATEWAY, tmp_path, on_progress=seen.append) as stack:
         pid = int((tmp_path / "pid").read_text())
         assert alive(pid)
         assert seen[-1] == 2 and 1 in seen
+        assert stack._log.read_text().strip() == "NAME is None, no file"
         folder = stack._log.parent
     assert not alive(pid) and not folder.exists()
 
@@ -74,14 +77,6 @@ def test_how_the_gateway_is_started():
     stack._folder.cleanup()
 
 
-async def test_settings_of_the_surroundings_are_kept_out(tmp_path, monkeypatch):
-    monkeypatch.setenv("HITHERTO_NAME", "mine")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "hitherto.yaml").write_text("replica_url: [http://127.0.0.1:1]")
-    async with stack_of(GATEWAY, tmp_path) as stack:
-        assert stack._log.read_text().strip() == "NAME is None, no file"
-
-
 def test_files_are_found_from_the_folder_in_which_they_were_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file in ("mine.py", "my.yaml"):
@@ -91,16 +86,13 @@ def test_files_are_found_from_the_folder_in_which_they_were_named(tmp_path, monk
     stack._folder.cleanup()
 
 
-async def test_a_gateway_that_ends_at_once_is_explained(tmp_path):
-    stack = stack_of("import sys; print('hitherto: no such profile', file=sys.stderr); sys.exit(2)", tmp_path)
-    with pytest.raises(BadOption, match="(?s)refuses what it was given:.*no such profile"):
-        async with stack:
-            pass
-
-
-async def test_a_gateway_that_fails_at_once_is_explained(tmp_path):
-    with pytest.raises(StackFailed, match="(?s)exit code 1:.*port in use"):
-        async with stack_of("import sys; print('port in use', file=sys.stderr); sys.exit(1)", tmp_path):
+@pytest.mark.parametrize(
+    "code, error, said",
+    [(2, BadOption, "refuses what it was given"), (1, StackFailed, "ended with exit code 1")],
+)
+async def test_a_gateway_that_ends_at_once_is_explained(tmp_path, code, error, said):
+    with pytest.raises(error, match=f"(?s){said}:.*in its words"):
+        async with stack_of(f"import sys; print('in its words', file=sys.stderr); sys.exit({code})", tmp_path):
             pass
 
 

@@ -61,9 +61,7 @@ step: {base: 4.1, prefill: 3.8, prefill_token: 0.0152, attention: 1.2e-6, decode
 """
 
 
-def apart(
-    tmp_path, prefill: int, decode: int, prompt: int, output: int, rate: int, slo: str, profile: str = "gpu-8b"
-) -> dict:
+def apart(tmp_path, prefill: int, decode: int, prompt: int, output: int, rate: int, slo: str, profile: str) -> dict:
     """The same load in virtual time, each request in two legs."""
     report = tmp_path / "report.json"
     pools = f"{{p: {{launch: {prefill}, role: prefill}}, d: {{launch: {decode}, role: decode}}}}"
@@ -74,32 +72,28 @@ def apart(
     return found
 
 
-def test_pools_of_an_engine_that_was_measured_do_as_in_virtual_time(tmp_path):
-    profile, report, slo = tmp_path / "learned.yaml", tmp_path / "plan.json", "ttft:300ms,tpot:30ms"
-    profile.write_text(LEARNED)
-    model = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--chunk-size", "8192", "--link", "100Gbit/s")
-    load = ("--rate", "60", "--prompt-tokens", "1000", "--output-tokens", "200", "--slo", slo)
-    assert main(["plan", "--pools", *model, *load, "--profile", str(profile), "--json", str(report)]) == 0
+@pytest.mark.parametrize(("profile", "prompt", "output", "rate", "slo"), [
+    (None, 1_000, 200, 60, "ttft:300ms,tpot:30ms"), ("gpu-8b", 2_000, 500, 20, "ttft:500ms,tpot:30ms"),
+])  # fmt: skip
+def test_pools_do_as_in_virtual_time_and_one_decode_replica_less_does_not(tmp_path, profile, prompt, output, rate, slo):
+    """Without a profile it is that of an engine that was measured."""
+    learned, report = tmp_path / "learned.yaml", tmp_path / "plan.json"
+    learned.write_text(LEARNED)
+    profile = profile or str(learned)
+    model = "--layers 32 --kv-heads 8 --head-dim 128 --chunk-size 8192 --link 100Gbit/s".split()
+    load = f"--rate {rate} --prompt-tokens {prompt} --output-tokens {output} --slo {slo}".split()
+    assert main(["plan", "--pools", *model, *load, "--profile", profile, "--json", str(report)]) == 0
     plan = json.loads(report.read_text())["pools"]
     prefill, decode = plan["prefill"]["pool"], plan["decode"]["pool"]
-    enough = apart(tmp_path, prefill["replicas"], decode["replicas"], 1_000, 200, 60, slo, str(profile))
+    if profile == "gpu-8b":
+        assert (prefill["replicas"], decode["replicas"]) == (2, 5)
+    enough, fewer = (
+        apart(tmp_path, prefill["replicas"], number, prompt, output, rate, slo, profile)
+        for number in (decode["replicas"], decode["replicas"] - 1)
+    )
     assert prefill["ttft"] * 1000 == pytest.approx(enough["ttft_ms"]["p90"], rel=0.15)
     assert decode["step"] * 1000 == pytest.approx(enough["tpot_ms"]["p90"], rel=0.1)
-    fewer = apart(tmp_path, prefill["replicas"], decode["replicas"] - 1, 1_000, 200, 60, slo, str(profile))
     assert enough["goodput"]["share"] > 0.9 > fewer["goodput"]["share"]
-
-
-def test_both_pools_do_as_in_virtual_time_and_one_decode_replica_less_does_not(tmp_path, capsys):
-    load = ("--rate", "20", "--prompt-tokens", "2000", "--output-tokens", "500", "--slo", "ttft:500ms,tpot:30ms")
-    model = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--chunk-size", "8192", "--link", "100Gbit/s")
-    assert main(["plan", "--pools", *model, *load, "--json", str(tmp_path / "plan.json")]) == 0
-    plan = json.loads((tmp_path / "plan.json").read_text())["pools"]
-    prefill, decode = plan["prefill"]["pool"], plan["decode"]["pool"]
-    assert (prefill["replicas"], decode["replicas"]) == (2, 5)
-    enough = apart(tmp_path, 2, 5, 2_000, 500, 20, load[-1])
-    assert prefill["ttft"] * 1000 == pytest.approx(enough["ttft_ms"]["p90"], rel=0.15)
-    assert decode["step"] * 1000 == pytest.approx(enough["tpot_ms"]["p90"], rel=0.1)
-    assert enough["goodput"]["share"] > 0.9 > apart(tmp_path, 2, 4, 2_000, 500, 20, load[-1])["goodput"]["share"]
 
 
 def test_a_decoder_computes_the_last_token_of_what_it_fetches():

@@ -53,18 +53,7 @@ def test_without_a_gpu_it_says_what_a_gib_holds(capsys, model):
 
 
 def test_a_model_in_numbers(capfd, model):
-    numbers = (
-        "--layers",
-        "32",
-        "--kv-heads",
-        "8",
-        "--head-dim",
-        "128",
-        "--gpu-memory",
-        "80GiB",
-        "--max-model-len",
-        "131072",
-    )
+    numbers = "--layers 32 --kv-heads 8 --head-dim 128 --gpu-memory 80GiB --max-model-len 131072".split()
     told = kv_space(capfd, *numbers, "--weights", "15GiB")["auto"]
     read = kv_space(capfd, "--model", model(LLAMA_8B), "--gpu-memory", "80GiB", "--weights", "15GiB")["auto"]
     assert told == read | {"dtype": "float16"}
@@ -86,15 +75,7 @@ def test_a_fleet_for_a_load(capsys, tmp_path):
     flags = (
         "plan",
         *LOAD,
-        "--slo",
-        "ttft:60ms",
-        "--kv-tokens",
-        "64000,8000",
-        "--attainment",
-        "0.8",
-        "--seed",
-        "2",
-        "--json",
+        *"--slo ttft:60ms --kv-tokens 64000,8000 --attainment 0.8 --seed 2 --json".split(),
     )
     assert main([*flags, str(tmp_path / "a.json")]) == 0
     out = capsys.readouterr().out
@@ -154,15 +135,7 @@ def test_an_overload_that_its_slo_does_not_see_is_no_fleet_that_keeps_it(capfd):
 def test_the_page_of_a_plan(capsys, tmp_path):
     page, sheet, table = (tmp_path / name for name in ("plan.html", "plan.png", "plan.csv"))
     flags = (
-        "--slo",
-        "ttft:60ms",
-        "--kv-tokens",
-        "512,64000",
-        "--attainment",
-        "0.8",
-        "--max-replicas",
-        "4",
-        "--json",
+        *"--slo ttft:60ms --kv-tokens 512,64000 --attainment 0.8 --max-replicas 4 --json".split(),
         str(tmp_path / "plan.json"),
     )
     assert main(["plan", *LOAD, *flags, "--html", str(page), "--png", str(sheet), "--csv", str(table)]) == 0

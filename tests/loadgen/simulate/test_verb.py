@@ -14,17 +14,7 @@ from loadgen.cli import main
 from loadgen.simulate.verb import asked
 
 SMALL = [
-    "simulate",
-    "--dataset-name",
-    "agents",
-    "--requests",
-    "40",
-    "--replicas",
-    "3",
-    "--num-blocks",
-    "2000",
-    "--policies",
-    "round_robin,least_time",
+    *"simulate --dataset-name agents --requests 40 --replicas 3 --num-blocks 2000 --policies round_robin,least_time".split(),
 ]
 
 FASTER = "gpu-8b takes longer with the share of the engine's own cache in use"
@@ -45,11 +35,13 @@ def figures(tmp_path, monkeypatch):
     return run
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_does_not(figures):
+def test_the_same_seed_gives_the_same_bytes_in_any_number_of_processes_and_another_does_not(figures, capsys):
     once = figures(*SMALL, "--seed", "1")
     assert figures(*SMALL, "--seed", "1") == once
     assert figures(*SMALL, "--seed", "2") != once
-    report = json.loads(once)
+    report, spread = json.loads(once), json.loads(figures(*SMALL, "--seed", "1", "--processes", "2"))
+    assert (spread["targets"], spread["fleet"]) == (report["targets"], report["fleet"])
+    assert report["void"] is None and "void" not in capsys.readouterr().out, "the same work is compared without a word"
     assert list(report["targets"]) == ["round_robin", "least_time"]
     assert (
         all(one["completed"] == 40 for one in report["targets"].values())
@@ -70,11 +62,6 @@ def test_each_rule_has_its_times_of_whole_answers_and_its_duration(figures):
         assert rule["tpot_ms"]["p99"] > 0 and 1000 * rule["duration_s"] > rule["e2el_ms"]["max"]
 
 
-def test_several_processes_give_the_same_figures(figures):
-    one, two = (json.loads(figures(*SMALL, "--processes", count)) for count in ("1", "2"))
-    assert one["targets"] == two["targets"] and one["fleet"] == two["fleet"]
-
-
 def test_a_trace_and_every_flag_of_the_fleet(figures, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
@@ -91,39 +78,9 @@ def test_a_trace_and_every_flag_of_the_fleet(figures, tmp_path):
             for n in range(30)
         )
     )
-    report = json.loads(
-        figures(
-            "simulate",
-            "--trace",
-            str(trace),
-            "--requests",
-            "25",
-            "--replicas",
-            "4",
-            "--policies",
-            "least_load",
-            "--profile",
-            "cpu-tiny",
-            "--speeds",
-            "1,0.5",
-            "--outage",
-            "1:2:4",
-            "--outage",
-            "2:3",
-            "--gateways",
-            "2",
-            "--own-ledgers",
-            "--event-delay",
-            "0.1",
-            "--event-loss",
-            "0.1",
-            "--losses-unseen",
-            "--slo",
-            "ttft:1s",
-            "--max-concurrency",
-            "8",
-        )
-    )
+    fleet = "--replicas 4 --policies least_load --profile cpu-tiny --speeds 1,0.5 --outage 1:2:4 --outage 2:3 --gateways 2 --own-ledgers"
+    rest = "--requests 25 --event-delay 0.1 --event-loss 0.1 --losses-unseen --slo ttft:1s --max-concurrency 8"
+    report = json.loads(figures("simulate", "--trace", str(trace), *fleet.split(), *rest.split()))
     assert report["targets"]["least_load"]["requests"] == 25 and report["targets"]["least_load"]["goodput"]
     assert report["fleet"]["speeds"] == [1.0, 0.5] and report["fleet"]["outages"][0] == {
         "replica": 1,
@@ -241,10 +198,6 @@ def test_policies_that_answered_different_requests_are_not_compared_in_silence(t
     assert len(set(completed.values())) == 2
     assert "This comparison is void: the targets did not answer the same requests" in printed
     assert all(f"{name} {count}" in report["void"] for name, count in completed.items())
-
-
-def test_the_same_work_is_compared_without_a_word(figures, capsys):
-    assert json.loads(figures(*SMALL))["void"] is None and "void" not in capsys.readouterr().out
 
 
 def test_admission_by_the_limits_of_goodput_refuses_who_cannot_be_in_time(figures, capsys):

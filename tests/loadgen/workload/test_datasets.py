@@ -50,14 +50,7 @@ def test_a_trace_plays_at_its_own_times_unless_told_otherwise(trace):
         given(
             "--dataset-path",
             trace,
-            "--burstiness",
-            "inf",
-            "--ramp-up-strategy",
-            "linear",
-            "--ramp-up-start-rps",
-            1,
-            "--ramp-up-end-rps",
-            4,
+            *"--burstiness inf --ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 4".split(),
         )
     )
     assert ramped.starts[2] - ramped.starts[1] > 2 * (ramped.starts[-1] - ramped.starts[-2])
@@ -123,32 +116,15 @@ def test_the_record_says_the_defaults_and_what_was_given(trace):
 
 def test_the_names_of_vllms_benchmark():
     args = given(
-        "--dataset-name",
-        "random",
-        "--random-input-len",
-        50,
-        "--random-output-len",
-        7,
-        "--random-range-ratio",
-        0.5,
-        "--num-prompts",
-        9,
+        *"--dataset-name random --random-input-len 50 --random-output-len 7 --random-range-ratio 0.5 --num-prompts 9".split(),
     )
     turns = [conversation.turns[0] for conversation in datasets.workload(args).conversations]
     assert all(25 <= span.length <= 75 for turn in turns for span in spans_of(turn.messages)) and all(
         4 <= turn.max_tokens <= 10 for turn in turns
     )
     args = given(
-        "--dataset-name",
-        "prefix_repetition",
-        "--prefix-repetition-num-prefixes",
-        2,
-        "--prefix-repetition-prefix-len",
-        64,
-        "--prefix-repetition-suffix-len",
-        16,
-        "--prefix-repetition-output-len",
-        4,
+        *"--dataset-name prefix_repetition --prefix-repetition-num-prefixes 2 --prefix-repetition-prefix-len 64".split(),
+        *"--prefix-repetition-suffix-len 16 --prefix-repetition-output-len 4".split(),
     )
     spans = [list(spans_of(conversation.turns[0].messages)) for conversation in datasets.workload(args).conversations]
     assert len({prefix for prefix, _ in spans}) == 2 and {
@@ -178,16 +154,7 @@ def test_the_document_names_every_load_and_only_flags_there_are():
         (("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1"), "--ramp-up-strategy needs"),
         (("--ramp-up-end-rps", "1"), "need --ramp-up-strategy"),
         (
-            (
-                "--ramp-up-strategy",
-                "linear",
-                "--ramp-up-start-rps",
-                "1",
-                "--ramp-up-end-rps",
-                "2",
-                "--request-rate",
-                "1",
-            ),
+            "--ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 2 --request-rate 1".split(),
             "and no --request-rate",
         ),
         (("--dataset-name", "chat", "--replies", "engine"), "replies are text; add --backend openai-chat"),

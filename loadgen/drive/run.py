@@ -42,11 +42,9 @@ class Asking:
 
     def put(self, message: Message) -> Message:
         """Replace the spans of a message by text, or by token ids for the completions API."""
-        if not isinstance(spans := message.get("content"), tuple):
-            return message
-        if self.completions:
+        if self.completions and isinstance(spans := message.get("content"), tuple):
             return {**message, "content": synthetic.token_ids(spans, self.salt, self.vocabulary)}
-        return {**message, "content": synthetic.text(spans, self.salt)}
+        return synthetic.in_words(message, self.salt)
 
     def body(self, messages: list[Message], turn: Turn, extra: Mapping[str, object]) -> bytes:
         """Return the JSON request body for one turn after `messages`."""

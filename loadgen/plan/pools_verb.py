@@ -67,7 +67,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def memory_beside(args: argparse.Namespace, weights: int) -> int:
-    """Return the bytes for the KV cache on each GPU of the flags, beside `weights` bytes in all. Raises BadModel."""
+    """Return the bytes that each GPU has for the KV cache next to a model of `weights` bytes. Raises BadModel."""
     return memory_for_kv(args.gpu_memory, weights, args.tensor_parallel_size, args.gpu_memory_utilization)
 
 

@@ -68,7 +68,7 @@ class _Live:
 
 
 class Fleet:
-    """A simulated run of `Setting`, whose further fields are `more`.
+    """A simulated run of a fleet; the arguments are the fields of `Setting`, of which `more` takes the others.
 
     `keep`: keep the records of ended requests, with their hashes.
     """
@@ -88,22 +88,13 @@ class Fleet:
         self.replicas = [Replica(profile, setting.timed) for profile in profiles]
         self.links = Links(setting.network)
         self.names = [f"r{index}" for index in range(len(profiles))]
-        ledger = Ledger()
-        truth = truth_of(self.replicas, lambda: self.now)
+        truth, ledger = truth_of(self.replicas, lambda: self.now), Ledger()
         rule, self._queue = make_legs(setting.legs)
-        self.gateways = [
-            Gateway(
-                setting,
-                self.names,
-                make(policy, seed + number, truth),
-                ledger if setting.shared_ledger else Ledger(),
-                truth,
-                seed + number,
-                rule,
-                self._queue,
-            )
-            for number in range(setting.gateways)
-        ]
+        self.gateways: list[Gateway] = []
+        for number in range(setting.gateways):
+            chooses, known = make(policy, seed + number, truth), ledger if setting.shared_ledger else Ledger()
+            made = Gateway(setting, self.names, chooses, known, truth, seed + number, rule, self._queue)
+            self.gateways.append(made)
         admission = setting.admitting
         self.gates = [
             Gate(one, admission(one), self._sent, self._refused, self.at) for one in self.gateways if admission

@@ -97,13 +97,7 @@ class Prompts:
     def _ids(self, messages: Sequence[Message], text: bool, first: bool, extra: dict[str, object]) -> np.ndarray:
         if not text:
             return self._tokens(spans_of(messages))
-        worded = [
-            {**message, "content": synthetic.text(message["content"], self._salt)}
-            if isinstance(message.get("content"), tuple)
-            else message
-            for message in messages
-        ]
-        return self._model.ids(worded, first, extra)
+        return self._model.ids([synthetic.in_words(message, self._salt) for message in messages], first, extra)
 
     def _tokens(self, spans: Iterable[Span]) -> np.ndarray:
         return synthetic.token_ids(spans, self._salt, self._vocabulary)

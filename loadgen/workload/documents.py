@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import sysconfig
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from loadgen.workload.conversations import BadWorkload
@@ -48,13 +50,7 @@ def stdlib_documents(count: int, length: int) -> list[Document]:
 
     Raises BadWorkload where this Python has too few docstrings (its sources were removed).
     """
-    documents = []
-    for module in MODULES:
-        if len(documents) == count:
-            break
-        document = _module_document(module, length)
-        if document is not None:
-            documents.append(document)
+    documents = list(islice(filter(None, (_module_document(module, length) for module in MODULES)), count))
     if not documents:
         raise BadWorkload("this Python carries no documentation in its standard library; give a text file instead")
     return documents
@@ -84,33 +80,28 @@ def _module_document(module: str, length: int) -> Document | None:
 def _entries(tree: ast.Module, title: str):
     """Yield (name, signature, docstring) of each documented class, method and function."""
     for node in tree.body:
+        name, inside = title, [node]
         if isinstance(node, ast.ClassDef):
+            name, inside = f"{title}.{node.name}", node.body
             if text := ast.get_docstring(node):
-                yield f"{title}.{node.name}", f"class {title}.{node.name}", text
-            for inner in node.body:
-                yield from _function(inner, f"{title}.{node.name}")
-        else:
-            yield from _function(node, title)
-
-
-def _function(node: ast.stmt, prefix: str):
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (text := ast.get_docstring(node)):
-        yield f"{prefix}.{node.name}", f"{prefix}.{node.name}({ast.unparse(node.args)})", text
+                yield name, f"class {name}", text
+        for one in inside:
+            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)) and (text := ast.get_docstring(one)):
+                yield f"{name}.{one.name}", f"{name}.{one.name}({ast.unparse(one.args)})", text
 
 
 def file_documents(path: Path, length: int) -> list[Document]:
     """Cut a text file at paragraphs into documents of about `length` characters. Raises BadWorkload."""
     text = read_text(path)
     paragraphs = [piece for part in text.split("\n\n") if part.strip() for piece in _pieces(part.strip(), length)]
-    documents, part, size = [], [], 0
+    documents: list[list[str]] = []
+    size = math.inf
     for paragraph in paragraphs:
-        if part and size + len(paragraph) > length:
-            documents.append(part)
-            part, size = [], 0
-        part.append(paragraph)
+        if size + len(paragraph) > length:
+            documents.append([])
+            size = 0
+        documents[-1].append(paragraph)
         size += len(paragraph) + 2
-    if part:
-        documents.append(part)
     if not documents:
         raise BadWorkload(f"{path}: the file holds no text; name a UTF-8 text")
     return [_passages(f"{path.name}, part {number}", part) for number, part in enumerate(documents, 1)]

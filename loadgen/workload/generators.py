@@ -19,7 +19,10 @@ from loadgen.workload.conversations import Conversation, Message, Span, Turn, sp
 
 
 def shaped(**takes: object) -> Callable[[Callable], Callable]:
-    """Make a function (rng, requests, shape) one of (rng, requests, **flags) whose flags have these defaults."""
+    """Return a decorator that makes of a function (rng, requests, shape) one that takes (rng, requests, **flags).
+
+    `takes` has the flags with their defaults, and is an attribute of the new function. Another flag is a TypeError.
+    """
 
     def decorate(make: Callable) -> Callable:
         def load(rng: random.Random, requests: int | None, **flags: object):

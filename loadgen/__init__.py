@@ -2,7 +2,7 @@
 
 `workload` defines what is sent and when; `drive` sends it and records the times; `report` turns the records into
 figures, tables and files; `simulate` plays the same load on a virtual clock; `plan` searches by simulation for the
-number of replicas that an SLO needs. Each imports only those named before it. `run`, `compare`, `sweep` and `demo` are
-the commands that send requests to servers; `cli` assembles all commands. Only the OpenAI API over HTTP is required:
-Hitherto's own response headers add columns where they are present.
+number of replicas that an SLO needs. Each package imports only packages named before it. `run`, `compare`, `sweep` and
+`demo` are the commands that send requests to servers; `cli` assembles all commands. Servers need only the OpenAI API
+over HTTP: Hitherto's own response headers add columns where they are present.
 """

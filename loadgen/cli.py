@@ -1,6 +1,6 @@
 """The command `loadgen`: run, compare, simulate and plan loads, and measure engines.
 
-Flags have the names that `vllm bench serve` gives them, where it has them. A wrong flag or file ends the command with
+Flags that `vllm bench serve` has, too, have the same names. A wrong flag or file ends the command with
 one message and exit code 2 before anything is sent; a server that cannot be reached ends it with exit code 1.
 """
 
@@ -78,7 +78,7 @@ async def act(args: argparse.Namespace, prog: str = "loadgen") -> int:
 
 
 def _console(args: argparse.Namespace) -> Console:
-    """Return the console for reports: standard error with `--json -`, whose standard output is the JSON alone.
+    """Return the console for reports: standard error with `--json -`, so that standard output has the JSON alone.
 
     Where the output is no terminal, tables are as wide as they need to be and lines have no trailing blanks.
     """
@@ -114,7 +114,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.
 def hitherto_plan(argv: list[str]) -> int:
     """Run `hitherto plan`.
 
-    The gateway finds this function as an entry point, because it imports nothing from `loadgen`.
+    The gateway finds this function as an entry point, because the gateway imports nothing from `loadgen`.
     """
     return main(["plan", *argv], prog="hitherto")
 

@@ -97,9 +97,9 @@ def engines_in_words(count: int) -> str:
 async def measure(
     args: argparse.Namespace, console: Console, found: Measured, url: str, admin: Client | None, seed: int
 ) -> None:
-    """Measure one target with one seed.
+    """Measure one target with one seed, the `seed`-th from 0.
 
-    With `admin`, the admin side of a gateway, the report also has the engines' own prefix-cache counters.
+    With `admin`, a client of a gateway's admin side, the report also has the engines' own prefix-cache counters.
     """
     client = Client(url, target.headers(args), args.timeout)
     before = await engines.cache_counts(admin) if admin else {}

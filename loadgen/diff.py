@@ -45,7 +45,7 @@ def read(path: Path) -> Mapping[str, object]:
 
 
 def reports_of(figures: Mapping[str, object]) -> Reports:
-    """Return the reports by target, policy or rate; that of a single run has the empty name."""
+    """Return the reports by target, policy or rate; the report of a single run has the empty name."""
     if "ttft_ms" in figures:
         found = {"": figures}
     elif isinstance(sweep := figures.get("sweep"), dict):
@@ -99,7 +99,10 @@ def _difference(key: str, was: object, now: object) -> str:
 
 
 def table(old: Report, new: Report, void: str | None = None) -> Fitting:
-    """Return a row per figure with both values, and the verdict and the change of B, unless the comparison is void."""
+    """Return a table with a row per figure: its values in A (`old`) and B (`new`), the verdict on B, and the change.
+
+    `void`: why the two cannot be compared; no verdicts are shown then.
+    """
     rows = []
     for row in show.rows_of({"": new}):
         was, now = seeds.mean(old, row.read), seeds.mean(new, row.read)

@@ -29,7 +29,7 @@ class BadOption(BadInput):
 
 
 def refuse(*rows: tuple[object, str]) -> None:
-    """Raise BadOption with the message of the first of these rows (wrong, message) that is wrong."""
+    """Raise BadOption with the message of the first row (wrong, message) whose `wrong` is true."""
     for wrong, why in rows:
         if wrong:
             raise BadOption(why)

@@ -1,10 +1,10 @@
 """A client of the engine to measure: what the engine reports of itself, and when each chunk of a completion arrived.
 
-Prompts are random token ids, so they need no tokenizer, and none is cached unless this client sent it before. Text
-prompts, for the cost of tokenizing, are random English words.
+Prompts are random token ids, so they need no tokenizer, and no prompt is cached unless this client sent it before. Text
+prompts, which measure the cost of tokenizing, are random English words.
 
-Cache figures are in /metrics; the scheduler's limits are available where the operator exposes them. Limits that are not
-reported are measured later, or a common default is assumed and marked as such.
+The size of the KV cache is in /metrics; the scheduler's limits are available where the operator exposes them. Limits
+that are not reported are measured later, or a common default is assumed and marked as such.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Refused(CalibrationError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The engine's limits; `told` has the source of each. The defaults are what is assumed."""
+    """The engine's limits; the defaults are assumed where neither a report nor a measurement gives another value."""
 
     max_model_len: int = 8192
     block_size: int = 16
     num_blocks: int = 4096
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    told: dict[str, str] = field(default_factory=dict)
+    told: dict[str, str] = field(default_factory=dict)  # by limit: where its value comes from, in words
 
     @property
     def longest(self) -> int:
@@ -76,17 +76,14 @@ class Known:
 
 @dataclass(slots=True)
 class Reply:
-    """A streamed completion.
-
-    `times`: arrival of each chunk with a choice, even if its text is empty (as for part of a character); `tokens`: the
-    number of output tokens requested.
-    """
+    """A streamed completion; times are those of `perf_counter`."""
 
     sent: float
-    tokens: int
+    tokens: int  # output tokens requested
+    # arrival of each chunk with a choice, even if its text is empty (as for part of a character)
     times: list[float] = field(default_factory=list)
-    prompt: int | None = None  # tokens, as the engine counts them
-    cached: int | None = None
+    prompt: int | None = None  # prompt tokens, as the engine counts them
+    cached: int | None = None  # prompt tokens that the engine found in its cache
 
     @property
     def ttft(self) -> float:
@@ -108,7 +105,8 @@ class _Stream(sse.Reply):
 class Client(client.Client):
     """A client of the engine to measure, used as `async with Client(url) as client`.
 
-    `learn` must come before `complete`. It counts the requests and tokens it asked for. Raises BadURL.
+    `learn` must come before `complete`. `requests`, `prompt_tokens` and `output_tokens` count what was sent and asked
+    for so far. Raises BadURL.
     """
 
     def __init__(self, url: str, api_key: str | None = None, seed: int | None = None):
@@ -137,7 +135,7 @@ class Client(client.Client):
     ) -> Reply:
         """Return a completion of exactly `tokens` tokens. Raises CalibrationError.
 
-        Token ids go to the completions API, text as one chat message. `seen` is called at each chunk.
+        `prompt`: token ids, for the completions API, or the text of a chat message; `seen`: called at each chunk.
         """
         path, asked = COMPLETIONS, {"prompt": prompt}
         if isinstance(prompt, str):
@@ -163,9 +161,10 @@ class Client(client.Client):
         return reply
 
     async def learn(self, model: str | None) -> Known:
-        """Return what the engine reports, and take its model (`model`, if that is given) and its dialect.
+        """Return what the engine reports of itself, and use its dialect (metric names, paths) and a model from now on.
 
-        Raises CalibrationError when no engine can be measured.
+        `model`: the model to use (default: the first that it lists). Raises CalibrationError when the engine cannot be
+        measured.
         """
         way = Access(self.base_url, urlsplit(self.base_url).hostname or "", headers=self.own_headers)
         try:
@@ -216,6 +215,6 @@ class Client(client.Client):
         return parse(page, 0.0, self.dialect.metrics) if status == 200 else None
 
     async def at_work(self) -> int | None:
-        """Return the number of requests running or waiting in the engine; None if it does not report it."""
+        """Return the number of requests running or waiting in the engine; None if it does not report this."""
         found = await self.counters()
         return None if found is None or found.running is None else found.running + (found.waiting or 0)

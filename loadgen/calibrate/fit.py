@@ -1,12 +1,13 @@
-"""Samples, and coefficients of the timing profile from them, by robust non-negative least squares.
+"""Samples of measured times, and the timing profile's coefficients that fit them best.
 
-A sample is a measured time with how often each coefficient of the simulated engine's timing occurs in it. The names are
-those of `replicas.simulated.profile` (`latency`, `work`, `token`, `text`, `text_token` of a request; the others of a
-step). A prompt of 4,096 new tokens in steps of 2,048, alone, is one `latency`, one `work`, 4,096 `token`, two `base`,
-two `prefill`, 4,096 `prefill_token` and 4,096 * 2,048 `attention`.
+A sample is a measured time, and how often each coefficient of the simulated engine's timing occurs in this time.
+Coefficients are named as in `replicas.simulated.profile`: `latency`, `work`, `token`, `text` and `text_token` belong to
+a request, the others to an engine step. A prompt of 4,096 new tokens in steps of 2,048, alone, is one `latency`, one
+`work`, 4,096 `token`, two `base`, two `prefill`, 4,096 `prefill_token` and 4,096 * 2,048 `attention`.
 
-Errors are relative, so that 5 ms count as much as 500. Outliers, every tenth sample on a machine with other work, lose
-weight with each round (Huber). A coefficient that occurs in no sample stays zero.
+The fit is by robust non-negative least squares. Errors are relative: 10 % count the same for 5 ms and for 500.
+Outliers, every tenth sample on a machine with other work, lose weight with each round (Huber). A coefficient that
+occurs in no sample stays zero.
 """
 
 from __future__ import annotations
@@ -16,45 +17,51 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# The regions in which residuals are stated.
+# The regions: kinds of measurement, for each of which the errors of the fit are stated.
 NEW, CACHED, TEXT = "new prompt", "prompt behind a cached prefix", "cached prompt as text"
 BURST, DECODE = "burst of cached prompts", "decode step"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured time, its region, and how often each coefficient occurs in it."""
+    """A measured time and what it consists of."""
 
-    region: str
+    region: str  # kind of measurement
     seconds: float
-    parts: dict[str, float] = field(default_factory=dict)
-    spread: float | None = None  # of a step, where many were seen: a standard deviation as a share
+    parts: dict[str, float] = field(default_factory=dict)  # how often each coefficient occurs in the time
+    spread: float | None = None  # of a step, where many were seen: the standard deviation as a share of its duration
 
 
 def prompt_sample(region: str, seconds: float, tokens: int, cached: int, budget: int) -> Sample:
-    """Return the sample of a time to first token on an idle engine; `budget` is max_num_batched_tokens."""
+    """Return the sample of a time to first token on an idle engine.
+
+    `tokens`: of the prompt, of which the engine had `cached`; `budget`: its max_num_batched_tokens.
+    """
     parts = _prefill(tokens - cached, cached, budget)
     parts |= {"latency": 1, "work": 1, "token": tokens, "base": parts["prefill"]}
     return Sample(region, seconds, parts | ({"text": 1, "text_token": tokens} if region == TEXT else {}))
 
 
 def burst_sample(seconds: float, count: int, tokens: int, cached: int, budget: int) -> Sample:
-    """Return the sample of `count` cached prompts sent at once, until the last one has its first token.
+    """Return the sample of `count` cached prompts sent at once; `seconds`: until the last one has its first token.
 
-    The step of the last one begins when it reaches the engine, or when the step before ends: on average half a step
-    later.
+    The last prompt is computed from when it reaches the engine or, if a step is running, from the end of that step: on
+    average half a step later.
     """
     parts = _prefill(tokens - cached, cached, budget) | {"base": 1.5, "prefill": 1.5}
     return Sample(BURST, seconds, parts | {"latency": 1, "work": count, "token": count * tokens})
 
 
 def decode_sample(seconds: float, sequences: int, context: float, spread: float | None = None) -> Sample:
-    """Return the sample of one step that gives `sequences` requests, with `context` tokens in all, a token each."""
+    """Return the sample of one step in which `sequences` requests, with `context` tokens in all, get a token each."""
     return Sample(DECODE, seconds, {"base": 1, "decode_sequence": sequences, "decode_context_token": context}, spread)
 
 
 def _prefill(new: int, before: int, budget: int) -> dict[str, float]:
-    """Return the parts of a prefill; each new token attends to all before it, however the prompt is chunked."""
+    """Return the parts of computing `new` tokens behind `before` cached ones, up to `budget` of them a step.
+
+    Each new token attends to all tokens before it, however the prompt is chunked.
+    """
     return {"prefill": -(-new // budget), "prefill_token": new, "attention": new * (before + new / 2)}
 
 
@@ -83,8 +90,8 @@ class Residual:
 
     count: int
     bias: float  # median of (fit - seen) / seen
-    typical: float  # median of its absolute value
-    worst_tenth: float  # nine in ten are closer
+    typical: float  # median of |fit - seen| / seen
+    worst_tenth: float  # nine in ten errors are smaller
 
 
 # A region's fit is poor if its typical error is above POOR or its bias above POOR_BIAS: medians under load shall be
@@ -94,10 +101,10 @@ POOR, POOR_BIAS = 0.25, 0.15
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients in milliseconds, and the errors of the fit by region."""
+    """The coefficients of a timing profile, and how well they fit."""
 
-    ms: dict[str, float]  # by coefficient
-    residuals: dict[str, Residual]
+    ms: dict[str, float]  # by coefficient: its value in milliseconds
+    residuals: dict[str, Residual]  # by region
     spread: float = 0.0  # of a step: a standard deviation, as a share
 
     @property
@@ -106,7 +113,7 @@ class Fit:
         return [name for name, one in self.residuals.items() if one.typical > POOR or abs(one.bias) > POOR_BIAS]
 
     def seconds(self, parts: dict[str, float]) -> float:
-        """Return the time that the fit predicts for these parts (see `samples`)."""
+        """Return the time that the fit predicts for a sample's `parts`."""
         return 1e-3 * sum(self.ms[name] * times for name, times in parts.items())
 
 

@@ -1,8 +1,9 @@
 """The plan of a measurement, made from the engine's limits and its speed in a few probes, and the measurement itself.
 
-Every round has the same questions in another order, so that a machine that is busier or warmer for a while does not
-affect only one kind. Sizes grow by factors of two or more up to the engine's context and a quarter of its cache, as
-long as a question takes less than a share of the time: many rounds are worth more than long prompts.
+A question is one measurement: a request, or several at once. Every round has the same questions in another order, so
+that a machine that is busier or warmer for a while does not affect only one kind. Prompts grow by factors of two or
+more up to the engine's context and a quarter of its cache, as long as a question takes at most the share LONGEST of the
+time: many rounds are worth more than long prompts.
 """
 
 from __future__ import annotations
@@ -27,20 +28,17 @@ STEPS = 32  # decode steps to observe with all requests decoding
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One measurement to make.
+    """One measurement to make."""
 
-    `tokens`: length of a prompt; `extra`: new tokens after it; `count`: requests at once; `output`: tokens of each.
-    """
-
-    region: str
-    tokens: int
-    extra: int = 0
-    count: int = 1
-    output: int = 1
+    region: str  # its kind
+    tokens: int  # length of a prompt
+    extra: int = 0  # new tokens behind a cached prompt of that length
+    count: int = 1  # requests at once
+    output: int = 1  # output tokens of each request
 
     @property
     def sent(self) -> np.ndarray:
-        """The requests, prompt tokens and output tokens that are sent, also those that only fill the cache."""
+        """The numbers of requests, prompt tokens and output tokens, including requests that only fill the cache."""
         requests = self.count if self.region == NEW else 2 * self.count
         return np.array([requests, self.tokens * requests + self.extra, self.count * (self.output - 1) + requests])
 
@@ -57,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The questions of each round, the number of rounds, and the expected seconds of one."""
+    """The questions of each round, the number of rounds, and the expected seconds of one round."""
 
     questions: tuple[Question, ...]
     rounds: int
@@ -65,12 +63,12 @@ class Plan:
 
     @property
     def sent(self) -> np.ndarray:
-        """The requests, prompt tokens and output tokens of all rounds."""
+        """The numbers of requests, prompt tokens and output tokens of all rounds."""
         return self.rounds * sum(question.sent for question in self.questions)
 
 
 def make(limits: Limits, fit: Fit, seconds: float) -> Plan:
-    """Return a plan of two to ten rounds that takes about `seconds`."""
+    """Return a plan of two to ten rounds that takes about `seconds`, on an engine as fast as `fit`."""
     took = {question: question.expected(fit, limits) for question in _questions(limits)}
     small = {question for question in took if question.tokens <= 4 * SMALLEST and question.count <= FEW}
     affordable = {one: each for one, each in took.items() if one in small or each <= LONGEST * seconds}
@@ -116,7 +114,10 @@ class Meter:
         self.client, self.limits = client, limits
 
     async def probe(self, seconds: float) -> Fit:
-        """Return a first fit, from a few prompts and replies of increasing size, after two that warm the engine up."""
+        """Return a first fit from a few prompts and replies of increasing size, after two that warm the engine up.
+
+        `seconds`: duration of the whole measurement, of which the probes take a small part.
+        """
         for size in (SMALLEST, 8 * SMALLEST):
             await self._send(size, 8)
         seen: list[Sample] = []
@@ -130,9 +131,10 @@ class Meter:
         return fit(seen)
 
     async def budget(self, found: Fit, seconds: float) -> tuple[int, str]:
-        """Return max_num_batched_tokens and how it was found.
+        """Return max_num_batched_tokens, and in words how it was found.
 
-        It is derived from the number of tokens one request gets while the long prompt of another is computed.
+        It is the length of a long prompt over the number of steps that computed it, which another request shows: its
+        tokens come at long intervals meanwhile. `found`: the fit so far; `seconds`: of the whole measurement.
         """
         size = SMALLEST
         while 2 * size <= self.limits.longest:
@@ -152,7 +154,7 @@ class Meter:
         return min(least, max(size, 16384)), why
 
     async def at_once(self) -> tuple[int, str]:
-        """Return max_num_seqs and how it was found, which works up to the number of requests sent at once."""
+        """Return max_num_seqs, and in words how it was found; a limit of MOST or more is only assumed."""
         ran = most_at_once(await _together(*(self._send(SMALLEST, STEPS + 2 * MOST) for _ in range(MOST))))
         if ran < MOST:
             return ran, f"seen: of {MOST} requests {ran} ran at once"
@@ -168,7 +170,7 @@ class Meter:
         """Return the samples of all rounds of the plan.
 
         Ends earlier, but not before the first round is complete, when the times no longer change or `seconds` are over.
-        `told` is called after each round with the number of rounds and the fit.
+        `told`: called after each round with the number of rounds and the fit; `busy`: do not wait for an idle engine.
         """
         seen: list[Sample] = []
         began, before = monotonic(), None
@@ -224,7 +226,7 @@ class Meter:
         return [decode_sample(seconds, question.count, context, spread(replies[0]))] if seconds else []
 
     async def _beside(self, prompt: list[int]) -> Reply:
-        """Return a decoding request's reply; a request with `prompt` arrives meanwhile, at any moment of a step."""
+        """Return the reply of a request during whose decoding `prompt` is sent, at a random moment of a step."""
         going = asyncio.get_running_loop().create_future()
         steps = 3 * STEPS + -(-len(prompt) // self.limits.max_num_batched_tokens)
 
@@ -239,7 +241,7 @@ class Meter:
         return (await _together(self.client.complete(self.client.ids(SMALLEST), steps, at_tenth), other()))[0]
 
     def _cached(self, reply: Reply, at_most: int) -> int:
-        """Return the cached tokens as the engine reports them, else all full blocks."""
+        """Return the cached tokens as the engine reports them, else the full blocks of `at_most` tokens."""
         return reply.cached if reply.cached is not None else at_most // self.limits.block_size * self.limits.block_size
 
 
@@ -256,8 +258,9 @@ async def _together(*questions) -> list[Reply]:
 def step_seconds(replies: list[Reply]) -> tuple[float, int]:
     """Return the seconds of a step while all replies decode, and the tokens each had by the middle of that time.
 
-    The seconds are 0 if they never decoded all at once. The slowest tenth of the steps is left out, as something else
-    ran. Where the API server put several tokens into a chunk, its gap counts as that many steps.
+    The seconds are 0 if they hardly decoded all at once. The slowest tenth of the steps is left out, as other work on
+    the machine delayed it. Where the API server puts several tokens into a chunk, the gap before it counts as that many
+    steps.
     """
     begin, end = max(reply.times[0] for reply in replies), min(reply.times[-1] for reply in replies)
     steps, tokens = [], 0.0
@@ -284,10 +287,10 @@ def spread(reply: Reply) -> float | None:
 
 
 def full_steps(gaps: list[float]) -> int:
-    """Return how many full steps the computation of a long prompt took.
+    """Return in how many full steps a long prompt was computed, by the `gaps` between another request's tokens.
 
-    These are the long gaps up to the longest: each is longer than the one before because its tokens attend to more, and
-    the remainder in the last step is shorter.
+    These steps are the long gaps up to the longest one: each is longer than the one before because its tokens attend to
+    more, and the last step, with the remainder of the prompt, is shorter.
     """
     usual = median(gaps)
     upto = gaps[: gaps.index(max(gaps)) + 1]
@@ -302,7 +305,7 @@ def most_at_once(replies: list[Reply]) -> int:
 
 
 def changed(seen: list[Sample], before: Fit, after: Fit) -> float:
-    """Return the largest change of the times of a region between two fits (median within the region)."""
+    """Return by what share the times of the most changed region differ between two fits (median over its samples)."""
     shares: dict[str, list[float]] = {}
     for one in seen:
         change = abs(after.seconds(one.parts) - before.seconds(one.parts)) / one.seconds

@@ -117,7 +117,7 @@ async def calibrate(args: argparse.Namespace, console: Console) -> str:
 
 
 async def _limits(meter: measure.Meter, found: Fit, seconds: float) -> Limits:
-    """Return the limits, with those measured that the engine did not report, as far as possible."""
+    """Return the engine's limits; those that it did not report are measured as far as possible."""
     limits = meter.limits
     for name, see in (
         ("max_num_seqs", meter.at_once),
@@ -145,7 +145,7 @@ def _caution(result: Fit, seconds: float) -> str:
 def residuals(fit: Fit) -> Iterator[str]:
     """Yield the lines of a table of the fit's errors by kind of request.
 
-    They are the median of fit / measured - 1, the median error, and the error that nine in ten stay below.
+    Columns: samples, bias (median of fit / measured - 1), typical error (median), error that nine in ten stay below.
     """
     yield f"{'':38}{'samples':>8}{'bias':>11}{'typical':>11}{'90 %':>11}"
     for region, one in fit.residuals.items():

@@ -1,12 +1,13 @@
 """The scenes of `loadgen demo`: engines, texts, cache sizes, and a load that suits them.
 
 SIMULATED: four engines with the step times of an 8B model on one GPU, at SPEED times Dynamo's figures, sized so that
-two cores carry them, the gateway and the generator, for about 40 s a round: 10 requests/s of 4,000 tokens with 40-token
-replies. In virtual time (`loadgen simulate`, 240 requests) the hit rates are 0.35 and 0.90, where 0.90 is possible,
-TTFT p50 is 224 and 105 ms, and neither policy builds up queues that would only measure saturation.
+two cores carry engines, gateway and generator for about 40 s a round: 10 requests/s of 4,000 tokens with 40-token
+replies. In virtual time (`loadgen simulate`, 240 requests) round_robin and least_time have hit rates of 0.35 and 0.90
+(0.90 is the most possible) and a TTFT p50 of 224 and 105 ms, and neither builds up queues, which would only measure
+saturation.
 
-`real`: two vLLM processes on the CPU with a random model of two layers. A prefill of 5,300 tokens takes 0.26 s there,
-so 4 requests/s keep two cores half busy without caches.
+`real`: two vLLM processes on the CPU with a random model of two layers. They prefill 5,300 tokens in 0.26 s, so 4
+requests/s would keep two cores half busy if nothing were cached.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ class Scene:
     about: str  # what is real and what is not
     profile: str  # launch profile, YAML; {blocks} and {bytes} are the size of an engine's cache
     texts: int
-    text_chars: int
+    text_chars: int  # characters of each
     chars_per_token: float
     requests: int
-    rate: float
-    block: int
+    rate: float  # requests per second
+    block: int  # tokens of a KV block
     ready_seconds: float = 90.0
     model: Path | None = None
-    folder: Path | None = None  # where the profile is kept; None: it is temporary
+    folder: Path | None = None  # where the profile is kept; None: in a temporary folder
 
     turns: int = 4
     think: float = 1.0
     reply_tokens: int = 40
-    pressure: float = 1.5  # all caches together / all texts: all caches hold them, a single one does not
-    running: int = 4  # conversations an engine has at a time
-    talk_tokens: int = 500  # tokens of each conversation in addition to the text
+    pressure: float = 1.5  # size of all caches over that of all texts: together they hold them, a single one does not
+    running: int = 4  # conversations that an engine's cache has room for at least
+    talk_tokens: int = 500  # tokens of each conversation in addition to its text
 
     def launch_profile(self, num_blocks: int) -> str:
         return self.profile.format(blocks=num_blocks, bytes=4 * num_blocks * self.block * KV_BYTES_PER_TOKEN)

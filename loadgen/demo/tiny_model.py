@@ -1,7 +1,7 @@
 """Tiny models that a real vLLM loads within a second: random weights, real tokenizer.
 
-Weights are normal with a deviation (0.15) large enough that attention affects the output: it depends on the whole
-prompt, so that a wrong cache block shows in the text.
+Weights are normal with a deviation (0.15) large enough that attention affects the output. The output then depends on
+the whole prompt, so that a wrong cache block shows in the text.
 """
 
 import json
@@ -34,8 +34,8 @@ def tiny_model(folder: Path, tokenizer: Path | None = None, seed: int = 0, windo
     """Write a Llama of 2 layers to `folder`, which is created, and return the folder.
 
     `tokenizer`: folder of a real tokenizer, whose vocabulary is used; None trains a small one with a ChatML template (1
-    s). `windows`: per layer its sliding window, 0 for full attention; the number of windows sets that of the layers,
-    and those that are not 0 must be equal.
+    s). `windows`: the sliding window of each layer in tokens, 0 for full attention; the model then has as many layers,
+    and all windows that are not 0 must be equal.
     """
     layers = len(windows) or LAYERS
     folder.mkdir(parents=True, exist_ok=True)

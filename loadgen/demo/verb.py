@@ -72,7 +72,7 @@ class Plan:
 
 
 def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
-    """Return the texts, and caches sized to them. Raises BadWorkload."""
+    """Return the demo's texts, cut from the file `path` if given, and a cache size to suit. Raises BadWorkload."""
     length = scene.text_chars
     try:
         if path is not None:  # a short file is cut into shorter texts, so that there are still several
@@ -125,7 +125,10 @@ async def demo_verb(args: argparse.Namespace, console: Console) -> int:
 async def play(
     console: Console, planned: Plan, requests: int, seed: int, policy: str, profile: Path, which: str
 ) -> Report:
-    """Play one round on fresh engines and return its report."""
+    """Play one round, the load under one policy, on fresh engines and return its report.
+
+    `profile`: launch profile of the engines; `which`: the round's number in words, for the live view.
+    """
     scene = planned.scene
     with live.starting(console, policy, scene.engines) as on_progress:
         stack = Stack(policy, scene.engines, str(profile), on_progress, scene.model, scene.ready_seconds)

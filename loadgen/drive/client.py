@@ -2,9 +2,9 @@
 
 It is a raw asyncio protocol on llhttp, so that the generator is not the bottleneck: the time is taken in
 `data_received` before any parsing, and no coroutine wakes until a reply is complete. A request with an 8 kB body and a
-reply of 64 chunks takes 0.8 ms of CPU. Connections are reused for less than vLLM's idle timeout. Where a reused one
-closes before the first byte of a reply, the server had closed it meanwhile, and the request is sent again on a new
-connection.
+reply of 64 chunks takes 0.8 ms of CPU. Connections are reused for less than vLLM's idle timeout. Where a reused
+connection closes before the first byte of a reply, the server had already closed it while it was idle, and the request
+is sent again on a new connection.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def ask(self, request: bytes, reply: Reply) -> asyncio.Future[str | None]:
-        """Send `request` and return a future of None, or of the error class (see `Record.error`)."""
+        """Send `request` and fill `reply`; return a future of None, or of the error's class (`Record.error`)."""
         self.reply, self.touched, self.headers = reply, False, {}
         self.parser = httptools.HttpResponseParser(self)
         self.waiter = asyncio.get_running_loop().create_future()
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
 class Client:
     """A client of one server; `base_url` may end in /v1 or not.
 
-    Raises BadURL. `ask` and `get` raise nothing for what a server does: they return or record it.
+    Raises BadURL. `ask` and `get` raise no exception for a server's failures: they record or return them.
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, timeout: float = 600.0):
@@ -171,7 +171,7 @@ class Client:
         await self._exchange(self._request("POST", endpoint, body), Reply(record))
 
     async def get(self, endpoint: str) -> tuple[int, bytes, str]:
-        """Send a GET request; return (status, body, error). The status is 0 when no response came."""
+        """Send a GET request; return (status, body, error in words). The status is 0 when no response came."""
         record = Record("", 0, perf_counter())
         reply = Reply(record)
         await self._exchange(self._request("GET", endpoint, b""), reply)

@@ -1,9 +1,9 @@
 """A load spread over several processes, for when one core is not enough to send it.
 
-Of n processes each gets every n-th conversation with its start time and sends its share as `drive.run` does. All begin
-at one moment of the machine's monotonic clock, which processes share, so that their records can be merged. A child gets
-its share and the moment to begin as pickles on standard input, whose end tells it to stop. It answers a few times a
-second with its records, as pickles preceded by their length.
+Of n processes each gets every n-th conversation with its start time and sends this share as `drive.run` does. All begin
+at one moment of the machine's monotonic clock, which processes share, so that their records can be merged. A child
+process gets its share and the moment to begin as pickles on standard input; the end of standard input tells it to stop.
+A few times a second it writes its new records to standard output, as pickles preceded by their length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ProcessFailed(Failed):
 
 @dataclass(slots=True)
 class Share:
-    """One process's share of the load, and how it sends it."""
+    """The part of a load that one process sends, and how it is sent."""
 
     load: Workload
     base_url: str
@@ -68,15 +68,16 @@ def _part(whole: int | None, index: int, of: int) -> int | None:
 
 @dataclass(slots=True)
 class _News:
-    """A progress message of a child: new records, requests in flight, and in the last one what it cost in `end`."""
+    """A progress message of a child process."""
 
-    done: list[Record]
-    inflight: int
-    end: tuple[float, float, float, int] | None = None  # end time, CPU seconds, busiest second, connections
+    done: list[Record]  # since the last message
+    inflight: int  # number of requests in flight
+    # in the last message: when it ended, CPU seconds, share of a core used in the busiest second, connections opened
+    end: tuple[float, float, float, int] | None = None
 
 
 class Processes(Load):
-    """A load like `Run`, sent by several processes."""
+    """A load that several processes send; it is used like `Run`."""
 
     def __init__(self, whole: Share, number: int):
         super().__init__(whole.load.conversations, whole.load.starts, whole.max_concurrency, whole.users)

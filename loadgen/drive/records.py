@@ -19,11 +19,11 @@ class Record:
     conversation: str
     turn: int
     due: float  # when the schedule wanted it sent
-    question: str = ""  # the last user words, for the live view
+    question: str = ""  # the user's last message, for the live view
     sent: float = 0.0  # latencies are counted from here, so they include the wait for a connection
-    first: float | None = None  # first chunk that carries output
-    last: float = 0.0  # last chunk, or the failure
-    gaps: list[float] = field(default_factory=list)  # between chunks that carry output
+    first: float | None = None  # when the first chunk that carries output came
+    last: float = 0.0  # when the last chunk came, or the request failed
+    gaps: list[float] = field(default_factory=list)  # seconds between chunks that carry output
     pieces: list[str] = field(default_factory=list)  # the text, chunk by chunk
     status: int = 0
     error: str | None = None  # class: connect, timeout, closed, truncated, stream_error, http_503, ...
@@ -70,7 +70,7 @@ class Record:
 
 
 class Load:
-    """A load while it is sent and afterwards; live views and `report.summarise` read it.
+    """A load while it is sent and afterwards, read by live views and `report.summary.summarise`.
 
     Times are seconds; CPU figures are those of the busiest of its `processes`.
     """
@@ -91,7 +91,7 @@ class Load:
         self.done: list[Record] = []
         self.began = self.ended = 0.0
         self.cpu_seconds = 0.0
-        self.busiest_second = 0.0  # share of a core
+        self.busiest_second = 0.0  # share of a core that was used in it
         self.interrupted = False
 
     @property

@@ -1,8 +1,8 @@
 """Run a load: send each conversation's turns when they are due and collect the records.
 
-Open loop: conversations begin at their scheduled times. Closed loop (`users`): each user begins a conversation when its
-last has ended, so that a slow server gets fewer requests. In both, a request sent later than due is the generator's
-fault, and its lateness is recorded.
+Open loop: conversations begin at their scheduled times. Closed loop (`users`): each user begins a conversation when the
+user's previous one has ended, so that a slow server gets fewer requests. In both, a request sent later than due is the
+generator's fault, and the lateness is recorded.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ _LEAD_SECONDS = 0.05  # a body is made this long before it is due: 12,000 tokens
 
 @dataclass(slots=True)
 class Asking:
-    """The form of requests, the same for all of a run."""
+    """The form of requests: what they have in common in a run."""
 
     model: str
     endpoint: str = CHAT
     completions: bool = False  # the body carries `prompt` rather than `messages`
     engine_replies: bool = False  # continue with the engine's replies, not with those of the file
     ignore_eos: bool = False
-    extra: Mapping[str, object] = field(default_factory=dict)  # merged last; None removes a field
-    salt: int = 0  # seed of the tokens that are made from span names
-    vocabulary: int = synthetic.VOCABULARY
+    extra: Mapping[str, object] = field(default_factory=dict)  # fields merged in last; None removes a field
+    salt: int = 0  # seed of the tokens that are made up for spans
+    vocabulary: int = synthetic.VOCABULARY  # upper bound of these tokens' ids
 
     def put(self, message: Message) -> Message:
-        """Replace the spans of a message by text, or by token ids for the completions API."""
+        """Return the message with its spans (tokens without text) as text, or as token ids for the completions API."""
         if self.completions and isinstance(spans := message.get("content"), tuple):
             return {**message, "content": synthetic.token_ids(spans, self.salt, self.vocabulary)}
         return synthetic.in_words(message, self.salt)
 
     def body(self, messages: list[Message], turn: Turn, extra: Mapping[str, object]) -> bytes:
-        """Return the JSON request body for one turn after `messages`."""
+        """Return the JSON request body for `turn`.
+
+        `messages`: the conversation up to this turn and with its own messages; `extra`: the conversation's own fields.
+        """
         said: dict[str, object] = {"model": self.model}
         contents = [message.get("content") for message in messages]
         if self.completions and any(isinstance(content, np.ndarray) for content in contents):
@@ -148,7 +151,10 @@ class Run(Load):
     async def _converse(
         self, group: asyncio.TaskGroup, conversation: Conversation, due: float, messages: list[Message]
     ) -> None:
-        """Send the turns of a conversation, following `messages`; forks get a copy of the messages so far."""
+        """Send the turns of a conversation, the first one at `due`; forks begin with a copy of the messages so far.
+
+        `messages`: what precedes the first turn, extended turn by turn.
+        """
         for number, turn in enumerate(conversation.turns):
             messages += map(self.asking.put, turn.messages)
             body = self.asking.body(messages, turn, conversation.extra)

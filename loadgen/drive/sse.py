@@ -1,7 +1,7 @@
 """A parser of one OpenAI reply, streamed as server-sent events or whole, into a Record.
 
-It has no I/O and no clock: bytes and their arrival times come in, `Record` fields come out. Output is text, content,
-reasoning or tool calls in a choice; the chunk that only names the role is not the first token.
+The parser has no I/O and no clock: it takes bytes and their arrival times and fills a `Record`. What counts as output
+is text, content, reasoning or tool calls in a choice; the chunk that only names the role is not the first token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OTHER_OUTPUT = ("reasoning_content", "reasoning", "tool_calls", "refusal")
 
 
 class Reply:
-    """One reply; the client calls begin(status, headers), feed(bytes, now) ..., end(now), settle(error, now)."""
+    """One reply; the client calls begin(status, headers), feed(data, now) ..., end(now), then settle(error, now)."""
 
     def __init__(self, record: Record):
         self.record = record
@@ -71,7 +71,7 @@ class Reply:
         self._message(body, now)
 
     def settle(self, error: str | None, now: float) -> None:
-        """Complete the record after the exchange; `error` is the error class of the connection, or None."""
+        """Complete the record once request and response are over; `error`: class of a connection's error, or None."""
         record = self.record
         record.error = error or record.error
         if record.error is None:

@@ -1,6 +1,6 @@
 """A temporary gateway with its engines: `hitherto serve --launch N` as a child process.
 
-Policies are compared on fresh engines, one stack after the other, so that none finds a cache that another has filled.
+Policies are compared on fresh engines, one stack after the other, so that no policy finds caches that another filled.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class StackFailed(Failed):
 class Stack:
     """A gateway that serves within `async with Stack("least_time", 4) as stack:`.
 
-    `base_url` and `admin` can be used once all replicas are ready. HITHERTO_* variables of the environment and
-    ./hitherto.yaml are ignored, because they belong to another gateway. Raises BadOption or StackFailed on entry.
+    Entry waits until all `launch` engines are ready; `base_url` and `admin` can be used then. HITHERTO_* variables of
+    the environment and ./hitherto.yaml are ignored, because they belong to another gateway. `on_progress`: called with
+    the number of ready engines. Raises BadOption or StackFailed on entry.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ def _vocabulary(models: bytes, name: str) -> int | None:
 
 
 def _config(origin: str) -> Path:
-    """Return the path of the model's config.json, which need not exist."""
+    """Return where the model's config.json is looked for; the file need not exist."""
     file = Path(origin) / "config.json"
     if file.is_file() or origin.startswith((".", "/", "~")) or origin.count("/") != 1:
         return file

@@ -1,8 +1,8 @@
-"""Loads in virtual time: routing policies against simulated engines, any number of them, at the speed of computation.
+"""Simulation of a load in virtual time: gateways with a routing policy before any number of simulated engines.
 
-`setting` says what a fleet is made of; `fleet` has the engines (`replica`) and the gateways (`gateway`, with `holders`
-as its map); `links` moves KV caches between engines; `run` plays a workload (`prompts` hashes its conversations);
-`rules` looks policies up by name; `verb` is `loadgen simulate`.
+`setting`: what a fleet consists of. `fleet`: its engines (`replica`), gateways (`gateway`, with `gate` for admission
+and `holders` as the map of cached blocks) and virtual clock. `links`: transfers of KV caches between engines. `run`:
+plays a workload, of which `prompts` makes block hashes. `rules`: finds policies by name. `verb`: `loadgen simulate`.
 """
 
 from .fleet import Fleet

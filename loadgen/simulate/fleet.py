@@ -1,17 +1,18 @@
 """A fleet on a virtual clock: gateways with one policy and the simulated engines behind them.
 
-Policies, ledger and learned costs are those of the real gateway, the map answers as the
-gateway's does, and the engines are those of `hitherto replica`. Time is a heap of events: a simulated minute takes as
-long as its engine steps take to compute, and the same seed gives the same result.
+Policies, learned costs and the ledger (the load reserved on each replica) are those of the real gateway, and the map
+(which replica holds which KV blocks) answers as the real one does. The engines are those of `hitherto replica`. Time is
+a heap of scheduled calls: a simulated minute takes as long as its engine steps take to compute, and the same seed gives
+the same result.
 
-A request is matched, placed, reserved and sent to an engine. Its first token updates the ledger and the learned TTFT;
-its end releases the reservation and starts the think time before the conversation's next turn. Where replicas have
-roles, a request may have two legs, as in the proxy: a prefiller computes the prompt and one token and keeps the KV
-cache until its lease ends, and a decoder fetches what it lacks and writes the answer, including the first token that
-the client sees.
+A request is matched against the map, placed on a replica, reserved in the ledger and sent to the engine. Its first
+token updates the ledger and the learned TTFT; its end releases the reservation and starts the think time before the
+conversation's next turn. Where replicas have roles, a request may have two legs, as in the proxy. In the first, a
+prefiller computes the prompt and one token, and keeps the KV cache until a lease ends. In the second, a decoder fetches
+the blocks that it lacks and writes the answer, including the first token that the client sees.
 
-A replica that is lost takes its cache with it and cuts the streams it has begun. Requests it had not begun to answer
-are sent elsewhere at once, because the gateway notices the broken connections.
+A replica that is lost loses its cache and breaks the streams that it has begun. Requests that it had not begun to
+answer are sent to other replicas at once, because the gateway notices the broken connections.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class _Live:
     gateway: Gateway
     session: str | None
     on_end: Callable[[], None] | None
-    placement: Placement | None = None  # of the current leg
-    legs: Legs | None = None
-    stays_whole: bool = False  # a transfer failed
-    gate: Gate | None = None  # of its gateway
+    placement: Placement | None = None  # of the request, or of its current leg
+    legs: Legs | None = None  # None: not in two legs
+    stays_whole: bool = False  # not in two legs any more, because a transfer failed
+    gate: Gate | None = None  # admission of its gateway, if there is one
     id: int = 0
     ticket: Ticket | None = None  # where the gateway has admission
     capped: bool = False  # its answer was shortened by admission
-    steps: int = 0  # of its engine, when its gateway last checked its progress
+    steps: int = 0  # that its engine had ended when its gateway last counted the answer's tokens
 
     @property
     def turn(self) -> Turn:
@@ -68,9 +69,10 @@ class _Live:
 
 
 class Fleet:
-    """A simulated run of a fleet; the arguments are the fields of `Setting`, of which `more` takes the others.
+    """A simulated run of a fleet.
 
-    `keep`: keep the records of ended requests, with their hashes.
+    The arguments are fields of `Setting`; `more` takes those that are not listed. `keep`: whether `result` gets the
+    record of each request, with its block hashes.
     """
 
     def __init__(
@@ -126,7 +128,10 @@ class Fleet:
     # --- a request
 
     def send(self, turn: Turn, session: str | None = None, on_end: Callable[[], None] | None = None) -> Record:
-        """Route one request now; `on_end` is called when it has ended or failed."""
+        """Route one request now and return its record, which is filled in as the request proceeds.
+
+        `session`: id of its conversation, for policies that use sessions; `on_end`: called when it has ended or failed.
+        """
         if self.now >= self._scrape_at:
             self._scrape()
         if self.now >= self._sweep_at:
@@ -149,7 +154,7 @@ class Fleet:
         self.at(self.now, self._ended, live, "http_429", verdict.reason)
 
     def _drain(self) -> None:
-        """Let every gate send queued requests, because capacity may have become free."""
+        """Let the admission of every gateway send queued requests, because capacity may have become free."""
         for gate in self.gates:
             gate.drain(self.now)
 
@@ -162,7 +167,7 @@ class Fleet:
         self._sent(live, live.gateway.place(live.turn, live.session, self.now, live.record.tried, live.stays_whole))
 
     def _again(self, live: _Live, stays_whole: bool = False) -> None:
-        """Send the request again under a new id."""
+        """Route the request again under a new id; `stays_whole`: no longer in two legs."""
         live.id, live.stays_whole = next(self._ids), live.stays_whole or stays_whole
         self._dispatch(live)
 
@@ -181,7 +186,7 @@ class Fleet:
         self._begin(live, placed)
 
     def _take_next(self) -> None:
-        """Give queued requests to the prefillers that are free."""
+        """Send first legs that wait in the shared prefill queue to the prefillers that are free."""
         for index, live in self._queue.ready(self.gateways[0].prefillers):
             live.gateway.computed_by(live.legs, index, self.now)
             self._begin(live, live.legs)
@@ -207,7 +212,7 @@ class Fleet:
         self._when_read(index, turn, follows, index, self.replicas[index].incarnation, asked)
 
     def _when_read(self, index: int, turn: Turn, action: Callable, *args) -> None:
-        """Call `action` once the engine's front end has read the request."""
+        """Call `action(*args)` once the front end of replica `index` has read the request."""
         replica = self.replicas[index]
         reaches = replica.front.reaches_engine(self.now, turn.tokens, turn.text, replica.engine.running > 0)
         if reaches > self.now:
@@ -235,7 +240,10 @@ class Fleet:
         self._began(index, replica, begins, planned)
 
     def _pull(self, index: int, incarnation: int, asked: EngineRequest) -> None:
-        """Fetch the blocks that this replica lacks from the pull source's host memory, if they are there."""
+        """Fetch blocks that replica `index` lacks from another replica's host memory, then queue the request.
+
+        The request's placement names the other replica. If it has no such blocks, the request is queued at once.
+        """
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
             return
@@ -254,7 +262,11 @@ class Fleet:
     def _pulled(
         self, index: int, incarnation: int, asked: EngineRequest, left: tuple[int, int, int, int], began: bool
     ) -> None:
-        """Finish a pull; its source may be gone."""
+        """Finish what `_pull` began: take the blocks in, unless their source was lost, and queue the request.
+
+        `left`: the source's index and incarnation, and the first and the end of the blocks it sent; `began`: whether
+        there was a transfer.
+        """
         source, holder, start, end = left
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
@@ -264,7 +276,10 @@ class Fleet:
         self._arrived(index, incarnation, asked)
 
     def _abandon(self, live: _Live, computed: bool = True) -> None:
-        """Abandon the current leg of a request, and the second one if that has not begun."""
+        """Settle the current leg of a request without an answer, and its second leg if that has not begun.
+
+        `computed`: whether the engine computed the prompt, so that its blocks may be in the cache.
+        """
         legs = live.legs
         live.gateway.router.abandon(live.placement, computed)
         if legs is not None and legs.kept_at is None:
@@ -287,7 +302,10 @@ class Fleet:
         self._plan(index, replica)
 
     def _began(self, index: int, replica: Replica, begins: bool, planned: int) -> None:
-        """Go on with an engine whose step begins now, or whose wake-up is no longer the one that was `planned`."""
+        """Start the engine's next step if it `begins` now; otherwise reschedule its wake-up if that has changed.
+
+        `planned`: `Replica.turn` before the change.
+        """
         if begins:
             self._go_on(index, replica)
         elif replica.turn != planned:
@@ -341,7 +359,10 @@ class Fleet:
     # --- the second leg
 
     def _second_leg(self, request: int, live: _Live, legs: Legs) -> None:
-        """Send the second leg to the reserved decoder, or to another one if that is gone."""
+        """Send the second leg to the reserved decoder, or to another decoder if the reserved one was lost.
+
+        `request`: id of the request at the prefiller. Without any decoder the request is routed again in one piece.
+        """
         gateway, record = live.gateway, live.record
         prefiller = self.replicas[legs.first.candidate.slot].incarnation
         if not self.replicas[legs.second.candidate.slot].up:
@@ -359,7 +380,10 @@ class Fleet:
         )
 
     def _fetch(self, request: int, live: _Live, legs: Legs, prefiller: int, decoder: int) -> None:
-        """Begin the transfer of the blocks that the decoder lacks."""
+        """Begin the transfer of the blocks that the decoder lacks.
+
+        `prefiller`, `decoder`: incarnations of the two replicas so far; a different one now means that it was lost.
+        """
         first, second, turn = legs.first.candidate.slot, legs.second.candidate.slot, live.record.turn
         engine = self.replicas[second].engine
         if self.replicas[second].incarnation != decoder:
@@ -374,7 +398,7 @@ class Fleet:
         self.at(ends, self._fetched, request, live, legs, prefiller, decoder, there is not None)
 
     def _fetched(self, request: int, live: _Live, legs: Legs, prefiller: int, decoder: int, began: bool) -> None:
-        """Finish a transfer; not `began`: the lease ended or the prefiller was lost before it began."""
+        """Finish a transfer; `began` is False if the lease had ended or the prefiller was lost before it began."""
         first, second, turn = legs.first.candidate.slot, legs.second.candidate.slot, live.record.turn
         if self.replicas[second].incarnation != decoder:
             self._keep_until_the_lease_ends(request, legs, prefiller)
@@ -389,12 +413,12 @@ class Fleet:
             self._transfer_failed(request, live, legs)
 
     def _keep_until_the_lease_ends(self, request: int, legs: Legs, prefiller: int) -> None:
-        """Free the cache that a prefiller keeps when its lease ends, as no decoder will read it."""
+        """Let the prefiller free the prompt's cache when the lease ends, as no decoder will read it."""
         until = legs.kept_at + self.links.network.lease
         self.at(max(self.now, until), self._let_go, request, legs.first.candidate.slot, prefiller)
 
     def _let_go(self, request: int, index: int, incarnation: int) -> None:
-        """Free the cache that a prefiller keeps for this request."""
+        """Free the cache that prefiller `index` keeps for this request, unless it was lost meanwhile."""
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
             return
@@ -402,7 +426,10 @@ class Fleet:
         self._began(index, replica, replica.let_go(request, self.now), planned)
 
     def _transfer_failed(self, request: int, live: _Live, legs: Legs) -> None:
-        """Handle a failed transfer like an engine's 500: send the request whole, and avoid the pair for a while."""
+        """Handle a failed transfer like an engine's 500: route the request again, in one piece.
+
+        The gateway avoids this pair of replicas for a while.
+        """
         del self._live[legs.second.candidate.slot][request]
         live.gateway.transfer_failed(legs, self.now)
         live.gateway.router.abandon(legs.second, computed=False)

@@ -1,4 +1,8 @@
-"""Admission in virtual time: the counterpart of the queue in the gateway, on records instead of sockets."""
+"""Admission in virtual time: requests are sent, queued or refused as in the real gateway, but without sockets.
+
+Where the rules set a control window (a number of seconds), overload control runs too: after each window, classes that
+missed their limits take capacity from lower ones (`policies.control`).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from policies.verdicts import QUEUED, REFUSED, Verdict
 from .gateway import Gateway, Legs
 from .turns import Turn
 
-# Send a request with its placement (None: no replica can take it), or refuse it with a verdict.
+# Functions that send a request with its placement (None: no replica can take it), or refuse it with a verdict.
 Send = Callable[[Any, Placement | Legs | None], None]
 Refuse = Callable[[Any, Verdict], None]
 
 
 class Asking(Protocol):
-    """A request as a gate sees it."""
+    """A request with all that its admission needs to know."""
 
     @property
     def turn(self) -> Turn: ...
@@ -32,7 +36,10 @@ class Asking(Protocol):
 
 
 class Gate:
-    """The admission of one gateway; `at` schedules a call on the virtual clock."""
+    """The admission of one gateway.
+
+    `send`, `refuse`: called with a request and its placement, or its verdict; `at`: schedules a call at a virtual time.
+    """
 
     def __init__(
         self, gateway: Gateway, admission: Admission, send: Send, refuse: Refuse, at: Callable[..., None]
@@ -62,7 +69,8 @@ class Gate:
     def drain(self, now: float) -> None:
         """Send the requests at the heads of the queues as far as there is capacity.
 
-        Those past their deadline or displaced are refused, unless their class has further steps.
+        Before that, requests that gave way to others or waited past their deadline are refused. A late request is
+        judged again instead if its class has further steps after `wait`, or if no replica is ready.
         """
         self._look(now)
         admission = self.admission
@@ -93,13 +101,13 @@ class Gate:
             self._send(request, gateway.commit(evaluation, request.turn, now))
 
     def first(self, ticket: Ticket, now: float) -> None:
-        """Note the first token of an admitted request."""
+        """Record that an admitted request has its first token now."""
         self._look(now)
         self._ttfts.setdefault(ticket.qos.name, []).append((now, now - ticket.since))
         self.admission.first_token(ticket, now - ticket.since)
 
     def complete(self, ticket: Ticket, first: float, now: float, output: int) -> None:
-        """Note the end of an admitted request whose first token came at `first`, with `output` tokens."""
+        """Record the end of an admitted request; its `output` tokens began to come at time `first`."""
         self._look(now)
         tpot = (now - first) / (output - 1) if output > LEAST_OUTPUT else None
         if tpot is not None:
@@ -107,7 +115,7 @@ class Gate:
         self.admission.ended(ticket, first - ticket.since, tpot)
 
     def _look(self, now: float) -> None:
-        """Evaluate the control windows that have ended by now; called on each event, so there is no timer."""
+        """Run overload control for the windows that have ended by now; every event calls this, so there is no timer."""
         while self._window is not None and self._until <= now:
             until, lately = self._until, self._until - LATELY * self._window
             self._until += self._window

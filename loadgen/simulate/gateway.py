@@ -1,9 +1,9 @@
-"""A gateway of a simulated fleet: its map, policy, learned costs, and the load it knows of.
+"""A gateway of a simulated fleet: its map of cached blocks, policy, learned costs, and the load it knows of.
 
-Requests are placed by the real gateway's Router, whole or in two legs. Each gateway gets the engines' events on its own
-connections, so each may miss others. The content of a lost batch arrives with the next one (the gap in the numbers
-makes the gateway request a replay), or never if losses are unseen. The gateway's repair of a wrong map is not
-simulated.
+The real gateway's Router places requests, whole or in two legs (prefill and decode on two replicas). Each gateway gets
+the engines' KV events over its own connections, so gateways may lose different batches of events. The content of a lost
+batch arrives with the next batch (the gap in the batches' numbers makes the gateway request a replay), or never if
+losses are unseen. The real gateway's repair of a wrong map is not simulated.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ Events = list[Stored | Removed | Cleared]
 
 @dataclass(slots=True)
 class Legs:
-    """A request in two legs; `moved` is the number of prompt tokens whose KV cache the decoder was assumed to lack."""
+    """A request split into a prefill leg and a decode leg (two replicas)."""
 
     first: Placement
     second: Placement
-    moved: int
-    kept_at: float | None = None  # when its prompt was computed; None: it is being computed
+    moved: int  # prompt tokens whose KV cache the decoder was assumed to lack when it was chosen
+    kept_at: float | None = None  # when the prefiller had computed the prompt; None: not yet
     sent_at: float = 0.0  # when the second leg was sent
 
 
 class Gateway:
-    """A simulated gateway with the Router of the real one; replicas are indices."""
+    """A simulated gateway with the real gateway's Router; replicas are given by index."""
 
     def __init__(
         self,
@@ -89,12 +89,15 @@ class Gateway:
     def place(
         self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
     ) -> Placement | Legs | None:
-        """Place a request, whole or in two legs; None if no replica is left to try."""
+        """Choose and reserve replicas for a request, whole or in two legs; None if no replica is left to try.
+
+        `tried`: replicas that were lost with this request; `stays_whole`: not in two legs.
+        """
         evaluation = self.evaluate(turn, session, now, tried)
         return None if evaluation is None else self.commit(evaluation, turn, now, tried, stays_whole)
 
     def evaluate(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = ()) -> Evaluation | None:
-        """Evaluate the replicas for a request; None if none is left to try."""
+        """Return the policy's choice for a request, without reserving it; None if no replica is left to try."""
         self._catch_up(now)
         taking, targets = self._taking, self._targets
         if tried:
@@ -111,7 +114,7 @@ class Gateway:
     def commit(
         self, evaluation: Evaluation, turn: Turn, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
     ) -> Placement | Legs:
-        """Place a request as evaluated, or in two legs if the leg rule prefers them."""
+        """Reserve the evaluated choice, or two legs if the leg rule prefers them, and return what was reserved."""
         chosen = evaluation.legs
         if not evaluation.settled and not stays_whole:
             chosen = two_legs.choose_among(
@@ -123,25 +126,28 @@ class Gateway:
         return self.router.commit(evaluation, now)
 
     def pairings(self, turn: Turn, tried: tuple[int, ...] = ()) -> list[Pairing]:
-        """Return the prefillers and decoders that could serve the request in two legs."""
+        """Return the pair (prefillers, decoders) that could serve the request in two legs; [] if none could now."""
         if not self.prefillers or (self._queue is not None and self._queue.is_full):
             return []
         return [(self._able(self.prefillers, turn, tried), self._able(self._decoders, turn, tried))]
 
     def _able(self, side: Sequence[int], turn: Turn, tried: tuple[int, ...]) -> list[Candidate]:
-        """Return the replicas of one side that were not tried and whose context fits prompt and answer."""
+        """Return those of `side` (prefillers or decoders) not tried yet whose context fits prompt and answer."""
         needed = turn.tokens + (turn.max_tokens or 1)
         return [self.candidates[one] for one in side if one not in tried and self._contexts[one] >= needed]
 
     def computed_by(self, legs: Legs, index: int, now: float) -> None:
-        """Move the first leg to prefiller `index`, which became free before the one it was counted on."""
+        """Move the first leg to prefiller `index`, which became free before the prefiller on which it was reserved."""
         candidate = self.candidates[index]
         if legs.first.candidate is not candidate:
             self._catch_up(now)
             legs.first = two_legs.move_prefill(self.router, legs.first, candidate.replica, now)
 
     def handed_over(self, legs: Legs, now: float, cached: int) -> None:
-        """Complete the first leg: the prompt is computed and kept; the engine had found `cached` tokens of it."""
+        """Complete the first leg: the prefiller has computed the prompt and keeps its KV cache.
+
+        `cached`: prompt tokens that were in the prefiller's own cache before.
+        """
         legs.kept_at = now
         self.first(legs.first, now)
         self.router.finish(legs.first, cached)
@@ -159,7 +165,7 @@ class Gateway:
         return True
 
     def transferred(self, legs: Legs, now: float) -> None:
-        """Learn from the transfer, at the first token of the second leg."""
+        """Learn how long the transfer took, at the first token of the second leg."""
         pair = legs.first.candidate.replica, legs.second.candidate.replica
         moving = two_legs.moving_seconds(legs.second, now - legs.sent_at)
         self.router.transfers.observe(*pair, legs.moved, moving, now)
@@ -212,7 +218,7 @@ class Gateway:
     # --- their events
 
     def told(self, index: int, when: float, events: Events) -> None:
-        """Queue the events of a step that ends at `when`, subject to delay and loss."""
+        """Queue the KV events of replica `index`'s step that ends at `when`, which may come late or be lost."""
         setting = self._setting
         if setting.event_loss and self._random() < setting.event_loss:
             if not setting.losses_unseen:

@@ -1,8 +1,8 @@
 """A map from block hashes to the replicas that hold them, in the form that costs a simulation least.
 
-It answers as `cachemap.CacheMap` does (a test compares them event by event), from one dict: block hash -> a bit per
-replica. Events of simulated engines have few blocks, for which the map's arrays take 40 us a call and a dict 0.2 us a
-block; the dict takes four times the memory, which is not bounded here.
+This map answers as `cachemap.CacheMap` does (a test compares them event by event), but is one dict: block hash -> a bit
+per replica. Events of simulated engines have few blocks, for which `CacheMap`'s arrays take 40 us a call and a dict 0.2
+us a block. The dict takes four times the memory, and nothing bounds it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from cachemap.table.routed import Routed
 
 
 class Holders:
-    """The block map of one gateway; replicas are indices.
+    """The map of one gateway: which replica, given by index, holds which KV blocks.
 
-    `capacities`: blocks of each replica. `observed`: replicas publish events; otherwise their caches are modelled.
+    `capacities`: KV blocks in the cache of each replica. `observed`: replicas publish KV events; if they do not, a
+    model of each cache, fed with the prompts that were sent, predicts what is in it.
     """
 
     def __init__(self, capacities: Sequence[int], observed: bool) -> None:
@@ -28,12 +29,15 @@ class Holders:
         self._copies: list[dict[int, int]] = [{} for _ in capacities]
         self._routed = Routed(PREDICTED_SECONDS)
         self._models = [] if observed else [EngineModel(capacity) for capacity in capacities]
-        self._lower: dict[str, list[set[int]]] = {}  # by tier, per replica: blocks known from events
+        self._lower: dict[str, list[set[int]]] = {}  # by slower tier, per replica: blocks known from events
         self._none = [0] * len(capacities)
         self._last: tuple[list[int], list[int]] = ([], self._none)
 
     def match(self, hashes: list[int], now: float, most: int | None = None) -> Match:
-        """Return how many leading blocks each replica holds: in total, and confirmed by events alone."""
+        """Return how many of the prompt's leading blocks each replica holds: predicted or confirmed, and confirmed.
+
+        `hashes`: of the prompt's blocks; KV events are what confirms a block.
+        """
         if self._models:
             return Match([model.reach(hashes) for model in self._models], self._none, {})
         confirmed = self._confirmed(hashes)
@@ -45,7 +49,7 @@ class Holders:
         return Match(held, confirmed, self._in_lower_tiers(hashes, held) if self._lower else {})
 
     def _in_lower_tiers(self, hashes: list[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
-        """Return, per replica, the runs in slower tiers that follow its leading blocks."""
+        """Return by replica the blocks that follow its `held` leading ones in slower tiers: (tier, blocks) in order."""
         lower = {}
         for replica, start in enumerate(held):
             tiers = [(tier, blocks[replica]) for tier, blocks in self._lower.items()]
@@ -55,17 +59,17 @@ class Holders:
         return lower
 
     def last_below(self, replica: int, hashes: list[int], held: int) -> int | None:
-        """Return what `CacheMap.last_below` returns where no tier has chunks that are found only as a whole."""
+        """Return 0 if a slower tier of the replica has the prompt's last block, else None (`CacheMap.last_below`)."""
         return 0 if any(hashes[-1] in blocks[replica] for blocks in self._lower.values()) else None
 
     def leading(self, tier: str, hashes: list[int]) -> list[int]:
-        """Return what `CacheMap.leading` returns."""
+        """Return for each replica how many leading blocks its slower tier `tier` holds."""
         if tier not in self._lower:
             return self._none
         return [sum(1 for _ in takewhile(held.__contains__, hashes)) for held in self._lower[tier]]
 
     def holds_below(self, replica: int) -> bool:
-        """Return what `CacheMap.holds_below` returns."""
+        """Return whether the replica is known to hold anything in slower tiers."""
         return any(blocks[replica] for blocks in self._lower.values())
 
     def drop(self, replica: int, drops: bool, to_end: bool = True) -> None:
@@ -90,9 +94,10 @@ class Holders:
         return lengths
 
     def _further(self, replica: int, hashes: list[int], known: int, reach: int) -> int:
-        """Extend a predicted reach over confirmed blocks that follow it.
+        """Return the predicted number of leading blocks, `reach`, plus the confirmed blocks that follow them directly.
 
-        Stops, as the map does, at the first block that no replica holds.
+        `known`: leading blocks that are confirmed. As in `CacheMap`, blocks from the prompt's first one that no replica
+        holds do not count.
         """
         if known < reach < len(hashes) and self._holders.get(hashes[reach], 0) >> replica & 1:
             leading = next((place for place, block in enumerate(hashes) if block not in self._holders), len(hashes))
@@ -101,9 +106,10 @@ class Holders:
         return reach
 
     def expect(self, replica: int, hashes: list[int], now: float) -> int:
-        """Predict the blocks of a prompt just sent to `replica`, after `match` of the same `hashes`.
+        """Predict that `replica`, to which a prompt was just sent, will hold its blocks.
 
-        Returns the number of the prediction, for `take_back`.
+        Returns the number of the prediction, for `take_back`. No prediction is needed, and 0 is returned, where the
+        last call of `match` with these `hashes` found all blocks confirmed.
         """
         last, confirmed = self._last
         if self._models:
@@ -113,14 +119,14 @@ class Holders:
         return 0
 
     def take_back(self, replica: int, hashes: list[int], held: int, number: int) -> None:
-        """Withdraw a prediction: the prompt was not computed there."""
+        """Withdraw prediction `number`, as the replica did not compute the prompt; `held`: its blocks there before."""
         if self._models:
             self._models[replica].take_back(hashes, held)
         else:
             self._routed.take_back(replica, hashes, held, number)
 
     def learn(self, replica: int, hashes: list[int], predicted: int, reported: int) -> None:
-        """Learn from the number of blocks of a prompt that the engine reported as cached."""
+        """Correct a modelled cache by the blocks of a prompt that the engine `reported` as cached."""
         if self._models:
             self._models[replica].learn(predicted, reported)
 
@@ -158,7 +164,7 @@ class Holders:
             self._routed.discard(replica, blocks)
 
     def clear(self, replica: int) -> None:
-        """Forget all blocks of a replica that restarted."""
+        """Forget all blocks of a replica that was lost."""
         if self._models:
             self._models[replica].clear()
             return
@@ -171,7 +177,7 @@ class Holders:
 
 
 def _fewer(copies: dict[int, int], block: int) -> bool:
-    """Decrement the count of further copies of a block; return whether there was one."""
+    """Take away one further copy of a block (beyond the first); return whether there was one."""
     if not (beyond := copies.pop(block, 0)):
         return False
     if beyond > 1:

@@ -1,7 +1,8 @@
 """Transfers of KV caches between engines, in virtual time.
 
-An engine sends one cache at a time and receives one at a time, in the order of the requests: its network card is the
-bottleneck. A transfer takes a fixed latency, which delays no other transfer, plus its bytes divided by the bandwidth.
+An engine sends one prompt's cache at a time and receives one at a time, in the order of the requests: its network card
+is the bottleneck. A transfer takes a fixed latency, which delays no other transfer, plus its bytes divided by the
+bandwidth.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The network between engines; `lease`: seconds a prompt's cache is kept for another engine to begin to read it."""
+    """The network between engines."""
 
-    gbit_per_s: float = 100.0
-    fixed: float = 0.010
-    lease: float = 30.0
+    gbit_per_s: float = 100.0  # of an engine's network card, each way
+    fixed: float = 0.010  # seconds of each transfer beside its bytes
+    lease: float = 30.0  # seconds for which a prefiller keeps a prompt's cache until a decoder begins to read it
 
 
 class Transfer(NamedTuple):
-    """A transfer: `waited` seconds until both network cards were free, then `seconds`."""
+    """A transfer of one prompt's KV cache between two engines."""
 
-    prefiller: int
-    decoder: int
+    prefiller: int  # index of the engine that sent
+    decoder: int  # index of the engine that received
     tokens: int
-    waited: float
-    seconds: float
+    waited: float  # seconds until both network cards were free
+    seconds: float  # of the transfer itself, after that
 
 
 class Links:
@@ -39,9 +40,10 @@ class Links:
         self._receives: dict[int, float] = {}
 
     def begin(self, prefiller: int, decoder: int, tokens: int, size: float, now: float, kept_at: float) -> float | None:
-        """Move `tokens` tokens of `size` bytes each and return when they have arrived.
+        """Move `tokens` tokens of `size` bytes each between two engines and return when they have arrived.
 
-        Returns None if the lease, which began at `kept_at`, ends before the transfer can begin.
+        `now`: when they are requested. Returns None if the lease, which began at `kept_at`, ends before the transfer
+        can begin.
         """
         begins = max(now, self._sends.get(prefiller, 0.0), self._receives.get(decoder, 0.0))
         if begins > kept_at + self.network.lease:

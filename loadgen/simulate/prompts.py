@@ -1,8 +1,8 @@
-"""Block hashes of conversations: those of each request's prompt, and those that the reply adds.
+"""Block hashes of conversations: of each request's prompt, and of the prompt with its reply.
 
-Spans become the token ids of `synthetic` that a live run sends. Text is rendered and tokenized message by message with
-the bundled simulated model, which is exact because its template concatenates the messages. A conversation is hashed
-incrementally: earlier messages are never hashed again.
+Spans (tokens without text) become the token ids that a live run sends, made by `synthetic`. Text is rendered and
+tokenized message by message with the bundled simulated model, which is exact because its template concatenates the
+messages. A conversation is hashed incrementally: earlier messages are never hashed again.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _OUR_REPLIES = 1 << 64  # above all hashes: blocks with parts of a reply that no
 
 
 class Said(NamedTuple):
-    """A conversation so far: the hashes of its full blocks, the bytes after them, and its length in tokens."""
+    """A conversation so far, as block hashes."""
 
-    hashes: list[int] = []  # noqa: RUF012  never changed in place
-    tail: bytes = b""
-    tokens: int = 0
+    hashes: list[int] = []  # noqa: RUF012  of its full blocks; never changed in place
+    tail: bytes = b""  # token ids after the last full block
+    tokens: int = 0  # in all
 
 
 class Prompts:
     """Prompts of a load, as block hashes.
 
-    `engine_replies`: the engine's reply is the one in the file, so a later prompt finds it in the cache. Otherwise the
-    file's reply is sent in the next prompt, as `loadgen run` does, and the engine's own is another one of `max_tokens`
-    tokens.
+    `salt`, `vocabulary`: seed and upper bound of made-up token ids. `engine_replies`: engines reply what is in the
+    file, so a later prompt finds the reply in the cache. Otherwise an engine replies with `max_tokens` other tokens,
+    and the next prompt has the file's reply instead, as in `loadgen run`.
     """
 
     def __init__(self, block_size: int, salt: int, vocabulary: int, engine_replies: bool = False) -> None:
@@ -52,9 +52,9 @@ class Prompts:
         self._opening = lru_cache(256)(lambda span: self._more(Said(), self._tokens((span,))))
 
     def ask(self, said: Said, turn: Asked, extra: dict[str, object], goes_on: bool = True) -> tuple[Said, Turn]:
-        """Return the conversation with the messages of this turn, and its request.
+        """Return the conversation `said` with the messages of this turn added, and the request for the reply.
 
-        `goes_on`: the reply is part of a later prompt.
+        `extra`: fields of the request, such as `tools`; `goes_on`: the reply is part of a later prompt.
         """
         text = any(not isinstance(message.get("content"), tuple) for message in turn.messages)
         said = self._with(said, turn, text, extra)
@@ -79,11 +79,11 @@ class Prompts:
         return self._more(said, self._tokens(spans))
 
     def says(self, turn: Asked) -> bool:
-        """Return whether the engine's own reply stays in the conversation."""
+        """Return whether the conversation goes on with the engine's own reply, not with the file's."""
         return self._engine_replies or turn.reply is None
 
     def answer(self, said: Said, turn: Asked) -> Said:
-        """Return the conversation with the reply that stays in it."""
+        """Return the conversation `said` with the reply of this turn added."""
         return self._more(said, self._reply(turn, isinstance(turn.messages[-1].get("content"), str)))
 
     def _reply(self, turn: Asked, text: bool) -> np.ndarray:
@@ -117,7 +117,7 @@ class Prompts:
 
 
 class _Model:
-    """The bundled model's template and tokenizer; loading takes a second, so only loads with text do it."""
+    """The bundled model's chat template and tokenizer; loading takes a second, so it is done only for text."""
 
     def __init__(self) -> None:
         try:
@@ -129,7 +129,10 @@ class _Model:
         self.end = np.array([self._tokens.eos_id], np.uint32)
 
     def ids(self, messages: list[Message], first: bool, extra: dict[str, object]) -> np.ndarray:
-        """Return the token ids that these messages add; the `first` ones include the start of the prompt."""
+        """Return the token ids that these messages add to the prompt.
+
+        `first`: they are its first ones, so its start token and the tools of `extra` are included.
+        """
         return self._render(messages, tools=extra.get("tools")) if first else self._render(messages)[1:]
 
     def _render(self, messages: list[Message], add_generation_prompt: bool = False, **body: object) -> np.ndarray:

@@ -1,7 +1,8 @@
 """A simulated engine on the fleet's virtual clock.
 
-The ends of an engine's next steps are known in advance (`Engine.ahead`) as long as nothing arrives and no output
-matters. The fleet therefore wakes it only for the last of them, or for the current one when a request arrives.
+While requests only decode and none arrives, the ends of an engine's next steps are known in advance (`Engine.ahead`).
+The fleet therefore wakes an engine only at the end of the last of these steps or, when a request arrives, at the end of
+the step that is running then.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Replica:
         """Start as a new incarnation with an empty cache."""
         self.engine, self.front = Engine(self.profile), FrontEnd(self.profile)
         self.up = True
-        self.incarnation += 1
+        self.incarnation += 1  # counts starts and stops
         self.wakes: float | None = None
         self.turn = 0  # number of changes of `wakes`: a scheduled wake-up with an older number is void
         self._ends: list[float] = []  # of planned steps; the engine's state is that after the first
@@ -55,7 +56,7 @@ class Replica:
         return self.engine.let_go(request) and self.wakes is None
 
     def _stop_after_step(self, now: float) -> None:
-        """Set the wake-up to the end of the current step instead of the last planned one."""
+        """Move the wake-up from the end of the last planned step to the end of the current step."""
         if self.wakes is not None and len(self._ends) > 1:
             place = bisect_left(self._ends, now)
             self.engine.leap(place)
@@ -66,7 +67,7 @@ class Replica:
             self._wake_at(self._ends[0])
 
     def wake(self) -> Step | None:
-        """End the last planned step; return it if it has outputs."""
+        """End all planned steps; return the only one that can have outputs, or None if there is none."""
         if len(self._ends) > 1:
             self.engine.leap(len(self._ends) - 1)
         self._note(self._ends)
@@ -80,13 +81,13 @@ class Replica:
         return [after - before for before, after in pairwise(ends)]
 
     def _note(self, ends: list[float]) -> None:
-        """Log the ends of these steps; the first may be logged already, where a plan began without a step."""
+        """Log the ends of these steps, without the first if it is logged already (a plan may begin with `now`)."""
         log = self._log
         if log is not None and ends:
             log += ends[1:] if log and ends[0] == log[-1] else ends
 
     def go_on(self, now: float) -> Step | None:
-        """Begin the next step and plan those after it; return it if it may have changed the cache."""
+        """Begin the next step and plan the steps after it; return the next step if it may have changed the cache."""
         engine = self.engine
         if ahead := engine.ahead(now):
             self._ends, self._step = [now, *ahead], None
@@ -106,7 +107,7 @@ class Replica:
         return now if self.wakes is None else self._ends[min(bisect_left(self._ends, now), len(self._ends) - 1)]
 
     def steps(self, now: float) -> int:
-        """Return how many steps have ended; each gives every decoding request one token."""
+        """Return how many steps have ended by `now`; each gave every decoding request one token."""
         return self.engine.counters.steps - 1 + bisect_right(self._ends, now)
 
     def _wake_at(self, when: float) -> None:

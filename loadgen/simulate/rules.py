@@ -1,7 +1,7 @@
 """Lookup of routing policies and prefill/decode rules by name.
 
-The gateway's own are always available. The rules of other routers are in `bench.rules`, which only a checkout of the
-repository has; they serve comparisons only.
+The gateway's own policies and rules are always available. Those of other routers, which serve comparisons only, are in
+`bench.rules`, which only a checkout of the repository has.
 """
 
 from __future__ import annotations
@@ -41,12 +41,18 @@ HINT = "" if OTHERS else "; the rules of other routers are in a checkout of Hith
 
 
 def make(name: str, seed: int, truth: Truth | None) -> policies.Policy:
-    """Return the policy of this name, or from this FILE:CLASS. Raises ValueError if there is none."""
+    """Return the policy of this name, or from this FILE:CLASS. Raises ValueError if there is none.
+
+    `seed` and `truth` (the engines' true state, for oracles) matter only to the policies of `bench.rules`.
+    """
     return OTHERS.make(name, seed, truth) if OTHERS else policies.make(name)
 
 
 def make_legs(text: str) -> tuple[LegRule, PrefillQueue | None]:
-    """Return the prefill/decode rule of this name and its queue, if it has one. Raises ValueError."""
+    """Return the rule that decides between one leg and two, and its shared prefill queue, if it has one.
+
+    `text`: the rule's name, with its parameter if it takes one. Raises ValueError.
+    """
     return OTHERS.make_legs(text) if OTHERS else (leg_rules.make_leg_rule(text), None)
 
 

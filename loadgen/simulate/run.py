@@ -1,4 +1,4 @@
-"""A workload on the virtual clock: the counterpart of `drive.run`, with the same kind of records."""
+"""Playing of a workload on a fleet's virtual clock: what `drive.run` does with servers, with the same records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def simulate(workload: Workload, setting: Setting) -> Outcome:
 
 
 class _Player:
-    """A player of conversations: sends each one's turns when they are due, as `drive.run.Run` does."""
+    """A player of a workload: sends the turns of each conversation when they are due, as `drive.run.Run` does."""
 
     def __init__(self, workload: Workload, setting: Setting, fleet: Fleet) -> None:
         self.workload, self.fleet = workload, fleet
@@ -72,7 +72,10 @@ class _Player:
             self.fleet.at(self.fleet.now, self._converse, self.new.popleft(), 0, Said(), self._next_user)
 
     def _converse(self, conversation: Conversation, number: int, said: Said, then: Callable[[], None] | None) -> None:
-        """Send a turn, or queue it under `max_concurrency`; `then` is called when the conversation is over."""
+        """Send turn `number`, or queue it while `max_concurrency` requests are in flight.
+
+        `said`: the conversation before this turn; `then`: called when the conversation is over.
+        """
         due = self.fleet.now
         if self.room == 0:
             self.queue.append(lambda: self._send(conversation, number, said, due, then))

@@ -1,4 +1,4 @@
-"""What a simulated fleet is made of, and how it is loaded."""
+"""Settings of a simulated fleet and of how its load is played."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .links import Network
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """The loss of replica `replica` at second `at` of the run, until second `until`; None: for good."""
+    """The loss of replica `replica` from second `at` of the run to second `until`; for good if `until` is None."""
 
     replica: int
     at: float
@@ -25,29 +25,29 @@ class Outage:
 
 @dataclass(frozen=True)
 class Setting:
-    """A fleet and how it is loaded; the same setting and workload give the same outcome."""
+    """A fleet and how a load is played on it; the same setting and workload give the same outcome."""
 
     policy: str
     profiles: Sequence[Profile]  # one per replica, all with the same block size
     seed: int = 0
     gateways: int = 1  # requests are spread over them at random
     shared_ledger: bool = True  # gateways know each other's load, as with Redis
-    event_delay: float | None = 0.005  # seconds from the end of a step to the map; None: engines without events
+    event_delay: float | None = 0.005  # seconds from a step's end to a gateway's map; None: engines without KV events
     event_loss: float = 0.0  # share of event batches lost on the way to each gateway
     losses_unseen: bool = False  # lost batches leave no gap in the numbering, so no replay is requested
     outages: Sequence[Outage] = ()
-    engine_replies: bool = False  # see `Prompts`
-    salt: int = 0
-    vocabulary: int = synthetic.VOCABULARY
-    users: int | None = None  # closed loop
-    max_concurrency: int | None = None
-    tiers_known: bool = True  # events cover slower tiers
-    # What to do while all engines are full, as the gateway's `when_full`, or a function that makes the admission of a
-    # `Gateway`; None: requests are sent at once.
+    engine_replies: bool = False  # engines reply what is in the load's file (see `Prompts`)
+    salt: int = 0  # seed of made-up token ids
+    vocabulary: int = synthetic.VOCABULARY  # upper bound of made-up token ids
+    users: int | None = None  # of a closed loop, each with one conversation at a time; None: open loop
+    max_concurrency: int | None = None  # requests in flight at most
+    tiers_known: bool = True  # KV events cover slower tiers
+    # What to do with requests while all engines are full (the gateway's setting `when_full`), or a function that makes
+    # the admission of a `Gateway`; None: requests are sent at once.
     admission: str | Callable[[Any], Admission] | None = None
     slo: Slo = NO_LIMITS  # limits by which requests are admitted
-    roles: Sequence[str] | None = None  # one per replica; None: no roles
-    legs: str = "seconds"  # the prefill/decode rule, see `rules.make_legs`
+    roles: Sequence[str] | None = None  # prefill, decode or both, one per replica; None: no roles
+    legs: str = "seconds"  # the rule that decides between one leg and two (`rules.make_legs`)
     network: Network = field(default_factory=Network)
     timed: bool = False  # keep the times between tokens
     pulls: bool = False  # replicas fetch prompts from one another's host memory

@@ -169,7 +169,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
 
 
 def _limits(args: argparse.Namespace) -> Slo:
-    """Return the limits by which requests are admitted. Raises BadOption."""
+    """Return the limits of TTFT and TPOT by which requests are admitted. Raises BadOption."""
     if args.admission is None:
         return NO_LIMITS
     given = files.slo(args)
@@ -207,7 +207,10 @@ def play_seed(
     records: dict[str, list[Record]],
     loads: list[dict[str, object]],
 ) -> None:
-    """Play the load of one seed under each policy; add its description, reports and records."""
+    """Play the load of one seed under each policy.
+
+    Adds the reports to `found` and the records to `records`, both by policy, and the load's description to `loads`.
+    """
     fleets, work, began = settings(args), datasets.workload(args), perf_counter()
     limits.set_limits(work.conversations, args.client_max_tokens, args.seed)
     if not loads:
@@ -267,7 +270,7 @@ def legs_of(outcome: Outcome) -> dict[str, object]:
 
 
 def played(work: Workload, fleets: Sequence[Setting], processes: int):
-    """Yield the outcomes in order as they are ready, computed in `processes` processes."""
+    """Yield the outcome of each fleet in order, computed in up to `processes` processes."""
     if min(processes, len(fleets)) < 2:
         yield from (simulate(work, fleet) for fleet in fleets)
         return

@@ -20,7 +20,7 @@ class Checkpoint:
     name: str
     shape: Shape
     weights: int | None  # bytes of all tensors; None where unknown
-    parameters: int | None = None  # None where the size of the files does not show it
+    parameters: int | None = None  # their number; None where the size of the files does not show it
 
 
 def find(name: str) -> Checkpoint:
@@ -37,7 +37,7 @@ def find(name: str) -> Checkpoint:
 
 
 def of_numbers(layers: int, kv_heads: int, head_size: int, context: int | None, parameters: int | None) -> Checkpoint:
-    """Return a model without files: equal layers of attention with KV heads, in 16 bits."""
+    """Return a model described by numbers instead of files: equal layers of attention with KV heads, in 16 bits."""
     notes = () if context else (f"the longest request is taken as {_CONTEXT:,} tokens: --max-model-len says otherwise",)
     shape = Shape((Layers(layers),), kv_heads, head_size, latent=0, index=0, dtype="float16", context=context or _CONTEXT,
                   notes=notes)  # fmt: skip

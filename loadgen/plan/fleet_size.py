@@ -1,11 +1,11 @@
 """Search for the number of replicas that keep an SLO, by simulation, for several sizes of the KV cache.
 
-For each size the number is doubled until enough requests are within the limits; then the gap to the largest number that
-was too small is bisected. Assumes that more replicas never do worse.
+For each cache size the number of replicas is doubled until enough requests are within the SLO; then the range down to
+the largest number that was too small is bisected. This assumes that more replicas never do worse.
 
-Where the load was drawn for a rate, a fleet is judged by the time in which that rate is held (`rates.steady`), because
-it has less to do while conversations ramp up and after the last one has begun. A load without such a time cannot size a
-fleet (`TooShort`).
+Where the load was drawn for a request rate, a fleet is judged by the requests sent while that rate is held
+(`rates.steady`), because it has less to do before, while conversations ramp up, and after the last one has begun. A
+load that does not hold its rate for long enough cannot size a fleet (`TooShort`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from loadgen.simulate.verb import played
 from loadgen.workload.conversations import Workload
 from replicas.simulated.profile import Profile
 
-# A rate is held long enough if it is held for LEAST_SECONDS, LEAST_REQUESTS and the time that it took to be reached. A
-# fleet keeps up if it answers in that time at least the share KEEPS_UP of the requests sent then. Requests pile up
-# where a longer load takes PILES_UP times as long to reach its rate.
+# A rate is held long enough if it is held for LEAST_SECONDS, for LEAST_REQUESTS requests and for as long as it took to
+# be reached. A fleet keeps up if, while the rate is held, it answers at least the share KEEPS_UP of the requests sent.
+# Requests pile up where a longer load takes PILES_UP times as long to reach its rate.
 LEAST_SECONDS, LEAST_REQUESTS = 30.0, 200
 KEEPS_UP = 0.95
 PILES_UP = 2.0
@@ -33,40 +33,37 @@ PILES_UP = 2.0
 
 @dataclass(eq=False)
 class TooShort(Exception):
-    """The load ends before its rate has been held long enough.
+    """The load ends before its rate has been held long enough."""
 
-    `requests` is an estimate of how many would suffice; `answered` is the throughput in requests per second.
-    """
-
-    requests: int
-    answered: float
+    requests: int  # an estimate of how many would suffice
+    answered: float  # requests per second
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The result of one fleet."""
+    """The result of simulating one fleet."""
 
     replicas: int
-    tokens: int  # of KV cache in each
+    tokens: int  # of KV cache in each replica
     share: float  # of all requests, including failed ones, answered within the limits
-    kept: bool
+    kept: bool  # the fleet is large enough
     report: Mapping[str, object]
 
 
 @dataclass(slots=True)
 class Size:
-    """The search for one size of the cache: which number to try next, given the results so far. Performs no I/O."""
+    """The search for the number of replicas with one size of the KV cache. Performs no I/O."""
 
-    tokens: int
-    most: int
-    missed: int = 0  # the largest number that was too small
-    kept: int | None = None  # the smallest that was enough
-    points: dict[int, Point] = field(default_factory=dict)
-    records: Sequence[Record] = ()  # of the smallest that was enough, or the largest that was not
+    tokens: int  # of KV cache in each replica
+    most: int  # replicas to try at most
+    missed: int = 0  # the largest number of replicas that was too small
+    kept: int | None = None  # the smallest number that was enough
+    points: dict[int, Point] = field(default_factory=dict)  # by number of replicas
+    records: Sequence[Record] = ()  # of the fleet that `found` returns
 
     @property
     def found(self) -> Point:
-        """The result of the smallest fleet that was enough; where none was, of the largest that was tried."""
+        """The result of the smallest fleet that was enough; if none was, that of the largest fleet that was tried."""
         return self.points[self.kept or self.missed]
 
     @property
@@ -96,8 +93,8 @@ BY_TOKENS = (
 def by_tokens(profile: Profile) -> Profile:
     """Return the profile with decode times that depend on tokens in use instead of the share of the cache in use.
 
-    Otherwise a larger cache would make the same work faster. Both agree where the profile's own cache is empty and
-    where it is full.
+    Otherwise a larger cache would make the same work faster. Old and new times agree where the profile's own cache is
+    empty and where it is full.
     """
     step = profile.step
     if not profile.times_by_share:
@@ -112,13 +109,14 @@ def by_tokens(profile: Profile) -> Profile:
 class Fleet:
     """The setting common to all fleets that are tried."""
 
-    setting: Setting  # its profiles are replaced
-    profile: Profile
-    slo: Mapping[str, float]
-    attainment: float
+    setting: Setting  # its profiles are replaced for each fleet
+    profile: Profile  # of one replica, but for the size of its cache
+    slo: Mapping[str, float]  # limits in milliseconds
+    attainment: float  # share of the requests that must be within the limits
     percentiles: Sequence[float] = PERCENTILES
     rate: float | None = None  # for which the load was drawn, in requests per second
-    reached: dict[tuple[int, int], float] = field(default_factory=dict)  # by fleet: seconds to reach the rate
+    # by (replicas, tokens): seconds until the first load that was too short reached its rate
+    reached: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def of(self, replicas: int, tokens: int) -> Setting:
         """Return the setting with this many replicas of this many KV cache tokens each."""
@@ -126,7 +124,7 @@ class Fleet:
         return replace(self.setting, profiles=[profile] * replicas)
 
     def judged(self, size: Size, number: int, work: Workload, outcome: Outcome) -> tuple[Point, Sequence[Record]]:
-        """Return the result of a fleet, and the requests by which it was judged. Raises TooShort."""
+        """Return the result of a fleet of `number` replicas, and the requests that judged it. Raises TooShort."""
         whole = self._summary(outcome)
         whole_share = whole["goodput"]["share"]
         if self.rate is None or whole_share < self.attainment:  # ramp-up and end can only make it better
@@ -163,9 +161,9 @@ def search(
     processes: int = 1,
     said: Callable[[Point], None] = lambda point: None,
 ) -> None:
-    """Search for the answer of every size. Raises TooShort.
+    """Search for the number of replicas of every size, to the end. Raises TooShort.
 
-    Each round tries one number per size, in up to `processes` processes; `said` is called with each result.
+    Each round tries one number per size, in up to `processes` processes; `said`: called with each result.
     """
     while asked := [(size, size.number) for size in sizes if size.number is not None]:
         outcomes: Iterator[Outcome] = played(work, [fleet.of(number, size.tokens) for size, number in asked], processes)

@@ -1,9 +1,10 @@
 """The numbers of prefill and decode replicas that keep an SLO, computed from a timing profile.
 
 Requests are equal and arrive as a Poisson process. A prefill replica computes one prompt at a time, and a prompt goes
-to the first free one: an M/D/c queue, whose wait is approximated as half that of M/M/c (Erlang's C). Decode replicas
-share the streams evenly. Their mean number is the arrival rate times the duration of an answer (Little's law), which
-itself depends on their number; around the mean they vary as a Poisson variable.
+to the first free replica: an M/D/c queue, whose wait is approximated as half that of M/M/c (Erlang's C). Decode
+replicas share the streams (requests that are decoding) evenly. The mean number of streams is the arrival rate times the
+duration of an answer (Little's law), which itself depends on the number of streams; around the mean it varies as a
+Poisson variable.
 """
 
 from __future__ import annotations
@@ -22,43 +23,39 @@ _SETTLED = 1e-6  # streams, or share of a step
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`rate` requests per second of `prompt` and `output` tokens; limits in seconds, for `share` of the requests."""
+    """A load of equal requests, and the limits that it is to be answered within."""
 
-    rate: float
-    prompt: int
-    output: int
-    ttft: float | None
-    tpot: float | None
-    share: float
+    rate: float  # requests per second
+    prompt: int  # tokens of each
+    output: int  # tokens of each
+    ttft: float | None  # limit in seconds
+    tpot: float | None  # limit in seconds
+    share: float  # of the requests that must be within the limits
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of both pools.
-
-    `transfer`: that of one prompt of the load; `link`: bytes per second; `streams`: number of requests whose KV cache
-    fits in a decode replica.
-    """
+    """The engines of both pools."""
 
     profile: Profile
-    transfer: Transfer
-    link: float | None
-    streams: float
+    transfer: Transfer  # of the KV cache of one prompt of the load
+    link: float | None  # bytes per second between two replicas; None: not given
+    streams: float  # requests whose KV cache fits in a decode replica
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The result of a pool of `replicas`; `limits` names the limits that it exceeds, and is empty if it suffices."""
+    """How a pool of `replicas` serves a load; a prefill pool has `ttft` and `wait`, a decode pool the fields below."""
 
     replicas: int
-    limits: tuple[str, ...]
-    busy: float  # share of its capacity: time for prefill, streams for decode
-    link_busy: float | None
+    limits: tuple[str, ...]  # names of the limits that it exceeds; empty if it suffices
+    busy: float  # share of its capacity in use: of the time for prefill, of the room for streams for decode
+    link_busy: float | None  # share of a replica's link; None without a link
     ttft: float | None = None  # seconds; None where prompts pile up
-    wait: float | None = None
-    streams: float = 0.0
-    room: float = 0.0  # streams that fit
-    step: float = 0.0
+    wait: float | None = None  # seconds of it before the prefill begins
+    streams: float = 0.0  # of a replica
+    room: float = 0.0  # streams that fit in a replica
+    step: float = 0.0  # seconds of a decode step
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,7 @@ def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
 
 
 def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> float:
-    """Return the mean streams of a replica; more than `room` means that they would outgrow it."""
+    """Return the mean number of streams of a replica; more than `room` means that they do not fit in it."""
     streams = 1.0
     for _ in range(_ROUNDS):
         before = streams
@@ -98,7 +95,7 @@ def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> f
 def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) -> float:
     """Return the mean seconds of a decode step with this many streams.
 
-    A fetched prompt adds the computation of its last token to one step.
+    Every prompt that arrives from a prefill replica adds the computation of its last token to one step.
     """
     alone = step = step_seconds(profile, streams, load.prompt + load.output / 2)
     for _ in range(_ROUNDS):
@@ -110,7 +107,7 @@ def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) 
 
 
 def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float) -> Pool:
-    """Return how a prefill pool of this size serves the load."""
+    """Return how a prefill pool of this size serves the load; `decode_step`: seconds of a decoder's step."""
     profile = engines.profile
     service = prefill_seconds(profile, load.prompt)
     busy = load.rate * service / replicas
@@ -125,9 +122,9 @@ def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float
 
 
 def waited(offered: float, servers: int, service: float, share: float) -> float:
-    """Return the longest wait, in seconds, of `share` of the requests.
+    """Return the wait, in seconds, that `share` of the requests do not exceed.
 
-    `offered` is the arrival rate times `service` seconds, and below `servers`.
+    `service`: seconds of a request; `offered`: the arrival rate times `service`, which must be below `servers`.
     """
     blocked = 1.0
     for number in range(1, servers + 1):  # Erlang's B, by its recursion
@@ -145,7 +142,7 @@ def _link(load: Load, engines: Engines, replicas: int) -> tuple[float | None, tu
 
 
 def smallest(pool: Callable[[int], Pool], most: int) -> Sizing:
-    """Return the smallest `pool(replicas)` without a limit, up to `most` replicas."""
+    """Return the smallest `pool(replicas)` that exceeds no limit, up to `most` replicas."""
     before = None
     for number in range(1, most + 1):
         found = pool(number)

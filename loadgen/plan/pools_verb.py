@@ -1,6 +1,7 @@
-"""`hitherto plan --pools`: the cost of moving KV caches, the pools that a load needs, and sizes in fewer bits.
+"""`hitherto plan --pools`: the cost of moving KV caches, the prefill and decode pools that a load needs, and sizes.
 
-Prints a short answer, tables and the assumptions; `--json` has all figures.
+Sizes are those of weights and KV cache in formats of fewer bits. A short answer, tables and the assumptions are
+printed; `--json` has all figures.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Given:
     checkpoint: Checkpoint
     space: KvSpace
     memory: int | None  # bytes for the cache on each GPU; only where pools are sized
-    own_profile: Profile
+    own_profile: Profile  # as the flags name it
     slo: dict[str, float] | None  # ms
 
     @property

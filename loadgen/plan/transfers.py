@@ -1,6 +1,6 @@
 """The cost of moving a prompt's KV cache between engines: bytes, buffer, number of transfers, and seconds.
 
-Pure arithmetic. A timing profile gives the seconds to recompute the prompt and those of a decode step.
+All of it is arithmetic. A timing profile gives the seconds to recompute the prompt and those of a decode step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ PER_TRANSFER = (0.020 - 0.008) / (469 - 59)
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The transfer of one prompt's cache; bytes are the sum over a replica's GPUs, the buffer is on each GPU."""
+    """The cost of transferring one prompt's KV cache."""
 
     tokens: int
-    bytes: int
+    bytes: int  # on all GPUs of a replica
     bytes_per_gpu: int
-    buffer: int
-    count: int
+    buffer: int  # bytes on each GPU
+    count: int  # transfers, of one piece each
     seconds: float | None  # None where no link is given
-    compute_seconds: float
+    compute_seconds: float  # to recompute the prompt instead
 
     @property
     def pays(self) -> bool | None:
@@ -56,7 +56,7 @@ def prefill_seconds(profile: Profile, tokens: int) -> float:
 
 
 def last_token_seconds(profile: Profile, tokens: int) -> float:
-    """Return by how many seconds a step is longer that computes the last token of an otherwise cached prompt."""
+    """Return the seconds that computing the last token of an otherwise cached prompt adds to a step."""
     return _seconds(profile, 1, tokens) - _seconds(profile, 0, 0.0)
 
 
@@ -66,5 +66,9 @@ def step_seconds(profile: Profile, streams: float, context: float) -> float:
 
 
 def _seconds(profile: Profile, tokens: int, pairs: float, streams: float = 0, context: float = 0.0) -> float:
-    """Return the mean seconds of a step; the arguments are those of `StepTime.seconds`."""
+    """Return the mean seconds of a step.
+
+    `tokens`: new prompt tokens; `pairs`: of a new token and one that it attends to; `streams`: decoding requests;
+    `context`: their tokens in all.
+    """
     return profile.step.seconds(tokens, pairs, streams, context, profile.in_use(context)) / profile.speedup

@@ -1,6 +1,6 @@
 """Readers for flag values with units: memory sizes, bandwidths and parameter counts.
 
-Memory units are binary, with or without the "i"; those of links and parameters are decimal. A number with an ambiguous
+Memory units are binary, with or without the "i"; units of links and parameters are decimal. A number with an ambiguous
 unit is refused with the possible readings.
 """
 

@@ -1,7 +1,7 @@
 """`hitherto plan` and `loadgen plan`: what a model's KV cache holds, and the replicas a load needs to keep an SLO.
 
-The first is arithmetic (`kv_space`); the second is a search by simulation (`fleet_size`) and lists all that was tried
-and assumed.
+What the cache holds is arithmetic (`kv_space`). The number of replicas is found by simulation (`fleet_size`), and all
+that was tried and assumed is listed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def arithmetic(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, dict[str, object]]:
-    """Return the figures by KV cache dtype: the requested one, and fp8 or auto for comparison.
+    """Return the figures of the KV cache by its dtype: the requested dtype, and fp8 or auto for comparison.
 
     Raises BadModel, BadOption.
     """
@@ -256,8 +256,8 @@ def load_of(args: argparse.Namespace, rate: float | None) -> Workload:
 def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: TooShort, console: Console) -> Workload:
     """Return the load with more requests, to hold its rate for longer. Raises BadOption where there can be no more.
 
-    No number could be advised in an error instead: how long a fleet takes to reach a rate, if it ever does, is known
-    only after playing it.
+    An error message could not advise a number instead: how long a fleet takes to reach the rate, if it ever does, is
+    known only after playing the load.
     """
     needed = max(short.requests, 3 * work.requests // 2)
     why = (f"{work.requests:,} requests are over before their rate has been held for long enough to size a fleet by it: "

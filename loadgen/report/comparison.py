@@ -44,10 +44,10 @@ def counted(found: Mapping[Verdict, Sequence[str]]) -> str:
 
 
 def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
-    """Return the figures that have a better direction, by verdict against `base`, the largest changes first.
+    """Return phrases that compare the figures of `report` with those of `base`, by verdict, largest changes first.
 
-    Milliseconds that would read the same have more digits. A change is as large as the ratio of the two figures, and
-    largest where one of them is 0.
+    Figures of which neither more nor less is better are left out. The size of a change is the ratio of the two figures,
+    infinite where one of them is 0. Milliseconds that would read the same get more digits.
     """
     found: dict[Verdict, list[tuple[float, str]]] = {verdict: [] for verdict in Verdict}
     for row in show.rows_of({"": report}):
@@ -84,9 +84,9 @@ def _signed(value: float, digits: int) -> str:
 def void_because(reports: Reports) -> str | None:
     """Return why the targets' figures cannot be compared, or None.
 
-    Each target's figures describe the requests it answered, so the targets must have answered the same ones. A
+    Each target's figures describe the requests it answered, so the targets must have answered the same requests. A
     difference of at most 1 % of the requests is tolerated: it moves no figure noticeably, and the errors are in the
-    report. Interrupted runs are not judged, because the user cut them.
+    report. Where the user interrupted a run, nothing is void.
     """
     if any(report["interrupted"] for report in reports.values()):
         return None

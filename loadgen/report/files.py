@@ -1,7 +1,8 @@
 """Report files and their flags: JSON figures, an HTML page, plots, and a CSV line per request.
 
-All are made from two dictionaries by target or policy, reports (`summary.summarise`) and records, measured or
-simulated. matplotlib, an optional dependency, is imported only to draw; without it the page has only its tables.
+All files are made from two dictionaries by target or policy: reports (`summary.summarise`) and records of requests,
+measured or simulated. matplotlib, an optional dependency, is imported only to draw; without it the page has only its
+tables.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def write(
 ) -> None:
     """Write the requested files: `figures` as JSON, the others from reports and records by target or policy.
 
-    `about` has the `setting` and the `workload` where the reports do not have them.
+    `about`: the `setting` and the `workload`, where the reports do not have them.
     """
     write_json(args.json, figures, console)
     if args.html or args.png:
@@ -123,8 +124,8 @@ def can_draw() -> bool:
 def draw(reports: Reports, records: Records, about: Mapping[str, object], html: Path | None, png: Path | None) -> None:
     """Write the page, the sheet of plots, or both.
 
-    `about` has the `setting` and the `workload` (default: those of the first report), for `loadgen sweep` its `sweep`
-    and for `hitherto plan` its `plan`.
+    `about`: the `setting` and the `workload` (default: those of the first report); the `sweep` of `loadgen sweep` or
+    the `plan` of `hitherto plan`.
     """
     from loadgen.report import page  # only a page needs Jinja
 

@@ -26,43 +26,43 @@ class Verdict(enum.Enum):
 
 
 def of_itself(value: float, report: Report) -> float:
-    """Return the noise of a figure that varies in proportion to its value."""
+    """Return the difference that counts as noise for a figure that varies in proportion to its value."""
     return SAME * abs(value)
 
 
 def of_share(value: float, report: Report) -> float:
-    """Return the noise of a share of tokens or requests."""
+    """Return the difference that counts as noise for a share of tokens or requests."""
     return SAME_SHARE
 
 
 def of_requests(value: float, report: Report) -> float:
-    """Return the noise of a number of requests."""
+    """Return the difference that counts as noise for a number of requests."""
     return SAME_SHARE * report["requests"]
 
 
 def of_latency(name: str) -> Callable[[float, Report], float]:
-    """Return the noise of a latency figure, by its `name`: mean, p50, p99 ..."""
+    """Return a function like `of_itself` for a latency figure, by its `name`: mean, p50, p99 ..."""
     tail = name.startswith("p") and float(name[1:]) >= 90
     return lambda value, report: (SAME_TAIL if tail else SAME) * value
 
 
 class Row(NamedTuple):
-    """A figure in a comparison."""
+    """A figure in a comparison: a row of its table."""
 
     label: str
-    read: Callable[[Report], float | None]
-    form: Callable[[float], str]
-    better: Callable | None = None  # min or max; None: neither is better
-    least: Callable[[float, Report], float] = of_itself  # the smallest difference that is no noise
-    said: str = ""  # its name in a sentence, where that is not its label
+    read: Callable[[Report], float | None]  # takes the figure from a report
+    form: Callable[[float], str]  # writes it
+    better: Callable | None = None  # min or max; None: neither less nor more is better
+    least: Callable[[float, Report], float] = of_itself  # larger differences are no noise
+    said: str = ""  # its name in a sentence, if other than the label
 
 
 def judged(row: Row, report: Report, base: Report) -> Verdict:
     """Return the verdict on one figure against `base`.
 
     With at least three seeds on both sides, a difference counts if the ranges over the seeds do not overlap: with equal
-    setups this happens for one pair in ten with 3 seeds each, and for one in 126 with 5. With fewer seeds it counts
-    from a fixed share of the figure on.
+    setups this happens for one pair in ten with 3 seeds each, and for one in 126 with 5. With fewer seeds, a difference
+    counts if it is above `row.least`.
     """
     new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
     if row.better is None or new is None or old is None:

@@ -27,8 +27,8 @@ def page(
 ) -> str:
     """Return the page as HTML.
 
-    `drawn` has a `plots.Line` per target and `figures` are `plots.Plot`s; both are empty where plots are not
-    `drawable`, and the page then explains how to get them. `about` is that of `files.draw`.
+    `drawn`: the `plots.Line` of each target; `figures`: `plots.Plot`s. Both are empty where plots are not `drawable`,
+    and the page then explains how to get them. `about`: setting, workload, and a sweep or plan (see `files.draw`).
     """
     (name, report), *others = reports.items()
     swept = "sweep" in about

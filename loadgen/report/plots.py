@@ -25,7 +25,7 @@ from loadgen.drive.records import Record
 from loadgen.report.summary import Records, Reports, began
 
 _SIZE = (5.2, 3.1)  # inches, of one plot; with 10.5-point letters it is legible on a phone
-# Each has a contrast of at least 3:1 on white and on black.
+# Each colour has a contrast of at least 3:1 on white and on black.
 _COLOURS = ("#12907f", "#d97a1e", "#5a76d8", "#c34f86", "#7d962c", "#8d62c9", "#3f9cc4", "#a9703d")
 _DASHES = ("-", (0, (4, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
 _DASHED = (0, (4, 3))  # a limit
@@ -70,11 +70,11 @@ class Line(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A curve with the figures `y` at `x`, NaN where unknown; a band reaches from it to `band`."""
+    """A curve, perhaps with a band."""
 
     x: Sequence[float]
-    y: Sequence[float]
-    band: Sequence[float] | None = None
+    y: Sequence[float]  # NaN where unknown
+    band: Sequence[float] | None = None  # the other end of a band that begins at `y`
 
 
 def _milliseconds(value: float, _: object = None) -> str:
@@ -97,20 +97,18 @@ def _number(value: float, _: object = None) -> str:
 class Plot:
     """A plot: named curves over common axes.
 
-    `across` and `up` write the values of an axis; one of milliseconds is logarithmic, and one of shares ends at 1.
-    Dashed lines stand at `limit` on the y axis and at `mark` on the x axis. Only a plot with a `label` of the x axis
-    names its curves itself.
+    An axis of milliseconds is logarithmic, and an axis of shares ends at 1.
     """
 
     title: str
     caption: str
     curves: Mapping[str, Curve]
-    drawn: Mapping[str, Line]
-    across: Callable[[float, object], str]
-    up: Callable[[float, object], str]
-    limit: float | None = None
-    mark: float | None = None
-    label: str = ""
+    drawn: Mapping[str, Line]  # the style of each curve
+    across: Callable[[float, object], str]  # writes values of the x axis
+    up: Callable[[float, object], str]  # writes values of the y axis
+    limit: float | None = None  # of y, where a dashed line stands
+    mark: float | None = None  # of x, where a dashed line stands
+    label: str = ""  # of the x axis; only plots that have one name their curves in a legend of their own
 
     def draw(self, axes: Axes, ink: Ink) -> None:
         axes.grid(axis="y", color=ink.line, linewidth=0.7)
@@ -247,7 +245,7 @@ def _distribution(read: Callable[[Record], Iterable[float | None]], name: str, d
 
 
 def _ttft(tail: float | None, window: Sequence[Record]) -> tuple[float, float | None]:
-    """Return the median of TTFT in ms and its percentile `tail`, if that is wanted; NaN where nothing was answered."""
+    """Return the median of TTFT in ms and its percentile `tail` (None: not wanted); NaN where nothing was answered."""
     times = [max(record.ttft * 1000, _LEAST_MS) for record in window if record.ttft is not None] or [np.nan]
     return float(np.percentile(times, 50)), tail and float(np.percentile(times, tail))
 
@@ -257,9 +255,9 @@ def _hit_rate(window: Sequence[Record]) -> tuple[float, None]:
 
 
 def _over_time(done: Sequence[Record], figure: Callable, most: int) -> Curve | None:
-    """Return the curve of `figure` over at most `most` windows of time; None where it is known in none of them.
+    """Return the curve of `figure` over at most `most` windows of time; None where no window has a value.
 
-    `figure` takes the requests that were sent in a window, and returns a value and the end of its band, or None.
+    `figure`: takes the requests that were sent in a window and returns (value, end of the band or None).
     """
     zero = began(done)
     sent = np.array([record.sent - zero for record in done])
@@ -303,7 +301,7 @@ Point = Mapping[str, object]  # a rate or a fleet that was tried: its `report`, 
 def of_sweep(sweep: Mapping[str, object]) -> list[Plot]:
     """Return the plots of latency, throughput, attainment and hit rate against the request rate.
 
-    `sweep` is that of `about` of `files.draw`.
+    `sweep`: as made by `Sweep.figures` in `loadgen.sweep`.
     """
     points = sorted(sweep["steps"], key=lambda step: step["rate"])
     across = {"rate": "requests a second, offered"}
@@ -326,7 +324,7 @@ def of_sweep(sweep: Mapping[str, object]) -> list[Plot]:
 def of_plan(plan: Mapping[str, object], drawn: Mapping[str, Line]) -> list[Plot]:
     """Return the plots of attainment and hit rate against the number of replicas, one line per cache size.
 
-    `plan` is that of `about` of `files.draw`; `drawn` has as many line styles, in the order of the sizes.
+    `plan`: what `hitherto plan --json` writes under "plan"; `drawn`: a line style per size, in the order of the sizes.
     """
     points = sorted(plan["points"], key=lambda point: (point["tokens"], point["replicas"]))
     sizes = {f"{tokens:,} tokens": list(some) for tokens, some in groupby(points, lambda point: point["tokens"])}
@@ -355,7 +353,8 @@ def _against(
 ) -> list[Plot]:
     """Return one plot with a curve per series and figure, or none where no figure is known.
 
-    `across` has the key of the points that the x axis shows, and the label of that axis.
+    `across`: {key of a point's value for the x axis: label of the axis}; `reads`: functions that take a point's figures
+    for the y axis, by name; `marks`: `limit` and `mark` of the plot.
     """
     [(key, label)] = across.items()
     least = _LEAST_MS if up is _milliseconds else 0.0

@@ -58,7 +58,7 @@ async def watch_lines(view: View, console: Console) -> None:
 
 
 class View:
-    """The live view of a run; it keeps running sums, so that a frame costs only the new records."""
+    """The live view of a run; it keeps running sums, so that a redraw costs only the new records."""
 
     def __init__(self, run: Run | Processes, label: str):
         self.run, self.label = run, label

@@ -14,11 +14,12 @@ REACHED = 0.8  # share of the offered rate; a run that answers less never reache
 
 
 def steady(done: Sequence[Record], conversations: Sequence[Conversation]) -> tuple[float, float]:
-    """Return when the load reached its offered rate and when it left it, on the clock of the records.
+    """Return when the load reached its offered rate and until when it held the rate, on the clock of the records.
 
-    A later turn waits for its reply, so the rate is reached only once as many conversations are open as the rate
-    sustains: when nearly all requests of those that began first are answered. It lasts until the last conversation
-    begins. The rate was never reached where the second value is not above the first.
+    Later turns wait for replies, so the rate is reached only once as many conversations are open as it sustains. That
+    is as long after the first start as NEARLY_ALL of the requests, counted from the start of their conversations, take
+    to be answered. The rate is held until the last conversation begins. It was never reached where the second value is
+    not above the first.
     """
     first_of = dict(_roots(conversations))
     began: dict[str, float] = {}
@@ -32,7 +33,7 @@ def steady(done: Sequence[Record], conversations: Sequence[Conversation]) -> tup
 
 
 def _roots(conversations: Iterable[Conversation], root: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the id of each conversation with that of the conversation it was originally forked from."""
+    """Yield (id, root) of each conversation; root: id of the conversation that it was first forked from, or its own."""
     for conversation in conversations:
         yield conversation.id, root or conversation.id
         for turn in conversation.turns:
@@ -75,7 +76,7 @@ def offered(report: Report) -> str:
 def never_reached(report: Report) -> str:
     """Return a sentence if the run answered too little to have reached its offered rate, else "".
 
-    Its figures, even if within the SLO, are then those of a lower rate.
+    The figures of such a run, even if within the SLO, are those of a lower rate.
     """
     offered, answered = report["offered"]["rate"], report["request_throughput"]
     if offered is None or answered >= REACHED * offered:

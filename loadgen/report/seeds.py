@@ -21,7 +21,7 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 def _mean(values: Sequence[object]) -> object:
-    """Return the mean of numbers, key by key for dictionaries; of other values, the first."""
+    """Return the mean of numbers (key by key for dictionaries), or the first of other values; None is left out."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -36,12 +36,12 @@ def _mean(values: Sequence[object]) -> object:
 
 
 def label(name: str, seed: int, seeds: int) -> str:
-    """Return the name of the requests of one seed in files that have several seeds."""
+    """Return the name of a target's requests with one seed, in files with `seeds` seeds."""
     return name if seeds == 1 else f"{name}, seed {seed}"
 
 
 def first(reports: Reports, records: Records, seed: int) -> Records:
-    """Return the records of each target with its first seed."""
+    """Return the records of each target with the first seed, `seed`."""
     return {name: records.get(name, records.get(label(name, seed, 2), ())) for name in reports}
 
 

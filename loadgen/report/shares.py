@@ -20,7 +20,7 @@ def share(part: float, whole: float) -> float | None:
 def percent(value: float, digits: int = 1) -> str:
     """Return a share as a percentage: `0.998` -> "99.8 %".
 
-    It has more than `digits` digits where it would otherwise read 0 or 100 % and is neither.
+    There are more than `digits` digits where the share would otherwise read 0 or 100 % and is neither.
     """
     exact = 100 * value
     number = f"{exact:.{digits}f}"

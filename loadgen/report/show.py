@@ -1,4 +1,4 @@
-"""Figures as tables and sentences for the terminal (rich) and the page; missing figures are named, not left out."""
+"""Figures as tables and sentences for the terminal (rich) and the HTML page; missing figures are named."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def head(report: Report) -> Text:
 
 
 def latencies(report: Report, *more: str) -> Grid:
-    """Return a table of mean, percentiles and the figures `more` of each latency."""
+    """Return a table of mean, percentiles and further figures (`more`, such as "max") of each latency."""
     names = ("mean", *report["percentiles"], *more)
     waited = (("TTFT", "ttft_from_due_ms", "from when it was due"),) if report["generator"]["was_the_limit"] else ()
     rows = [
@@ -93,7 +93,7 @@ def latencies(report: Report, *more: str) -> Grid:
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of what a report has besides latencies."""
+    """Yield (name, text) of everything in a report besides latencies: rate, goodput, cache, replicas, generator."""
     cache, generator, goodput = report["cache"], report["generator"], report["goodput"]
     yield "rate", rates.rates(report)
     if goodput:
@@ -186,14 +186,17 @@ def bullets(sentences: Iterable[str]) -> Table:
 def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Fitting:
     """Return a table with a column per target.
 
-    The best value of a row is green, one worse than that of the first target red. Where a terminal is too narrow for
-    all targets, the others follow below.
+    The best value of a row is green; a value worse than that of the first target is red. Where a terminal is too narrow
+    for all targets, the remaining ones follow in a table below.
     """
     return fitted(compared(reports, rows), any("by_seed" in report for report in reports.values()), split=True)
 
 
 def compared(reports: Reports, rows: Sequence[Row] | None = None, most: int = _SHARES) -> Grid:
-    """Return a row per known figure, and the requests of each replica, individually up to `most` replicas."""
+    """Return a table with a column per target, a row per known figure, and a row with the requests per replica.
+
+    With more than `most` replicas, that row has only the least and the most requests.
+    """
     found = []
     for row in rows or rows_of(reports):
         known = [value for one in reports.values() if (value := seeds.mean(one, row.read)) is not None]
@@ -206,7 +209,10 @@ def compared(reports: Reports, rows: Sequence[Row] | None = None, most: int = _S
 
 
 def _look(row: Row, report: Report, best: float | None, reports: Reports) -> str:
-    """Return the style of a figure: the best of its row, if by more than noise, or worse than the first target's."""
+    """Return "best" for the best figure of a row, "worse" for one worse than the first target's, else "".
+
+    Differences that are noise count as none.
+    """
     (first, *_), verdict = reports.values(), noise.Verdict
     beats_one = any(noise.judged(row, report, other) is verdict.BETTER for other in reports.values())
     if best is not None and seeds.mean(report, row.read) == best and beats_one:
@@ -215,7 +221,7 @@ def _look(row: Row, report: Report, best: float | None, reports: Reports) -> str
 
 
 def written(report: Report, read: Callable[[Report], float | None], form: Callable[[float], str]) -> str:
-    """Return a figure as text; of several seeds their mean, with their range in brackets unless they agree."""
+    """Return a figure as text; with several seeds the mean, and the range in brackets unless all seeds agree."""
     values = seeds.each(report, read)
     if not values:
         return "–"
@@ -227,7 +233,7 @@ def written(report: Report, read: Callable[[Report], float | None], form: Callab
 
 
 def shares(report: Report, most: int = _SHARES) -> str:
-    """Return the requests of each replica in the order of names; with more than `most`, the least and the most."""
+    """Return the requests of each replica in the order of names; with more than `most` replicas, least and most."""
     requests = [figures["requests"] for figures in report["replicas"].values()]
     if len(requests) > most:
         return f"{count(min(requests))} to {count(max(requests))}"
@@ -252,7 +258,7 @@ def latency(label: str, key: str, name: str) -> Row:
 
 
 def rows_of(reports: Reports) -> list[Row]:
-    """Return the rows of a comparison, with the requested percentiles."""
+    """Return the rows of a comparison; its latencies have the percentiles that were asked for."""
     names = ("mean", *next(iter(reports.values()))["percentiles"])
     latencies = [
         latency(label, key, name)
@@ -265,8 +271,8 @@ def rows_of(reports: Reports) -> list[Row]:
 def _counted_hit_rate(report: Report) -> float | None:
     """Return the hit rate from the engines' counters, where the replies do not report it.
 
-    The counters also have other requests, such as a gateway's checks of an engine's token ids
-    (`gateway.proxy.forwarding`), so the two would differ.
+    The counters include other requests, such as a gateway's checks of an engine's token ids
+    (`gateway.proxy.forwarding`), so they would differ from the replies.
     """
     return path_of("engines", "hit_rate")(report) if report["cache"]["hit_rate"] is None else None
 
@@ -306,7 +312,7 @@ DEMO_ROWS = (
 def tried(heads: Sequence[str], points: Iterable[tuple[Sequence[str], Report, bool]]) -> Grid:
     """Return a table of the rates or fleets that were tried: each point's name, report and whether it kept the SLO.
 
-    It has only the lowest and highest requested percentile of each latency, so that it fits a terminal.
+    The table has only the lowest and the highest requested percentile of each latency, so that it fits a terminal.
     """
     points = list(points)
     names = points[0][1]["percentiles"] if points else ()

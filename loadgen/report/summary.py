@@ -21,9 +21,9 @@ from loadgen.options import INTERRUPTED, BadOption
 from loadgen.report.shares import share
 from loadgen.workload.conversations import Offer
 
-# The generator was the limit when it kept a core this busy, or when its lateness at p50, p90 or p99 is more than
-# LATE_MS and more than LATE_SHARE of the TTFT there. p99 counts from ENOUGH_FOR_P99 requests on: with fewer it is the
-# latest single request, which any other process on the machine can delay.
+# The generator was the limit when it kept a core busier than BUSY_CORE, or when its lateness at p50, p90 or p99 was
+# more than LATE_MS and more than LATE_SHARE of the TTFT at the same percentile. p99 counts from ENOUGH_FOR_P99 requests
+# on: with fewer it is the latest single request, which any other process on the machine can delay.
 BUSY_CORE = 0.85
 LATE_MS, LATE_SHARE = 10.0, 0.1
 ENOUGH_FOR_P99 = 100
@@ -95,9 +95,9 @@ def spread(seconds: Iterable[float | None], percentiles: Iterable[float] = ()) -
 def summarise(
     run: Load, slo: Mapping[str, float] | None = None, percentiles: Sequence[float] = PERCENTILES
 ) -> dict[str, object]:
-    """Return all figures of one run; those whose source (usage, headers) was absent are None.
+    """Return all figures of one run; figures whose source (usage, headers) was absent are None.
 
-    `percentiles` are those that tables show.
+    `slo`: limits in milliseconds, as from `parse_slo`; `percentiles`: those of latencies that tables show.
     """
     good = [record for record in run.done if record.error is None]
     seconds = max(run.ended - run.began, 1e-9)
@@ -144,10 +144,10 @@ def _offered(offer: Offer) -> dict[str, object]:
 def _goodput(
     good: list[Record], requests: int, slo: Mapping[str, float] | None, seconds: float
 ) -> dict[str, object] | None:
-    """Return the goodput, or None without an SLO.
+    """Return how many requests met the SLO, or None without an SLO.
 
-    `share` is of all `requests`: one that failed, or was never sent because the turn before it failed, counts as
-    missed.
+    The share is that of all `requests`: a request that failed, or was never sent because the turn before it failed,
+    counts as missed.
     """
     if not slo:
         return None
@@ -163,7 +163,7 @@ def _goodput(
 def cache_figures(records: list[Record]) -> dict[str, object]:
     """Return the prompt tokens, and how many were cached by the engines' reports and by the gateway's predictions.
 
-    Each rate covers the requests that have its figure; `prefill_tokens` is what engines had to compute.
+    Each hit rate covers the requests that have the figure; `prefill_tokens` are those that engines had to compute.
     """
     told = [record for record in records if record.prompt_tokens is not None]
     reported = [record for record in told if record.cached_tokens is not None]
@@ -183,9 +183,9 @@ def cache_figures(records: list[Record]) -> dict[str, object]:
 
 
 def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str, object]]:
-    """Return requests and cache figures by `x-hitherto-replica`, including `known` replicas without requests.
+    """Return requests and cache figures by replica, including `known` replicas without requests.
 
-    Empty where no replicas are known.
+    The header `x-hitherto-replica` names replicas; the result is empty where none is known.
     """
     by_name: dict[str, list[Record]] = {name: [] for name in known}
     for record in records:

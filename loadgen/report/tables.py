@@ -1,7 +1,7 @@
 """Tables as data, drawn in full by the page and as far as they fit by a terminal.
 
 Where a terminal is narrow, row names stay whole; what stands in brackets after a figure, such as the range over the
-seeds, moves to a second line, and in narrower ones is left out.
+seeds, moves to a second line, and in an even narrower terminal is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table: `heads` of the columns, the first of which is that of the row names, and rows."""
+    """A table: rows, and `heads` of the columns, the first of which has the row names."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -60,8 +60,8 @@ def fitted(
 ) -> Fitting:
     """Return a grid's rendering for the width of the console.
 
-    `seeded`: its figures have ranges. `split`: where no rendering fits, tables of fewer columns follow each other;
-    headings are then not folded to two lines.
+    `seeded`: its figures have ranges over seeds. `left`: columns that are left-aligned. `split`: where no rendering
+    fits, tables of fewer columns follow each other; headings are then not folded to two lines.
     """
 
     def drawn(put, fold: bool = False, first: int = 1, last: int | None = None) -> Table:

@@ -14,7 +14,7 @@ NOTICED = 0.1  # share of the prompt tokens; more than a chat template's own ope
 
 
 def beginning(conversation: Conversation) -> Hashable:
-    """Return a key of how a conversation's prompts begin; engines share no blocks between different ones."""
+    """Return a key of how a conversation's prompts begin; prompts with different keys share no blocks in engines."""
     if tools := conversation.extra.get("tools"):
         return str(tools)[: 4 * _LETTERS]  # templates put tools first
     content = conversation.turns[0].messages[0].get("content")
@@ -24,8 +24,8 @@ def beginning(conversation: Conversation) -> Hashable:
 def warm(run: Load) -> dict[str, object] | None:
     """Return how warm the caches were, or None where engines do not report cached tokens.
 
-    It covers the requests whose beginning had not been sent before in this run: their number, their prompt tokens, and
-    how many of these were cached nevertheless. `is_text`: the prompts are the same under another seed.
+    `requests`, `prompt_tokens`, `cached_tokens`: of the requests whose beginning had not been sent before in this run,
+    so that nothing of them should have been cached. `is_text`: the prompts are the same under another seed.
     """
     begins = {conversation.id: beginning(conversation) for conversation in run.conversations}
     seen: set[Hashable] = set()

@@ -2,9 +2,9 @@
 
     python deploy/wheel.py [--repository https://HOST/OWNER/hitherto [--ref v0.1.0]] [--out dist]
 
-For a package registry, which shows the README without the rest of the repository, `--repository` is needed: the
-README's links become absolute: to REPOSITORY/blob/REF/PATH, and for images to REPOSITORY/raw/REF/PATH. So do the
-project's URLs in the metadata; pyproject.toml has none, since only whoever publishes knows where the repository is.
+A package registry shows the README without the rest of the repository, so it needs `--repository`: the README's links
+then become absolute (REPOSITORY/blob/REF/PATH, images REPOSITORY/raw/REF/PATH), and the metadata gets the project's
+URLs. pyproject.toml has no URLs, since only whoever publishes knows where the repository is.
 """
 
 import argparse
@@ -29,7 +29,7 @@ NEEDED = (
 
 
 def absolute(text: str, repository: str, ref: str) -> str:
-    """Return a Markdown text with its relative links led to the repository."""
+    """Return a Markdown text with its relative links made absolute, into branch or tag `ref` of `repository`."""
 
     def lead(found: re.Match[str]) -> str:
         image, label, target = found.groups()
@@ -41,7 +41,7 @@ def absolute(text: str, repository: str, ref: str) -> str:
 
 
 def urls(repository: str, ref: str) -> str:
-    """Return the table of pyproject.toml that says where the project is."""
+    """Return the table of pyproject.toml with the project's URLs."""
     pages = {"Documentation": "docs/README.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
     repository = repository.rstrip("/")
     each = {"Repository": repository} | {name: f"{repository}/blob/{ref}/{path}" for name, path in pages.items()}
@@ -49,7 +49,7 @@ def urls(repository: str, ref: str) -> str:
 
 
 def build(repository: str | None, ref: str, out: Path) -> Path:
-    """Build from a copy of the tree; returns the wheel's path."""
+    """Build the wheel from a copy of its files, with absolute links if `repository` is given; return its path."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         for name in NEEDED:

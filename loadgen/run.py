@@ -72,8 +72,8 @@ class Measured:
     ) -> None:
         """Send the load with one seed and add its report and records.
 
-        `args.seed` is this seed; `seed` is its index from 0. `replicas` are the ids of the target's replicas where they
-        are known: the report then also counts those that got no request.
+        `args.seed`: the seed; `seed`: its number, from 0. `replicas`: ids of the target's replicas where they are
+        known, so that the report also counts replicas that got no request.
         """
         work = datasets.workload(args)
         if not seed:

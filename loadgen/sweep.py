@@ -5,8 +5,8 @@ unsent requests count as missed. Starting from the first rate, the rate is doubl
 halved until it does. Then the geometric mean of the highest kept and the lowest missed rate is tried, until the two are
 within `--precision` of each other. With `--rates` only the given rates are tried, lowest first.
 
-All steps send the same load with its start times stretched or compressed, and with other tokens, so that no step finds
-the caches warm from the one before.
+A step is one rate that is tried. All steps send the same load, with its start times stretched or compressed and with
+other tokens, so that no step finds its prompts cached by the step before.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Search:
 
     first: float
     precision: float = PRECISION
-    limit: float = math.inf  # rates above this cannot be measured
+    limit: float = math.inf  # rates above this cannot be measured with the load
     kept: float | None = None  # the highest rate that keeps the SLO so far
-    missed: float | None = None  # the lowest that does not
-    steps: int = 0
+    missed: float | None = None  # the lowest rate that does not
+    steps: int = 0  # rates tried so far
     stopped: str = ""  # why there is no next rate
-    given: Sequence[float] = ()  # the rates to try and no others
+    given: Sequence[float] = ()  # if any: the rates to try, and no others
 
     @property
     def rate(self) -> float | None:
@@ -64,7 +64,7 @@ class Search:
         return min(self.kept * 2, self.limit) if self.missed is None else math.sqrt(self.kept * self.missed)
 
     def tell(self, rate: float, keeps: bool) -> None:
-        """Record whether `rate` keeps the SLO; it may be any rate between `kept` and `missed`."""
+        """Record whether `rate`, any rate between `kept` and `missed`, keeps the SLO."""
         self.steps += 1
         if self.given:
             return self._tell_given(rate, keeps)
@@ -124,7 +124,7 @@ class Sweep:
         return f"{self.search.kept:.4g} requests/s is the highest rate that kept the SLO: {slo}. {self.search.missed:.4g} did not.{short}"
 
     def figures(self) -> dict[str, object]:
-        """Return the figures for `--json`, which the page has under `about["sweep"]`."""
+        """Return the figures that `--json` and the HTML page have under "sweep"."""
         return {
             "rate": self.search.kept,
             "slo_ms": dict(self.slo),
@@ -212,7 +212,7 @@ async def climb(
     model: target.Model,
     records: dict[str, list[Record]],
 ) -> None:
-    """Try one rate after the other with every seed; each step and seed has its own tokens."""
+    """Try one rate after the other with every seed (a load of `works` each); each step and seed has its own tokens."""
     while (rate := sweep.search.rate) is not None:
         reports = []
         for number, work in enumerate(works):

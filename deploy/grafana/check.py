@@ -1,7 +1,7 @@
-"""Checks the dashboards against the types that Grafana publishes, with TypeScript's compiler: `make check-grafana`.
+"""Check the dashboards against the types that Grafana publishes, with TypeScript's compiler: `make check-grafana`.
 
-Needs npm, and its registry the first time; what it installs is kept in ~/.cache/hitherto, none of
-it in the checkout. What was checked is noted in checked.json, so that `make test` sees a dashboard that was not.
+This needs npm, and npm's registry the first time; packages are installed into ~/.cache/hitherto, not into the checkout.
+checked.json gets a hash of each dashboard that passed, so that `make test` finds a dashboard that was not checked.
 """
 
 from __future__ import annotations

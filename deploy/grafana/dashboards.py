@@ -1,7 +1,7 @@
-"""Writes Grafana's dashboards: `make dashboards`, or `python -m deploy.grafana.dashboards`, after a change in `boards`.
+"""Write Grafana's dashboards: `make dashboards`, or `python -m deploy.grafana.dashboards`, after a change in `boards`.
 
-One JSON file for each in deploy/grafana/dashboards. They ask any Prometheus that scrapes gateways; none of them needs a
-job of a certain name. `make check-grafana` checks them against Grafana's own types.
+Each dashboard becomes a JSON file in deploy/grafana/dashboards. Dashboards work with any Prometheus that scrapes
+gateways, whatever the name of its job. `make check-grafana` checks them against Grafana's own types.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALL = {
 
 
 def texts() -> dict[str, str]:
-    """Return the text of each dashboard by the name of its file."""
+    """Return the JSON text of each dashboard by the name of its file."""
     return {f"{name}.json": json.dumps(one.json(), indent=1, ensure_ascii=False) + "\n" for name, one in ALL.items()}
 
 

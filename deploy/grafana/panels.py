@@ -1,7 +1,7 @@
-"""Panels and dashboards in Grafana's JSON, from a line for each panel.
+"""Panels and dashboards in Grafana's JSON, from short descriptions.
 
-Names of metrics are written without their filters: what the variables gateway, replica and model choose is added to
-each, as far as the metric has such a label. All panels ask the data source that the variable `datasource` names.
+Descriptions name metrics without filters: each metric is then filtered by what is chosen in the dashboard's variables
+gateway, replica and model, as far as it has such a label. All panels query the data source of variable `datasource`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLUMNS = 24
 
 
 def exported() -> dict[str, set[str]]:
-    """Every series that a scrape can show -> its labels; `instance` is Prometheus' own."""
+    """Return by name every series that a scrape of a gateway can show, with its labels; Prometheus adds `instance`."""
     series: dict[str, set[str]] = {name: set() for name in PROCESS}
     for metric in Metrics().all():
         if isinstance(metric, Counter):
@@ -38,7 +38,7 @@ SERIES = exported()
 
 
 def filtered(expression: str) -> str:
-    """Return the expression with the filters that the variables choose. Raises KeyError for an unknown metric."""
+    """Return a query with the variables' filters added to its metrics. Raises KeyError for an unknown metric."""
 
     def with_filters(match: re.Match[str]) -> str:
         labels = SERIES[match[1]]
@@ -63,19 +63,19 @@ NEEDS = {
 
 @dataclass
 class Panel:
-    """`queries`: (expression, legend). `width`: of 24 columns. `below_zero`: values may be negative."""
+    """A panel of a dashboard."""
 
     title: str
-    queries: Sequence[tuple[str, str]]
-    unit: str = "short"
+    queries: Sequence[tuple[str, str]]  # (PromQL expression, legend)
+    unit: str = "short"  # one of Grafana's
     kind: str = "timeseries"
-    about: str = ""
-    width: int = 8
+    about: str = ""  # description, shown on request
+    width: int = 8  # of 24 columns
     height: int = 8
     stacked: bool = False
-    below_zero: bool = False
-    most: float | None = None
-    thresholds: Sequence[tuple[float | None, str]] = ()  # from which value on it has which colour
+    below_zero: bool = False  # values may be negative
+    most: float | None = None  # upper end of the axis
+    thresholds: Sequence[tuple[float | None, str]] = ()  # (value, colour from this value on); None: from the lowest
 
     def json(self, number: int, x: int, y: int) -> dict[str, Any]:
         targets = [
@@ -112,7 +112,7 @@ class Panel:
         }
 
     def _needs(self) -> str:
-        """Return the setting without which this panel has no data, or nothing."""
+        """Return in words the setting without which this panel has no data, or ""."""
         metrics = {name for expression, _ in self.queries for name in re.findall(r"\bhitherto_\w+", expression)}
         found = {next((what for prefix, what in NEEDS.items() if name.startswith(prefix)), "") for name in metrics}
         return found.pop() if len(found) == 1 else ""
@@ -154,7 +154,7 @@ def stat(title: str, expression: str, unit: str = "short", about: str = "", **mo
 
 
 def quantiles(metric: str, by: str = "", *shares: float) -> list[tuple[str, str]]:
-    """Of a histogram, by label; p50 and p99 without `shares`."""
+    """Return queries for quantiles of a histogram by the labels `by`; `shares`: 0 to 1 (default: 0.5 and 0.99)."""
     groups = ", ".join(filter(None, ("le", by)))
     legend = "".join(f" {{{{{label}}}}}" for label in by.split(", ") if label)
     return [
@@ -171,40 +171,40 @@ def _legend(by: str, what: str) -> str:
 
 
 def rate(metric: str, by: str, what: str = "") -> tuple[str, str]:
-    """Of a counter, per second, for each value of these labels; `what` begins the legend."""
+    """Return the query for a counter's rate per second, for each value of the labels `by`; `what` begins the legend."""
     return f"sum by ({by}) (rate({metric}[R]))", _legend(by, what)
 
 
 def growth(metric: str, by: str, what: str = "") -> tuple[str, str]:
-    """Of a counter that counts what is rare: how often."""
+    """Return the query for a counter's increase, for rare events, for each value of the labels `by`."""
     return f"sum by ({by}) (increase({metric}[R]))", _legend(by, what)
 
 
 def largest(metric: str, by: str, what: str = "") -> tuple[str, str]:
-    """Of a gauge that several gateways, or workers, have of the same thing."""
+    """Return the query for the maximum of a gauge by which several gateways or workers report the same thing."""
     return f"max by ({by}) ({metric})", _legend(by, what)
 
 
 def total(metric: str, by: str, what: str = "") -> tuple[str, str]:
-    """Of a gauge of which each gateway, and worker, has a part."""
+    """Return the query for the sum of a gauge of which each gateway or worker reports a part."""
     return f"sum by ({by}) ({metric})", _legend(by, what)
 
 
 def state(metric: str, by: str) -> tuple[str, str]:
-    """Of a gauge that is 1 for what is so."""
+    """Return the query for the states of a gauge that is 1 for the state that applies and 0 for others."""
     return f"max by ({by}) ({metric}) == 1", _legend(by, "")
 
 
 @dataclass
 class Dashboard:
-    """`rows`: (title, panels), top down. `choices`: which of the variables replica and model it has."""
+    """A dashboard of rows of panels."""
 
     uid: str
     title: str
     about: str
-    rows: Sequence[tuple[str, Sequence[Panel]]]
-    choices: Sequence[str] = ("model", "replica")
-    more: Sequence[dict[str, Any]] = field(default_factory=tuple)
+    rows: Sequence[tuple[str, Sequence[Panel]]]  # (title, panels), top down
+    choices: Sequence[str] = ("model", "replica")  # those of these two variables that it has
+    more: Sequence[dict[str, Any]] = field(default_factory=tuple)  # further variables, in Grafana's JSON
 
     def json(self) -> dict[str, Any]:
         return {
@@ -243,7 +243,7 @@ class Dashboard:
             y += tallest
 
 
-# From each dashboard to the others, with what is chosen.
+# From each dashboard to the others, with the chosen values of variables.
 LINKS = {
     "title": "Hitherto",
     "type": "dashboards",
@@ -265,7 +265,7 @@ def variables(choices: Sequence[str]) -> list[dict[str, Any]]:
     queries = {
         "gateway": ("Gateway", "hitherto_build_info", "instance", ".*"),
         "model": ("Model", models + "}", "model", ".*"),
-        # Without a value for all of them those are the ones of the models chosen.
+        # Without a value for "All", Grafana takes all values that the query finds: the replicas of the chosen models.
         "replica": ("Replica", models + ', model=~"$model"}', "replica", None),
     }
     found = [source]
@@ -296,7 +296,7 @@ def variables(choices: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def ratio(part: str, whole: str, by: str = "") -> str:
-    """Of two counters' growths."""
+    """Return the expression for one counter's rate over another's, by the labels `by`."""
     of = f"by ({by}) " if by else ""
     return f"sum {of}(rate({part}[R])) / sum {of}(rate({whole}[R]))"
 
@@ -305,5 +305,5 @@ REPORTED = ratio("hitherto_reported_cached_tokens_total", "hitherto_reported_pro
 PREDICTED = ratio("hitherto_predicted_cached_tokens_total", "hitherto_prompt_tokens_total")
 FAILED = ratio('hitherto_requests_total{status=~"5xx|cut"}', "hitherto_requests_total")
 READY = 'count (max by (replica) (hitherto_replica_state{state="ready"}) == 1) or vector(0)'
-NONE = "0 * max by (instance) (hitherto_uptime_seconds)"  # of what is on the page once it has happened
+NONE = "0 * max by (instance) (hitherto_uptime_seconds)"  # for series that exist only once something has happened
 GREEN, YELLOW, RED = "green", "yellow", "red"

@@ -1,8 +1,8 @@
 """Start times of conversations, in seconds from the start of the run; pure functions without a clock.
 
 Open loop: the schedule is fixed before the first request is sent and never waits for an answer, so a slow server meets
-the load that independent clients would send. `drive` measures and reports the generator's own lateness between due and
-sent: if it is large, the figures describe the generator (coordinated omission) and not the server.
+the load that independent clients would send. `drive` measures how much later than due the generator sends: if that is
+much, the figures describe the generator (coordinated omission) and not the server.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Ramp:
 def gap(rate: float, burstiness: float, rng: random.Random) -> float:
     """Return the seconds to the next of `rate` events per second, gamma-distributed with shape `burstiness`.
 
-    As in `vllm bench serve`, 1 is a Poisson process, smaller values are burstier, larger ones more regular, infinity is
-    constant. An infinite rate starts all at once.
+    As in `vllm bench serve`, burstiness 1 is a Poisson process; smaller values give bursts, larger ones more regular
+    gaps, infinity equal gaps. With an infinite rate all gaps are 0.
     """
     if math.isinf(rate):
         return 0.0
@@ -44,8 +44,8 @@ def conversation_starts(
 ) -> list[float]:
     """Return start times (seconds) for conversations with the given numbers of turns.
 
-    `request_rate` counts requests, as in `vllm bench serve`. Later turns wait for replies, so the arrival process is
-    that of the conversations, at request_rate / mean turns. A `ramp` replaces the rate.
+    `request_rate` counts requests, as in `vllm bench serve`. Later turns wait for replies, so what arrives at random
+    are conversations, at request_rate / mean turns. `ramp`: a changing rate to use instead.
     """
     at, starts, all_turns = 0.0, [], sum(turns)
     for index in range(len(turns)):

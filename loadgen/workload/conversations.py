@@ -1,9 +1,9 @@
 """The content of a load: conversations, each a list of turns.
 
-A turn has the messages it adds; its prompt is everything before them and these. A message has text, or spans of tokens
-that stand for unknown text (of a trace or a generator). Spans become token ids or words (`synthetic`) just before a
-request is sent; a simulation needs no words. All randomness comes from the seed, so every target gets the same
-requests.
+A turn has the messages that it adds to its conversation; the prompt of its request is all messages so far. A message
+has text, or spans: numbers of tokens in place of text, where a trace or a generator has none. Spans become token ids or
+words (`synthetic`) just before a request is sent; a simulation needs no words. All randomness comes from the seed, so
+every target gets the same requests.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class BadWorkload(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`length` tokens named by ids: each id stands for `block` tokens, the last one for the rest.
+    """A run of `length` tokens without text: each id names a block of `block` tokens, the last id the rest.
 
-    Equal ids stand for equal tokens everywhere; different ids share none.
+    Blocks with equal ids have equal tokens everywhere; blocks with different ids share none.
     """
 
     ids: Sequence[int]
@@ -36,7 +36,7 @@ class Span:
 
 
 def span(name: int, length: int) -> Span:
-    """Return a span of `length` tokens with one name: a system prompt, a document, a reply."""
+    """Return a span of one block of `length` tokens with the id `name`: a system prompt, a document, a reply."""
     return Span((name,), length, max(1, length))
 
 
@@ -44,11 +44,11 @@ def span(name: int, length: int) -> Span:
 class Turn:
     """A turn of a conversation: the messages it adds, and its reply."""
 
-    messages: list[Message]  # what this turn adds to the conversation
+    messages: list[Message]
     max_tokens: int  # tokens of the reply, which is always that long
     reply: Message | None = None  # the reply in the file
-    think: float = 0.0  # seconds between the last reply and this turn
-    forks: tuple[Conversation, ...] = ()  # continue from this turn's reply, independently
+    think: float = 0.0  # seconds between the previous reply and this turn
+    forks: tuple[Conversation, ...] = ()  # conversations that continue from this turn's reply, independently
     # In a simulation: the `max_tokens` that the client sends, a bound on the reply and not its length; None: not sent
     limit: int | None = None
 
@@ -90,11 +90,11 @@ class Offer:
     rate: float | None  # requests per second; None: all begin at once, or closed loop
     seconds: float  # from the first start to the last
     later: int  # requests that wait for a reply: later turns and forks
-    think: float  # seconds, mean over those
+    think: float  # mean seconds between the reply and these requests
 
 
 def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Offer:
-    """Return what these starts offer. The rate counts the gaps between starts, so a single start has none."""
+    """Return the load that these start times offer; a single start has no rate, which is computed from the gaps."""
     requests = sum(conversation.requests for conversation in conversations)
     long = starts[-1] - starts[0] if starts else 0.0
     thinks = [pause for conversation in conversations for pause in _pauses(conversation, True)]
@@ -109,7 +109,7 @@ def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Off
 def at_rate(work: Workload, rate: float) -> Workload:
     """Return the same load with its start times scaled so that it offers `rate` requests per second.
 
-    Its conversations must not all begin at once.
+    The conversations must not all begin at once.
     """
     factor = offer(work.conversations, work.starts).rate / rate
     return replace(work, starts=[start * factor for start in work.starts])

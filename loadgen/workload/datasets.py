@@ -1,7 +1,7 @@
 """The loads by name, the flags that each takes, and their start times.
 
-A load is called as load(rng, requests, **flags) and returns a Workload; `takes` has its flags with their defaults, and
-other flags are refused. Names and flags are those of `vllm bench serve` where it has them.
+A load is a function, called as load(rng, requests, **flags), that returns a Workload; its attribute `takes` has its
+flags with their defaults, and other flags are refused. Loads and flags that `vllm bench serve` has have its names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _reader(shape: SimpleNamespace) -> Reader:
 def _trace(
     read: Callable[[Reader, SimpleNamespace], Iterator[traces.Timed]], **units: float
 ) -> Callable[..., Workload]:
-    """Return the load that replays what `read` reads; `units` are the flags of its format."""
+    """Return the load that replays a trace; `read`: reads its format; `units`: flags of the format, with defaults."""
 
     @shaped(dataset_path=_NEEDED, **units, output_len=None, bad_lines="stop", trace_start=0.0, trace_seconds=math.inf, trace_speed=1.0,
             trace_jitter=0.0)  # fmt: skip
@@ -184,7 +184,7 @@ def _naming_the_flag(args: argparse.Namespace) -> Iterator[None]:
 
 
 def shape(args: argparse.Namespace) -> dict[str, object]:
-    """Return the flags given that shape the load. Raises BadOption for those that it does not take."""
+    """Return the flags that were given and shape the load. Raises BadOption if the load does not take one of them."""
     name = dataset(args)
     takes = _TAKES[name]
     given = {key: value for key in _SHAPE if (value := getattr(args, key)) is not None}
@@ -229,15 +229,15 @@ def is_a_file(args: argparse.Namespace) -> bool:
 
 
 def vocabulary(args: argparse.Namespace, known: int | None = None) -> int:
-    """Return the exclusive upper bound of random token ids; `known` is the size of the model's vocabulary.
+    """Return the exclusive upper bound of random token ids; `known`: size of the model's vocabulary.
 
-    It is at most the default, because many vocabularies have special tokens above it.
+    Unless a flag says otherwise the bound is at most VOCABULARY, because many vocabularies have special tokens above.
     """
     return args.vocab_size or min(known or VOCABULARY, VOCABULARY)
 
 
 def salt(args: argparse.Namespace) -> int:
-    """Return a salt for tokens by seed, load and file, so that a run finds nothing cached from a different one."""
+    """Return a salt for made-up tokens, different for each seed, load and file, so that no other run cached them."""
     return args.seed << 32 | zlib.crc32(
         f"{dataset(args)} {args.dataset_path.name if args.dataset_path else ''}".encode()
     )

@@ -1,4 +1,4 @@
-"""Reading of files with an entry per line or per item of a JSON array, with the place of each error.
+"""Reading of files that have an entry per line or in one JSON array, with the place of each error.
 
 A bad entry ends the reading or is skipped; in both cases its place and the reason are reported.
 """
@@ -30,13 +30,13 @@ class BadLine(ValueError):
 
 @dataclass(slots=True)
 class Reader:
-    """A reader of one file (.gz too); a bad entry raises BadWorkload, or is noted and left out with `skip`."""
+    """A reader of one file (.gz too)."""
 
     path: Path
-    skip: bool = False
-    bad: int = 0
+    skip: bool = False  # leave bad entries out, and count them, instead of raising BadWorkload
+    bad: int = 0  # entries left out so far
     good: int = 0
-    examples: list[str] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)  # of bad entries: place and reason
 
     def rows(self, parse: Callable[[bytes, int], object]) -> Iterator:
         """Yield `parse(line, number)` of each line that is not blank, unless it is None."""

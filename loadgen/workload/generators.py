@@ -1,10 +1,11 @@
 """Generated loads: which prefixes are shared, how often, and how conversations proceed.
 
-Each load imitates one class of users, in spans (`conversations`), so that sharing is exact to the token: equal names
-are equal tokens. A load is called as `chat(rng, requests, turns=3)`; its keyword arguments are the flags of the same
-names, and `takes` has their defaults. Lengths are tokens. `range_ratio` r draws each length uniformly from (1 - r) to
-(1 + r) times it, and `zipf` s makes the k-th most popular item 1/k^s as popular as the first (0: all equally). The
-result of a tool is sent as a user's message, which every chat template accepts.
+Each load imitates one class of users. Its messages are spans (tokens without text, see `conversations`), so that
+sharing is exact to the token: spans of one name have equal tokens. A load is called as `chat(rng, requests, turns=3)`;
+its keyword arguments are the flags of the same names, and its attribute `takes` has their defaults. Lengths are tokens.
+`range_ratio` r draws each length uniformly from (1 - r) to (1 + r) times the given one, and `zipf` s makes the k-th
+most popular item 1/k^s as popular as the first (0: all equally). The result of a tool is sent as a user's message,
+which every chat template accepts.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from loadgen.workload.conversations import Conversation, Message, Span, Turn, sp
 
 
 def shaped(**takes: object) -> Callable[[Callable], Callable]:
-    """Return a decorator that makes of a function (rng, requests, shape) one that takes (rng, requests, **flags).
+    """Return a decorator that turns a function of (rng, requests, shape) into one of (rng, requests, **flags).
 
-    `takes` has the flags with their defaults, and is an attribute of the new function. Another flag is a TypeError.
+    `takes`: the flags with their defaults, also an attribute of the new function, which raises TypeError for others.
+    `shape` gets all flags as its attributes.
     """
 
     def decorate(make: Callable) -> Callable:
@@ -41,7 +43,7 @@ def say(role: str, *spans: Span) -> Message:
 
 
 class _Maker:
-    """The draws shared by all loads below: fresh names, varying lengths and popular choices."""
+    """The random draws that the loads below share: spans with new names, varying lengths and popular choices."""
 
     def __init__(self, rng: random.Random, shape: SimpleNamespace):
         self.rng, self.shape, self.names = rng, shape, count()
@@ -60,14 +62,14 @@ class _Maker:
         return lambda: self.rng.choices(spans, cum_weights=weights)[0]
 
     def tailed(self, mean: float) -> float:
-        """Draw from a log-normal distribution with this mean, cut at 16 times the mean; `output_sigma` is its sigma."""
+        """Draw from a log-normal distribution of this mean and sigma `output_sigma`, cut at 16 times the mean."""
         sigma = self.shape.output_sigma
         return min(16 * mean, mean * math.exp(self.rng.gauss(-sigma * sigma / 2, sigma))) if mean else 0.0
 
     def talk(self, opening: list[Message], turns: int, think: float = 0.0) -> list[Turn]:
-        """Return turns that each add a question and are answered; the first also begins with `opening`.
+        """Return turns that each add a question and have a reply; the first also begins with `opening`.
 
-        `think`: mean seconds before a turn.
+        `think`: mean seconds between a reply and the next turn.
         """
         made = []
         for _ in range(turns):
@@ -152,9 +154,9 @@ def rag(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conve
 def agents(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conversation]:
     """Generate agents that call a tool, read its result, and so on; every other one forks once.
 
-    `prefix_len`: instructions and tools of one kind of agent; `suffix_len`: a task or a tool's result; `output_len`: a
-    call; `think_time`: duration of a tool. A fork starts `forks` sub-agents at once, which continue the conversation so
-    far.
+    Lengths: `prefix_len` of the instructions and tools of one kind of agent, `suffix_len` of a task or a tool's result,
+    `output_len` of a call. `think_time`: mean seconds that a tool takes. A fork starts `forks` sub-agents at once,
+    which continue the conversation so far.
     """
     make = _Maker(rng, shape)
     kind = make.prefixes()
@@ -179,10 +181,10 @@ def agents(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Co
 def rollouts(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conversation]:
     """Generate long agent trajectories as reinforcement learning samples them: `best_of` per task, 20 to 60 turns.
 
-    `prefix_len`: instructions and tools; `suffix_len`: a task or a tool's result. Lengths of replies are log-normal
-    with mean `output_len` and `output_sigma` as the standard deviation of the logarithm, at most 16 times the mean; so
-    are the pauses for a tool, with mean `think_time`. The samples of a task are adjacent, so that with `--users` they
-    begin together. With `best_of` 1 these are coding agents.
+    Lengths: `prefix_len` of instructions and tools, `suffix_len` of a task or a tool's result. Replies have log-normal
+    lengths with mean `output_len` and `output_sigma` as the standard deviation of the logarithm, at most 16 times the
+    mean. The pauses for a tool are drawn likewise, with a mean of `think_time` seconds. The samples of a task are
+    adjacent, so that with `--users` they begin together. With `best_of` 1 the trajectories are those of coding agents.
     """
     make = _Maker(rng, shape)
     kind = make.prefixes()
@@ -199,7 +201,7 @@ def rollouts(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[
 
 
 def _trajectory(make: _Maker, opening: list[Message], length: int) -> list[Turn]:
-    """Return turns of which the first has the `opening`, and each further one a tool's result after its pause."""
+    """Return `length` turns: the first begins with `opening`, each further one, after a pause, has a tool's result."""
     made, shape = [], make.shape
     for number in range(length):
         reply = span(next(make.names), max(1, round(make.tailed(shape.output_len))))

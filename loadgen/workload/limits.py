@@ -1,7 +1,7 @@
 """The `max_tokens` that simulated clients send, which is all that a gateway knows of a reply's length beforehand.
 
 A load generator asks for replies of known length and sends that length, which no real client can. A routing policy that
-read it in a simulation would be credited with knowledge that no gateway has.
+read this length in a simulation would be credited with knowledge that no gateway has.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from loadgen.workload.conversations import Conversation, Turn
 
 CLIENTS = ("mixed", "exact", "none")
-ROUND = 4096  # set by clients that want no reply cut off; doubled while any reply is longer
-_LEAST = 64
+ROUND = 4096  # `max_tokens` of clients that want no reply cut off; doubled while any reply is longer
+_LEAST = 64  # least `max_tokens` of clients that know the length of their replies roughly
 
 
 def set_limits(conversations: Sequence[Conversation], clients: str, seed: int) -> None:
-    """Set the `limit` of every turn, by one of `CLIENTS`; a conversation with its forks is one client.
+    """Set the `limit` (`max_tokens` that is sent) of every turn; a conversation with its forks is one client.
 
-    mixed: a third of the clients sends none, a third a round number above all replies, and a third the next power of
-    two above the longest reply of its own conversation, like a client that knows its kind of replies.
+    `clients`: "exact" (each reply's length), "none" (not sent) or "mixed". In a mix, a third of the clients sends none,
+    a third a round number above all replies, and a third the next power of two above the longest reply of its own
+    conversation, like a client that knows its kind of replies.
     """
     rng = random.Random(f"max_tokens {seed}")  # a generator of its own, so that the load does not depend on `clients`
     top = _above(max((turn.max_tokens for turn in _turns(conversations)), default=1), ROUND)

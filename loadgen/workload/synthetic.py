@@ -1,12 +1,12 @@
-"""Tokens of spans: ids for targets that take token ids, words for those that take text.
+"""Made-up tokens for spans (`conversations`): token ids, or words for targets that take text.
 
-Token j of the block named `id` is a hash of (salt, id, j), so nothing is stored, any part can be made alone, and equal
-names give equal tokens in every process. A block's first token is its name modulo the vocabulary: prompts whose names
-differ by less than that diverge at once, others within a token or two, and blocks of 16 are shared exactly where names
-are.
+A span is a sequence of blocks, each named by an id. Token j of a block is a hash of (salt, id, j), so nothing is
+stored, any block can be made alone, and equal ids give equal tokens in every process. A block's first token is its id
+modulo the vocabulary, so two blocks whose ids differ by less than the vocabulary differ from the first token on, others
+within a token or two. Prompts thus share KV blocks of 16 tokens exactly as far as they share ids.
 
-Token ids are exact. Text is not: a word with a blank before it is one token in common vocabularies, but a chat template
-adds tokens, so lengths are off by a few tokens per message and shared prefixes by less than a block.
+Token ids have exact lengths. Text has not: a word with a blank before it is one token in common vocabularies, but a
+chat template adds tokens, so lengths are off by a few tokens per message and shared prefixes by less than a block.
 """
 
 from __future__ import annotations

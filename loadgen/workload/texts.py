@@ -1,7 +1,7 @@
 """Loads of real text: each conversation asks about one document.
 
-Lengths are given in tokens and generated in characters at CHARS_PER_TOKEN, because the generator works with any server
-and has no tokenizer; the report shows the lengths that the server counted.
+Lengths are given in tokens, but texts are cut in characters, CHARS_PER_TOKEN for a token: the generator works with any
+server and has no tokenizer. The report shows the lengths that the server counted.
 """
 
 from __future__ import annotations

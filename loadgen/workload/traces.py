@@ -1,8 +1,8 @@
 """Readers of request files: public traces, which have times, and conversations, which have texts.
 
-Traces have lengths and, by `hash_ids`, shared prefixes, but no words. Each line becomes one request of one span
-(`conversations`), 1.1 kB for a line of Mooncake's, so that a million fit in memory; tokens or text are made when a
-request is due.
+Traces have lengths and, by `hash_ids`, shared prefixes, but no words. Each line becomes a request of one span (tokens
+without text, see `conversations`), which takes 1.1 kB for Mooncake's traces, so that a million lines fit in memory;
+token ids or words are made when a request is due.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loadgen.workload.conversations import FILES, BadWorkload, Conversation, Mes
 from loadgen.workload.files import BadLine, Reader
 from loadgen.workload.texts import CHARS_PER_TOKEN
 
-_NOBODY_ELSES = 1 << 63  # added to a line's number to name tokens that the trace does not name
+_NOBODY_ELSES = 1 << 63  # plus a line's number: the name of tokens for which the trace has no hash id
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
 _FORMS = '{"messages": [...]} with OpenAI messages, {"conversations": [...]} or {"prompt": "..."}'
@@ -58,11 +58,11 @@ def _is_array(first: bytes) -> bool:
 
 
 def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) -> Iterator[Timed]:
-    """Read JSONL with `timestamp` (unit: `unit` seconds), `input_length`, `output_length` and `hash_ids`.
+    """Read JSONL with `timestamp` (in units of `unit` seconds), `input_length`, `output_length` and `hash_ids`.
 
-    Each hash id stands for `block` tokens, as in Mooncake's and Bailian's traces. A partial last block may have an id
-    or none; blocks without an id are not shared. Requests of one chat (`chat_id`, `parent_chat_id`) get the id of its
-    first one.
+    Each hash id stands for `block` tokens, as in Mooncake's and Bailian's traces. A partial last block may have a hash
+    id or none; blocks without one are not shared. Requests of one chat (`chat_id`, `parent_chat_id`) become
+    conversations that have the chat id of its first request. `output_len`: of all replies, instead of the trace's.
     """
     roots: dict[str, str] = {}
 
@@ -101,7 +101,10 @@ def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
 
 
 def azure_trace(reader: Reader, output_len: int | None) -> Iterator[Timed]:
-    """Read CSV with TIMESTAMP, ContextTokens and GeneratedTokens: times and lengths, nothing is shared."""
+    """Read CSV with TIMESTAMP, ContextTokens and GeneratedTokens; its requests share no tokens.
+
+    `output_len`: tokens of all replies, instead of the trace's.
+    """
     columns: list[int] = []
 
     def parse(line: bytes, number: int) -> Timed | None:
@@ -145,8 +148,8 @@ def replay(
 ) -> Workload:
     """Return the requests of a trace at their own times: `seconds` of it from `start` on, `speed` times as fast.
 
-    Each request is moved by up to `jitter` seconds of the trace, for traces with a coarse clock. Reading stops where
-    the slice ends, so lines must be in order of time. Raises BadWorkload when no request is left.
+    Each request is moved by up to `jitter` seconds of the trace, for traces with a coarse clock. Reading stops at the
+    first line after those seconds, so lines must be in order of time. Raises BadWorkload when no request is left.
     """
     first, taken = None, []
     for at, conversation in timed:
@@ -191,9 +194,9 @@ def conversation_file(
 
     `_conversation` describes the forms of a conversation. Every assistant message ends a turn, to which the messages
     before it belong; a conversation that ends with the user gets one more turn. `tools` of a line go into its requests.
-    Replies are as long as those of the file unless `output_tokens` is given. The order is drawn from `rng` with
-    `shuffle`, and starts over if `requests` needs more; no more conversations are held than needed. Raises BadWorkload
-    with the place.
+    Replies are as long as those of the file unless `output_tokens` is given. With `shuffle` the order is drawn from
+    `rng`. If `requests` needs more conversations than there are, they are repeated; no more are kept in memory than
+    needed. Raises BadWorkload with the place of an error.
     """
     reader = reader or Reader(path)
     read = reader.array if _is_array(reader.first_line()) else reader.entries

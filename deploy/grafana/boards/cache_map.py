@@ -1,4 +1,4 @@
-"""What the gateway believes that replicas hold, and whether that is true."""
+"""Dashboard of the cache map: which blocks the gateway believes that replicas hold, and how often it is right."""
 
 from __future__ import annotations
 

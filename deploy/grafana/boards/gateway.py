@@ -1,4 +1,4 @@
-"""The gateway itself."""
+"""Dashboard of the gateway itself: the time it adds to requests, its answers, and the resources it needs."""
 
 from __future__ import annotations
 

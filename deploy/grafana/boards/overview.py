@@ -1,4 +1,4 @@
-"""The dashboard that says whether the gateway pays."""
+"""Dashboard on whether the gateway pays: cache hits, latencies, and what shadow policies would have done."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..panels import FAILED, GREEN, PREDICTED, READY, RED, REPORTED, YELLOW, Das
 
 
 def saved(metric: str) -> str:
-    """By policies in shadow: what they would have saved, less what they would have cost."""
+    """Return the expression for what policies in shadow would have saved, less what they would have cost."""
     each = [f'sum by (policy) (rate({metric}{{effect="{effect}"}}[R]))' for effect in ("saved", "cost")]
     return " - ".join(each)
 

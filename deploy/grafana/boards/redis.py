@@ -1,4 +1,4 @@
-"""What several gateways share."""
+"""Dashboard of what several gateways share through Redis: cache map and ledger of the load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each replica."""
+"""Dashboard of the replicas: health, load, latency and failures of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was promised to each class, and what was kept."""
+"""Dashboard of the SLO: what each class of requests was promised, and what was kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREDICTED = "sum by (class) (rate(hitherto_predicted_answers_total[R]))"
 
 
 def burn(window: str) -> str:
-    """How many times as fast as the objective allows the errors are used up."""
+    """Return the expression for the burn rate over `window`: the share of errors over the share that is allowed."""
     met, all_ = (
         f"sum by (class) (rate(hitherto_slo_requests_total{what}[{window}]))" for what in ('{outcome="met"}', "")
     )

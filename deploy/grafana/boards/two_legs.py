@@ -1,4 +1,4 @@
-"""Prompts that are computed on one replica and answered by another: how many, how they end, what moving takes."""
+"""Dashboard of requests in two legs (prefill and decode on two replicas): how many, how they end, what moving takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FAILED = 'sum (rate(hitherto_legs_total{outcome="failed"}[R])) / sum (rate(hithe
 
 
 def mean(metric: str, count: str = "hitherto_transfer_seconds_count") -> str:
-    """Of a transfer, by the replica that fetched it."""
+    """Return the expression for the mean of `metric` per transfer, by the replica that fetched."""
     return f"sum by (replica) (rate({metric}[R])) / sum by (replica) (rate({count}[R]))"
 
 

@@ -1,7 +1,7 @@
 """The command `loadgen`: run, compare, simulate and plan loads, and measure engines.
 
-Flags that `vllm bench serve` has, too, have the same names. A wrong flag or file ends the command with
-one message and exit code 2 before anything is sent; a server that cannot be reached ends it with exit code 1.
+Flags are named as in `vllm bench serve`, as far as it has them. A wrong flag or file ends the command with one message
+and exit code 2 before anything is sent; a server that cannot be reached ends it with exit code 1.
 """
 
 from __future__ import annotations

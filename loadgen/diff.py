@@ -118,7 +118,7 @@ def table(old: Report, new: Report, void: str | None = None) -> Fitting:
 
 
 def verdict_of(name: str, old: Report, new: Report, void: str | None) -> tuple[str, dict[Verdict, list[str]]]:
-    """Return the verdict in one sentence and the figures by verdict, none where the comparison is `void`."""
+    """Return the verdict in a sentence, and phrases on figures by verdict (none if `void` says why not to compare)."""
     if void:
         return f"{name}{': ' if name else ''}This comparison is void: {void}.", {verdict: [] for verdict in Verdict}
     found = comparison.changes(new, old)

@@ -77,7 +77,7 @@ def make(limits: Limits, fit: Fit, seconds: float) -> Plan:
 
 
 def sizes(most: int, factor: int = 2) -> list[int]:
-    """Return sizes that grow by `factor`, with `most` as the last one."""
+    """Return prompt lengths that grow by `factor` from SMALLEST on, with `most` as the last one."""
     grown = list(takewhile(lambda size: size * 1.4 < most, (SMALLEST * factor**n for n in range(40))))
     return [*grown, most]
 
@@ -197,7 +197,7 @@ class Meter:
             raise CalibrationError(f"{count} requests of others came to the engine: take it out of traffic")
 
     async def ask(self, question: Question) -> list[Sample]:
-        """Return the samples of one question; none if it cannot be sent or shows nothing."""
+        """Return the samples of one question; [] if the engine refuses it or its times show nothing."""
         client, region, size, budget = self.client, question.region, question.tokens, self.limits.max_num_batched_tokens
         if region == TEXT:
             text = client.text(round(size * WORDS_PER_TOKEN))

@@ -24,7 +24,7 @@ _CONVERSATIONS = 4
 
 @contextmanager
 def starting(console: Console, policy: str, engines: int) -> Iterator[Callable[[int], None]]:
-    """Show a status line while engines start; yield a function to call with the number that are ready."""
+    """Show a status line while engines start; yield a function to call with the number of ready engines."""
     text = f"{policy}: starting {engines} engines and the gateway"
     if not console.is_terminal:
         console.print(f"{text} …")

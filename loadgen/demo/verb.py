@@ -206,7 +206,7 @@ def next_steps(console: Console, scene: Scene) -> None:
 
 
 def command(name: str) -> str:
-    """Return how to call a command from here: its bare name if that finds this installation."""
+    """Return how to call a command from here: by its bare name if that finds this installation, else by its path."""
     here = Path(sys.executable).with_name(name)
     found = shutil.which(name)
     if (found and Path(found).resolve() == here.resolve()) or not here.exists():

@@ -1,7 +1,7 @@
-"""Prefix-cache counters read from the engines' /metrics pages, under vLLM's names.
+"""Prefix-cache counters read from the engines' /metrics pages, which have vLLM's metric names.
 
-Replicas are found through the gateway's admin side. An engine that cannot be read or has no such counters is left out;
-the report then has only what the replies carried.
+Replicas are found through the gateway's admin side. An engine that cannot be read or lacks these counters is left out.
+Without any counters, the report has only the cached tokens that replies state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Counts = dict[str, dict[str, float]]
 
 
 async def replicas(admin: Client) -> list[dict[str, object]]:
-    """Return what GET /replicas lists; empty when there is no usable answer."""
+    """Return the replicas that the gateway's GET /replicas lists; [] when there is no usable answer."""
     status, body, _ = await admin.get("/replicas")
     if status != 200:
         return []
@@ -57,7 +57,7 @@ def parse_counts(page: bytes) -> dict[str, float]:
 
 
 def between(before: Counts, after: Counts) -> dict[str, object] | None:
-    """Return queries, hits and hit rate between two readings, or None when no engine has counters."""
+    """Return queries and hits (tokens) and hit rate between two readings, or None when no engine has counters."""
     if not after:
         return None
     queries = hits = 0.0

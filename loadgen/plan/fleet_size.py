@@ -119,7 +119,7 @@ class Fleet:
     reached: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def of(self, replicas: int, tokens: int) -> Setting:
-        """Return the setting with this many replicas of this many KV cache tokens each."""
+        """Return the setting of a fleet of `replicas` replicas with `tokens` tokens of KV cache each."""
         profile = replace(self.profile, num_blocks=tokens // self.profile.block_size)
         return replace(self.setting, profiles=[profile] * replicas)
 

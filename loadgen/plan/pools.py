@@ -60,7 +60,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The smallest sufficient pool, or the largest that was tried (with limits), and the pool with one replica less."""
+    """The smallest pool that suffices, or else the largest that was tried, and the pool with one replica less."""
 
     pool: Pool
     one_less: Pool | None

@@ -248,7 +248,7 @@ def tried_in_words(point: Mapping[str, object]) -> tuple[tuple[str, str], Report
 
 
 def load_of(args: argparse.Namespace, rate: float | None) -> Workload:
-    """Return the load; one drawn for a rate is scaled to exactly that rate. Raises BadOption."""
+    """Return the load of the flags; a load drawn for `rate` is scaled to exactly this rate. Raises BadOption."""
     work = datasets.workload(args)
     return at_rate(work, rate) if rate and work.starts[-1] > work.starts[0] else work
 

@@ -15,9 +15,9 @@ _NAMED = 3  # figures in a sentence; the table has all of them
 
 
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
-    """Return sentences on what got worse and better with `report`, and one that counts all changes.
+    """Return sentences on what is worse and better with `name` than with `base_name`, and one that counts all changes.
 
-    Where the two did not answer the same requests, return one sentence that says so.
+    `report`, `base`: the figures of the two. Where they did not answer the same requests, the one sentence says so.
     """
     if void_because({base_name: base, name: report}):
         said = f"{name} cannot be compared with {base_name}: they did not answer the same requests"
@@ -67,10 +67,10 @@ def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
 
 
 def change(row: Row, old: float, new: float) -> str:
-    """Return by how much a figure differs.
+    """Return in words by how much a figure changed from `old` to `new`.
 
-    Shares differ in points, computed from the rounded figures that are shown; other figures in percent, or "" where the
-    old one is 0.
+    Changes of shares are in points, computed from the rounded figures that are shown. Changes of other figures are in
+    percent, or "" where `old` is 0.
     """
     if row.form is show.percent:
         return f"{_signed(round(new * 100, 1) - round(old * 100, 1), 1)} points"
@@ -100,7 +100,7 @@ def void_because(reports: Reports) -> str | None:
 
 
 def print_comparison(console: Console, reports: Reports) -> None:
-    """Print table, ratios and troubles of targets measured under the same load."""
+    """Print the figures of targets measured under the same load, how they compare, and what went wrong."""
     print_table(console, reports)
     if void := void_because(reports):
         console.print(f"\n[bold red]This comparison is void:[/] {void}. The figures of each are of what it answered.")
@@ -124,7 +124,7 @@ def print_table(console: Console, reports: Reports, rows: Sequence[Row] | None =
 
 
 def how_sure(reports: Reports) -> str:
-    """Return a sentence on what counts as a difference."""
+    """Return a sentence on the differences from which on a figure counts as better or worse."""
     runs = min(len(report.get("by_seed") or [report]) for report in reports.values())
     if runs >= noise.ENOUGH_SEEDS:
         return f"Better and worse mean that the ranges over the seeds ({runs} each) do not overlap."

@@ -17,7 +17,7 @@ _LEAST = 0.01  # of a figure: smaller differences do not matter, however certain
 
 
 class Verdict(enum.Enum):
-    """The outcome of comparing one figure; the values are words for tables."""
+    """The outcome of comparing one figure of two reports; the values are words for tables."""
 
     BETTER = "better"
     WORSE = "worse"

@@ -179,7 +179,7 @@ def lines(names: Iterable[str], ordered: bool = False) -> dict[str, Line]:
 
 
 def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> list[Plot]:
-    """Return the plots for which these runs have data."""
+    """Return the plots of latencies, hit rate and load for which these runs have data; `drawn`: their styles."""
     slo = next((report["goodput"]["slo_ms"] for report in reports.values() if report.get("goodput")), {})
     few = len(records) < _MANY
     band = "; the band above reaches to p99" if few else ""

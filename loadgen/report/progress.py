@@ -116,7 +116,7 @@ class View:
         return grid
 
     def replicas(self, title: str, busy_title: str) -> Table:
-        """Return a row per replica: requests, hit rate, and a dot per request in flight where that is known."""
+        """Return a table with a row per replica: requests, hit rate, and a dot per request in flight, if known."""
         # other processes report only how many
         inflight = self.run.inflight.values() if isinstance(self.run.inflight, dict) else ()
         busy = Counter(record.replica for record in inflight if record.replica)

@@ -310,9 +310,10 @@ DEMO_ROWS = (
 
 
 def tried(heads: Sequence[str], points: Iterable[tuple[Sequence[str], Report, bool]]) -> Grid:
-    """Return a table of the rates or fleets that were tried: each point's name, report and whether it kept the SLO.
+    """Return a table of the rates or fleets that were tried.
 
-    The table has only the lowest and the highest requested percentile of each latency, so that it fits a terminal.
+    `points`: of each its name (a cell under each of `heads`), its report and whether it kept the SLO. The
+    table has only the lowest and the highest requested percentile of each latency, so that it fits a terminal.
     """
     points = list(points)
     names = points[0][1]["percentiles"] if points else ()

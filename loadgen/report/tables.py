@@ -36,7 +36,7 @@ class Grid(NamedTuple):
 
 
 class Fitting:
-    """The first of several renderings for which the console is wide enough, or the last."""
+    """A renderable that shows the first of `ways` for which the console is wide enough, else the last one."""
 
     def __init__(self, *ways: RenderableType):
         self.ways = ways

@@ -1,7 +1,8 @@
 """The loads by name, the flags that each takes, and their start times.
 
 A load is a function, called as load(rng, requests, **flags), that returns a Workload; its attribute `takes` has its
-flags with their defaults, and other flags are refused. Loads and flags that `vllm bench serve` has have its names.
+flags with their defaults, and other flags are refused. Loads and flags are named as in `vllm bench serve`, as far as it
+has them.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def add_seeds(parser: argparse.ArgumentParser) -> None:
 
 
 def of_seeds(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the flags once per seed."""
+    """Return the flags once per seed, each time with another `seed`."""
     return [argparse.Namespace(**{**vars(args), "seed": args.seed + number}) for number in range(args.seeds)]
 
 

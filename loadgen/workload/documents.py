@@ -46,7 +46,7 @@ def documents(path: Path | None, number: int, length: int) -> list[Document]:
 
 
 def stdlib_documents(count: int, length: int) -> list[Document]:
-    """Return the documentation of the first `count` modules, up to `length` characters of each.
+    """Return the documentation of the first `count` usable modules of MODULES, up to `length` characters of each.
 
     Raises BadWorkload where this Python has too few docstrings (its sources were removed).
     """

@@ -39,7 +39,7 @@ class Reader:
     examples: list[str] = field(default_factory=list)  # of bad entries: place and reason
 
     def rows(self, parse: Callable[[bytes, int], object]) -> Iterator:
-        """Yield `parse(line, number)` of each line that is not blank, unless it is None."""
+        """Yield `parse(line, number)` of each line that is not blank, leaving out results that are None."""
         return self._parsed("line", lambda file: map(bytes.strip, file), parse)
 
     def entries(self, parse: Callable[[object, int], object]) -> Iterator:

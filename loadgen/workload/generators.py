@@ -108,7 +108,7 @@ def random_tokens(rng: random.Random, requests: int, shape: SimpleNamespace) -> 
     num_prefixes=10, prefix_len=500, turns=5, suffix_len=100, output_len=200, think_time=5.0, zipf=1.0, range_ratio=0.5
 )
 def chat(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conversation]:
-    """Generate conversations of several turns with think times, behind the system prompts of some applications."""
+    """Generate conversations of several turns with think times; each begins with one of a few system prompts."""
     make = _Maker(rng, shape)
     prefix = make.prefixes()
     return [

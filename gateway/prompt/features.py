@@ -1,8 +1,9 @@
 """Features of request bodies, by which bodies that an engine tokenizes differently are recognized.
 
-A body is described by features: its API, the roles of its messages, the fields and the kinds of parts that they have,
-tools, and the fields that steer its rendering. Once an engine counted other tokens for a body than the gateway, every
-body that has all features of that one counts as inexact, because it contains whatever caused the difference.
+Features are texts like `assistant.tool_calls`, `user: image_url` or `echo=True`: the API of a body, the roles of its
+messages with their fields and types of parts, tools, and fields that may change the rendering. Once an engine counted
+other tokens for a body than the gateway, every body that has all features of that body counts as inexact, because it
+contains whatever caused the difference.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _PLAIN = ("role", "type", "content")
 
 
 def _short(value: Any) -> str:
-    """Return a value that chooses among a few alternatives, and "" for texts and lists, whose presence is enough."""
+    """Return a number, a flag or a short text as text, and "" for other values, whose presence alone is a feature."""
     return str(value) if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 16) else ""
 
 

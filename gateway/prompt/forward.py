@@ -1,8 +1,8 @@
 """Token-id forwarding: the ids found for routing, written into the body that the engine gets.
 
-An engine takes ids in place of a completion's text, and some take them next to a chat's messages, in a field that its
-dialect names; it then neither renders nor tokenizes. The client's own bytes stay as they are: ids are put before or
-between them. `proxy.forwarding` learns what an engine accepts.
+Engines take ids in place of a completion's text, and some take them next to a chat's messages, in a field that the
+engine's dialect names; such an engine then neither renders nor tokenizes. The rest of the client's body keeps its
+bytes. `proxy.forwarding` learns what an engine accepts.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _MESSAGE_FIELDS = frozenset(
 _PART_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _PART_FIELDS = _PART_TYPES | {"type", "cache_control"}
 _SAID = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "add_special_tokens")
-_TOLD = frozenset((*_SAID, "chat_template_kwargs", "documents", "tools"))  # in a kind, besides the messages
-_STEERED = "; "  # in a kind, precedes the request's own options of rendering; occurs in no other kind
+_TOLD = frozenset((*_SAID, "chat_template_kwargs", "documents", "tools"))  # what a kind names besides the messages
+_STEERED = "; "  # precedes, in a kind's text, the request's own options of rendering; occurs in no other kind
 # By path: the fields of a body that is rendered by the template's defaults, if its messages have only these ROLES.
 PLAIN_FIELDS = {path: fields - _TOLD | {"tools"} for path, fields in _FIELDS.items()}
 _LONGEST, _LONGEST_VALUE = 600, 40  # characters of a kind, of a template variable in it
@@ -52,12 +52,12 @@ _PROMPT_KEY = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*"')
 
 
 def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection[str] | None = None) -> str:
-    """Return the kind of this body, or "" if its ids cannot replace its text.
+    """Return the kind of this body, a text that says how an engine renders it; "" if ids cannot replace its text.
 
-    A kind is all that determines, besides the texts, how an engine renders a body: the template (by its name), tools or
-    none, the roles and the fields of their messages, and the template's variables. Samples of a kind show whether its
-    bodies are rendered as here (`proxy.forwarding`). Bodies with unknown content have no kind, which keeps kinds within
-    _LONGEST characters. `roles`: those of the messages if each consists of a role and a text, as most do; else None.
+    A kind lists what determines the rendering besides the texts: the template (by its name), tools or none, the roles
+    and fields of the messages, and the template's variables. Some bodies of a kind are compared with the engine's own
+    tokens, and the result holds for the kind (`proxy.forwarding`). Bodies with unknown content have no kind, which
+    keeps kinds within _LONGEST characters. `roles`: those of the messages if each is a role and a text, else None.
     """
     fields = _FIELDS.get(path)
     if fields is None or not request.keys() <= fields:
@@ -85,12 +85,12 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
 
 
 def is_steered(kind: str) -> bool:
-    """Return whether the request's own options influence the rendering of bodies of this kind, or it is ""."""
+    """Return whether a request's own options influence the rendering of bodies of this kind; True for no kind ("")."""
     return not kind or _STEERED in kind
 
 
 def _shape(message: dict[str, Any]) -> str | None:
-    """Return the role, the form of the content and the other fields of a message; None if any is unknown."""
+    """Return a text of a message's role, form of content and other fields; None if any of them is unknown."""
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         return None

@@ -24,9 +24,10 @@ T = TypeVar("T")
 
 
 class LongPrompts:
-    """A thread pool that prepares long prompts, in order of deadline, and of the largest ones one at a time.
+    """A thread pool that prepares long prompts by deadline, but only one body above LARGE at a time.
 
-    The pool is separate so that other work in threads never waits for prompts.
+    A body's deadline is its arrival plus PATIENCE for each of its bytes. The pool serves prompts alone, so that other
+    work in threads never waits for them.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class LongPrompts:
     def submit(self, size: int, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run `work` in a thread and return its result as a future; `size` is the body's size in bytes.
 
-        If it is cancelled before its turn, `work` does not run and is freed.
+        If the future is cancelled before a thread is free, `work` does not run and is freed.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()

@@ -5,8 +5,8 @@ kB in 900 messages 90 ms in the one request whose shape is compiled. So code abo
 event loop waits for it, and raises TakesLong if so. The request is then prepared in a thread, from the start.
 
 Several requests that arrive together are prepared one after another. Each may take up to 5 ms (24 kB of random
-letters), a dozen 50 ms, so their total time is bounded as well: requests after that go to a thread unread, however
-short they are.
+letters), a dozen 50 ms, so their total time is bounded as well: once it is used up, the remaining requests go to a
+thread without being looked at, however short they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TakesLong(Exception):
 
 
 class _EventLoop(threading.local):
-    """The state of the calling thread."""
+    """Whether the calling thread is the event loop, and until when it may prepare prompts itself."""
 
     holds = False  # this thread is the event loop, and it waits for the work
     until = 0.0  # when the time of the current prompts ends, by `perf_counter`

@@ -1,9 +1,9 @@
-"""Request body to Prompt: parse, render, tokenize, hash.
+"""The pipeline that turns a request's body into a Prompt: parse, render, tokenize, hash blocks.
 
-Pure CPU work without I/O or clock (except for a template that prints the date, see `render.clock`); safe to call from
-several threads. Only the client's own faults are errors: when a template or tokenizer fails, or the prompt depends on
-something that only the engine knows, the request is matched exactly up to that point, or as text, and `Prompt.note`
-says why.
+It only computes, without I/O, and without a clock unless a template prints the date (`render.clock`); several threads
+may call it. Only the client's own faults raise errors. Where a template or tokenizer fails, or the prompt depends on
+something that only the engine knows, the block hashes are exact up to that point or not at all, and the rest is
+*matched as text*: hashed from the request's text, so that only a repetition is found. `Prompt.note` then says why.
 """
 
 from __future__ import annotations
@@ -91,31 +91,31 @@ _NONE_FOUND = Differences()
 
 
 class _Inexact(Exception):
-    """Raised for a text that the engine may tokenize differently."""
+    """Raised for a prompt of which the engine may make other tokens than the gateway; the text says why."""
 
 
 class _Loaded(NamedTuple):
-    """One way of reading the tokenizer's files, with all that depends on it."""
+    """One way of reading the tokenizer's files, with the objects that are made from it."""
 
     reading: Reading
     tokenizer: Tokenizer
-    cuts: frozenset[str]
-    lead: bytes | None
+    cuts: frozenset[str]  # added tokens before which a text may be cut
+    lead: bytes | None  # special tokens before each text, or None if some follow it
     prefixes: Prefixes
-    images: Images | None
+    images: Images | None  # None: the tokens of images are not known
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The way in which an engine reads the tokenizer's files."""
+    """The way in which an engine reads the tokenizer's files, as it was found or as it is likely."""
 
-    how: str
+    how: str  # the name of the way, `Reading.how`
     differs: str = ""  # why no way known here gives the engine's tokens, or ""
     loaded: _Loaded | None = None  # None: the way that is in use
 
 
 class Pipeline:
-    """A preparer of requests for one model."""
+    """The maker of Prompts for one model, with its tokenizer, template and known prefixes."""
 
     def __init__(
         self,
@@ -129,10 +129,12 @@ class Pipeline:
     ) -> None:
         """Load the model's files. Raises ModelError or TokenizerError.
 
-        `model_dir` None: there is no tokenizer, and prompts are matched as text ("text" mode). `served_name`: the
-        model's name in block hashes; `block_size`: tokens per block; `chat_template`: a file that replaces the model's
-        own; `max_model_len`: the engine's context length in tokens (None: not checked), which may be set later, when
-        the engine reports it; `prefix_bytes`: memory for known prefixes.
+        `model_dir`: the model's folder; None: there is no tokenizer, and all prompts are matched as text.
+        `served_name`: the model's name in block hashes.
+        `block_size`: tokens per block.
+        `chat_template`: a file that replaces the model's own template.
+        `max_model_len`: the engine's context length in tokens, which may also be set later; None: not checked.
+        `prefix_bytes`: memory for known prefixes, the tokens and hashes of prompts seen before.
         """
         self.served_name, self.directory = served_name, model_dir
         self._block_size = block_size
@@ -209,7 +211,7 @@ class Pipeline:
         self._make_renderers()
 
     def fixed_texts(self) -> list[str]:
-        """Return the texts by which an engine's tokenizer is compared with this one, [] without a tokenizer."""
+        """Return the texts that an engine tokenizes too, to compare its ids with these; [] without a tokenizer."""
         return (
             fixed_texts(self.tokenizer, self.reading.special_tokens, self._readings.mentioned)
             if self.tokenizer is not None
@@ -217,9 +219,11 @@ class Pipeline:
         )
 
     def judge(self, answers: Sequence[Answer]) -> Verdict:
-        """Compare an engine's ids of the fixed texts with every way of reading the tokenizer's files.
+        """Find the way of reading the tokenizer's files that gives an engine's ids of the fixed texts.
 
-        Changes nothing, and may take seconds, so it should run in a thread. `adopt` applies the verdict.
+        `answers`: the engine's ids of the texts of `fixed_texts`. The present way is tried first; if none fits,
+        `Verdict.differs` says what differs. Changes nothing until `adopt` is called with the verdict. May take seconds,
+        so it should run in a thread.
         """
         why = difference(self.tokenizer, answers)
         if not why:
@@ -233,12 +237,12 @@ class Pipeline:
         return Verdict(self.reading.how, f"the engine makes other tokens: {why}")
 
     def likeliest(self) -> Verdict:
-        """Return the likeliest way for engines of the present version. May take seconds."""
+        """Return how engines of the present version most likely read the tokenizer's files. May take seconds."""
         reading, _ = self._readings.likeliest(self._quirks.transformers)
         return self._verdict(reading)
 
     def read_as(self, how: str) -> Verdict:
-        """Return the verdict for the way with this name, as an earlier `judge` found it. May take seconds."""
+        """Return the verdict with this `how`, the name of a way that an earlier `judge` found. May take seconds."""
         if self.reading is None or how == self.reading.how:
             return Verdict(how)
         return self._verdict(next((one for one in self._readings.all() if one.how == how), None), how)
@@ -253,7 +257,10 @@ class Pipeline:
             self._readings.let_go()
 
     def adopt(self, verdict: Verdict, confirmed: bool, differences: Differences = _NONE_FOUND) -> None:
-        """Read the tokenizer's files in that way from now on. `confirmed`: an engine was seen to do so."""
+        """Read the tokenizer's files in the verdict's way from now on.
+
+        `confirmed`: an engine's ids showed that it reads them so; `differences`: what is known to differ all the same.
+        """
         if verdict.loaded is not None and verdict.loaded.reading != self.reading:
             self._enter(verdict.loaded)
         in_use = self.reading is not None and self.reading.how == verdict.how  # it may have changed since it was judged
@@ -281,7 +288,7 @@ class Pipeline:
         )
 
     def inexact(self, model: str = "") -> str:
-        """Return why the tokens of a text for this model are uncertain, or ""."""
+        """Return why an engine may make other tokens of a text for this model ("": any of them), or ""."""
         return _of_model(self._differences.texts, model) or (
             ""
             if self._confirmed or not self._doubt
@@ -289,7 +296,7 @@ class Pipeline:
         )
 
     def inexact_chat(self, model: str = "") -> str:
-        """Return why the tokens of a conversation with this model are uncertain, or ""."""
+        """Return why an engine may make other tokens of a conversation with this model ("": any of them), or ""."""
         if why := self.inexact(model) or _of_model(self._differences.chats, model):
             return why
         if self._quirks.chats_known is False:
@@ -299,7 +306,7 @@ class Pipeline:
         return ""
 
     def unfollowed(self, request: dict[str, Any]) -> str:
-        """Return why this body is inexact although the model's prompts may be exact, or ""."""
+        """Return a note on the fields of this body whose effect on the prompt is not implemented here, or ""."""
         given = self._given(request)
         return f"the engine reads {', '.join(sorted(given))} in another way than is followed here" if given else ""
 
@@ -308,9 +315,9 @@ class Pipeline:
         return {name: request[name] for name in names if request[name] is not None}
 
     def _must_be_exact(self, prompt: Prompt, request: dict[str, Any], is_chat: bool, is_text: bool = True) -> None:
-        """Raise _Inexact if the prompt's tokens are uncertain.
+        """Raise _Inexact if the engine may make other tokens of the prompt.
 
-        `is_text`: the tokens are to be made here; else they came with the request.
+        `is_chat`: it is a conversation; `is_text`: its tokens are to be made here, else the request brings them.
         """
         why = self.unfollowed(request)
         if is_text and not why:
@@ -354,7 +361,7 @@ class Pipeline:
             self.tokenizer.bound(tokens)
 
     def bound_prefixes(self, budget_bytes: int) -> None:
-        """Set the memory for known prefixes, where pipelines share a budget."""
+        """Set the memory for known prefixes: this pipeline's share of the budget of all pipelines."""
         self._prefix_bytes = budget_bytes
         if self.prefixes is not None:
             self.prefixes.bound(budget_bytes)
@@ -376,13 +383,13 @@ class Pipeline:
 
     @property
     def must_be_shown(self) -> bool:
-        """Whether chats are exact only once an engine's ids for the fixed chats equal the gateway's."""
+        """Whether chats count as exact only after an engine made the gateway's ids of the fixed chats (`ops.chats`)."""
         program = self._files.program if self._files is not None else None
         return self._quirks.chats_known is None or (program is not None and program.to_be_shown)
 
     @property
     def takes_media(self) -> bool:
-        """Whether prompts may hold more than text, as far as is known."""
+        """Whether prompts may hold images, sound or video; True where the model's files are not known."""
         return self._files is None or self._files.takes_media
 
     @property
@@ -399,11 +406,11 @@ class Pipeline:
                 self.prefixes.resize(size)
 
     def follow(self, told: Mapping[str, Any], at_once: bool = True) -> None:
-        """Make prompts as the engine's version does.
+        """Make prompts as engines of another version do.
 
-        `told`: the quirks of that version, as its dialect gives them to `VersionQuirks.of`. If such an engine reads the
-        tokenizer's files differently, they are read again, which may take seconds; or, unless `at_once`, prompts are
-        matched as text until `adopt` is called.
+        `told`: the fields of `VersionQuirks` in which this version differs from the newest. If its engines probably
+        read the tokenizer's files differently, the files are read again, which may take seconds; unless `at_once`, they
+        are not, and prompts are matched as text until `adopt` is called.
         """
         found = VersionQuirks.of(told)
         if found != self._quirks:
@@ -430,9 +437,11 @@ class Pipeline:
     ) -> Prompt:
         """Return the Prompt of one request.
 
-        `path` is one of PROMPT_PATHS; `headers` have lower-case names; `adapters` are the LoRA names served; `refusal`
-        may return an error for the parsed body. Raises ApiError for the client's faults, the error that `refusal`
-        returns, and TakesLong where `event_loop` holds.
+        `path`: one of PROMPT_PATHS. `headers`: the request's, with lower-case names. `adapters`: the names of the LoRA
+        adapters that are served. `refusal`: returns the error for a parsed body that is to be refused, or None.
+
+        Raises ApiError for the client's faults, the error of `refusal`, and, on the event loop, TakesLong for a prompt
+        that has to be prepared in a thread.
         """
         request, unusual = parse(body, self._max_model_len or UNKNOWN_CONTEXT)
         if refusal is not None and (error := refusal(request)) is not None:
@@ -448,9 +457,9 @@ class Pipeline:
         headers: Mapping[str, str] | None,
         adapters: Collection[str],
     ) -> Prompt:
-        """Return the Prompt of a request that `parse` has read. See `prepare`; leaves `request` unchanged.
+        """Return the Prompt of a request whose body is parsed already, as `prepare` does.
 
-        `unusual`: the note that `parse` returned.
+        `request`: the parsed body, which stays unchanged; `unusual`: the note on its JSON that `parse` returned.
         """
         made_by, limit = self.made_by, self._max_model_len
         alike = self._quirks.refuses_alike
@@ -505,9 +514,10 @@ class Pipeline:
         return prompt
 
     def _counted(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> int | None:
-        """Return the gateway's token count of a body that is matched as text because an engine's count differed.
+        """Return the gateway's token count of a body that is matched as text, or None where it cannot be counted.
 
-        The engine counted this or a similar body. None where the gateway cannot count it. Equal counts end the doubt.
+        An engine has counted other tokens for this body or for one with the same features; if it now counts as many as
+        the gateway, the doubt ends.
         """
         trial = replace(prompt)
         try:
@@ -558,7 +568,7 @@ class Pipeline:
             prompt.features = (TOOLS, *roles) if request.get("tools") else roles
 
     def _ids_or_doubt(self, prompt: Prompt, request: dict[str, Any]) -> bytes | None:
-        """Return the ids that a conversation came with, or None. Raises _Inexact."""
+        """Return the token ids that a request brings in place of its messages, or None. Raises _Inexact."""
         field, chat = self._quirks.ids_field, prompt.path == CHAT
         given = request.get(field) if chat and field else None
         if given == []:
@@ -571,9 +581,10 @@ class Pipeline:
         return ids
 
     def made(self, path: str, body: bytes, day: date | None = None) -> list[int]:
-        """Return the ids that this conversation has here, whatever engines make of it, or [] where there are none.
+        """Return the token ids that the gateway makes of a conversation, [] where it cannot make all of them.
 
-        `day`: the date for the template; None: today, by the engines' clocks.
+        Known differences from the engines' tokens do not matter. `day`: the date that the template prints, or None for
+        today by the engines' clocks.
         """
         request, unusual = parse(body)
         prompt = read_options(path, request, None, (), None)
@@ -593,10 +604,10 @@ class Pipeline:
         ids: bytes | None,
         day: date | None = None,
     ) -> tuple[str, ...] | None:
-        """Fill the prompt of a conversation.
+        """Fill the prompt of a conversation; return its roles if each message consists of a role and a text, else None.
 
-        Returns the roles if each message consists of a role and a text. `ids`: those that it came with, or None; `day`:
-        see `made`.
+        `seed`: the hash that the chain of block hashes starts from. `ids`: token ids that the request brings in place
+        of its messages, or None. `day`: the date that the template prints, or None for today by the engines' clocks.
         """
         as_received = self._as_received
         if ids is None and "kv_transfer_params" in request and not (as_received and prompt.path == RESPONSES):
@@ -687,7 +698,7 @@ class Pipeline:
         return self.takes_media and self._renderer(chat).is_certain()
 
     def _before_the_date(self, prompt: Prompt, chat: Chat, exact: str, seed: int) -> None:
-        """Fill the prompt of a conversation that is uncertain from the template's date or time on."""
+        """Fill the prompt of a conversation whose text is known up to the template's date or time: `exact`."""
         if self._renderer(chat).template.prints_time:
             # What follows the time differs in each prompt, so no replica holds it and it gets no block hashes.
             self._known_before(prompt, chat, exact, b"", seed)
@@ -699,7 +710,10 @@ class Pipeline:
         prompt.note = f"exact up to the date that the template prints, by text from there on: {why}"[:_LONGEST_NOTE]
 
     def _begin(self, prompt: Prompt, chat: Chat, request: dict[str, Any], unknown: Unknown, seed: int) -> None:
-        """Fill the prompt of a conversation whose beginning alone is known; blocks after it are named by their text."""
+        """Fill the prompt of a conversation of which only the first messages are known; match the rest as text.
+
+        `unknown`: why, and how many messages are known.
+        """
         renderer, known, exact = self._renderer(chat), unknown.known, ""
         of_rest = chat.rest if chat.unknown is not None else ()
         while known and not may_cut(request):
@@ -718,7 +732,10 @@ class Pipeline:
         self._known_before(prompt, chat, exact, text, seed)
 
     def _known_before(self, prompt: Prompt, chat: Chat, exact: str, text: bytes, seed: int) -> None:
-        """Fill a prompt that begins with `exact`; `text`, unless it is empty, names the blocks after that."""
+        """Fill a prompt of which only the beginning is known.
+
+        `exact`: the rendered beginning; `text`: the rest, from which later blocks are hashed; b"": there are none.
+        """
         lead = self.tokenizer.encode("x", special=True)[: 4 * self.tokenizer.added_around()[0]] if chat.special else b""
         ids, hashes, chars = self._renderer(chat).cut_tokens(seed, exact, lead)
         if self.looks_ahead:
@@ -771,8 +788,8 @@ class Pipeline:
     def _truncated(self, ids: bytes, keep: Any, request: dict[str, Any], prompt: Prompt, special: bool) -> bytes:
         """Apply `truncate_prompt_tokens`: keep that many tokens, or with -1 all that leave room for output.
 
-        vLLM cuts on the left (embeddings: on the right) unless `truncation_side` says otherwise; without that field,
-        the tokenizer does the cutting and the special tokens that it adds (`special`) stay.
+        vLLM cuts on the left (embeddings: on the right) unless `truncation_side` says otherwise. Without that field the
+        tokenizer does the cutting, and keeps the special tokens that it has added; `special`: it has added some.
         """
         given = request.get("truncation_side")
         keep = integer(keep)
@@ -796,7 +813,7 @@ class Pipeline:
         return ids[:start] + (ids[end - kept : end] if left else ids[start : start + kept]) + ids[end:]
 
     def _room(self, prompt: Prompt) -> int:
-        """Return the tokens that truncation to the context length leaves for the output."""
+        """Return how many tokens truncation to the context length leaves for the output."""
         if prompt.path == EMBEDDINGS:
             return 0
         wanted = prompt.max_tokens
@@ -805,7 +822,10 @@ class Pipeline:
         return wanted if self._quirks.truncates_to_output else min(1, wanted)
 
     def _as_text(self, prompt: Prompt, request: dict[str, Any], why: str) -> Prompt:
-        """Match a request as text: 4 bytes stand for a token, under a seed that no real token chain has."""
+        """Fill a prompt with hashes of the request's text, in which 4 bytes stand for a token; `why`: the reason.
+
+        The chain of hashes starts from a seed that no chain of tokens has, so it never matches an engine's blocks.
+        """
         refuse_deep_arguments(request)
         said = request.get("messages", request.get("prompt", request.get("input", "")))
         head = [request.get("system"), request.get("instructions"), request.get("tools")]
@@ -821,9 +841,9 @@ class Pipeline:
         return prompt
 
     def _unlike(self, prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
-        """Match a request as text because its tokens are not known here.
+        """Match a request as text because of an error that prevents making its tokens.
 
-        A request that cannot be written as text is routed by load, and counts as a token for each 4 bytes of body.
+        A request nested too deeply to be written as text is routed by load, at a token for each 4 bytes of its body.
         """
         note = _said(error)[:_LONGEST_NOTE]
         prompt.token_ids, prompt.declined = b"", True
@@ -847,9 +867,10 @@ def _said(error: Exception) -> str:
 
 
 def _written(said: Any) -> bytes:
-    """Return a part of a request as text, without what agents change in each turn.
+    """Return a part of a request as JSON text, without what agents change in each turn.
 
-    These are the marks of where the cache is to end, which move, and the attribution line, whose checksum changes.
+    Agents move `cache_control`, their mark of where the cache is to end, and change the checksum in Claude Code's
+    attribution line.
     """
     text = _dumped(said)
     return _dumped(_kept(said)) if any(one in text for one in _OF_A_TURN) else text
@@ -871,6 +892,6 @@ def _kept(said: Any) -> Any:
 
 
 def _is_header(part: Any) -> bool:
-    """Return whether a part is the attribution line that engines drop. Parts may be any JSON."""
+    """Return whether a content part, which may be any JSON, is the attribution line that engines drop."""
     text = part.get("text") if type(part) is dict else None
     return type(text) is str and not is_plain(text)

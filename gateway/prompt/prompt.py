@@ -1,7 +1,4 @@
-"""The result of the pipeline: all that routing, accounting and settling need to know of a request body.
-
-The client's own faults are raised as `ApiError`.
-"""
+"""The result of the pipeline: what routing, accounting and the comparison with the engine's answer need of a body."""
 
 from __future__ import annotations
 
@@ -51,13 +48,16 @@ MEDIA = {
 class Prompt:
     """One request, as far as routing is concerned.
 
-    `mode` says how certain its tokens are: "exact" (the ids the engine will compute), "media" (the blocks are the
-    engine's, but it needs more than ids to compute them), "engine" (ids the engine computed for us), "partly" (exact up
-    to the first item of media or other unknown content, matched by text from there on), "text" (the tokens are not
-    known: 4 UTF-8 bytes stand for one), "load" (routed by load alone; `note` says why).
+    `mode` says how certain its tokens are:
+        "exact": they are the ids that the engine will compute.
+        "media": the block hashes are the engine's, but it needs more than ids to compute the blocks.
+        "engine": an engine computed the ids for the gateway.
+        "partly": exact up to the first image or other unknown content, hashed from the text from there on.
+        "text": not known; the hashes are of the text, and 4 UTF-8 bytes stand for a token.
+        "load": not known, and without hashes: the request is routed by load alone. `note` says why.
 
     For a list of prompts `tokens` is the sum over all of them, while `token_ids` and `hashes` are those of the longest:
-    one replica gets the whole list, and the longest prompt is where a held prefix saves the most.
+    one replica gets the whole list, and a cached prefix saves most in the longest prompt.
     """
 
     path: str
@@ -70,18 +70,19 @@ class Prompt:
     max_tokens: int | None = None
     capped: bool = False  # the gateway set `max_tokens`
     n: int = 1
-    cut: bool = False  # the client asked for truncation, which shortens it
+    cut: bool = False  # the client asked for truncation, which shortens the prompt
     several: bool = False  # several prompts or choices, so `usage` is not that of one sequence
     sequences: int = 1  # sequences that the engine generates or embeds: prompts times choices
     copies: int = 1  # sequences with this very prompt: choices times the equal prompts of a list; 0: they differ
     reads_cache: bool = True  # False: the engine computes the whole prompt, whatever it has cached
-    kind: str = ""  # see `forward.kind_of`; "" where ids in place of the text are impossible or do not pay
-    # Its kind where the request's options influence the rendering, "" if that has no kind; None: they do not.
+    # How engines render such bodies, see `forward.kind_of`; "" where ids cannot replace the text, or do not pay.
+    kind: str = ""
+    # `kind` where the request's own options influence the rendering, "" if such a body has none; None: they do not.
     steered: str | None = field(default=None, compare=False)
     # The features of its body, see `prompt.features`; None where they are unknown without the body.
     features: Collection[str] | None = field(default=None, compare=False)
     doubted: bool = False  # an engine counted other tokens for such a body
-    made: int | None = None  # the gateway's token count, where it is matched as text because of that
+    made: int | None = None  # the gateway's token count of a body that is matched as text because it is `doubted`
     made_by: int = 0  # the number of the pipeline's way of making ids, see `Pipeline.made_by`
     session: str | None = None
     mode: Mode = "exact"
@@ -105,9 +106,10 @@ def unread(path: str, model: str | None) -> Prompt:
 
 
 def as_variant(prompt: Prompt, space: int) -> Prompt:
-    """Return the request as prepared for the variant with this space; `also` then leads to the other one.
+    """Return the request as prepared for the variant of its model with this number; its `also` is the other variant's.
 
-    Where it is prepared for neither, the returned prompt is routed by load.
+    A variant is the replicas of a model with equal tokens and blocks. If the request was prepared for other variants
+    only, the returned prompt is routed by load.
     """
     also = prompt.also
     if prompt.space == space:

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Transformers:
-    """The releases of transformers that an engine may run with: `oldest` <= it < `below`."""
+    """The releases of transformers that an engine may run with: from `oldest` to before `below`."""
 
     oldest: tuple[int, int] = (5, 5)
     below: tuple[int, int] = (99, 0)
@@ -24,15 +24,16 @@ class Transformers:
         return least if self.below > (5, 99) else least.replace("or newer", "to before {}.{}".format(*self.below))
 
     def has(self, since: tuple[int, int]) -> bool | None:
-        """Return whether it has a change that came with release `since`; None if it may or may not."""
+        """Return True if all these releases have a change that came with release `since`, False if none, else None."""
         return True if self.oldest >= since else False if self.below <= since else None
 
 
 @dataclass(frozen=True, slots=True)
 class VersionQuirks:
-    """The quirks of one engine version.
+    """What an engine's version does differently from others when it makes prompts.
 
-    The defaults are those of the newest version, which also serve for an unknown one. Version numbers are vLLM's.
+    The defaults are those of the newest version, which also serve for an unknown one. Version numbers are vLLM's: the
+    first release that behaves so, where a comment begins with one.
     """
 
     # True: the version's chat rules have been read. None: not read, so chats are exact only after the fixed chats
@@ -80,7 +81,7 @@ class VersionQuirks:
     def of(cls, told: Mapping[str, Any]) -> VersionQuirks:
         """Return the quirks of a version.
 
-        `told`: the fields that differ from the newest version; `transformers` as (oldest, below).
+        `told`: the fields that differ from the newest version, by name; `transformers` as (oldest, below).
         """
         fields = dict(told)
         if "transformers" in fields:

@@ -1,8 +1,8 @@
 """The effect of a chat template on the prefix cache, for `hitherto doctor`.
 
-An engine's cache is used as far as a prompt repeats the one before. A template that rewrites earlier turns (drops old
-reasoning, moves the system prompt, prints the date) ends that early, whatever the router. And how the gateway renders
-it (compiled or by Jinja) determines what a request costs here.
+An engine reuses its cache as far as a prompt repeats the one before. A template that rewrites earlier turns (drops old
+reasoning, moves the system prompt, prints the date) ends the repetition early, whatever the router does. How the
+gateway renders the template (compiled or by Jinja) determines what a request costs in the gateway.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CALL = {"id": "call00001", "function": {"arguments": '{"word": "hitherto"}', "n
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The tokens of a first turn's prompt that the second turn's prompt repeats."""
+    """How much of a first turn's prompt the second turn's prompt repeats, for one sort of conversation."""
 
-    what: str  # "plain", "with reasoning", "with tools"
-    kept: int
-    total: int
+    what: str  # the sort: "plain", "with reasoning", "with tools"
+    kept: int  # leading tokens that both prompts have
+    total: int  # tokens of the first turn's prompt
 
     @property
     def extends(self) -> bool:
@@ -102,9 +102,9 @@ def _text(renderer: Renderer, talk: list[Any], tools: list[Any] | None) -> str:
 
 
 def _common(before: bytes, after: bytes) -> int:
-    """Return the number of leading tokens that both have.
+    """Return the number of leading tokens that two prompts (uint32 ids) share.
 
-    The generation prompt at the end of `before` counts: the answer follows it.
+    The generation prompt at the end of `before` counts, because the answer follows it in `after` too.
     """
     for i in range(0, len(before), 4):
         if before[i : i + 4] != after[i : i + 4]:

@@ -36,9 +36,10 @@ def habits(
 ) -> Habits:
     """Return the choices that vLLM makes at start by rendering test conversations with its templates.
 
-    `template`: the one for requests without tools; `others`: sources of the templates that other requests get.
-    `replaces_own`: the template was given with --chat-template and is not the model's; older releases test only such a
-    one. It is also tested where a program writes the conversation. Without a template, system messages come first.
+    `template`: the one for requests without tools; None: there is none, and system messages come first.
+    `others`: sources of the templates that other requests get; where a program writes the conversations, vLLM tests
+        only these.
+    `replaces_own`: the template was given with --chat-template; older releases test only such a template.
     """
     if template is None or (not template.quirks.asks_template and not replaces_own):
         return Habits(True, None)
@@ -114,7 +115,10 @@ def from_messages(request: dict[str, Any], habits: Habits, rules_are_known: bool
 
 
 def _texts(content: Any, where: str, keep_header: bool = False) -> list[str]:
-    """Return the texts of a system prompt, without Claude Code's per-request attribution line."""
+    """Return the texts of a system prompt, unless `keep_header` without Claude Code's per-request attribution line.
+
+    `where`: the place in the request, for errors.
+    """
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise bad(f"{where} must be a string or a list of text blocks", where)

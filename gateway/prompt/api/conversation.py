@@ -136,14 +136,16 @@ def conversation(
 ) -> list[dict[str, Any]]:
     """Convert the messages of a chat request to what the template gets as `messages`.
 
-    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so text comes to it as
-    `[{"type": "text", "text": ...}]`. `knows_developer`: without it developer messages become system messages, and all
-    of those one. `by_schema`: tool calls went through vLLM's schema (all but those of Responses do), which puts their
-    keys in its own order: a template may dump them. `reads`: those of MAY_BE_UNLIKE that the template may read.
+    `as_parts`: the template loops over content parts (vLLM's content format "openai"), so it gets a text as
+        `[{"type": "text", "text": ...}]`.
+    `knows_developer`: if False and there are developer messages, these and all system messages become one.
+    `by_schema`: tool calls went through vLLM's schema, as in all APIs but Responses. The schema puts their keys in its
+        own order, which shows where a template dumps them.
+    `reads`: the keys of MAY_BE_UNLIKE that the template may read.
     `media`: replaces parts that are not text.
 
-    Raises ApiError (not a conversation), Multimodal where there are such parts and no `media`, or Unroutable where
-    releases of transformers differ.
+    Raises ApiError for what is no conversation, Multimodal for a part that is not text if `media` is None, and
+    Unroutable where releases of transformers differ.
     """
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a non-empty list", "messages")
@@ -164,7 +166,7 @@ def conversation(
 def _as_transformers_hands_on(
     talk: list[dict[str, Any]], quirks: VersionQuirks, reads: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Apply transformers' own edits: since 5.20 it drops keys with the value None, since 5.21 it copies reasoning."""
+    """Apply transformers' own edits: since 5.20 it drops keys whose value is None, since 5.21 it copies reasoning."""
     if quirks.drops_none is not False and any(None in message.values() for message in talk):
         if quirks.drops_none is None:
             for known, message in enumerate(talk):
@@ -253,7 +255,10 @@ def _message(
 
 
 def _part(part: Any, as_parts: bool, where: str, media: MediaPlacing | None) -> Any:
-    """Return a content part as text (or as a text part), or None if it has no text."""
+    """Return what the template gets of a content part: a text, or with `as_parts` a part; None for nothing.
+
+    `where`: the message's place in the request, for errors; `media`: replaces a part that is not text.
+    """
     if isinstance(part, str):
         return {"type": "text", "text": part} if as_parts else part
     if not isinstance(part, dict):
@@ -338,7 +343,7 @@ def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) ->
 def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
     """Return a tool call's arguments as an object.
 
-    They are `{}` when they are missing, null or not JSON and, in most releases, when they are another JSON value.
+    Arguments that are missing, null or not JSON become `{}`, and so do, in most releases, other JSON values.
     Raises ApiError for arguments that are nested too deeply.
     """
     if isinstance(given, str) and given:

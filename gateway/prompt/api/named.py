@@ -54,7 +54,7 @@ def is_form(content_type: str) -> bool:
 def reader(names: Collection[str] = ()) -> Reader:
     """Return a function that reads the model and the members of these names from a body, given its content type.
 
-    Of several members with one name the last counts, however it is spelled, as it does to engines.
+    If a body has several members of one name, in whatever spelling, the last one counts, as it does to engines.
     """
     fields = [("model", Any, None), *[(name, msgspec.Raw, _ABSENT) for name in names]]
     decode = msgspec.json.Decoder(msgspec.defstruct("Members", fields)).decode
@@ -89,8 +89,8 @@ def named_model(content_type: str, body: bytes) -> str | None:
 def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> NamedMembers:
     """Read the wanted fields of a multipart form.
 
-    Of several fields with one name the last counts, as it does to engines, because the permissions of API keys depend
-    on it. A form that cannot be read to its end, or that could be read differently, has none.
+    Of several fields with one name the last counts, as it does to engines: the permissions of API keys depend on that
+    agreement. Returns `_UNREAD` for a form that cannot be read to its end, or that an engine could read differently.
     """
     model, members = None, {}
     at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter) + 2
@@ -115,7 +115,7 @@ def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> NamedM
 
 
 def _field_of(header: bytes, wanted: Collection[bytes]) -> bytes | None:
-    """Return the field name of a part, or None if its header is unusual or a wanted name is that of a file."""
+    """Return the field name in a part's header; None if the header is unusual, or the part a file of a wanted name."""
     lines = header.split(b"\r\n")
     if not all(map(_PLAIN_HEADER.fullmatch, lines)):
         return None

@@ -195,7 +195,7 @@ def _is_list(prompts: Any) -> bool:
 def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) -> str | None:
     """Read the fields of `_SELDOM` into the prompt and return the session. Raises ApiError.
 
-    `session`: the one that the headers name, which takes precedence.
+    `session`: the session that the headers name, if any, which takes precedence over one in the body.
     """
     get = request.get
     if prompt.path in (CHAT, COMPLETIONS):  # vLLM ignores these fields in the other APIs
@@ -364,17 +364,20 @@ def packed(ids: list[Any], key: str) -> bytes:
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation to render. `variables` is None when the request leaves them at their defaults."""
+    """A conversation to render.
+
+    `tools`: as the template gets them; `variables`: the template's, or None if the request leaves them at the defaults.
+    """
 
     messages: Any
     tools: list[dict[str, Any]] | None
     variables: dict[str, Any] | None
     special: bool = False  # the tokenizer adds its special tokens to the rendered text
-    by_schema: bool = True  # see conversation()
+    by_schema: bool = True  # tool calls went through vLLM's schema, see `conversation.conversation`
     roles: tuple[str, ...] | None = None  # set where each message consists of a known role and a text
     body: bytes = b""  # the request body
     unknown: Unknown | None = None  # why the conversation after `messages` cannot be converted
-    rest: Sequence[Any] = ()  # the messages after those, as received
+    rest: Sequence[Any] = ()  # where `unknown` is set: the messages or items after `messages`, as received
     at: datetime | None = None  # the time that the template prints; None: the engines' clock
 
 
@@ -474,8 +477,8 @@ def most_ids(given: Any) -> int:
 def forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:
     """Return the packed prompt ids in `kv_transfer_params`, which engines use in place of the messages, or None.
 
-    `past_media`: the engine uses them even with media or `echo`, as vLLM up to 0.31 does; without it such requests have
-    none.
+    `past_media`: the engine uses them even if the request has media or `echo`, as vLLM up to 0.31 does; if False, the
+    result is None for such requests.
     """
     if not past_media and (request.get("echo") or has_media(request.get("messages"))):
         return None

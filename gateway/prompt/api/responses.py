@@ -72,8 +72,8 @@ def refuse_kept_conversations(request: dict[str, Any]) -> None:
 def _add_items(messages: list[dict[str, Any]], given: list[dict[str, Any]]) -> tuple[Unknown | None, int]:
     """Add the items to `messages`, and stop at the first whose conversion is not known.
 
-    Returns why conversion stopped and the index of the first item not covered by `messages`, or None and 0. An
-    assistant turn is kept or dropped as a whole.
+    Returns why conversion stopped and the index of the first item that is not in `messages`, or None and 0 if all are.
+    An assistant's turn to which the unknown item may belong is left out as a whole.
     """
     whole = len(messages)  # messages that no further item can change; `of`: the number of their items
     of = 0
@@ -142,8 +142,8 @@ def _first_text(content: Any) -> str | None:
 def responses_tools(tools: Any, quirks: VersionQuirks) -> list[dict[str, Any]] | None:
     """Return the tools that the template gets.
 
-    These are functions, the functions of namespaces under both names, and `custom` tools as functions of one text. The
-    model sees no other tools.
+    They are functions, the functions in namespaces as `namespace__function`, and `custom` tools as functions that take
+    one text. The model sees no other tools.
     """
     if not tools:
         return None

@@ -64,9 +64,12 @@ _LARGE = object()  # stands for a larger value, which is taken to use its field
 class Terms:
     """The conditions under which a request's answer can be resumed.
 
-    `kept`: raw members of the JSON body that mean the same for the rest. `no_ids`: why the answer cannot be resumed by
-    ids, or "". `greedy`: the same prompt gets the same answer. `tells_ids`: the client itself asks for token ids.
-    `least`: the answer's minimum length in tokens. `stored`: the request concerns a stored response.
+    `kept`: raw members of the JSON body that mean the same for the rest of the answer.
+    `no_ids`: why the answer cannot be resumed by token ids (TOOLS or FIELD), or "".
+    `greedy`: the temperature is 0, so the same prompt gets the same answer.
+    `tells_ids`: the client itself asks for token ids.
+    `least`: the answer's minimum length in tokens.
+    `stored`: the request concerns a stored response.
     """
 
     kept: bytes = b""
@@ -78,13 +81,14 @@ class Terms:
 
     @property
     def why_strange(self) -> str:
-        """The reason reported for not resuming a stream after an event of an unknown kind."""
+        """The reason to report where a stream is not resumed because it had an event of an unknown kind."""
         return TOOLS if self.no_ids == TOOLS else "events"
 
     def rest(self, path: str, ids: bytes, written: int, limit: int | None, around: tuple[bytes, bytes]) -> bytes:
-        """Return the body that asks for the continuation of `ids` (uint32 LE), the last `written` of them the answer's.
+        """Return the body of a request for the rest of an answer.
 
-        `limit`: the most tokens that the whole answer may have, or None; `around`: see `forward.with_ids`.
+        `ids`: prompt and answer so far (uint32 LE), of which the last `written` are the answer's. `limit`: the most
+        tokens that the whole answer may have, or None. `around`: the bytes before and after the ids in a chat's body.
         """
         fields: dict[str, Any] = {"return_token_ids": True}
         if limit is not None:

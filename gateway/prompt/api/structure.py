@@ -1,11 +1,12 @@
 """Limits on the structure of a JSON body, counted before it is parsed.
 
-A parser holds the interpreter until it has built all that a text describes, in whatever thread it runs, and a text of
-two-byte lists takes forty times its size. So bodies are counted first, in pieces between which other threads can run. A
-body at a limit takes (orjson's CPU time, on a busy 2-core cloud machine) 20 ms and 60 MB as objects and lists, 85 ms as
-names of members, 45 ms as strings of 20 bytes, 85 if they have escapes, and 25 to 45 ms as 500,000 numbers; freeing
-them takes another fifth. Ten thousand messages in parts with all their tool calls have some 100,000 objects and 200,000
-strings. Token ids that fit the context are always allowed.
+A parser keeps all other threads from running until it has built everything that a text describes, and a text of
+two-byte lists takes forty times its size. So bodies are counted first, in pieces between which other threads can run.
+
+orjson's CPU time for a body at one of the limits, on a busy 2-core cloud machine: 20 ms (and 60 MB) for objects and
+lists, 85 ms for names of members, 45 ms for strings of 20 bytes (85 ms with escapes), 25 to 45 ms for 500,000 numbers;
+freeing them takes another fifth. Ten thousand messages in parts with all their tool calls have some 100,000 objects and
+200,000 strings. Token ids that fit the context are always allowed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def more_values(text: bytes, most: int) -> bool:
 def arguments_too_much(request: dict[str, Any], context: int) -> bool:
     """Return whether the arguments of a conversation's tool calls together exceed the limits.
 
-    They are JSON texts within strings, which are parsed for the template.
+    Arguments are JSON texts within strings, which are parsed for the template.
     """
     return _exceeds((text.encode("utf-8", "replace") for text in arguments_of(request)), context)
 

@@ -37,23 +37,23 @@ class Unknown(Exception):
 
 
 class Engine(NamedTuple):
-    """The properties of the engines that determine an image's name."""
+    """The properties of a model's engines that determine an image's name, and the most tokens of a prompt."""
 
-    rule: str | None  # the naming rule, one of `identity`'s; None: not known
-    model: str  # the path or name that they loaded the model from; "": not reported, or not the same for all
+    rule: str | None  # the naming rule, `identity.FRAMED` or `identity.PLAIN`; None: not known
+    model: str  # the path or name that engines loaded the model from; "": not reported, or not the same for all
     context: int  # tokens that a prompt may have
 
 
 class Known(NamedTuple):
     """An image of a request, with its tokens."""
 
-    runs: Runs
-    length: int
-    identity: str
+    runs: Runs  # its tokens
+    length: int  # their number
+    identity: str  # the name by which the engine knows the image
 
 
 class Images:
-    """The images of one model."""
+    """The maker of exact blocks for one model's prompts with images."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -69,10 +69,10 @@ class Images:
         seed: int,
         engine: Engine,
     ) -> str:
-        """Give a prompt its blocks.
+        """Fill a prompt that has images with its exact blocks, and return "exact".
 
-        Returns "exact", or the key of MEDIA that says why they are not known; then nothing was changed. `seed`: the
-        hash that the chain of block hashes starts from. Raises what rendering raises, and TakesLong on the event loop.
+        Where they are not known, changes nothing and returns the key of MEDIA that says why. `seed`: the hash that the
+        chain of block hashes starts from. Raises what rendering raises, and TakesLong on the event loop.
         """
         seen = Seen()
         text = renderer.text(chat, seen)
@@ -134,9 +134,9 @@ class Images:
 
 
 def _put(tokens: Ids, places: Places, items: list[Runs]) -> tuple[Ids, Places]:
-    """Return the tokens with each place replaced by an item's runs, and where these begin.
+    """Return the tokens with the token at each of `places` replaced by an item's, and the positions where these begin.
 
-    No loop over the tokens: there may be 999 items of 36 runs.
+    Array operations, no loop over the tokens: there may be 999 items of 36 runs.
     """
     slots = np.ones(len(tokens), np.int64)  # for each token a slot, for an item's place one for each of its runs
     slots[places] = [len(runs) for runs in items]
@@ -153,7 +153,7 @@ def _put(tokens: Ids, places: Places, items: list[Runs]) -> tuple[Ids, Places]:
 def images_of(
     directory: Path, settings: dict[str, Any], tokenizer_settings: dict[str, Any], tokenizer: Tokenizer
 ) -> Images | None:
-    """Return the images of the model in this folder, or None if their tokens are not known.
+    """Return the Images of the model in this folder, or None if the tokens of its images are not known.
 
     `settings`: config.json; `tokenizer_settings`: tokenizer_config.json.
     """

@@ -1,7 +1,7 @@
 """Families of models whose image tokens are known.
 
-Each has a file with a function that reads a model's files, and returns a Family, or None for another family's model or
-one with settings that it does not know.
+Each family has a module with a function `family`, which reads a model's files and returns a Family, or None for another
+family's model or for settings that it does not know.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Joining(Protocol):
 class Family(NamedTuple):
     """A family's rule for the tokens of an image.
 
-    A template prints the token `placeholder` once for each image, and the engine puts the image's `expansion` in its
-    place. The whole expansion carries the image's name, tokens that frame it included.
+    A template prints the token `placeholder` once for each image, and the engine replaces it by the image's tokens, its
+    `expansion`. All of these, with those that frame the image, count as the image's in block hashes. `joining`: the
+    engine's last changes to the tokens around images, or None.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Files(NamedTuple):
 
 
 def integer(settings: dict[str, Any], name: str, default: int) -> int | None:
-    """Return a positive number, `default` where it is not set, or None where it is another value."""
+    """Return the setting of this name: a positive integer, `default` if it is not set, None if it is anything else."""
     value = settings.get(name)
     if value is None:
         return default

@@ -14,7 +14,7 @@ from .exactly import Engine, Images
 
 
 class Media:
-    """The knowledge about one model's media."""
+    """What is known of the media in one model's prompts."""
 
     def __init__(self) -> None:
         self.images: Images | None = None  # None where the number of an image's tokens is not known
@@ -31,10 +31,10 @@ class Media:
         rule: str | None,
         context: int,
     ) -> None:
-        """Give a prompt the blocks of a conversation with media, and note what is not known of them.
+        """Fill a prompt with the blocks of a conversation with media: all of them, or exact ones up to the first item.
 
-        `seed`: the hash that the chain of block hashes starts from; `rule`: how the engines name images, or None;
-        `context`: the most tokens of a prompt. Raises Unroutable, and what rendering raises.
+        `seed`: the hash that the chain of block hashes starts from; `rule`: how the engines name images
+        (`Engine.rule`); `context`: the most tokens of a prompt. Raises Unroutable, and what rendering raises.
         """
         if may_cut(request):
             raise Unroutable("truncation of a prompt with media")

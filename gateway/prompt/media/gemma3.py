@@ -25,7 +25,7 @@ _MARKERS = (
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
-    """Return the family, or None for another model or settings that are not known here."""
+    """Return the Family of a Gemma 3 model, or None for another model or settings that are not known here."""
     settings, images = files.settings, files.images
     if settings.get("model_type") != "gemma3" or images.get("image_processor_type") not in _PROCESSORS:
         return None
@@ -68,10 +68,10 @@ class Newlines:
         self._passes = ((one, two, three), (two, one, three), (two, two, four))
 
     def join(self, ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
-        """Join adjacent newlines, as `families.Joining`, in three passes over the prompt.
+        """Join adjacent newlines in three passes over a prompt; this is a `families.Joining`.
 
-        vLLM then looks for each image with three newlines read as one and two. It does not find an image whose last two
-        newlines were joined with one after them, and refuses the prompt.
+        vLLM then searches the prompt for each image's tokens, and reads a token of three newlines as one newline and
+        two. It does not find an image whose last two newlines were joined with one after them, and refuses the prompt.
         """
         for first, second, both in self._passes:
             at = _pairs(ids, first, second)
@@ -85,7 +85,7 @@ class Newlines:
 
 
 def _pairs(ids: Ids, first: int, second: int) -> Places:
-    """Return where the two tokens are adjacent, from left to right; no token is in two pairs."""
+    """Return the positions at which `second` follows `first`, from left to right; no token is in two pairs."""
     at = np.flatnonzero((ids[:-1] == first) & (ids[1:] == second))
     if first != second or len(at) < 2:
         return at

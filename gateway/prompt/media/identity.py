@@ -1,8 +1,8 @@
-"""The name by which vLLM knows an image.
+"""The name by which vLLM knows an image, a part of the hashes of the image's blocks.
 
-It is a BLAKE3 digest of its bytes as received, of the settings that change their decoding, and of the model. Read in
-the sources of 0.28 and 0.32 (`multimodal/hasher.py`), which join these parts differently; the versions between them are
-not known. A name that the client gives (`uuid`) is used unchanged.
+The name is a BLAKE3 digest of the image's bytes as received, of the settings that change their decoding, and of the
+model's path or name. vLLM 0.28 and 0.32 join these parts differently (read in their `multimodal/hasher.py`); the rules
+of the versions between are not known. A name that the client gives (`uuid`) is used unchanged.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def _decoded(piece: str, last: bool) -> bytes:
 
 
 def _begin(image: Image, size: int, rule: str) -> Iterable[bytes]:
-    """Return what is hashed before an image's bytes, `size` in number.
+    """Return the parts that are hashed before an image's bytes; `size`: the number of these bytes.
 
-    Images of other colours are converted to RGB, and the settings for that are part of the name.
+    vLLM converts images of other colours to RGB, and the settings for that are part of the name.
     """
     white = struct.pack("<q", _WHITE)
     if rule == PLAIN:

@@ -1,7 +1,7 @@
 """An image's size and colours, read from its header: PNG, JPEG and WebP, as Pillow reads them.
 
-Nothing is decoded. An image that an engine may read differently from its header is Unreadable, because no answer is
-better than a wrong one.
+No pixels are decoded. An image of which an engine may see another size or other colours than its header says is
+Unreadable, because a wrong answer is worse than none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Unreadable(Exception):
 class Image(NamedTuple):
     """The size and colours of an image.
 
-    `rgb`: it has exactly these colours, so that no engine converts it.
+    `rgb`: Pillow reads it as RGB, in colour and without transparency, so no engine converts it.
     """
 
     width: int
@@ -70,7 +70,7 @@ def _number(data: bytes, at: int, size: int, order: str = "big") -> int:
 
 
 def _png(head: bytes) -> tuple[Image, bool]:
-    """Return the image, and whether EXIF was among its parts; EXIF may also follow the pixels."""
+    """Return a PNG's size and colours, and whether EXIF was found before the pixels; EXIF may also follow them."""
     if head[12:16] != b"IHDR" or _number(head, 8, 4) != 13:
         raise Unreadable("a PNG that does not begin with its header")
     image = Image(_number(head, 16, 4), _number(head, 20, 4), _number(head, 25, 1) == 2)
@@ -128,7 +128,7 @@ def _behind_fill(head: bytes, at: int) -> int:
 
 
 def _turned(image: Image, exif: bytes) -> Image:
-    """Return the image with the orientation that EXIF gives, as engines turn it."""
+    """Return the image as engines turn it: with width and height exchanged if the orientation in its EXIF says so."""
     order = {b"II": "little", b"MM": "big"}.get(exif[:2])
     if order is None or _number(exif, 2, 2, order) != 42:
         raise Unreadable("EXIF that is not read here")

@@ -33,7 +33,7 @@ _BY_URL = frozenset({"image_url", "input_image"})  # images in a data URL, or fe
 class Item:
     """One item of media.
 
-    `url`: that of an image, "" where it has none; `uuid`: the name that the client gave it.
+    `kind`: image, audio or video; `url`: an image's URL, or ""; `uuid`: the name that the client gave it, or None.
     """
 
     kind: str

@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
-    """Return the family, or None for another model or settings that are not known here."""
+    """Return the Family of a Llama 4 model, or None for another model or settings that are not known here."""
     settings, images, vision = files.settings, files.images, files.settings.get("vision_config")
     if settings.get("model_type") != "llama4" or images.get("image_processor_type") not in _PROCESSORS:
         return None
@@ -119,8 +119,8 @@ class Choices:
     def tiles(self, width: int, height: int) -> tuple[int, int]:
         """Return the rows and columns for an image of these pixels.
 
-        Grids that need not shrink the image come first, and of these the one that enlarges it least (or most, with
-        `largest`); else the one that shrinks it least. Of equals the one with the fewest tiles is taken.
+        If some grids need not shrink the image, the grid that enlarges it least is taken (with `largest`, most); else
+        the grid that shrinks it least. Of equal grids the one with the fewest tiles is taken.
         """
         scales = np.minimum(self._wide / np.float32(width), self._high / np.float32(height))
         growing = scales[scales >= 1]

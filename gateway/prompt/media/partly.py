@@ -23,10 +23,10 @@ TOKENS_OF_AN_ITEM = 1000
 
 
 def fill(prompt: Prompt, chat: Chat, renderer: Renderer, tokenizer: Tokenizer, seed: int, why: str) -> None:
-    """Give a prompt the blocks of a conversation with media.
+    """Fill a prompt with the blocks of a conversation with media, exact ones up to the first item.
 
     `why`: the key of MEDIA that says what is not known of the items; `seed`: the hash that the chain of block hashes
-    starts from. Raises what rendering raises, Multimodal for parts that no engine is known to take.
+    starts from. Raises what rendering raises, and Multimodal for parts that no engine is known to take.
     """
     seen, size = Seen(), prompt.block_size
     text, named = renderer.text(chat, seen), renderer.text(chat, StandIns())

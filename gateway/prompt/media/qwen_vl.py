@@ -18,7 +18,7 @@ _MOST_RATIO = 200  # of an image's sides; the processor refuses narrower images
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
-    """Return the family, or None for another model or settings that are not known here."""
+    """Return the Family of a Qwen-VL model, or None for another model or settings that are not known here."""
     settings, processor = files.settings, files.images
     vision, token = settings.get("vision_config"), settings.get("image_token_id")
     kind = processor.get("image_processor_type")

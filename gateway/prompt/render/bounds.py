@@ -68,9 +68,9 @@ class TemplateError(Exception):
 
 
 class _Budget:
-    """The bytes that one rendering may still spend.
+    """The budget of one rendering: the bytes that it may still read or make.
 
-    A container's size includes all that it holds, as often as it holds it.
+    A container's size includes that of its items, each as often as it occurs.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class _Budget:
             self._extend()
 
     def _extend(self) -> None:
-        """Add the conversation's share, which most renderings never need."""
+        """Add the part of the budget that depends on the conversation, which most renderings never need."""
         if self._given is not None:
             given, self._given = self._given, None
             messages = given.get("messages")
@@ -185,9 +185,9 @@ def _length(value: Any) -> int:
 
 
 def _path(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Return the path of a filter of `_BY_PATH`, or None if it is given none.
+    """Return the attribute's path among the arguments of a filter of `_BY_PATH`, or None if there is none.
 
-    `map` takes it by name alone: its first argument names a filter, which gets the others and is bounded itself.
+    `map` takes the path by name alone: its first argument names a filter, which gets the others and is bounded itself.
     """
     if name == "map" and args:
         return None
@@ -223,7 +223,7 @@ def _format_widths(pattern: str) -> list[str]:
 
 
 def _width(value: Any) -> int:
-    """Return how often, or by how much, an argument may repeat or widen something."""
+    """Return by what factor or how many characters this argument of a filter or method may enlarge a result."""
     if isinstance(value, int):
         return abs(value)
     if isinstance(value, dict):
@@ -338,7 +338,7 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or a test that pays for what it reads and makes."""
+    """Return a filter or test of Jinja's as one that spends from the budget for what it reads and makes."""
     wants = getattr(function, "jinja_pass_arg", None)
     wants = wants and wants.name
     kind = "%" if name == "format" else name  # the method of that name formats with braces
@@ -361,7 +361,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count(node: nodes.Node) -> int:
-    """Make a tree pay for what it does when it is rendered, and return what running through it once costs."""
+    """Insert into a template's tree what spends from the budget in a rendering; return the cost of running it once."""
     cost = NODE
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
@@ -384,7 +384,7 @@ def _count(node: nodes.Node) -> int:
 
 
 def _paying(parent: nodes.Node, field: str, node: nodes.Node) -> nodes.Node:
-    """Return the node to put in an expression's place so that a rendering pays for it."""
+    """Return the node that replaces the expression `node`, so that a rendering spends from its budget for it."""
     if isinstance(node, nodes.Concat):
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "~", node.lineno)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):

@@ -1,8 +1,8 @@
 """The day that a model's engines print, where its chat template prints the date.
 
-Engines print the day of their own time zone, which they do not report. A date that an engine printed at one moment
-excludes some zones, and those that it printed in the course of a day leave one. All zones begin their days at a quarter
-of an hour of UTC, so an engine is asked again after each quarter, and its date is certain in between.
+Engines print the day of their own time zone, which they do not report. Each date that an engine prints rules out some
+zones, and after a day only one is left. In every zone the day begins at a quarter of an hour of UTC, so an engine is
+asked again after each quarter, and its date is certain in between.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def another_time(moment: datetime, hours: int) -> datetime:
 
 
 class Clock:
-    """The clock of a model's engines, as far as it is known."""
+    """The clock of a model's engines, as far as their time zones are known."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self.now = now

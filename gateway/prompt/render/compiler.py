@@ -52,8 +52,8 @@ class Compiler:
     ) -> Plan:
         """Return the plan of this shape for texts that answer the template's questions as these do.
 
-        `slots`: the texts, in the order of `shape.describe`. Raises Untraceable, or whatever the template raises. Not
-        thread safe, because the trace belongs to the environment.
+        `shape` and `slots`: the shape and the texts that `shape.describe` found in the conversation. Raises
+        Untraceable, or whatever the template raises. Not thread safe, because the environment has the trace.
         """
         if _RESERVED.search(repr((shape, tools, variables))):
             raise Untraceable("the request contains Unicode non-characters outside its texts")
@@ -88,7 +88,7 @@ class Compiler:
         return Plan([_asking(segment, asked.get(i, [])) for i, segment in enumerate(segments)], shared)
 
     def _segments(self, pieces: list[str], trace: Trace) -> list[Segment]:
-        """Group alternating literals and marker numbers into segments, each cut at the first chance after a text."""
+        """Group alternating literals and marker numbers into segments; each ends at the first safe cut after a text."""
         segments: list[Segment] = []
         current: list[Any] = [pieces[0]]
         for number, literal in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -104,7 +104,7 @@ class Compiler:
 
 
 def _asking(segment: Segment, questions: list[Question]) -> Segment:
-    """Return the segment with the questions about its text alone, in an order independent of the plan."""
+    """Return the segment with these questions about its text alone, in an order that does not depend on the plan."""
     return replace(segment, questions=tuple(sorted(map(_renumber, questions), key=repr))) if questions else segment
 
 

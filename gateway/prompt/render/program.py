@@ -33,16 +33,18 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The rules of one family.
+    """The rules by which engines write the conversations of one family of models.
 
-    `write` turns a conversation, its tools and the template variables into text, as an engine with these quirks does;
-    it raises any exception where the engine refuses. `prints`: all special tokens that it may print, joined.
-
-    `prints_date`: it gets the date from the variable `strftime_now`. `takes_parts`: texts come to it as lists of parts.
+    `prints`: all special tokens that the program may print, joined.
+    `takes_parts`: whether it gets texts as lists of parts, by the engine's quirks.
+    `write`: turns a conversation, its tools and the template variables into text, as an engine with these quirks does;
+        raises any exception where the engine refuses.
     `as_received`: it gets a request's messages unchanged, and ignores the request's template variables, special tokens
-    and truncation. `raw_messages`: it gets messages unchanged, and all else as a template does. `makes_tokens`: it
-    writes all special tokens itself, whatever the request says of them. `to_be_shown`: its prompts count as exact only
-    once an engine's ids for the fixed chats equal the gateway's.
+        and truncation.
+    `prints_date`: it gets the date from the variable `strftime_now`.
+    `raw_messages`: it gets messages unchanged, and all else as a template does.
+    `makes_tokens`: it writes all special tokens itself, whatever the request says of them.
+    `to_be_shown`: its prompts count as exact only once an engine's ids for the fixed chats equal the gateway's.
     """
 
     family: str
@@ -81,7 +83,7 @@ class ProgramTemplate:
     ) -> str:
         """Return the text of a conversation. Raises TemplateError.
 
-        `at`: the time that is printed, or None for the time of its clock.
+        `at`: the time that is printed, or None for the time now by the engines' clock.
         """
         if not self.quirks.rules_are_known:
             raise TemplateError(f"this engine may write {self.program.family}'s conversations by other rules")

@@ -1,9 +1,9 @@
 """Messages to tokens and block hashes, by the cheapest way that is exact.
 
-There are three ways, each checked against the next: a compiled plan with known prefixes (microseconds), plain Jinja
-with known prefixes, plain Jinja and tokenizing everything. The last is what the engine does. The first 32 requests of
-the first way and one in 256 after that are also done the last way, and the first difference ends the compiled plans for
-good.
+There are three ways: a compiled plan with known prefixes (microseconds), plain Jinja with known prefixes, and, as the
+engine does it, plain Jinja and tokenizing everything. The first 32 requests that a compiled plan renders, and one in
+256 after that, are also done as the engine does them. If a result differs, and again when it is repeated, no compiled
+plan is used any more.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Renderer:
         self.by_plan = 0  # number of requests rendered by a plan
 
     def tokens(self, seed: int, chat: Chat, lead: bytes = b"") -> Found:
-        """Return the tokens, block hashes and length of a chat.
+        """Return the tokens, block hashes and length in characters of a chat.
 
         `seed`: the hash that the chain of block hashes starts from; `lead`: special tokens (uint32) put before the
         text. Raises ApiError, Multimodal, TemplateError, TakesLong on the event loop, or whatever the tokenizer raises.
@@ -131,10 +131,10 @@ class Renderer:
         return same[: max([0, *(same.rfind(cut) for cut in self._cuts)])]
 
     def known_beginning(self, chat: Chat, known: int, rest: Sequence[Any]) -> str:
-        """Return the text of a conversation's first `known` messages, as far as later ones cannot change it.
+        """Return the text of a conversation's first `known` messages, as far as later messages cannot change it.
 
-        `rest`: the messages that follow, as received. Their roles matter because some templates print all system texts
-        at the front. Raises Unknown where one of the first messages is not known.
+        `rest`: the messages after these, as received; their roles matter because some templates print all system texts
+        at the front. Raises Unknown if what an engine makes of one of the first messages is not known.
         """
         roles = {one.get("role") for one in rest if isinstance(one, dict)}
         tails = (
@@ -169,13 +169,13 @@ class Renderer:
         return self.beginning(*texts) if any(one != texts[0] for one in texts) else None
 
     def is_certain(self) -> bool:
-        """Return whether all that the template prints of the time, if anything, is known now."""
+        """Return whether the date and time that the template prints, if it prints any, are known now."""
         return not self._moments(None)
 
     def _moments(self, at: datetime | None) -> list[datetime]:
-        """Return the times that the engines may print now, if that is more than one; else an empty list.
+        """Return the times that the engines may print now; [] if what they print is certain.
 
-        `at`: the day to print, if it is known; the time of the day stays unknown.
+        `at`: a time on the day to print, if that day is known; the time of the day stays unknown.
         """
         if not self.template.prints_date:
             return []
@@ -186,7 +186,10 @@ class Renderer:
         return moments if len(moments) > 1 else []
 
     def cut_tokens(self, seed: int, text: str, lead: bytes) -> Found:
-        """Return the tokens of a text that ends before an added token. `seed` and `lead`: see `tokens`."""
+        """Return tokens, block hashes and length of a rendered text, whole or cut before an added token.
+
+        `seed`: the hash that the chain of block hashes starts from; `lead`: special tokens put before the text.
+        """
         pieces = self._pieces(text)
         return self._prefixes.tokens(seed, bare(len(pieces)), pieces, lead)
 
@@ -219,7 +222,7 @@ class Renderer:
         return result
 
     def _checked(self, result: Found, plan: Plan, seed: int, slots: Sequence[Any], chat: Chat, lead: bytes) -> Found:
-        """Compare the result with the engine's way; if they really differ, give up the plans for good."""
+        """Return a plan's result, or the engine's way's if they differ; if they differ twice, give up all plans."""
         text = self.text(chat)
         if result[0] == lead + self._tokenizer.encode(text):
             return result
@@ -251,7 +254,7 @@ class Renderer:
 
 
 class Compiled:
-    """The plans of one template. Thread safe."""
+    """The compiled plans of one template, by shape of conversation. Thread safe."""
 
     def __init__(
         self,
@@ -292,7 +295,10 @@ class Compiled:
         tools: Any,
         variables: dict[str, Any],
     ) -> None:
-        """Note a request that no plan fitted; compile its shape once that is worth it."""
+        """Note a request that no plan fitted; compile a plan at the _PATIENCE-th such request of the shape.
+
+        `slots`: the texts of the conversation, in the order of `shape.describe`.
+        """
         size = bytes_of(shape) + _ENTRY_BYTES
         if size > _LARGEST_SHAPE:
             return

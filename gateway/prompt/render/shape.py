@@ -16,7 +16,7 @@ Visit = Callable[[Any], Any]
 
 
 def describe(conversation: list[dict[str, Any]]) -> tuple[tuple, list[Any]]:
-    """Return a conversation's shape and its slots in reading order. A plain message's shape is its role."""
+    """Return a conversation's shape and its texts (slots) in reading order. A plain message's shape is its role."""
     slots: list[Any] = []
     shape = []
     for message in conversation:

@@ -1,8 +1,8 @@
 """Chat templates, rendered as the engine renders them.
 
 vLLM hands the conversation to transformers, which runs the model's Jinja template in an immutable sandbox with a
-handful of extra names. A template sees the same here as there (checked against vLLM 0.32 with transformers 5.23), and
-is refused the same: dunder attributes and changes to its inputs.
+handful of extra names. Here a template sees the same (checked against vLLM 0.32 with transformers 5.23), and is refused
+the same: dunder attributes and changes to its inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .content_format import takes_parts
 # Marks the end of the message to be continued; a template may strip its trailing blank.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
-REPORTED_SECONDS = 900.0  # for which it is reported that a rendering was ended early
+REPORTED_SECONDS = 900.0  # how long the reason is reported after a rendering was ended early
 
 # A template's access to one of these keys, or to a message as a whole.
 _READ = re.compile(
@@ -236,8 +236,8 @@ def tag_final_message(conversation: list[dict[str, Any]], source: str) -> tuple[
 def cut_at_tag(rendered: str, final_text: str) -> str:
     """End the rendered text where the message to be continued ends.
 
-    A template that strips messages has also stripped the tag's own trailing blank; then it would have stripped the
-    blanks before the tag too, so they are cut as well. Raises TemplateError if the template drops the message.
+    If the tag has lost its trailing blank, the template strips messages: it would have stripped the blanks before the
+    tag too, so they are cut as well. Raises TemplateError if the template drops the message.
     """
     bare = _CONTINUE_TAG.strip()
     at = rendered.rfind(bare)

@@ -5,10 +5,10 @@ printing one leaves a *marker* in the output, and every question that the templa
 contain '</think>'?) is noted with its answer. The result is a list of literal strings and markers, and a list of
 questions.
 
-That is a proof, not a guess: the template is deterministic, so another conversation of the same shape whose texts give
-the same answers takes the same path through the program and prints the same literals around its own texts. Whatever a
-stand-in can't follow (looping over its characters, using it as a key, handing it to code that reads its buffer) raises
-Untraceable, and the caller renders by plain Jinja.
+The result holds for other conversations: the template is deterministic, so another conversation of the same shape whose
+texts give the same answers takes the same path through the program and prints the same literals around its own texts.
+Whatever a stand-in can't follow (looping over its characters, using it as a key, handing it to code that reads its
+buffer) raises Untraceable, and the caller renders by plain Jinja.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class Untraceable(Exception):
 
 
 class Trace:
-    """The record of one run: expressions by marker number, questions, values of the slots."""
+    """The record of one run: expressions by marker number, questions, and the texts (slots) of the conversation.
+
+    A `raw` string is what the template handles: literals, and markers that stand for texts.
+    """
 
     def __init__(self, slots: Sequence[Any]) -> None:
         self.slots = slots
@@ -69,7 +72,10 @@ class Trace:
         return Text(raw, value, self) if isinstance(value, str) else Json(raw, value, self)
 
     def derive(self, method: str, raw: str, args: tuple, value: str, index: int | None = None) -> Text:
-        """Return a stand-in for the result of `method` on `raw`, or for the index-th item of that."""
+        """Return a stand-in for the result of `method` on `raw`, or for the result's index-th item.
+
+        `args`: the method's arguments; `value`: what the stand-in is in the traced conversation.
+        """
         return Text(self._mark((method, raw, args, index)), value, self)
 
     def lift(self, raw: str) -> str:
@@ -83,7 +89,7 @@ class Trace:
         return text_of(self._operand(raw), self.slots)
 
     def ask(self, method: str, raw: str, args: tuple, answer: Any) -> Any:
-        """Record a question with its answer, and return the answer."""
+        """Record the answer to a question: what `method` with `args` says of `raw`. Return the answer."""
         self.questions.append((method, raw, args, answer))
         return answer
 
@@ -126,7 +132,7 @@ def text_of(operand: tuple, slots: Sequence[Any]) -> str:
 
 
 def check_of(question: Question) -> Check:
-    """Return the check that `hold` uses for a question about slot 0 alone."""
+    """Return the check, for `hold`, of a question about a segment's own text, which is its slot 0."""
     method, operand, args, answer = question
     if operand == (Slot(0),):
         return _OWN.get(method) or getattr(str, method), args, answer
@@ -138,7 +144,7 @@ def _of_one(method: str, operand: tuple, text: str, *args: Any) -> Any:
 
 
 def hold(checks: Iterable[Check], text: str) -> bool:
-    """Return whether this text gives the same answers to these checks as the traced one."""
+    """Return whether this text gives the answers that these checks expect."""
     try:
         for ask, args, answer in checks:
             if ask(text, *args) != answer:
@@ -149,7 +155,7 @@ def hold(checks: Iterable[Check], text: str) -> bool:
 
 
 def answered(question: Question, slots: Sequence[Any]) -> bool:
-    """Return whether these slots give the same answer to the question as the traced ones."""
+    """Return whether these texts give the answer that the question expects."""
     method, operand, args, answer = question
     try:
         return apply(method, _value(operand, slots), args) == answer

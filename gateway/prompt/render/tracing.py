@@ -1,8 +1,8 @@
 """The Jinja environment in which a template runs on stand-ins.
 
-It runs the same programs as the plain one. The only difference: whatever could read a stand-in's characters without its
-knowledge (C code: `~`, `%`, `in`, json, joins, foreign functions) goes through a function here, which follows it or
-raises Untraceable.
+It runs templates as the plain environment does, with one difference: whatever could read a stand-in's characters
+without the stand-in's methods (C code: `~`, `%`, `in`, json, joins, foreign functions) goes through a function here,
+which follows the operation or raises Untraceable.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class TracingEnvironment(plain.Sandbox):
     def _escaped(self, value: Any, options: dict[str, Any]) -> Any:
         """Return the same structure with markers that stand for the JSON form of the texts.
 
-        Escaping works character by character, so the literals of a text may be escaped apart from what its markers
-        stand for. An object loses the quotes around its marker.
+        Escaping works character by character, so a text's literals may be escaped apart from what its markers stand
+        for. The marker of an object is framed by `_BARE`, by which the quotes around it are found and removed later.
         """
         if isinstance(value, Text):
             trace = self.trace

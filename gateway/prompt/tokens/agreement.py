@@ -41,7 +41,7 @@ class Differences(NamedTuple):
 
     texts: Mapping[str, str] = _NONE  # by model: all prompts differ
     chats: Mapping[str, str] = _NONE  # by model: conversations differ
-    bodies: Mapping[frozenset[str], str] = MappingProxyType({})  # by a body's features, see `prompt.features`
+    bodies: Mapping[frozenset[str], str] = MappingProxyType({})  # by features: bodies that have all of them differ
     doubted: Collection[frozenset[str]] = ()  # features of bodies that are exact, but not refused by their token count
     shown: bool = False  # an engine produced the gateway's ids for all fixed chats
     zones: frozenset[int] | None = None  # time zones of engines' dates, see `render.clock`; None: none was asked
@@ -59,8 +59,8 @@ class Answer(NamedTuple):
 def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str], mentioned: Iterable[str] = ()) -> list[str]:
     """Return the texts to compare.
 
-    `named`: the special tokens that a template may print. `mentioned`: whatever the model's files call a token; one
-    that is no token here may be one for the engine, and no ordinary text would show it.
+    `named`: the special tokens that a template may print. `mentioned`: whatever the model's files call a token: what is
+    no token to the gateway may be one to the engine, which no ordinary text would show.
     """
     # Without the prefix that no text has, a token's name is ordinary text.
     added = [token["content"].removeprefix(UNSPOKEN) for token in tokenizer.added_tokens]

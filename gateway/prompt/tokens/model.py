@@ -37,8 +37,8 @@ WRITTEN_BY_UNKNOWN_RULES = frozenset(
 def find_model(name_or_dir: str | Path) -> Path:
     """Return the model's folder. Raises ModelError.
 
-    It is the directory if `name_or_dir` is one, else a snapshot in the Hugging Face cache, else a download of the small
-    tokenizer files (never weights).
+    If `name_or_dir` is a directory, it is returned; else a snapshot in the Hugging Face cache, or a download of the
+    small tokenizer files (never weights).
     """
     try:
         path = Path(name_or_dir).expanduser()
@@ -166,8 +166,8 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
 def _mistral_format(directory: Path) -> str:
     """Return why vLLM uses mistral-common for this model, or "".
 
-    It does so if the folder also holds the model in Mistral's own format. A folder without weights is one that
-    `find_model` fetched; there params.json decides.
+    vLLM does so if the folder also holds the model in Mistral's own format. In a folder without weights, as
+    `find_model` fetches it, params.json decides.
     """
 
     def has(*patterns: str) -> bool:
@@ -183,8 +183,8 @@ def _mistral_format(directory: Path) -> str:
 def _templates(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, str], str]:
     """Return the model's templates as vLLM finds them, and why its choice is uncertain, or "".
 
-    Separate template files replace all that tokenizer_config.json holds. A processor, where the model has one, decides
-    on the template of requests without tools, and it alone reads chat_template.json.
+    Separate template files replace all templates in tokenizer_config.json. chat_template.json is read only by a
+    processor, where the model has one, and then serves requests without tools.
     """
     files = {path.stem: path for path in matching(directory, "additional_chat_templates/*.jinja")}
     if (directory / "chat_template.jinja").is_file():

@@ -1,13 +1,14 @@
 """Prompts in segments, and known prefixes: the tokens and block hashes of conversations seen before.
 
-A prompt comes as the segments of a plan (`render.compiler` makes plans) with a text for each. Their tokens, one after
-the other, are the prompt's tokens (cut only where `tokenizer.safe_cuts` allows).
+A prompt comes as the segments of a plan (`render.compiler` makes plans) with a text for each. Segments are cut only
+where `tokenizer.safe_cuts` allows, so their tokens, one after the other, are the prompt's tokens. The parts of a
+segment that the template always prints are its literals.
 
-Segments form a tree: a node is a segment after a certain parent, with its own tokens and the hashes of the blocks it
-completes. Its key is (parent, SHA-256 of the literals around its text, text or, if that is long, its SHA-256), all of
-which the dictionary compares for equality. Every part of the key is content, never a number that a template assigned.
-So a known prefix gives exactly what tokenizing it again would, also where several templates, or a template compiled
-again for another version of the engine, share one memo.
+Segments form a tree: a node is a segment after a certain parent, with its own tokens and the hashes of the blocks that
+these tokens complete. A node's key is (parent, SHA-256 of the literals around its text, text or, if that is long, its
+SHA-256), all of which the dictionary compares for equality. Every part of the key is content, never a number that a
+template assigned. So a known prefix gives exactly what tokenizing it again would, also where several templates, or a
+template compiled again for another version of the engine, share one memo.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ V = TypeVar("V")
 _LONG = 16_384  # characters
 
 Key = tuple[int, bytes, str | bytes]  # parent's serial, digest of the literals, text
-# serial (never used twice), tokens, hashes of the blocks it completes (uint64; as Python ints they
-# would take five times the space, each in a cache line of its own), bytes of tokens up to its end,
-# the last of them that fill no block, characters up to its end, digest of the questions its text
-# has answered. A plain tuple of plain things: the garbage collector stops tracking it, so a memo
-# of a million nodes costs nothing at each full collection.
+# A node: serial (never used twice); tokens; hashes of the blocks that these complete (uint64: Python ints would take
+# five times the space, each in a cache line of its own); bytes of the prompt's tokens up to the node's end; the last of
+# these tokens that fill no block; the prompt's characters up to there; digest of the questions that the text answered
+# as its segment expects. A plain tuple of plain things: the garbage collector stops tracking it, so a memo of a million
+# nodes costs nothing at each full collection.
 Node = tuple[int, bytes, bytes, int, bytes, int, bytes]
 _ASKED = 6
 _HASH_BYTES = 8
@@ -51,14 +52,15 @@ _HASH_BYTES = 8
 class Segment:
     """Literals and texts that are tokenized together.
 
-    Mostly one text with a literal on either side: a slot as it is, or (`slot` -1) the value of the one expression in
-    `pieces`; or one literal and no text at all. Anything else is all text, joined from `pieces`. `questions` are those
-    asked of this text alone.
+    Mostly a segment is one text between the literals `before` and `after`: the text of the conversation with number
+    `slot` or, where `slot` is -1, the value of the one expression in `pieces`. A segment without a text has only
+    `before`. Any other segment has no literals: its text is joined from `pieces`.
 
-    The search for known prefixes reads `literals` and `asks`: digests of the literals and of the questions (b"" where
-    there are none). They name content, not an order of arrival, so one memo can serve any number of templates and
-    versions: segments whose digests and texts are equal print the same, whoever compiled them. `checks` are the
-    questions in executable form.
+    `questions`: what the template asked about this segment's text alone, with the expected answers.
+    `checks`: the questions in executable form.
+    `literals`, `asks`: digests of the literals and of the questions, b"" where there are none, by which known prefixes
+        are found. They depend on content alone, so one memo can serve any number of templates and versions: segments
+        whose digests and texts are equal print the same, whoever compiled them.
     """
 
     slot: int
@@ -78,7 +80,7 @@ class Segment:
         object.__setattr__(self, "checks", tuple(map(check_of, self.questions)))
 
     def text(self, slots: Sequence[Any]) -> str:
-        """Return this segment's own text (without the literals)."""
+        """Return this segment's text, without literals; `slots`: the texts of a conversation."""
         if self.pieces:
             return text_of(self.pieces, slots)
         return slots[self.slot] if self.slot >= 0 else ""
@@ -86,7 +88,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The segments of a shape, with the `literals` and `asks` of all segments in order."""
+    """The segments of all conversations of one shape, with the `literals` and `asks` of all segments in order."""
 
     segments: list[Segment]
     questions: list[Question]  # those that depend on more than one segment
@@ -103,7 +105,7 @@ class Plan:
         object.__setattr__(self, "_take", itemgetter(*(one.slot for one in segments)) if simple else None)
 
     def texts(self, slots: Sequence[Any]) -> Sequence[str]:
-        """Return the own text of each segment."""
+        """Return each segment's text, without literals; `slots`: the texts of a conversation."""
         if self._take is not None:
             return self._take((*slots, ""))
         return [segment.text(slots) for segment in self.segments]
@@ -127,7 +129,7 @@ class Found(NamedTuple):
 
 
 class Mismatch(Exception):
-    """Raised when the texts answer a segment's questions differently, so the plan does not fit them."""
+    """Raised when a text does not answer a segment's questions as expected, so the plan does not fit."""
 
 
 class Generations(Generic[K, V]):
@@ -218,7 +220,7 @@ class Generations(Generic[K, V]):
 
 
 class Prefixes:
-    """A memo of the tokens and hashes of prompts in segments. Thread safe: races only cost a segment's reuse."""
+    """A memo of prompts' tokens and block hashes, by segment. Thread safe: races only cost a segment's reuse."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, budget_bytes: int) -> None:
         self._tokenizer = tokenizer
@@ -288,9 +290,9 @@ class Prefixes:
     ) -> int:
         """Tokenize, hash and store the new segments, and append them to `found` and `hashes`.
 
-        Returns the characters of the prompt up to the last segment. `key` is that of the first new segment, `seed` the
-        last hash before it, `end` the bytes of tokens and `chars` the characters before it, `tail` the tokens before it
-        that fill no block.
+        Returns the prompt's length in characters. Of what precedes the first new segment, whose key is `key`: `seed` is
+        the last block hash, `end` the bytes of tokens, `tail` the last tokens, which fill no block, and `chars` the
+        characters.
         """
         rendered, nodes = [], self._nodes
         for segment, text in zip(segments, texts):
@@ -341,12 +343,12 @@ def _size(key: Key, node: Node) -> int:
 
 
 def fits(plan: Plan, slots: Sequence[Any]) -> bool:
-    """Return whether these slots give the same answers to the plan's questions as the traced ones."""
+    """Return whether these texts answer the plan's questions as those did from which the plan was made."""
     return all(answered(question, slots) for question in plan.questions)
 
 
 def bare(texts: int) -> Plan:
-    """Return the plan of this many texts that are rendered already: no literals, no questions."""
+    """Return a plan for this many texts that are rendered already: without literals and questions."""
     return Plan([_BARE] * texts, [])
 
 

@@ -49,7 +49,7 @@ class Reading:
     def content(self) -> str | None:
         """The replacement for the content of tokenizer.json, or None where none is needed.
 
-        It is not kept here, because it has megabytes; each access may make it again.
+        It has megabytes, so a Reading does not keep it, and each access may make it again.
         """
         return self.make() if self.rebuilt else None
 
@@ -96,7 +96,7 @@ class Readings:
         return self.since, self.unknown or f"{transformers} has {self.since.how} or {self.before.how}"
 
     def all(self) -> Iterator[Reading]:
-        """Yield every possible reading, made one by one: each takes up to a second and the size of tokenizer.json."""
+        """Yield every possible reading, made one by one: each takes up to a second and the memory of tokenizer.json."""
         yield self.since
         yield self.before
         for name in dict.fromkeys((self._told, "")):
@@ -119,7 +119,7 @@ class _Source:
         self._made: dict[str, str | None] = {}
 
     def reading(self, name: str) -> Reading:
-        """Return the reading by this class of transformers, "" for one that uses tokenizer.json as it is."""
+        """Return the reading by the transformers class of this name; "": by one that uses tokenizer.json as it is."""
         files = self._read()
         with using(self._directory / "tokenizer.json"):
             printed = {key: str(value) for key, value in files.names(_defaults(name)).items() if str(value)}
@@ -184,7 +184,7 @@ def _unknown(directory: Path, config: dict[str, Any], settings: dict[str, Any], 
 
 
 def _told(settings: dict[str, Any], config: dict[str, Any]) -> str:
-    """Return the class that the files name, or ""."""
+    """Return the tokenizer class that the files name, without "Fast" at its end, or ""."""
     told = config.get("tokenizer_class") or settings.get("tokenizer_class")
     return told.removesuffix("Fast") if isinstance(told, str) else ""
 
@@ -192,7 +192,8 @@ def _told(settings: dict[str, Any], config: dict[str, Any]) -> str:
 def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bool) -> str:
     """Return the class that AutoTokenizer takes, "" for one that uses tokenizer.json as it is.
 
-    `newer`: by the rules since 5.22, which reject LlamaTokenizer for a file that contains "ByteLevel".
+    `settings`: config.json; `told`: the class that the files name, or ""; `byte_level`: tokenizer.json contains
+    "ByteLevel", for which the rules since 5.22 (`newer`) reject LlamaTokenizer.
     """
     kind = settings.get("model_type")
     generic = kind in _GENERIC_TYPES or kind in (_GENERIC_SINCE if newer else _GENERIC_BEFORE)
@@ -441,7 +442,7 @@ class _Files:
             told["extra_special_tokens"] = told.pop("additional_special_tokens")
 
     def _tokens_of_older_files(self, told: dict[str, Any]) -> dict[str, AddedToken]:
-        """Read added_tokens.json and tokenizer.json's own list in place of added_tokens_decoder."""
+        """Read added_tokens.json and tokenizer.json's own list, where there is no added_tokens_decoder."""
         special = {str(_token(told[key])) for key in NAMED if told.get(key)}
         special |= {str(_token(one)) for one in told.get("extra_special_tokens") or []}
         known = {}
@@ -454,7 +455,7 @@ class _Files:
         return known
 
     def names(self, defaults: dict[str, str]) -> dict[str, Any]:
-        """Return the named tokens: those in the files, else the class's."""
+        """Return the named tokens (`bos_token` and others) of the files, or of `defaults` where the files name none."""
         found = {key: self.named[key] if key in self.named else defaults.get(key) for key in NAMED}
         padding = self.tokenizer.get("padding")
         if padding and "pad_token" not in self.named and "pad_token" not in defaults:
@@ -474,7 +475,7 @@ def _as_it_is(files: _Files, names: dict[str, Any]) -> str | None:
 
 
 def _rebuilt(files: _Files, kind: _Class, names: dict[str, Any]) -> str | None:
-    """Return the tokenizer that the class builds, or None where it equals tokenizer.json."""
+    """Return the tokenizer.json that the class `kind` builds, or None where it makes the same ids as the folder's."""
     old = files.tokenizer["model"]
     vocabulary = old["vocab"]
     if isinstance(vocabulary, list):
@@ -514,7 +515,7 @@ def _rebuilt(files: _Files, kind: _Class, names: dict[str, Any]) -> str | None:
 
 
 def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken]) -> list[AddedToken]:
-    """Return the tokens to add to a tokenizer with the tokens `there`, in transformers' order."""
+    """Return the tokens that transformers adds to a tokenizer which has the tokens `there`, in its order."""
     same = {repr(token) for token in there.values()}
     wanted: list[Any] = [token for _, token in sorted(files.decoder.items()) if repr(token) not in same]
     texts = {token.content for token in there.values()} | {token.content for token in wanted}
@@ -534,7 +535,7 @@ def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken])
 
 
 def _ids_as_added(files: _Files, vocabulary: dict[str, int]) -> bool:
-    """Return whether adding the file's own tokens, and no others, gives each the id that it has in the file."""
+    """Return whether only tokenizer.json's own tokens are added, and adding them gives each its id in that file."""
     if files.decoder.keys() != files.own.keys():
         return False
     size, highest = len(vocabulary), -1

@@ -1,8 +1,8 @@
 """Tokenizers in Mistral's own format: `tekken.json`, which engines read with mistral-common.
 
-There no part of a text is ever a special token, so special tokens get names that no text contains (`UNSPOKEN`). The
-rules by which mistral-common writes conversations depend on its version, which an engine does not report. So nothing
-counts as exact until an engine's own tokens of fixed texts and chats were the same.
+In this format no part of a text is ever a special token, so special tokens get names that no text contains
+(`UNSPOKEN`). The rules by which mistral-common writes conversations depend on its version, which an engine does not
+report. So no prompt counts as exact until an engine has made the gateway's tokens of fixed texts and chats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tiktoken_files import merges_of, symbols_of
 
 
 class TekkenReadings:
-    """The one way in which such a file is read, with the interface of `Readings`."""
+    """The only way of reading a tekken.json, with the interface of `reading.Readings`."""
 
     def __init__(self, directory: Path) -> None:
         """Read the file. Raises ModelError."""
@@ -42,7 +42,7 @@ class TekkenReadings:
         yield self._reading
 
     def let_go(self) -> None:
-        """Free what was made of the file, some 25 MB; it is read again when needed."""
+        """Free the tokenizer.json made of the file, some 25 MB; it is made again when needed."""
         self._made = None
 
     def _content(self) -> str:

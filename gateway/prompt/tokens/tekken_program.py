@@ -22,7 +22,7 @@ _NAMES_NEEDED_ABOVE = 7  # versions above this one must name their special token
 
 
 class Tekken:
-    """The contents of the file, except for its vocabulary."""
+    """The contents of a `tekken.json`, except for its vocabulary."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         """Read the parsed file. Raises KeyError, TypeError or ValueError."""

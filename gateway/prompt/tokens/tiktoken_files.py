@@ -1,7 +1,7 @@
 """Tokenizers that come as `tiktoken.model`, with a program in the model's folder that reads it (Kimi K2).
 
-The program is not run; `tiktoken_program` analyses its text. A program may do anything, so nothing counts as exact
-until an engine's own tokens of fixed texts were the same (`unknown`, as in `Readings`).
+The program is not run; `tiktoken_program` analyses its text. A program may do anything, so no prompt counts as exact
+until an engine has made the gateway's tokens of fixed texts; `unknown` says so, as in `reading.Readings`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class TiktokenReadings:
-    """The one way in which such a folder is read here, with the interface of `Readings`."""
+    """The only way of reading such a folder here, with the interface of `reading.Readings`."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
         """Read the files. `config` is tokenizer_config.json. Raises ModelError."""
@@ -47,7 +47,7 @@ class TiktokenReadings:
         yield self._reading
 
     def let_go(self) -> None:
-        """Free what was made of the files, some 25 MB; they are read again when needed."""
+        """Free the tokenizer.json made of the files, some 25 MB; it is made again when needed."""
         self._made = None
 
     def _content(self) -> str:

@@ -16,7 +16,7 @@ LONGEST_TEXT = 400_000
 def word_pattern(directory: Path) -> str:
     """Return the program's pattern of words, or "" where there is none.
 
-    It is the string that the program calls `pat_str`, or strings joined by another string.
+    The pattern is what the program assigns to `pat_str`: a string, or a list of strings joined by another string.
     """
     for node in ast.walk(ast.parse(_program(directory))):
         if isinstance(node, ast.Assign) and [getattr(one, "id", "") for one in node.targets] == ["pat_str"]:
@@ -25,7 +25,7 @@ def word_pattern(directory: Path) -> str:
 
 
 def can_be_read(directory: Path) -> bool:
-    """Return whether the folder has such a tokenizer, with a word pattern that can be found."""
+    """Return whether the folder has a tiktoken.model, and a program in which the word pattern can be found."""
     try:
         return (directory / "tiktoken.model").is_file() and bool(word_pattern(directory))
     except (ModelError, SyntaxError, ValueError):

@@ -37,7 +37,7 @@ Here are the functions available in JSONSchema format:
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
-    """Return the text of a conversation, see `Program`. Raises Refused."""
+    """Return the text that engines make of a conversation. Raises Refused."""
     thinks = bool(variables.get("thinking") or variables.get("enable_thinking"))
     if tools:
         talk = [{"role": "system", "tools": tools}, *talk]
@@ -50,7 +50,7 @@ def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[s
 def _without_old_reasoning(talk: list[Message]) -> list[Message]:
     """Drop reasoning before the last message of a user. Raises Refused.
 
-    Messages of roles other than these would be dropped as well, and then the engine fails on the missing one.
+    Of other roles than user, system, tool and assistant the engine drops whole messages, and then fails on the gap.
     """
     last = last_said_by_user(talk)
     if any(one["role"] not in ("user", "system", "tool", "assistant") for one in talk[:last]):
@@ -85,9 +85,9 @@ def _told_tools(message: Message) -> str:
 
 
 def _said(message: Message, thought: bool) -> str:
-    """Return an assistant's message.
+    """Return the text of an assistant's message.
 
-    `thought`: it answers the last message of a user, in a conversation with thinking on.
+    `thought`: it comes after the last message of a user, in a conversation with thinking on.
     """
     asked, reasoning = message.get("tool_calls"), message.get("reasoning")
     if thought and not (reasoning or asked):
@@ -97,7 +97,7 @@ def _said(message: Message, thought: bool) -> str:
 
 
 def _result(talk: Sequence[Message], i: int, last: int, thinks: bool) -> str:
-    """Return one result of the preceding tool calls; the first opens their block, the last closes it."""
+    """Return the text of one tool result; the first result of a turn's calls opens the block, the last closes it."""
     asked = next((j for j in reversed(range(i)) if talk[j]["role"] != "tool"), -1)
     wanted = len(talk[asked].get("tool_calls") or ()) if asked >= 0 and talk[asked]["role"] == "assistant" else 0
     number = i - asked

@@ -61,7 +61,7 @@ KEPT = frozenset(("user", "system", "tool", "latest_reminder", "direct_search_re
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
-    """Return the text of a conversation, see `Program`. Raises Refused."""
+    """Return the text that engines make of a conversation. Raises Refused."""
     if quirks.deepseek_v4 is None:
         raise Refused("this release may write DeepSeek-V4's conversations in another way")
     newer = quirks.deepseek_v4

@@ -1,7 +1,7 @@
 """DeepSeek-V4.1: the rules of its encoder, as vLLM 0.32 and 0.33 apply them.
 
-They differ from V4's in a token before system messages, which may stand anywhere, in efforts as numbers, and in blanks
-in the names of tags.
+They differ from V4's rules: a token precedes system messages, which may stand anywhere, efforts are numbers, and the
+names of tags have blanks in them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OTHERS = ("content_blocks", "wo_eos", "response_format", "tools")
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
-    """Return the text of a conversation, see `Program`. Raises Refused."""
+    """Return the text that engines make of a conversation. Raises Refused."""
     if quirks.deepseek_v4 is not True:
         raise Refused("this release may not know DeepSeek-V4.1")
     effort = variables.get("reasoning_effort")
@@ -83,7 +83,7 @@ def _flat(content: Any) -> Any:
 
 
 def _with_tools(talk: list[Message], tools: list[Message] | None) -> list[Message]:
-    """Add the tools to the first system message, or in one of their own at the front."""
+    """Add the tools to the first system message, or in a new one at the front."""
     if not tools:
         return talk
     first = next((i for i, one in enumerate(talk) if one["role"] == "system"), None)

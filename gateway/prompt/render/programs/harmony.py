@@ -1,8 +1,8 @@
 """gpt-oss: the Harmony format, as vLLM 0.28 and 0.32 write it.
 
-Harmony encodes the parts of a message one by one, and no part of a text is ever a special token: where a text spells
-one, it is cut after `<|`, where tokens of the vocabulary end in any case. Tools whose schemas need more than the rules
-below are refused.
+Harmony encodes the parts of a message one by one, and no part of a text is ever a special token: a text that spells one
+is cut after that `<|`, where a token of the vocabulary ends in any case, and its parts are encoded separately. Tools
+whose schemas need more than the rules below are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBERS = ("number", "integer")
 
 
 class _Said(NamedTuple):
-    """One message in Harmony's form."""
+    """One message in Harmony's form; `to`: whom it is addressed to, "" for nobody in particular."""
 
     author: str
     text: str
@@ -40,7 +40,7 @@ class _Said(NamedTuple):
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
-    """Return the text of a conversation, see `Program`. Raises Refused."""
+    """Return the text that engines make of a conversation. Raises Refused."""
     instructions, rest = _instructions(talk)
     today = variables["strftime_now"]("%Y-%m-%d")
     said = [*_preamble(instructions, tools, variables.get("reasoning_effort"), today), *_messages(rest)]

@@ -1,8 +1,8 @@
 """Mistral's own format: conversations as mistral-common 1.13 writes them for a `tekken.json` of version 3 to 15.
 
-It encodes texts one by one between special tokens, and no part of a text is ever a special token. So the tokenizer made
-from `tekken.json` gives special tokens names that no text contains (`spelled`). Consecutive messages of one role become
-one message, and each version has its own rules for where tools, results and system messages go.
+mistral-common encodes texts one by one between special tokens, and no part of a text is ever a special token. So the
+tokenizer made from `tekken.json` gives special tokens names that no text contains (`spelled`). Consecutive messages of
+one role become one message, and each version has its own rules for where tools, results and system messages go.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_ID = "null"
 
 
 def spelled(token: str) -> str:
-    """Return the name that a special token has here."""
+    """Return the name of a special token in the tokenizer made from `tekken.json`."""
     return UNSPOKEN + token
 
 
@@ -48,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one version.
+    """The rules of one version of the format.
 
     `efforts`: the reasoning efforts that a model of version 15 lets a request choose, the default first.
     """
@@ -59,7 +59,7 @@ class Rules:
     def write(
         self, talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks
     ) -> str:
-        """Return the text of a conversation, see `Program`. Raises Refused."""
+        """Return the text that engines make of a conversation. Raises Refused."""
         goes_on = bool(variables.get("continue_final_message"))
         turns = [_turn(message, quirks) for message in talk]
         if goes_on:
@@ -204,7 +204,10 @@ class Rules:
 
 
 def program(version: int, efforts: tuple[str, ...] = ()) -> Program:
-    """Return the rules for a `tekken.json` of this version; `efforts` as in `Rules`."""
+    """Return the rules for a `tekken.json` of this version.
+
+    `efforts`: the reasoning efforts that a request may choose, the default first; (): none.
+    """
     rules = Rules(version, efforts)
     named = ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
              "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]",

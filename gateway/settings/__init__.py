@@ -1,6 +1,7 @@
 """The settings of a gateway: their schema, the source of each value, and checks.
 
-`overload_of` and the module `warnings` import the policies when they are used, which takes a fifth of a second.
+Importing the package `policies` takes a fifth of a second, so `overload_of` and the module `warnings` do it only when
+they are used.
 """
 
 from .derived import (

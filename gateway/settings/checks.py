@@ -45,7 +45,7 @@ def check_all(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:
 def unreadable(settings: Settings, unusable: Mapping[str, str]) -> frozenset[str]:
     """Return the settings of LEFT_OUT whose files cannot be read.
 
-    A replica file that cannot be written but can be read is not among them.
+    A replica file that can be read, though not written, is left out.
     """
     found = LEFT_OUT & unusable.keys()
     with suppress(UnusableFile):
@@ -74,7 +74,7 @@ def _check_admin_host(settings: Settings) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach that address."""
+    """Return whether `host` is an address that only this machine can reach."""
     try:
         return host.rstrip(".").lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -105,7 +105,10 @@ def _check_routes(settings: Settings) -> None:
 
 @contextmanager
 def _naming(setting: str, part: str = "") -> Iterator[None]:
-    """Turn a ValueError into an UnusableFile for this setting, or for the one that the error itself names."""
+    """Turn a ValueError into an UnusableFile for this setting, or for the one that the error's `setting` names.
+
+    `part`: the text before the message, which says where in the setting the fault is.
+    """
     try:
         yield
     except ValueError as error:

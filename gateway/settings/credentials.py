@@ -20,14 +20,14 @@ MAKE_TOKEN = "`openssl rand -hex 32` makes one"
 class Secret(NamedTuple):
     """A setting that holds a secret, and the form of that secret."""
 
-    setting: str
-    what: str
-    allowed: re.Pattern[str]
+    setting: str  # its name
+    what: str  # the secret in a word, for messages
+    allowed: re.Pattern[str]  # what the whole secret must match
     refusal: str  # for a text of another form
     remedy: str  # what to do instead
 
     def check(self, given: str) -> str:
-        """Return the setting unchanged. Raises ValueError if it cannot be a secret or an @FILE."""
+        """Return the setting's value unchanged. Raises ValueError if it is neither such a secret nor an @FILE."""
         if given == HIDDEN:
             raise ValueError(
                 f"the {self.what} is hidden here, as `hitherto config` prints it; write the real one, or @FILE"
@@ -39,7 +39,7 @@ class Secret(NamedTuple):
         return given
 
     def read(self, given: str | None) -> str | None:
-        """Return the secret, from its file if it is in one, or None where none is given. Raises UnusableFile."""
+        """Return the secret in the setting's value `given`, or in the @FILE that it names. Raises UnusableFile."""
         if given is None or not given.startswith("@"):
             return given
         try:
@@ -73,5 +73,5 @@ EngineKey = Annotated[str, AfterValidator(ENGINE_KEY.check)]
 
 
 def shown(given: str | None) -> str | None:
-    """Return a secret setting as it may be printed."""
+    """Return a secret setting's value as it may be printed: a secret is replaced by HIDDEN, an @FILE stays."""
     return HIDDEN if given and not given.startswith("@") else given

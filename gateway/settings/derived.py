@@ -1,4 +1,4 @@
-"""Values derived from the settings: secrets, running engines, the admin side, classes and the queue."""
+"""Values derived from the settings: secrets, URLs of running engines, the admin side's URL, overload control."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADMIN_SIDE = "x-hitherto-admin"  # a header of every answer of a gateway's admin
 
 
 class Secrets(NamedTuple):
-    """The values of the secret settings, read from their files where they are in one."""
+    """The values of the secret settings, read from the files that these name; None: not set."""
 
     admin_token: str | None
     engine_key: str | None
@@ -63,8 +63,8 @@ def added_replicas(settings: Settings) -> dict[str, str]:
 def known_urls(settings: Settings) -> tuple[str, ...]:
     """Return the URLs of the engines that run already. Raises UnusableFile.
 
-    These are the ones in the settings and those that operators added before the last restart. For an engine that is
-    both, the operators' URL is used, because it came later.
+    The settings name some, and operators added others before the last restart. If both name an engine, the operators'
+    URL is used, because it came later.
     """
     return tuple(({parse_url(url).id: url for url in settings.replica_url} | added_replicas(settings)).values())
 
@@ -72,7 +72,7 @@ def known_urls(settings: Settings) -> tuple[str, ...]:
 def kept_replicas(settings: Settings) -> KeptReplicas | None:
     """Return the file of replicas that operators added, or None if the settings name none. Raises UnusableFile.
 
-    Logs what it overrides in the settings.
+    Logs each of its URLs that is used in place of one in the settings.
     """
     if settings.replica_file is None:
         return None
@@ -94,12 +94,12 @@ def admin_url(settings: Settings) -> str:
 
 
 def admin_headers(settings: Settings) -> dict[str, str]:
-    """Return the headers that a request to that admin side needs. Raises UnusableFile."""
+    """Return the headers that a request to the admin side of such a gateway needs. Raises UnusableFile."""
     return bearer(read_token(settings))
 
 
 def overload_of(settings: Settings) -> Overload | None:
-    """Return the overload control of `slo`, `scheduler`, `request_router` and `admission`, or None if none is set."""
+    """Return the overload control by the tables `slo`, `scheduler`, `request_router`, `admission`; None without any."""
     if not settings.has_overload:
         return None
     import policies  # importing them takes a fifth of a second

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class ConfigError(Exception):
-    """Raised for a wrong setting. The text says what, where and what would be right; exit code 2."""
+    """Raised for a wrong setting. The text says what is wrong, where, and what would be right; commands exit with 2."""
 
     def __init__(self, text: str, setting: str = ""):
         """Create the error.
@@ -17,7 +17,7 @@ class ConfigError(Exception):
         self.text, self.setting = text, setting
 
     def placed(self, sources: Mapping[str, str]) -> str:
-        """Return the text, each line prefixed with the source of the setting."""
+        """Return the text, each line prefixed with the place where the setting was set; `sources`: by setting."""
         return _each_line(place_of(self.setting, sources), self.text) if self.setting else self.text
 
 

@@ -21,12 +21,12 @@ _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
 
 
 def read_mapping(value: Any) -> Any:
-    """Return the table of a flag or a variable, which is one line of YAML; a file has it as a table."""
+    """Return a table given as text, which a flag or a variable holds as one line of YAML; another value unchanged."""
     return yaml_text.load(value) if isinstance(value, str) else value
 
 
 def _as_list(value: Any) -> Any:
-    """Return the list of steps; a single step stands for a list of one."""
+    """Return a list of steps (what is tried for a request that finds no room); a single step becomes a list of one."""
     if value is None or value == "":
         raise ValueError(f"it has no value; write {_STEPS}")
     return value if isinstance(value, list | tuple) else [value]
@@ -64,7 +64,7 @@ def _parse_window(value: Any) -> float | None:
 
 
 def _split_header(value: Any) -> Any:
-    """Return a condition like `X-Tier: gold` with the name in lower case and the value, if any, after a colon."""
+    """Return a condition on a header, like `X-Tier: gold` or `X-Tier`, with the header's name in lower case."""
     if not isinstance(value, str) or not value:
         return value
     name, colon, wanted = value.partition(":")
@@ -106,7 +106,14 @@ class Slo(Table):
 
 
 class QosClass(Table):
-    """A class of service, as `policies.QosClass` describes it."""
+    """A class of service.
+
+    `reserved_fraction`: the share of the recently admitted prefill seconds and KV cache that the class gets before any
+        class that has had its own share.
+    `priority`: among classes equal in that, the one with the highest number goes first.
+    `slo`: the latency limits of its requests.
+    `when_full`, `max_tokens_floor`: as in `Admission`, whose values apply where these are None.
+    """
 
     name: Name
     reserved_fraction: float = Field(0.0, ge=0.0, le=1.0, strict=True)
@@ -156,7 +163,7 @@ class Route(Table):
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, given: Any) -> Any:
-        """Read `qos`, the name in other schedulers' files, as `class`, and leave out what has no value."""
+        """Read `qos`, the name in other schedulers' files, as `class`, and leave out fields without a value."""
         if not isinstance(given, Mapping):
             return given
         if "class" in given and "qos" in given:
@@ -191,7 +198,16 @@ class Router(Table):
 
 
 class Admission(Table):
-    """The handling of requests while all replicas are full, as `policies.Rules` describes it; times in seconds."""
+    """The handling of requests while all replicas are full; times in seconds.
+
+    `when_full`: the steps that are tried in order for a request that finds no room.
+    `max_tokens_floor`: the most tokens of an answer that the step `degrade` shortens.
+    `engine_wait`: the most work that may be ahead in an engine for which its replica still has room.
+    `max_wait`: the longest time in the gateway's queue for a request without a limit on TTFT.
+    `max_requests`, `max_bytes`: bounds of that queue.
+    `tenant_header`: the header that names a request's tenant; None: its API key does.
+    `control_window`: the interval of overload control's decisions; None: there is no such control.
+    """
 
     when_full: Steps = Field(("wait",), description=_STEPS)
     max_tokens_floor: Count = 128
@@ -203,6 +219,6 @@ class Admission(Table):
     control_window: Window = 30.0
 
     def of_one_worker(self, count: int) -> Admission:
-        """Return the share of one of `count` workers: each has a queue of its own, so its bounds are divided."""
+        """Return the settings for each of `count` workers, which have a queue each: its bounds are divided."""
         divided = {"max_requests": self.max_requests // count or 1, "max_bytes": self.max_bytes // count or 1}
         return self.model_copy(update=divided)

@@ -40,7 +40,7 @@ class Pool(Table):
 
 
 class Kind(NamedTuple):
-    """Engines that are launched in the same way: their pool's name, role, launch profile and model folder."""
+    """A pool as it is launched: its name, role, launch profile, and the folder of its model."""
 
     name: str
     role: str
@@ -51,8 +51,8 @@ class Kind(NamedTuple):
 def incompatibilities(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[str]:
     """Return why pools cannot work together in their roles, each reason with its remedy.
 
-    `kinds`: the pools by the model that they serve; `adopted`: the roles of replicas that are not launched, whose model
-    is not known yet.
+    `kinds`: the launched pools by the model that they serve; `adopted`: the roles of replicas that run already, and
+    whose model is not known yet.
     """
     elsewhere = {role for role in adopted if role != BOTH}
     found = []
@@ -69,7 +69,7 @@ def incompatibilities(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -
 
 
 def _unlike(pools: list[Kind]) -> list[str]:
-    """Return, for each pair of pools, why one cannot fetch what the other computed for it."""
+    """Return, for each unfit pair of a prefill and a decode pool, why the latter cannot fetch the former's KV cache."""
     found: dict[frozenset[str], str] = {}
     for one, other in product(pools, pools):
         if one is other or one.role not in PREFILLERS or other.role not in DECODERS or one.profile.no_transfer:

@@ -238,7 +238,7 @@ class Settings(BaseModel):
         return self.scheduler.names if self.scheduler is not None else []
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all values in JSON's types, of tables those that were set; they validate to the same settings."""
+        """Return all settings in JSON's types, tables without fields that were not set; they validate to the same."""
         return Settings().model_dump(mode="json") | self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 

@@ -1,4 +1,4 @@
-"""The effective settings: read from flags, environment and file, checked, and the source of each.
+"""The effective settings and the source of each: they are read from flags, environment and file, and checked.
 
 A value comes from the first of these that names it: flag, environment (`HITHERTO_*`), YAML file, default. Its source is
 kept as well, because "which of my four settings won?" is the question every operator asks. All settings are checked
@@ -46,7 +46,7 @@ class Config:
         return {setting: why for setting, why in self.unusable.items() if getattr(self.settings, setting) is None}
 
     def to_yaml(self) -> str:
-        """Return a file that `--config` reads back to the same settings, each with its source. Secrets are hidden."""
+        """Return the text of a file for `--config` with these settings and the source of each; secrets are hidden."""
         plain = self.plain()
         lines = [f"{name}: {_yaml_value(value)}" for name, value in plain.items()]
         width = min(max(map(len, lines)), 48)
@@ -86,9 +86,10 @@ def load(
 ) -> Config:
     """Merge default < file < environment < flags, check the settings, and return them with their sources.
 
-    `flags`: the given values, by field name. `file`: the file to read, else that of HITHERTO_CONFIG, else
-    ./hitherto.yaml if it exists. `without_files`: an unusable file that a setting names is no error but is listed in
-    `Config.unusable`, and its setting is left out. Raises ConfigError.
+    `flags`: the values given on the command line, by setting. `file`: the file to read; None: the one that
+    HITHERTO_CONFIG names, or ./hitherto.yaml if it exists. `without_files`: if a setting names a file that cannot be
+    used, that is no error: `Config.unusable` lists it, and the setting is left out if it is one of `LEFT_OUT` and its
+    file cannot be read. Raises ConfigError.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
@@ -116,7 +117,7 @@ def load(
 
 
 def read_file(path: Path) -> dict[str, tuple[Any, int]]:
-    """Return each field of a YAML file with its line. Raises ConfigError, also for unknown and repeated names."""
+    """Return value and line of each setting in a YAML file. Raises ConfigError, also for unknown or repeated names."""
     try:
         text = files.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -168,7 +169,10 @@ def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> 
 
 
 def scheduled_classes(file: Path | None, environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the classes in a gateway's settings, without checking other settings. Raises ConfigError."""
+    """Return the names of the classes of service in `file` or the environment, without a check of other settings.
+
+    `file`: a gateway's configuration; None: the one that `load` reads. Raises ConfigError.
+    """
     given, source = environ.get(ENV_PREFIX + "SCHEDULER"), f"environment {ENV_PREFIX}SCHEDULER"
     named = file or environ.get(ENV_PREFIX + "CONFIG") or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else None)
     if given is None and named is not None:
@@ -188,7 +192,7 @@ _OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|U
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables HITHERTO_* that name no setting, each with the variable that it misspells, or "".
 
-    Empty variables, and those that Kubernetes sets for a Service, are not among them.
+    Leaves out empty variables, and those that Kubernetes sets for a Service.
     """
     found: dict[str, str] = {}
     for variable, value in environ.items():
@@ -204,10 +208,10 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of variables by setting. Raises ConfigError for a misspelt variable.
+    """Return the values of HITHERTO_* variables by setting. Raises ConfigError for a misspelt variable.
 
-    Any other unknown name may belong to another program. An empty variable counts as unset: `X: ${X:-}` in a compose
-    file makes one.
+    A variable of any other unknown name may belong to another program, and is ignored. An empty variable counts as
+    unset: `X: ${X:-}` in a compose file makes one.
     """
     for variable, near in unknown_variables(environ).items():
         if near:

@@ -1,6 +1,6 @@
 """Warnings about settings that have no effect as they are.
 
-They are no errors, because the missing part may still come.
+Such settings are no errors, because the part that is missing may still be set.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def find_warnings(settings: Settings) -> list[SettingWarning]:
 
 
 def _spills_nowhere(settings: Settings, found: Overload) -> list[SettingWarning]:
-    """Warn of spilling where no overflow pool is named."""
+    """Warn of the step `spill` (send to the slow pool) where no replica or pool is marked as slow."""
     places = ["admission.when_full"] if SPILL in found.rules.when_full else []
     places += [
         f"scheduler.qos_classes.{one.name}.when_full" for one in found.classes.all if SPILL in (one.when_full or ())
@@ -56,7 +56,7 @@ def _spills_nowhere(settings: Settings, found: Overload) -> list[SettingWarning]
 
 
 def _unused_routes(settings: Settings) -> list[SettingWarning]:
-    """Warn of routes that no request takes: by a key where there are no keys, or after a route that matches all."""
+    """Warn of routes by API key where there are no API keys, and of routes after one that matches every request."""
     routes = settings.request_router.routes if settings.request_router is not None else ()
     said = []
     for index, route in enumerate(routes):
@@ -86,7 +86,7 @@ def _without_classes(settings: Settings) -> list[SettingWarning]:
 
 
 def _unreached(settings: Settings, found: Overload) -> list[SettingWarning]:
-    """Warn of classes that no request can have, by the routes and by the key file as it is now."""
+    """Warn of classes that neither a route nor the key file as it is now gives to any request."""
     named: set[str | None] = set()
     if settings.api_keys is not None:
         try:

@@ -21,8 +21,8 @@ DESCRIPTIONS = {name: field.description or "" for name, field in Settings.model_
 def misspelt(name: str, known: Iterable[str]) -> str:
     """Return the setting that this name misspells, or "".
 
-    The names must be very similar, because `replicas` and `admin_url` may be other programs' variables; the same
-    letters in another order count as a misspelling, however short the name is.
+    The two names must be very similar, because `replicas` and `admin_url` may be other programs' variables. The same
+    letters in another order count as a misspelling, however short the name is. `known`: the names of all settings.
     """
     names = list(known)
     swapped = [one for one in names if sorted(one) == sorted(name)]
@@ -30,7 +30,7 @@ def misspelt(name: str, known: Iterable[str]) -> str:
 
 
 def explain(error: ValidationError, sources: Mapping[str, str]) -> str:
-    """Return what pydantic found, one line for each setting that is wrong."""
+    """Return a message on pydantic's errors, one line for each; `sources`: where each setting was set."""
     return "\n".join(_explain(item, sources) for item in error.errors())
 
 
@@ -42,7 +42,7 @@ def path_of(parts: Sequence[str | int]) -> str:
 
 
 def _explain(item: Any, sources: Mapping[str, str]) -> str:
-    """Return one pydantic error as: place: what is wrong; what would be right."""
+    """Return one of pydantic's errors as a line: where the setting was set, what is wrong, what would be right."""
     name, *within = item["loc"]
     part = "" if "[key]" in within else path_of(within)  # a wrong key names itself
     if name not in DESCRIPTIONS:
@@ -67,7 +67,7 @@ def _explain(item: Any, sources: Mapping[str, str]) -> str:
 
 
 def _field_at(parts: Iterable[str | int]) -> FieldInfo | None:
-    """Return the field at a place within the settings, which may be in a table, or None for a list entry."""
+    """Return the field at a place within the settings or a table in them; None for an entry of a list."""
     table: type[BaseModel] = Settings
     field = None
     for part in parts:
@@ -77,7 +77,7 @@ def _field_at(parts: Iterable[str | int]) -> FieldInfo | None:
 
 
 def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the tables that a field holds."""
+    """Yield the types of the tables that a field with this annotation may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for one in get_args(annotation):
@@ -85,5 +85,5 @@ def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _choices(item: Any) -> list[str]:
-    """Return the words that are allowed there."""
+    """Return the words that a field allows, from pydantic's error about another one."""
     return item["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")

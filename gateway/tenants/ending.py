@@ -1,4 +1,4 @@
-"""The cost of a request, in tokens, once it has ended in any way."""
+"""The cost in tokens of a request that has ended, in whatever way, and its settlement against the tenant's limits."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ NOTHING = Cost(0, 0, 0)
 
 
 def cost(exchange: Exchange, usage: Usage | None) -> Cost:
-    """Return the tokens that an engine processed for the request; computed once.
+    """Return the tokens that an engine processed for the request; computed at the first call and then kept.
 
-    A stored response is reported again by each request for it: only the tokens that no earlier request counted are
-    returned.
+    `usage`: what the engine reported, or None. Each request for a stored response gets the whole response's usage, so
+    only the tokens that no earlier request has counted are returned.
     """
     if exchange.cost is None:
         found, stored = _cost(exchange, usage), exchange.stored
@@ -56,8 +56,8 @@ def cost(exchange: Exchange, usage: Usage | None) -> Cost:
 def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
     """Return the engine's own counts, or else the prompt's tokens and an estimate of the answer's.
 
-    A request that was answered with an error costs nothing. One whose client left or whose stream broke costs what was
-    computed by then.
+    A request that was answered with an error costs nothing. If the client left or the stream broke, the request costs
+    what was computed by then.
     """
     attempt, prompt = exchange.attempt, exchange.prompt
     if attempt is None or not attempt.sent_at or exchange.status:
@@ -84,7 +84,7 @@ def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
 def _written_meanwhile(attempt: Attempt, prompt: Prompt) -> int:
     """Estimate the tokens of a non-streamed answer whose client left before it came.
 
-    The estimate takes the elapsed time and the engine's recent pace.
+    The estimate is made from the elapsed time and the engine's recent pace, or the predicted one if none is known.
     """
     backend, placement, seconds = attempt.backend, attempt.placement, attempt.ended_at - attempt.sent_at
     if attempt.leg is Leg.PREFILL or backend.replica.state is not State.READY:
@@ -103,10 +103,10 @@ def unread_tokens(request: Request) -> int:
 
 
 def _is_unserved(exchange: Exchange) -> bool:
-    """Return whether the gateway had no place for a request: its own load refused it, or no replica was ready.
+    """Return whether the gateway refused a request for its own load, or because no replica was ready.
 
-    Refusals that the request itself may have caused (limits of its own that cannot be kept, a model that no replica is
-    known to serve) still count as requests; otherwise a tenant could send any number of them.
+    Such a request does not count. Refusals that the request itself may have caused (latency limits of its own that
+    cannot be kept, a model that no replica is known to serve) do count; otherwise a tenant could send any number.
     """
     if exchange.attempts:
         return False
@@ -116,12 +116,12 @@ def _is_unserved(exchange: Exchange) -> bool:
 
 
 class Settled:
-    """An `on_end` handler that replaces what a tenant's request claimed by what it cost, and counts it."""
+    """A handler of requests' ends: it replaces what a tenant's request claimed by what it cost, and counts it."""
 
     def __init__(self, metering: Metering, metrics: Metrics, names: Container[str]):
         """Create a handler.
 
-        `names`: the present tenants. Others are not counted any more, so that labels stay bounded.
+        `names`: the present tenants. Metrics count no others, so that the number of their labels stays bounded.
         """
         self._metering, self._metrics, self._names = metering, metrics, names
 

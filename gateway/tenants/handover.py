@@ -1,8 +1,8 @@
 """The refusal of tenants' requests that tell an engine to hand over a prompt's cache.
 
-With such fields an engine would report its address, read blocks of any tenant regardless of salts, and connect to
-whatever host the request names. The gateway's own prefill and decode requests, and pulls from a peer, get these fields
-after this check.
+With the fields of such a request an engine would report its address, read blocks of any tenant regardless of salts, and
+connect to whatever host the request names. The gateway writes the same fields into its own prefill and decode requests,
+and for pulls from a peer, after this check.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def refusal_of_head(request: Request, id: bytes) -> ApiError | None:
 
 
 def refusal_of_object(request: Mapping[str, Any]) -> ApiError | None:
-    """Return the error for a parsed JSON body with a field of a hand-over, or None."""
+    """Return the error for a parsed JSON body with a field that steers a hand-over, or None."""
     return None if _LOOKED_AT.isdisjoint(request) else _refusal_of_object(request, NESTED)
 
 
@@ -68,10 +68,10 @@ def _refusal_of_object(given: Mapping[str, Any], nested: Mapping[str, Mapping], 
 
 
 def read_unprepared(content_type: str, body: bytes) -> tuple[str | None, ApiError | None]:
-    """Return the model named in a body that is passed on as it is, and the error that refuses it, or None.
+    """Return the model named in a body that is passed on unprepared, or None, and the error that refuses it, or None.
 
-    One pass reads both; a body that the fast reader does not take for JSON is parsed as Python does. Bodies that cannot
-    be read at all, and unusual forms, are left to the engine to refuse, unless they may hide a field.
+    A body that the fast reader does not take for JSON is parsed as Python does. Bodies that cannot be read at all, and
+    unusual forms, are left to the engine to refuse, unless one of the refused fields may be hidden in them.
     """
     found = _read(content_type, body)
     if not is_form(content_type):

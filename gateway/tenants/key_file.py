@@ -104,7 +104,7 @@ Count = Annotated[int, Field(strict=True, ge=1, le=10**14)]
 
 
 class _Entry(BaseModel):
-    """The mapping of one tenant in the file, without its limits."""
+    """One tenant's entry in the file, without the limits, which `Entry` adds as fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
 
@@ -143,9 +143,10 @@ FIELDS = [field.alias or name for name, field in Entry.model_fields.items()]
 
 
 def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
-    """Return the tenant of each key's hash. Raises KeyFileError.
+    """Return the tenants in the key file at `path`, by the hashes of their keys. Raises KeyFileError.
 
-    `classes`: the configured classes; a tenant of another one is an error. If there are none, tenants may name any.
+    `classes`: the configured classes of service; a tenant of another class is an error. If `classes` is empty, tenants
+    may name any class.
     """
     try:
         with open(path, "rb", opener=regular) as file:
@@ -186,8 +187,8 @@ class NameTaken(KeyFileError):
 def add(path: Path, entry: Entry) -> None:
     """Add a tenant to the file at `path`, which is created if it does not exist.
 
-    The file is replaced by renaming, so that a gateway that follows it never reads a part; links to it, its owner and
-    its mode stay. Raises NameTaken, and KeyFileError, also if the result would not be a valid key file.
+    The file is replaced by renaming, so a gateway that watches the file never reads half of it; links to the file, its
+    owner and its mode stay. Raises NameTaken, and KeyFileError, also if the result would not be a valid key file.
     """
     real = Path(os.path.realpath(path))
     try:
@@ -244,9 +245,9 @@ def _give_to(file: int, owner: os.stat_result, path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that others who add to a file in it wait.
+    """Lock a folder, so that other processes which add to a key file in it wait.
 
-    The file itself is replaced, so a lock on it would not hold.
+    A lock on the key file would not do, because the file is replaced.
     """
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -257,7 +258,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the line, from 1, and the mapping of each tenant."""
+    """Yield the line number, from 1, and the parsed entry of each tenant. Raises KeyFileError."""
     if text.lstrip().startswith("{"):
         for line, one in enumerate(text.splitlines(), 1):
             if one.strip():
@@ -295,7 +296,10 @@ def _entry(path: Path, line: int, given: Any) -> Entry:
 
 
 def what_is_wrong(name: str, item: Any) -> str:
-    """Return the fault of a field, without the field's value if that may be a key."""
+    """Return a message on the fault in an entry's field, without the field's value if that may be a key.
+
+    `item`: one of pydantic's errors.
+    """
     if item["type"] == "extra_forbidden":
         if name in ("key", "api_key", "token", "secret"):
             return f"no key stands here, only its hash as sha256. {REMEDY}; whoever read this file knows this one"

@@ -29,9 +29,9 @@ CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
 
 class Keys:
-    """The API keys of one key file. `classes` names the classes that its tenants may have.
+    """The API keys of one key file. Raises KeyFileError if the file cannot be used.
 
-    Raises KeyFileError if the file cannot be used.
+    `classes`: the classes of service that its tenants may have; none: any.
     """
 
     def __init__(self, path: Path, classes: Collection[str] = ()):
@@ -54,9 +54,9 @@ class Keys:
         return ApiError(401, _refusal(key), code="invalid_api_key", headers=CHALLENGE)
 
     def head_fault(self, version: str, headers: Headers) -> tuple[int, str] | None:
-        """Return the fault of a head as `messages.head_fault` does, or 401 for a large body without a valid key.
+        """Return status and text for a faulty request head, as `messages.head_fault` does, or None.
 
-        So the bytes that unknown clients can make the gateway hold stay bounded.
+        A large body without a valid key is a fault too (401), which bounds the memory that unknown clients can occupy.
         """
         fault = head_fault(version, headers)
         if fault is not None or not any(_is_large(*header) for header in headers):
@@ -116,7 +116,7 @@ def _by_hash(tenants: dict[bytes, Tenant]) -> dict[bytes, tuple[bytes, Tenant]]:
 
 
 def _key(authorization: str | bytes | None, api_key: str | bytes | None) -> str | None:
-    """Return the key in these headers, as clients of OpenAI or of Anthropic send it."""
+    """Return the key in these headers, as clients of OpenAI (first) or Anthropic send it, or None."""
     given = api_key if authorization is None else authorization
     text = given.decode("latin-1") if isinstance(given, bytes) else given
     if authorization is None or text is None:
@@ -131,5 +131,5 @@ def _refusal(key: str | None) -> str:
 
 
 def _is_large(name: bytes, value: bytes) -> bool:
-    """Return whether by this header the body may be large."""
+    """Return whether the body may exceed LARGE_BYTES, by this header."""
     return name == b"transfer-encoding" or (name == b"content-length" and (len(value) > 9 or int(value) > LARGE_BYTES))

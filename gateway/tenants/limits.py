@@ -59,27 +59,27 @@ class Cost(NamedTuple):
 class Claim(NamedTuple):
     """The claim of a request on one limit, in one window."""
 
-    kind: str
-    window: int
+    kind: str  # of the limit, a key of WORDS
+    window: int  # the window's number
     limit: int
-    cost: int
+    cost: int  # what the request adds to the window's count
 
 
 def window(kind: str, now: float) -> int:
-    """Return the number of the window that `now` lies in; `now` is in seconds since 1970."""
+    """Return the number of the window, for this kind of limit, that contains `now` (seconds since 1970)."""
     return _windows(int(now // MINUTE_SECONDS))[kind]
 
 
 @lru_cache(4)
 def _windows(minute: int) -> dict[str, int]:
-    """Return the windows of all kinds for a minute; each window begins with a minute."""
+    """Return, by kind of limit, the number of the window that contains this minute (minutes since 1970)."""
     at = datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC)
     day, month = minute * MINUTE_SECONDS // DAY_SECONDS, 12 * at.year + at.month - 1
     return {RUNNING: 0, REQUESTS: minute, INPUT: minute, OUTPUT: minute, DAY: day, MONTH: month}
 
 
 def seconds_left(kind: str, now: float) -> float:
-    """Return the seconds until the window ends; 1 for concurrent requests, which have no window."""
+    """Return how many seconds after `now` this kind's window ends; 1 for concurrent requests, which have no window."""
     if kind == RUNNING:
         return 1.0
     number = window(kind, now) + 1
@@ -94,7 +94,7 @@ def _there_are(limits: Limits) -> tuple[tuple[str, int], ...]:
 
 
 def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tuple(WORDS)) -> list[Claim]:
-    """Return the claims of a request with this many prompt tokens, for these kinds of limits."""
+    """Return the claims of a request with this many prompt tokens, one for each set limit that is of these kinds."""
     windows = _windows(int(now // MINUTE_SECONDS))
     return [
         Claim(
@@ -111,8 +111,8 @@ def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tup
 def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int = 1) -> Claim | None:
     """Return the first claim that cannot be granted, or None.
 
-    `count` returns the count of a claim's window so far. `share`: only one part in this many of each limit is available
-    here.
+    `count` returns what a claim's window has counted so far. `share`: each limit is split into this many equal parts,
+    of which this gateway may use one.
     """
     for claim in wanted:
         if count(claim) + max(claim.cost, 1) > part(claim, share):
@@ -121,12 +121,12 @@ def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int =
 
 
 def part(claim: Claim, share: int) -> int:
-    """Return the available part of the claim's limit, at least 1, if it is split into this many shares."""
+    """Return this gateway's part of the claim's limit, at least 1, if the limit is split into `share` equal parts."""
     return max(1, claim.limit // share)
 
 
 class Counts:
-    """The count of each kind, in the newest window that was counted in."""
+    """One count for each kind of limit: that of the newest window in which something was counted."""
 
     __slots__ = ("_by_kind",)
 
@@ -138,7 +138,7 @@ class Counts:
         return count if at >= window else 0
 
     def add(self, kind: str, window: int, by: int) -> None:
-        """Add to a window's count; an older window than the newest is over and is ignored."""
+        """Add `by` to a window's count; a window older than the newest is over, and nothing is added."""
         at, count = self._by_kind.get(kind, (window, 0))
         if at <= window:
             self._by_kind[kind] = window, max(0, by + (count if at == window else 0))
@@ -150,7 +150,7 @@ class Counts:
     def set_back(self, now: float) -> None:
         """Move counts of windows later than `now`, counted while the clock was wrong, to the window of `now`.
 
-        Dropping them would give the tenant a month's limit a second time.
+        If these counts were dropped, a tenant could use up a month's limit a second time.
         """
         for kind, (at, count) in self._by_kind.items():
             self._by_kind[kind] = min(at, window(kind, now)), count
@@ -184,7 +184,7 @@ class Account:
         self.seen.add(kind, window, by)
 
     def take(self, wanted: Sequence[Claim]) -> None:
-        """Count a request that was admitted by what this gateway knows."""
+        """Count a request that this gateway has admitted by itself, without a decision of Redis."""
         self.running += 1
         for claim in wanted:
             if claim.kind != RUNNING:
@@ -202,7 +202,7 @@ def _template(limits: Limits) -> bytes:
 
 
 def header_lines(limits: Limits, account: Account, now: float) -> bytes:
-    """Return the `x-ratelimit-*` header lines for a client; all of these limits are per minute."""
+    """Return the `x-ratelimit-*` header lines for a client, which tell of limits per minute only."""
     reset = MINUTE_SECONDS - int(now % MINUTE_SECONDS)
     values: list[int] = []
     for claim in claims(limits, 0, now, TOLD):
@@ -217,7 +217,7 @@ def headers(limits: Limits, account: Account, now: float) -> list[tuple[bytes, b
 
 
 def error(claim: Claim, limits: Limits, account: Account, now: float, share: int = 1) -> ApiError:
-    """Return the error for a request that a limit refuses. `share`: see `refused`."""
+    """Return the error for a request of which this claim was refused, with a limit split into `share` equal parts."""
     told = headers(limits, account, now)
     what = f"{WORDS[claim.kind]} of this API key"
     if claim.cost > claim.limit:

@@ -28,10 +28,13 @@ Decided = Callable[[ApiError | None], None]
 
 
 class Charge:
-    """The claims of one request.
+    """The claims of one request on its tenant's limits, from before they are decided until the request has ended.
 
-    `granted`: None until decided. `unread`: estimated prompt tokens of a body that is not parsed, used if no engine
-    reports them. `unserved`: the gateway had no place for the request, so it does not count as one.
+    `wanted`: the claims, one for each limit.
+    `granted`: whether they were granted; None: not decided yet.
+    `unread`: estimated prompt tokens of a body that is not parsed, used if no engine reports them.
+    `ended`: the request has ended.
+    `unserved`: the gateway refused the request for its own load or lack of replicas, so it does not count as a request.
     """
 
     __slots__ = ("account", "limits", "wanted", "unread", "granted", "ended", "unserved", "_clock")
@@ -58,9 +61,9 @@ def forward_clock(
 ) -> Callable[[], float]:
     """Return a clock, in seconds since 1970, that does not run backwards.
 
-    Otherwise an hour that repeats would be counted into a window that is already full. Only a step back of more than
-    FURTHEST_BACK is followed, after `set_back` was called with the new time: the time before it was wrong, and windows
-    would not end until it came again.
+    With a clock that repeats an hour, requests would be counted in a window that is already full. Only a step back of
+    more than FURTHEST_BACK is followed, after a call of `set_back` with the new time: the earlier time was wrong, and
+    windows would not end before it was reached again. `wall`: seconds since 1970; `running`: a clock that never steps.
     """
     ahead = float("-inf")
 
@@ -108,7 +111,7 @@ class Metering:
         return {name: account.running for name, account in self._accounts.items()}
 
     def forget(self, name: str) -> None:
-        """Remove a tenant that is gone. Its counts are kept in case it comes back."""
+        """Remove a tenant that the key file no longer has. Its counts are kept in case it comes back."""
         account = self._accounts.pop(name, None)
         if account is not None:
             self._gone[name] = account
@@ -130,9 +133,9 @@ class Metering:
         return found
 
     def refusal(self, tenant: Tenant) -> ApiError | None:
-        """Return the error for a request that need not even be read, or None.
+        """Return the error for a request that can be refused before its body is read, or None.
 
-        Such a limit stays reached until its window ends.
+        That is so if the tenant has reached a limit that stays reached until its window ends (ONLY_GROW).
         """
         limits, now = tenant.limits, self._clock()
         if limits is None:
@@ -155,7 +158,7 @@ class Metering:
     def claim(self, charge: Charge, then: Decided) -> None:
         """Have the claims decided, and call `then` with the error that refuses the request, or None.
 
-        That may be at once, and is left out if the request has ended.
+        `then` may be called before this returns, and is not called if the request has ended before the decision.
         """
 
         def decided(over: Claim | None, share: int = 1) -> None:
@@ -182,11 +185,11 @@ class Metering:
             self.shared.claim(charge.account, charge.wanted, decide)
 
     def _share(self) -> int:
-        """Return into how many shares, one per gateway, each limit is split now: 1 unless Redis is away."""
+        """Return into how many parts, one per gateway, each limit is split now: 1 unless Redis is away."""
         return 1 if self.shared is None or self.shared.joined else self.shared.gateways
 
     def _decide(self, charge: Charge, share: int) -> Claim | None:
-        """Return the claim that is refused by the counts known here, or None after counting the request."""
+        """Decide by the counts known here: return the claim that is refused, or count the request and return None."""
         account, shared = charge.account, self.shared
         if shared is None or not shared.joined:
             over = rules.refused(charge.wanted, account.count_here, share)
@@ -197,7 +200,10 @@ class Metering:
         return over
 
     def settle(self, charge: Charge, input: int, output: int, unserved: bool = False) -> None:
-        """Replace the claims of a request that has ended by its cost in tokens. `unserved`: see `Charge`."""
+        """Replace the claims of a request that has ended by its cost in tokens.
+
+        `unserved`: the gateway refused it for its own load or lack of replicas, so it does not count as a request.
+        """
         charge.ended, charge.unserved = True, unserved
         if not charge.granted:
             return  # or it is not decided yet, and this is called again

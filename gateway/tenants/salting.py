@@ -1,8 +1,8 @@
 """The `cache_salt` of a tenant: only the tenant's own requests find what they left in an engine's cache.
 
-It is written into the body before anything reads that, so that the gateway's block hashes and the engine's have the
-same salt. It replaces a salt of the client's, so that a client cannot choose one; a different one from the client
-divides the tenant's own cache further.
+A salt is part of block hashes. The tenant's is written into the request's body before anything reads the body, so that
+the gateway's block hashes and the engine's have the same salt. A salt of the client's is replaced by one derived from
+both, so a client cannot choose the salt of another tenant, but can divide the tenant's own cache further.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ def with_salt(body: bytes, salt: str) -> bytes | None:
 
 
 def _derived(salt: str, given: bytes) -> str:
-    """Return a salt for this tenant and the client's salt; no two tenants get the same one."""
+    """Return a salt made from the tenant's and the client's; other tenants get other salts."""
     return base64.urlsafe_b64encode(hashlib.sha256(b"%b\n%b" % (salt.encode(), given)).digest()[:24]).decode()

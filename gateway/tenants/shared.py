@@ -1,9 +1,10 @@
 """The counts of tenants' limits over all gateways of a deployment, in Redis.
 
-A claim is one call of a script, which decides and counts in one step; the claims of one event-loop iteration are sent
-together. A request waits for Redis at most 2 ms and three event-loop iterations, and is then decided by the last known
-counts. While Redis is away, each gateway decides by its own counts and its share of each limit, and reports afterwards
-what it has admitted. If Redis comes back empty, all gateways report their counts again.
+A request's claims on its tenant's limits are one call of a script, which decides and counts in one step; the calls of
+one event-loop iteration are sent together. A request waits for Redis at most 2 ms and three event-loop iterations; then
+its gateway decides by the last known counts. While Redis is away, each gateway decides by its own counts and an equal
+share of each limit, and reports afterwards what it has admitted. If Redis comes back empty, all gateways report their
+counts again.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ Decide = Callable[["Pending", bool], None]
 
 
 class Pending:
-    """A claim sent to Redis. `over`: the claim that Redis refused, or None; `granted`: the decision."""
+    """The claims of one request (`wanted`) that Redis is to decide.
+
+    `over`: the claim that Redis refused, or None; `granted`: the decision; `answered`: `decide` was called.
+    """
 
     __slots__ = ("account", "wanted", "decide", "over", "granted", "answered")
 
@@ -79,7 +83,7 @@ def _is_decision(pending: Pending, reply: Any) -> bool:
 
 
 class SharedCounts:
-    """The part of one gateway in the shared counts, from `start` to `stop`."""
+    """One gateway's access to the counts that all gateways share, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -92,8 +96,9 @@ class SharedCounts:
     ):
         """Create an unconnected instance.
 
-        `accounts` returns all accounts of this gateway. `deadline`: seconds that a claim may wait. `observe` is called
-        with how each claim was decided: shared, late or away.
+        `ways`: the connections to Redis. `deployment`: the name of the gateways that count together. `accounts` returns
+        all accounts of this gateway. `deadline`: seconds that a request may wait for Redis. `observe` is called with
+        how each request was decided: by Redis ("shared"), here as Redis was "late", or here as it was "away".
         """
         self._observe = observe
         self._accounts, self._background, self._deadline, self._ways = accounts, background, deadline, ways
@@ -132,7 +137,7 @@ class SharedCounts:
     # --- claims and reports
 
     def claim(self, account: Account, wanted: Sequence[Claim], decide: Decide) -> None:
-        """Have a claim decided; `decide` is called once, perhaps before this returns."""
+        """Have a request's claims decided by Redis; `decide` is called once, perhaps before this returns."""
         pending = Pending(account, wanted, decide)
         if not self.joined:
             self._decide_unsent(pending)
@@ -147,7 +152,7 @@ class SharedCounts:
         self._start_pump()
 
     def charge(self, name: str, kind: str, window: int, by: int) -> None:
-        """Report tokens or requests that were counted here."""
+        """Report to Redis that this gateway has added `by` to a count of the tenant `name`."""
         unsent = self._unsent.setdefault(name, {})
         unsent[kind, window] = unsent.get((kind, window), 0) + by
         if len(unsent) > 64:  # while Redis was away: drop windows that are over
@@ -174,7 +179,7 @@ class SharedCounts:
             self._background.failed(WORK, error)
 
     def _decide_unsent(self, pending: Pending) -> None:
-        """Decide a claim here that Redis has not counted, and report it if it is granted."""
+        """Decide here on claims that Redis has not counted, and report them if they are granted."""
         if not pending.answered:
             self._answer(pending, False)
         if pending.granted:
@@ -188,7 +193,7 @@ class SharedCounts:
                 self.charge(pending.account.name, claim.kind, claim.window, sign * claim.cost)
 
     def _replied(self, pending: Pending, reply: Sequence[int]) -> None:
-        """Apply the decision of Redis, which may come after the request went on without it."""
+        """Apply the decision of Redis; if the gateway has decided otherwise meanwhile, correct the counts in Redis."""
         account, counts = pending.account, [claim for claim in pending.wanted if claim.kind != RUNNING]
         denied, account.others_running = reply[0], reply[1]
         for claim, count in zip(counts, reply[2:], strict=True):

@@ -10,7 +10,7 @@ from .limits import Limits
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant of the key file. A reload makes new objects; a running request keeps the one it began with."""
+    """A tenant of the key file. Reading the file again makes new objects; a running request keeps its old one."""
 
     name: str
     qos_class: str | None = None  # the class of its requests; None: as for requests without a key

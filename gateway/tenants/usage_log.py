@@ -38,7 +38,7 @@ LONGEST_NAME = 200  # characters of a model's name, a path and a request's id, w
 
 
 class UsageLog:
-    """An `on_end` handler that logs. While the file cannot be written, lines are lost, but no requests."""
+    """A handler of requests' ends that logs each. While the file cannot be written, lines are lost, but no requests."""
 
     def __init__(self, path: Path, dropped: Callable[[int], None] = lambda lines: None):
         """Open the file, and start the writing thread.
@@ -70,7 +70,8 @@ class UsageLog:
     def tell_lost(self) -> None:
         """Report the lines that the thread has lost since the last call, in the event loop's thread.
 
-        To be called before the counter of dropped lines is read, and at the end, since no other request may come.
+        To be called before the counter of dropped lines is read, and when the gateway stops: otherwise only the end of
+        a further request reports them.
         """
         if (lost := self._lost) != self._told:
             self._dropped(lost - self._told)
@@ -112,8 +113,8 @@ class UsageLog:
     def _take_back(self, count: int) -> bool:
         """Cut off the last `count` bytes that were written, and return whether that was possible.
 
-        It is not if another worker has written after them, nor in a pipe or an append-only file. Bytes that another
-        worker writes between the check and the cut are lost as well, and not counted.
+        It is impossible if another worker has written after these bytes, and in a pipe or an append-only file. Bytes
+        that another worker writes between the check and the cut are lost as well, and not counted.
         """
         assert self._file is not None
         try:
@@ -134,7 +135,7 @@ class UsageLog:
             log.error("usage log: %d lines were not written to %s: %s", lines, self._path, error.strerror)
 
     def _follow(self) -> int:
-        """Return the file at the path, opened again if it was renamed, replaced or missing."""
+        """Return the descriptor of the file at the path; open the file again if it was renamed, replaced or missing."""
         if self._file is not None and _is_at(self._path, self._file):
             return self._file
         opened = _open(self._path)
@@ -157,9 +158,9 @@ def _open(path: Path) -> int:
 
 
 def _end_of_piece(data: bytes, begin: int) -> int:
-    """Return the end of a write to a pipe from `begin`: after the last line that ends within PIPE_BUF bytes.
+    """Return the end of a write to a pipe that starts at `begin`: after the last whole line within PIPE_BUF bytes.
 
-    On Linux these are 4,096, and by `LONGEST_NAME` no line is longer. Elsewhere a longer line is a write of its own,
+    On Linux PIPE_BUF is 4,096, and LONGEST_NAME keeps all lines shorter. Elsewhere a longer line is a write of its own,
     which other writers may break up.
     """
     return data.rfind(b"\n", begin, begin + select.PIPE_BUF) + 1 or data.index(b"\n", begin) + 1

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a new key, and its line or add it to the file; return 0. Raises ConfigError."""
+    """Print a new key, print its line or add it to the file of --file, and return 0. Raises ConfigError."""
     key = new_key()
     fields = {"name": args.name, "sha256": digest(key).hex()}
     for name, value in vars(args).items():

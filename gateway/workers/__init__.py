@@ -1,4 +1,1 @@
-"""Workers: several gateways on one machine that share a port and a Redis.
-
-They share the Redis as gateways on several machines do.
-"""
+"""Workers: several gateway processes on one machine that share a port, and a Redis as on several machines."""

@@ -46,8 +46,9 @@ CHANGE_SECONDS = 86_400.0
 class WorkersAdmin(Side):
     """The admin side of the workers in `places`.
 
-    `launched`: the engines that the supervisor started. `kept`: the file of replicas that operators added.
-    `background`: the supervisor's own background work.
+    `launched`: the engines that the supervisor started. `kept`: the file of replicas that operators added, or None.
+    `background`: the supervisor's own background work. `shadows`: the policies compared in shadow mode. `guard`: checks
+    who may ask the admin side.
     """
 
     def __init__(
@@ -121,9 +122,9 @@ class WorkersAdmin(Side):
     # --- of one worker
 
     async def report(self, request: web.Request) -> web.Response:
-        """Pass on a report on a decision to the worker that made it.
+        """Pass on a report on a decision to the worker that made the decision.
 
-        The decision ends with its worker, so if that is gone, any other one rightly answers that there is no such
+        A decision ends with its worker, so if that worker is gone, any other rightly answers that there is no such
         decision.
         """
         id = request.match_info["id"]
@@ -153,9 +154,9 @@ class WorkersAdmin(Side):
     # --- a change of the replicas
 
     async def replicas(self) -> dict[str, Any]:
-        """Return the replicas that a worker has now, as `Worker.begin` reads them.
+        """Return the replicas that a worker has now, in the form that `Worker.begin` reads.
 
-        If no worker answers, they are those that one had after the last change.
+        If no worker answers, these are the replicas that one had at the last call.
         """
         if (found := await self.places.query_one("/worker/replicas")) is None:
             return self._replicas
@@ -163,7 +164,7 @@ class WorkersAdmin(Side):
         return found
 
     def given(self, urls: Mapping[str, str]) -> None:
-        """Add these replicas, URLs by id, to those that a worker without siblings begins with."""
+        """Add replicas (URLs by id) to those with which a worker begins that has no siblings."""
         self._replicas["urls"] |= urls
 
     async def add(self, request: web.Request) -> web.Response:
@@ -177,7 +178,7 @@ class WorkersAdmin(Side):
         return await self._change(request, address.id, follow, url)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Answer at once; the replica's state shows when the drain is done."""
+        """Drain a replica in all workers. The answer comes at once; the replica's state shows when it is drained."""
         id = request.match_info["id"]
 
         async def follow() -> None:
@@ -187,7 +188,7 @@ class WorkersAdmin(Side):
         return await self._change(request, id, follow)
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Answer when the replica is removed."""
+        """Remove a replica from all workers. The answer comes when it is removed."""
         id = request.match_info["id"]
 
         async def follow() -> None:
@@ -199,9 +200,10 @@ class WorkersAdmin(Side):
     async def _change(
         self, request: web.Request, id: str, follow: Callable[[], Awaitable[None]], url: str | None = None
     ) -> web.Response:
-        """Have all workers make a change, and the supervisor `follow`. If the client leaves, the change goes on.
+        """Have all workers make the change that a request asks for. If the client leaves, the change goes on.
 
-        `url`: that of a replica that is added.
+        `id`: the replica's id. `follow`: makes the change in the engines that the supervisor launched. `url`: the URL
+        of a replica that is added, else None.
         """
         await request.read()
         engine, _, rank = id.rpartition("-dp")
@@ -241,8 +243,8 @@ class WorkersAdmin(Side):
     async def _tell(self, request: web.Request) -> list[Answer]:
         """Send a change to all workers, and return their answers.
 
-        A worker that starts meanwhile may have taken over a sibling's replicas from before the change, so it is sent
-        the change as well.
+        A worker that starts meanwhile is sent the change as well, because it may have taken over a sibling's replicas
+        as they were before the change.
         """
         told = self.places.hearing
         change = await _passed_on(request)
@@ -262,9 +264,9 @@ Passed = tuple[str, str, list[tuple[str, str]], bytes]  # method, path, headers 
 
 
 async def _have_follow(worker: WorkerProcess, change: Passed) -> Answer | None:
-    """Return the worker's answer to a change, or None if there is none, and then kill the worker.
+    """Send a worker a change and return its answer. If none comes, kill the worker and return None.
 
-    It may or may not have made the change; its replacement begins with the replicas of a sibling.
+    Such a worker may or may not have made the change; its replacement begins with the replicas of a sibling.
     """
     try:
         return await worker.ask(*change, CHANGE_SECONDS)
@@ -276,7 +278,7 @@ async def _have_follow(worker: WorkerProcess, change: Passed) -> Answer | None:
 def _worst(answers: Sequence[Answer]) -> Answer:
     """Return the answer with the highest status.
 
-    If workers have requests left at a removed replica, it counts and names those of all workers.
+    If workers still have requests on a removed replica, the answer counts and names the requests of all workers.
     """
     worst = max(answers, key=lambda one: one.status)
     told = [orjson.loads(one.body) for one in answers] if worst.status < 300 else []

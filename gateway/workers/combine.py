@@ -1,8 +1,8 @@
 """The combination of several workers' metrics pages and statuses into one. Pure functions.
 
 A page of metrics keeps the workers apart by a label, as Prometheus keeps gateways apart by `instance`: a worker that is
-replaced begins at zero, and a sum made here would then fall, which no `rate()` understands. A status is for people, who
-want one answer: counts are added up, and where workers differ otherwise, the worst view is shown.
+replaced begins at zero, and a sum over workers would then fall, which `rate()` misreads. A status is for people, who
+want one answer: counts are added up, and where workers differ otherwise, the worst worker's view is shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROLES = ("alone", "joining", "writer", "mirror", None)
 
 
 def pages(by_worker: Mapping[str, bytes], own: bytes) -> bytes:
-    """Return one page of metrics from the workers', whose samples get the label `worker`, and the supervisor's own."""
+    """Return one metrics page from those of the workers, whose samples get the label `worker`, and the supervisor's."""
     families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # name -> comment lines, samples
     for worker, page in [*by_worker.items(), ("", own)]:
         said, samples = [], []
@@ -54,10 +54,11 @@ def statuses(
     shadows: Sequence[str],
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return one status from the workers'.
+    """Return one status made from those of the workers.
 
     `found`: the answers of `Worker.counted` by the worker's number, at least one. `launched`: the supervisor's view of
-    its engines, by replica. `own`: the supervisor's fields, with the failures of its own background work.
+    its engines, by replica. `shadows`: the policies that are compared in shadow mode. `own`: the supervisor's fields,
+    with the failures of its own background work.
     """
     metrics = Metrics()
     for one in found.values():
@@ -115,14 +116,14 @@ def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | N
 
 
 def _worst(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the part of a worker that has a problem, or else the one read longest ago; None if there is none."""
+    """Return the worst of the workers' entries: one with a problem, else the one read longest ago; None of none."""
     return max(parts, key=lambda one: (bool(one["problem"]), one.get("loaded_seconds_ago", 0.0)), default=None)
 
 
 def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sizes of the shared map.
+    """Return the sizes of the map of cached blocks, of which each worker has a complete copy, and its Redis.
 
-    Each worker has all of it, so blocks are the fullest one's, and bytes are added up.
+    `blocks` is that of the worker with the most, because the copies hold the same blocks; bytes are added up.
     """
     redis = min((one["redis"] for one in each), key=lambda one: (one["ledger_joined"], one.get("reachable", True)))
     if "leases" in redis:
@@ -134,8 +135,8 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _control(each: Mapping[int, Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Return the state of the overload control over all workers, each of which controls its own requests.
 
-    A model's entry is that of the worker that wants more replicas, or takes the most from classes; `events` are those
-    of all.
+    Each model's entry comes from a worker that wants more replicas for it, or else from the one that takes the most
+    from lower classes. `events` are the last 100 of all workers.
     """
     known = {worker: one for worker, one in each.items() if one is not None}
     if not known:
@@ -150,7 +151,7 @@ def _control(each: Mapping[int, Mapping[str, Any] | None]) -> dict[str, Any] | N
 
 
 def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return how often each kind of work failed in all workers, and how it failed last."""
+    """Return, by kind of work, how often it failed in all workers together, and its last failure."""
     merged: dict[str, dict[str, Any]] = {}
     for kind, one in ((kind, one) for failures in each for kind, one in failures.items()):
         other = merged.get(kind, {"failures": 0, "seconds_ago": float("inf")})

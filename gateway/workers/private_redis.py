@@ -1,7 +1,7 @@
 """The Redis server that workers share when no `--redis-url` names one, on a unix socket and in memory alone.
 
-The server runs below a keeper (`replicas.launch.supervisor`), as engines do: it is started again when it dies, and it
-ends with the supervisor in whatever way that ends.
+As engines do, the server runs below a keeper process (`replicas.launch.supervisor`): it is started again when it dies,
+and it ends with the workers' supervisor, in whatever way that supervisor ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REMEDY = "Install redis-server (Debian: apt-get install redis-server), or pip in
 
 
 def server() -> str:
-    """Return the path of a Redis server that is new enough: that on the PATH, or else that of the extra.
+    """Return the path of a Redis server that is new enough: on the PATH, or else from hitherto's extra `redis-server`.
 
     Raises ConfigError.
     """

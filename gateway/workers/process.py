@@ -1,4 +1,7 @@
-"""The processes of workers, as the supervisor starts, queries, watches and ends them."""
+"""The processes of workers, as the supervisor starts, queries, watches and ends them.
+
+The supervisor watches by *looks*: once a second it asks each worker for its load.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +65,10 @@ class WorkerProcess:
     The worker reads lines of JSON from its standard input, a socket: its settings first, then how to stop. On the same
     socket it reports that its admin side is open, or why it cannot start; everything else goes through that admin side.
 
-    `hears_changes`: it is sent each change of the replicas. `serves`: it accepts clients' connections. `unanswered`:
-    the number of looks in a row that it left unanswered. `loads`: by replica, its requests there and the seconds for
-    which the oldest prompt has had no answer.
+    `hears_changes`: the worker is sent each change of the replicas.
+    `serves`: it accepts clients' connections.
+    `unanswered`: the number of looks in a row that it has not answered.
+    `loads`: by replica, the number of its requests there, and the seconds for which the oldest has had no answer.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class WorkerProcess:
     async def start(cls, index: int, path: Path, hello: dict[str, Any], headers: Mapping[str, str]) -> WorkerProcess:
         """Start a process, send it `hello`, and return its handle. Raises OSError if it cannot be started.
 
-        `path`: the socket of its admin side. `headers`: the credentials for it.
+        `index`: the worker's number. `path`: the unix socket of its admin side. `headers`: the credentials for it.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -114,7 +118,8 @@ class WorkerProcess:
     async def admin_open(self) -> None:
         """Wait until the admin side is open.
 
-        Raises ConfigError if the worker ends before, with its reason, or takes too long, in which case it is killed.
+        Raises ConfigError, with the worker's reason, if the worker ends before. If it takes too long, it is killed, and
+        ConfigError is raised as well.
         """
         try:
             async with asyncio.timeout(STAGE_SECONDS):
@@ -125,7 +130,10 @@ class WorkerProcess:
             raise await self._failed(orjson.loads(line) if line else "")
 
     async def take_step(self, path: str, **what: Any) -> None:
-        """Have the worker take a step of its start. Raises ConfigError if it fails."""
+        """Have the worker take the step of its start at this path of its admin side. Raises ConfigError if it fails.
+
+        `what`: the members of the request's JSON body.
+        """
         try:
             headers = [*self._headers.items(), ("Content-Type", "application/json")]
             answer = await self.ask("POST", path, headers, orjson.dumps(what), STAGE_SECONDS)
@@ -189,7 +197,10 @@ class WorkerProcess:
 
 
 class Places:
-    """The places of `count` workers; `workers` holds the process that has each place now, by number."""
+    """The workers by number: each number is a place in which a worker that ends is replaced by another.
+
+    `count`: the number of places; `workers`: the process in each place now; `restarts`: of workers, in all places.
+    """
 
     def __init__(self, count: int):
         self.count, self.restarts = count, 0
@@ -202,7 +213,7 @@ class Places:
 
     @property
     def answering(self) -> list[WorkerProcess]:
-        """The serving workers that have answered the last looks."""
+        """The serving workers that have answered at least one of the last QUIET looks."""
         return [worker for worker in self.serving if worker.unanswered < QUIET]
 
     @property
@@ -211,7 +222,7 @@ class Places:
         return [worker for _, worker in sorted(self.workers.items()) if worker.hears_changes]
 
     async def query_all(self, path: str) -> list[tuple[WorkerProcess, bytes]]:
-        """Return the workers' answers to a query of the supervisor's own, without those that do not answer."""
+        """Return the workers that answer a query of the supervisor's own, each with its answer."""
         return await _query(self.answering, path, QUERY_SECONDS)
 
     async def query_one(self, path: str) -> Any:
@@ -230,12 +241,12 @@ class Places:
     async def look(self, counts: bool = False) -> None:
         """Ask each worker for its load of the replicas.
 
-        If the look `counts`, kill the workers that hang: the kernel keeps giving them connections, and nothing else
-        would notice.
+        If the look `counts`, kill the workers that have not answered the last HANGS looks: the kernel keeps giving them
+        connections, and nothing else would notice.
 
-        Looks are counted, not seconds. After this process or its machine was frozen, timers fire before sockets are
-        read; however long that took, one look is missed. Only the looks of `watch` count, which follow each other:
-        changes of the replicas look as well, many at the same time.
+        Looks are counted, not seconds: after this process or its machine was frozen, timers fire before sockets are
+        read, but however long the freeze was, only one look is missed. Only the looks of `watch` count, because they
+        follow one another; changes of the replicas look at the workers as well, many at the same time.
         """
         asked = self.serving
         answers = dict(await _query(asked, "/worker/loads", LOOK_SECONDS))
@@ -254,7 +265,7 @@ class Places:
         return sum(worker.loads[replica][0] for worker in self.serving if replica in worker.loads)
 
     def waited(self, replica: str) -> float:
-        """Return for how many seconds the oldest prompt there has had no answer."""
+        """Return for how many seconds the oldest request of all workers on a replica has had no answer."""
         return max((worker.loads[replica][1] for worker in self.serving if replica in worker.loads), default=0.0)
 
 
@@ -265,7 +276,7 @@ async def _query(workers: Iterable[WorkerProcess], path: str, seconds: float) ->
 
 
 def _start_process(stdin: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a worker with NOT_FOR_WORKERS blocked, until it ignores them half a second later.
+    """Start a worker with the signals NOT_FOR_WORKERS blocked; half a second later it ignores them by itself.
 
     asyncio's own way to start a process would let these signals through from the start.
     """

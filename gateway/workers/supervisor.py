@@ -1,8 +1,8 @@
-"""The supervisor of workers: it starts them, replaces those that end, and owns what exists once.
+"""The supervisor of workers: it starts them, replaces those that end, and owns what exists only once.
 
-That is the port, which it holds while no worker listens; the admin side; the engines that are launched, which workers
-adopt by URL and watch for themselves; and the Redis that workers share, unless `--redis-url` names one. No request of a
-client passes through it.
+The supervisor owns the port, which it reserves while no worker listens; the admin side; the engines that are launched,
+which workers adopt by URL and watch for themselves; and the Redis that workers share, unless `--redis-url` names one.
+No client's request passes through it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Workers:
     # --- start and stop
 
     async def start(self) -> None:
-        """Start everything, and return when all workers accept connections.
+        """Start Redis, engines and workers, and return when all workers accept connections.
 
         Raises ConfigError for wrong settings, before any engine is started.
         """
@@ -178,7 +178,8 @@ class Workers:
     async def _bring_up(self, worker: WorkerProcess, patience: float = 0.0) -> None:
         """Have the worker accept connections. Raises ConfigError if it cannot.
 
-        It is sent changes of the replicas from before it takes over those of a sibling, so it misses none.
+        The worker is sent changes of the replicas before it takes over a sibling's replicas, so it misses no change.
+        `patience`: the most seconds that it waits for a ready replica before it accepts connections.
         """
         worker.hears_changes = True
         await worker.take_step("/worker/begin", **await self.admin.replicas())
@@ -215,7 +216,7 @@ class Workers:
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Wait for all, and raise the exception of the first one that failed."""
+    """Wait until all coroutines have ended, and raise the exception of the first in order that failed."""
     found = await asyncio.gather(*work, return_exceptions=True)
     for error in found:
         if isinstance(error, BaseException):
@@ -223,7 +224,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
 
 
 def one_workers_settings(settings: Settings, port: int, redis_url: str) -> dict[str, Any]:
-    """Return a worker's settings as JSON: with this port and this Redis, and its share of the budgets."""
+    """Return the settings of each worker in JSON's types: with this port, this Redis, and its share of the budgets."""
     each = settings.model_copy(update={
         "port": port, "redis_url": redis_url, "workers": 1,
         "launch": 0, "pools": {}, "replica_url": (), "replica_file": None,
@@ -245,7 +246,8 @@ def budgets(settings: Settings, count: int) -> dict[str, Any]:
 async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:
     """Return bound sockets that reserve a port on every address of the host without listening, and the port.
 
-    Raises OSError if it is taken: another process of this user that listens there would get a part of the connections.
+    `port` 0: any free port. Raises OSError if the port is taken: another process of this user that listens there would
+    get a part of the connections.
     """
     held: list[socket.socket] = []
     try:

@@ -2,10 +2,10 @@
 
     python -m gateway.workers.worker        (started by the supervisor, never by hand)
 
-It differs from a gateway that runs alone in three ways. Its admin side is on a unix socket, for the supervisor's
-requests. It listens on a port that its siblings listen on as well, once it has a replica to send requests to. And it
-drains when the supervisor tells it to, not on a signal. When the supervisor ends, in whatever way, so does this
-process.
+A worker differs from a gateway that runs alone in three ways. Its admin side is on a unix socket, for the supervisor's
+requests. It shares its port with the other workers, its siblings, and listens once it has a replica to send requests
+to. And it drains when the supervisor tells it to, not on a signal. When the supervisor ends, in whatever way, so does
+this process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ TAKEN_OUT = (State.DRAINING, State.STOPPED)
 class Worker(Admin):
     """A gateway and its admin side, with further routes for the supervisor alone.
 
-    `hello` is the supervisor's first message. Raises ConfigError for settings that cannot be used.
+    `hello`: the supervisor's first message, with settings, secrets and learned costs. Raises ConfigError for settings
+    that cannot be used.
     """
 
     gateway: Gateway
@@ -86,7 +87,7 @@ class Worker(Admin):
         )
 
     async def kept(self, request: web.Request) -> web.Response:
-        """Answer with this worker's last 15 minutes, which the supervisor's admin side merges with the others'."""
+        """Answer with the figures of the last 15 minutes, which the supervisor's admin side merges over all workers."""
         return answer(self.gateway.recent.kept())
 
     async def loads(self, request: web.Request) -> web.Response:
@@ -97,11 +98,11 @@ class Worker(Admin):
         return answer({id: load for id, load in found.items() if any(load)})
 
     async def costs(self, request: web.Request) -> web.Response:
-        """Answer with the learned costs, which a replacement for a dead worker begins with."""
+        """Answer with the learned costs of tokens, with which a replacement for a dead worker begins."""
         return answer(self.gateway.costs.state())
 
     async def known_replicas(self, request: web.Request) -> web.Response:
-        """Answer with the replicas this worker knows, which a replacement for a dead worker adopts in `begin`."""
+        """Answer with the replicas that this worker knows, for a replacement of a dead worker, which `begin` adopts."""
         fleet, discovery = self.gateway.fleet, self.gateway.discovery
         pods = discovery.handed_on() if discovery is not None else {"pods": [], "left_out": []}
         stay = {id: engine for id, engine in fleet.engines.items() if engine.removal is None}
@@ -118,9 +119,11 @@ class Worker(Admin):
     async def begin(self, request: web.Request) -> web.Response:
         """Adopt the replicas of a sibling, as its `known_replicas` reports them.
 
-        The body has `urls` by id, of engines that are not pods; the `drained` replicas; the `pods`, and those that
-        operators have removed (`left_out`); and the `names` of models that requests wait for and that this worker has
-        not seen served.
+        The request's body has
+        `urls`: URLs by id, of engines that are not discovered pods.
+        `drained`: ids of replicas that an operator took out.
+        `pods`, `left_out`: discovered pods, and those of them that operators have removed.
+        `names`: which models replicas served before, and how long ago a model's last pod went; None: not known.
         """
         gateway, told = self.gateway, orjson.loads(await request.read())
         self._drained = set(told["drained"])
@@ -135,7 +138,11 @@ class Worker(Admin):
         return answer({})
 
     async def listen(self, request: web.Request) -> web.Response:
-        """Accept connections once requests can be served as by siblings, at the latest after `patience` seconds."""
+        """Accept connections once this worker can serve requests as well as its siblings can.
+
+        That is once it is ready and knows the load that the siblings put on replicas; it waits for that at most the
+        seconds that the request's body has as `patience`.
+        """
         gateway = self.gateway
         deadline = monotonic() + orjson.loads(await request.read())["patience"]
         while monotonic() < deadline and not (gateway.view.why_not_ready() is None and gateway.shared_ledger.joined):
@@ -160,7 +167,7 @@ class Worker(Admin):
         return await super().remove(request)
 
     def _forget(self, engine: str) -> None:
-        """Drop the state kept for an engine's replicas when its pod is gone; it does not hold for another pod."""
+        """Drop the state kept for an engine's replicas when its pod is gone, because another pod does not share it."""
         self._drained = {id for id in self._drained if not _is_of(id, engine)}
         self._served = {id: names for id, names in self._served.items() if not _is_of(id, engine)}
 
@@ -173,16 +180,16 @@ class Worker(Admin):
 
 
 def _is_of(id: str, engine: str) -> bool:
-    """Return whether a replica's id is this engine's, or one of its ranks'."""
+    """Return whether a replica's id is this engine's, or that of one of the engine's data-parallel ranks."""
     return id == engine or id.startswith(f"{engine}-dp")
 
 
 def _follow(
     messages: BinaryIO, folder: Path, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[dict[str, Any]]
 ) -> None:
-    """Queue the supervisor's messages, and end the process when the supervisor is gone.
+    """Put the supervisor's messages into `orders`, and end the process when the supervisor is gone.
 
-    Runs in a thread of its own, which notices that even while the event loop is stuck.
+    Runs in a thread of its own, which notices the supervisor's end even while the event loop is stuck.
     """
     for line in messages:
         loop.call_soon_threadsafe(orders.put_nowait, orjson.loads(line))
@@ -191,7 +198,7 @@ def _follow(
 
 
 async def _main(end: socket.socket, messages: BinaryIO, hello: dict[str, Any]) -> int:
-    """Serve until the supervisor sends how many seconds there are to stop; a further message cuts these short."""
+    """Serve until the supervisor sends how many seconds there are to drain; a second message ends the drain at once."""
     orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     path, loop = Path(hello["socket"]), asyncio.get_running_loop()
     threading.Thread(target=_follow, args=(messages, path.parent, loop, orders), name="supervisor", daemon=True).start()

@@ -146,7 +146,11 @@ class Scheduler(Table):
 
 
 class Match(Table):
-    """The conditions of a route, all of which must hold."""
+    """The conditions of a route, all of which must hold; None: no condition.
+
+    `header`: a header's name, or name and value as `name: value`; `key`: the tenant's name. `model`, `path` and `key`
+    that end with `*` are prefixes.
+    """
 
     header: Annotated[str, BeforeValidator(_split_header)] | None = None
     model: str | None = None

@@ -34,7 +34,10 @@ ALIASES = {"replica_url": ("--worker-urls", "--backend-url")}
 
 @dataclass(frozen=True)
 class Config:
-    """The effective settings, the source of each in words, and why a file that one of them names cannot be used."""
+    """The effective settings.
+
+    `sources`: where each was set, in words; `unusable`: by setting, why the file that it names cannot be used.
+    """
 
     settings: Settings
     sources: dict[str, str]

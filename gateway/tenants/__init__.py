@@ -1,1 +1,1 @@
-"""Who asks, and what each may have: API keys, their tenants, and what is counted of them."""
+"""API keys of clients, the tenants behind them, the tenants' limits, and the counts of what they have used."""

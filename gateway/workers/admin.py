@@ -3,7 +3,7 @@
     /metrics                    all workers' series, each with the label `worker`
     /status, /replicas, /readyz all workers' in one: counts added up, the least ready view of each replica, ready when
                                 all are
-    /recent                     their last 15 minutes in one
+    /recent                     all workers' figures of the last 15 minutes, merged
     POST /replicas, DELETE, drain   passed on to every worker, as an operator would to several gateways; a worker that
                                     takes another one's place begins with the replicas that a sibling has
     /decide/ID/...              the worker that made the decision, which its id begins with

@@ -48,7 +48,7 @@ LONGEST_SOCKET = 107  # bytes of a unix socket's path
 
 
 class Workers:
-    """All workers, from `start` to `stop`."""
+    """All workers with their engines, Redis and admin side, from `start` to `stop`."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -153,7 +153,7 @@ class Workers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def hurry(self) -> None:
-        """End the drain of a stop that is in progress."""
+        """Tell the workers to end the drain that `stop` has begun."""
         for worker in self.places.workers.values():
             worker.tell(hurry=True)
 

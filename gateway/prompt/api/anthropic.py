@@ -25,7 +25,7 @@ _INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """The template-dependent choices of vLLM's translation."""
+    """The choices in vLLM's translation that depend on the chat template."""
 
     system_first: bool  # inline system messages are moved to the front
     disabled_effort: str | None  # reasoning_effort for thinking "disabled"; None: `thinking` is not read

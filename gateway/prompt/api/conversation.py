@@ -61,7 +61,7 @@ class Multimodal(Unknown):
 
 
 class MediaPlacing(Protocol):
-    """The replacement of content parts that are not text."""
+    """A way of replacing the content parts that are not text."""
 
     def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
         """Return the part or text that the template gets in place of `part`, or None for nothing.

@@ -48,7 +48,10 @@ def from_items(request: dict[str, Any]) -> Chat:
 
 
 def _add(messages: list[dict[str, Any]], called: dict[Any, Any], item: dict[str, Any], first: bool) -> None:
-    """Add the messages of one item. `called`: names of the functions called so far, by call id."""
+    """Add the messages of one item.
+
+    `called`: names of the functions called so far, by call id; `first`: no instructions or messages precede the item.
+    """
     kind, call = item.get("type", "message"), item.get("call_id")
     if kind == "message":
         message = {"role": item.get("role"), "content": _content(item.get("content"))}

@@ -73,7 +73,7 @@ _SELDOM = _INTEGERS.union(*_INTEGERS_OF.values()) | {
 
 
 class ExactFloat(float):
-    """A number written with a decimal point or an exponent, so its float is what Python makes of it too."""
+    """A number that was written with a decimal point or an exponent, so that an engine reads it as the same float."""
 
 
 def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:

@@ -33,7 +33,8 @@ class Joining(Protocol):
     def __call__(self, ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
         """Return the tokens of a prompt after these changes and the start of each image, or None if it is refused.
 
-        An image keeps its length, also where it shares its first token with what precedes it.
+        `starts`, `lengths`: the images' positions before the changes, and their numbers of tokens. An image keeps its
+        length, also where it shares its first token with what precedes it.
         """
 
 

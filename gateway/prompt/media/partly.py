@@ -1,9 +1,9 @@
 """Prompts with media whose blocks are known only up to the first item.
 
 An engine's tokens before an item's placeholder do not depend on the item, so these blocks are exact. The following
-blocks are named by the text and by digests of the items: the same conversation with the same media gets the same names,
-so it goes to the replica that it was sent to before (`cachemap.GuessedBlocks`), but no event of an engine refers to
-them.
+blocks are hashed from the text and from digests of the items: the same conversation with the same media gets the same
+hashes, so it goes to the replica that it was sent to before (`cachemap.GuessedBlocks`), but no event of an engine
+reports such a hash.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fill(prompt: Prompt, chat: Chat, renderer: Renderer, tokenizer: Tokenizer, s
     known = (tokenizer.added_around()[0] if exact and chat.special else 0) + len(tokenizer.encode(exact)) // 4
     whole = known // size
     hashes = hash_blocks(ids[: 4 * size * whole], size, seed)
-    if prompt.looks_ahead and whole:  # the last block's name depends on tokens that may be the item's
+    if prompt.looks_ahead and whole:  # the last block's hash depends on tokens that may be the item's
         hashes = [*named_ahead(hashes, ids[: 4 * known], size, prompt.looks_ahead)]
         whole = len(hashes)
     behind = covering(["guessed"], hashes[-1] if hashes else seed)

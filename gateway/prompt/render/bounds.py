@@ -70,7 +70,8 @@ class TemplateError(Exception):
 class _Budget:
     """The budget of one rendering: the bytes that it may still read or make.
 
-    A container's size includes that of its items, each as often as it occurs.
+    An operation pays by reducing the budget; with none left, TemplateError ends the rendering. A container's size
+    includes that of its items, each as often as it occurs.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -101,7 +102,7 @@ class _Budget:
             self.left += cost
 
     def made(self, value: Any) -> Any:
-        """Pay for a new value, and return it."""
+        """Pay for a value that an operation has made, and return it. Raises TemplateError if it is too large."""
         if type(value) is str:
             self.spend(len(value))
         elif isinstance(value, _CONTAINERS):

@@ -14,8 +14,9 @@ from jinja2 import nodes
 def takes_parts(tree: nodes.Template, look_into_macros: bool = True, follow_namespaces: bool = True) -> bool:
     """Return whether the template loops over message content (vLLM's format "openai").
 
-    Without `look_into_macros` a macro's parameters are names like any other. Without `follow_namespaces` vLLM gives up
-    on messages that are put into a namespace, so such a template gets text.
+    `look_into_macros`: a loop over a macro's parameter counts if some call passes a message's content in it; if False,
+    only the parameter's name counts. `follow_namespaces`: messages are recognized in a namespace too; if False, a
+    template that puts them into one gets text.
     """
     names = [*_aliases(tree, "messages", follow_namespaces)]
     if not follow_namespaces and any("." in name for name in names):
@@ -45,7 +46,7 @@ def _message_names(tree: nodes.Template, lists: list[str]) -> list[str]:
 
 
 def _aliases(tree: nodes.Template, name: str, in_namespaces: bool) -> Iterator[str]:
-    """Yield `name` and every variable set from it or from its slice or filter; `ns.name` in a namespace."""
+    """Yield `name` and each variable set from it, filtered or sliced or not; in a namespace as `namespace.variable`."""
     seen, queue = {name}, [name]
     while queue:
         current = queue.pop(0)

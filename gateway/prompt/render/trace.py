@@ -1,4 +1,4 @@
-"""Traces of a chat template: one run with stand-ins for the texts, which records what it does to them.
+"""Traces of a chat template: one run with stand-ins for the texts, which record what the template does to them.
 
 A template is a program over the conversation. Here it runs on stand-ins that behave like the real texts and record:
 printing one leaves a *marker* in the output, and every question that the template asks about it (is it empty? does it
@@ -316,7 +316,7 @@ for _name in _LOST:
 
 
 class Json(Mapping):
-    """A stand-in for a JSON object (tool-call arguments): it can be dumped, printed and tested, not entered."""
+    """A stand-in for a JSON object (tool-call arguments): it can be dumped, printed and tested, but not looked into."""
 
     __slots__ = ("_raw", "_value", "_trace")
 

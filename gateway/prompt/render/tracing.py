@@ -42,7 +42,7 @@ _NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})  # results that va
 class TracingEnvironment(plain.Sandbox):
     """The sandbox with every operation on stand-ins recorded in `trace`.
 
-    `trace` is set for the length of one run; `concat` is what every block and macro ends in.
+    `trace`: the record of the run in progress; `concat`: how Jinja joins the output of each block and macro.
     """
 
     trace = Trace([])  # empty while Jinja folds constants
@@ -197,7 +197,7 @@ def _same_calling(function: Any, guarded: Any) -> Any:
 
 
 def _rewrite(node: Any) -> Any:
-    """Send `~`, `%` and `in` through the filters above; everything else stays."""
+    """Replace `~`, `%` and `in` in a template's tree by the environment's filters; everything else stays."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, name, _rewrite(value))

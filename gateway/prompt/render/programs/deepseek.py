@@ -22,9 +22,9 @@ def schemas(tools: Iterable[Mapping[str, Any]]) -> str:
 
 
 def calls(given: Iterable[Mapping[str, Any]], block: str, gap: str = "") -> str:
-    """Return an assistant's tool calls, in a block named `block`.
+    """Return the text of an assistant's tool calls, in a block with tags of the name `block`.
 
-    `gap`: the text between the mark of a tag and its name.
+    `gap`: the text between the mark that begins each tag and the tag's name.
     """
     mark = DSML + gap
     written = "\n".join(_call(one["function"], mark) for one in given)

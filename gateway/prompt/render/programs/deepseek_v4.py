@@ -20,7 +20,7 @@ TASKS = {name: f"<\uff5c{name}\uff5c>" for name in ("action", "query", "authorit
 def tools_head(gap: str = "", block: str = "tool_calls") -> str:
     """Return the instructions before the schemas of tools.
 
-    `gap`: the text between the mark of a tag and its name; `block`: the name of the block of tool calls.
+    `gap`: the text between the mark that begins each tag and the tag's name; `block`: the tag of a block of tool calls.
     """
     return f"""## Tools
 
@@ -89,7 +89,7 @@ def _level(effort: Any) -> str:
 
 
 def _with_tools(talk: list[Message], tools: list[Message] | None, newer: bool) -> list[Message]:
-    """Add the tools: in newer releases to the first system message if there is one, else in a message of their own."""
+    """Add the tools to the first system message in `newer` releases, if there is one, else in a new one at the front."""
     if not tools:
         return talk
     first = next((i for i, one in enumerate(talk) if one["role"] == "system"), None)

@@ -106,18 +106,12 @@ class Slo(Table):
 
 
 class QosClass(Table):
-    """A class of service.
-
-    `reserved_fraction`: the share of the recently admitted prefill seconds and KV cache that the class gets before any
-        class that has had its own share.
-    `priority`: among classes equal in that, the one with the highest number goes first.
-    `slo`: the latency limits of its requests.
-    `when_full`, `max_tokens_floor`: as in `Admission`, whose values apply where these are None.
-    """
+    """A class of service; where `when_full` or `max_tokens_floor` is None, the one of `Admission` applies."""
 
     name: Name
+    # Of the recently admitted prefill seconds and KV cache: what the class gets before any that has had its own share.
     reserved_fraction: float = Field(0.0, ge=0.0, le=1.0, strict=True)
-    priority: int = Field(0, ge=-1_000_000, le=1_000_000, strict=True)
+    priority: int = Field(0, ge=-1_000_000, le=1_000_000, strict=True)  # the higher first, among classes equal in that
     slo: Slo | None = None
     when_full: Steps | None = Field(None, description=_STEPS)
     max_tokens_floor: Count | None = None
@@ -146,16 +140,12 @@ class Scheduler(Table):
 
 
 class Match(Table):
-    """The conditions of a route, all of which must hold; None: no condition.
+    """The conditions of a route, all of which must hold; None: no condition."""
 
-    `header`: a header's name, or name and value as `name: value`; `key`: the tenant's name. `model`, `path` and `key`
-    that end with `*` are prefixes.
-    """
-
-    header: Annotated[str, BeforeValidator(_split_header)] | None = None
-    model: str | None = None
+    header: Annotated[str, BeforeValidator(_split_header)] | None = None  # `name`, or `name: value`
+    model: str | None = None  # a prefix if it ends with *, and so are `path` and `key`
     path: str | None = None
-    key: str | None = None
+    key: str | None = None  # the tenant's name
 
 
 class Route(Table):
@@ -202,25 +192,17 @@ class Router(Table):
 
 
 class Admission(Table):
-    """The handling of requests while all replicas are full; times in seconds.
+    """The handling of requests while all replicas are full; times in seconds."""
 
-    `when_full`: the steps that are tried in order for a request that finds no room.
-    `max_tokens_floor`: the most tokens of an answer that the step `degrade` shortens.
-    `engine_wait`: the most work that may be ahead in an engine for which its replica still has room.
-    `max_wait`: the longest time in the gateway's queue for a request without a limit on TTFT.
-    `max_requests`, `max_bytes`: bounds of that queue.
-    `tenant_header`: the header that names a request's tenant; None: its API key does.
-    `control_window`: the interval of overload control's decisions; None: there is no such control.
-    """
-
-    when_full: Steps = Field(("wait",), description=_STEPS)
-    max_tokens_floor: Count = 128
-    engine_wait: Duration = 0.1
-    max_wait: Duration = 30.0
-    max_requests: Count = 10_000
-    max_bytes: Bytes = 256 * 2**20
+    when_full: Steps = Field(("wait",), description=_STEPS)  # tried in order for a request that finds no room
+    max_tokens_floor: Count = 128  # the most tokens of an answer that the step `degrade` shortens
+    engine_wait: Duration = 0.1  # the most work ahead in an engine for which its replica still has room
+    max_wait: Duration = 30.0  # the longest time in the gateway's queue for a request without a limit on TTFT
+    max_requests: Count = 10_000  # in that queue
+    max_bytes: Bytes = 256 * 2**20  # of the requests in that queue
+    # The header that names a request's tenant; None: the API key does.
     tenant_header: Annotated[str, AfterValidator(check_header)] | None = Field(None, description="the header's name")
-    control_window: Window = 30.0
+    control_window: Window = 30.0  # the interval of overload control's decisions; None: there is no such control
 
     def of_one_worker(self, count: int) -> Admission:
         """Return the settings for each of `count` workers, which have a queue each: its bounds are divided."""

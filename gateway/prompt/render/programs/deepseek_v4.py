@@ -89,7 +89,7 @@ def _level(effort: Any) -> str:
 
 
 def _with_tools(talk: list[Message], tools: list[Message] | None, newer: bool) -> list[Message]:
-    """Add the tools to the first system message in `newer` releases, if there is one, else in a new one at the front."""
+    """Add the tools: in `newer` releases to the first system message if there is one, else in a new first message."""
     if not tools:
         return talk
     first = next((i for i, one in enumerate(talk) if one["role"] == "system"), None)

@@ -1,7 +1,7 @@
 """Routing policies: pure functions from a request and its candidates to a choice, without I/O or a clock.
 
-Each policy has a file of its own in `rules`. They share the vocabulary of `Load`, `Demand`, `Candidate` and `Choice`.
-`Ledger` keeps the load that they see; `CostGroup` and `Costs` predict seconds from it.
+Each policy has a file of its own in `rules` and uses the types `Load`, `Demand`, `Candidate` and `Choice`. `Ledger`
+keeps the load of each replica; `CostGroup` and `Costs` predict seconds from a load.
 """
 
 from . import leg_rules, legs, two_legs
@@ -38,7 +38,7 @@ DEFAULT = LeastTime.name
 
 
 def make(name: str) -> Policy:
-    """Return the policy called `name`, or the one that a user's file defines (`own`).
+    """Return the built-in policy called `name`, or the policy in a user's file if `name` is of the form FILE.py:CLASS.
 
     Raises ValueError for an unknown name or a faulty file.
     """

@@ -1,12 +1,14 @@
 """Admission: whether a request is sent now, waits in front of the fleet, or is refused, and when it should retry.
 
-A candidate has *room* for a request if it is idle, or if its queue is no longer than `engine_wait` seconds and its
-streams keep the strictest TPOT limit of all classes. It *meets* a request's limits if its predicted TTFT, plus the time
-the request has already waited, and its predicted TPOT are within them. `fit` computes both.
+A request can be served in one or more *ways*: by one replica, or by a pair that splits prefill and decode. Each way has
+a *quote*, its predicted TTFT and TPOT (`quotes`). A way has *room* for a request if its replica is idle, or if the
+replica's queue is no longer than `engine_wait` seconds and its streams keep the strictest TPOT limit of all classes. A
+way *meets* a request's limits if its predicted TTFT, plus the time that the request has already waited, and its
+predicted TPOT are within them. `fit` computes both.
 
 A request is sent where there is room and no earlier request has a claim. Unless the steps of its class (`when_full`)
 contain `wait` or begin with `degrade`, it is also sent where its limits are met without room. Otherwise the steps are
-tried in their order until one accepts it; if none does, it is refused:
+tried in their order until one accepts the request; if none does, it is refused:
 
     wait      it is queued, unless its predicted wait exceeds its limit; if it is still waiting at its deadline, the
               steps after this one are tried
@@ -16,15 +18,13 @@ tried in their order until one accepts it; if none does, it is refused:
     reject    it is refused
     observe   alone: always sent; requests that `reject` would have refused are counted
 
-Order: classes that have had less than their reserved fraction precede those that have had it; among equals, the higher
-priority goes first (`reserves`). Within a class, `lines` decides. When the queue is full, the lowest class gives way.
+Order: classes that have had less than their reserved fraction of the fleet precede those that have had it; among
+equals, the higher priority goes first (`reserves`). Within a class, `lines` decides. When the queue is full, the lowest
+class gives way.
 
-Not every request can go to every replica. Requests for the same replicas share one line, and a waiting request claims
-only its own replicas against those behind it. A request for which no replica is ready also waits, in a line that claims
-nothing.
-
-A candidate here is one *way* to serve a request: on one replica, or on a pair that splits prefill and decode
-(`quotes`). No I/O and no clock: the caller passes `now` in seconds.
+Not every request can go to every replica. Requests of one class for the same replicas share one line, and a waiting
+request claims only its own replicas against requests behind it. A request for which no replica is ready also waits, in
+a line that claims nothing. No I/O and no clock: the caller passes `now` in seconds.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ from .verdicts import (
 )
 
 _GUESS = 0.5  # prefill seconds that one replica admits per second, assumed until a line's pace is measured
-_MOST_LINES = 64  # lines; beyond that, empty ones are dropped with their measured paces
-_LEARNED = 3  # observed answers from which a group's costs count as learned
+_MOST_LINES = 64  # lines that are kept; beyond that, empty ones are dropped with their measured paces
+_LEARNED = 3  # observed first tokens from which a group's costs count as learned
 
 
 class Space:
-    """The bounded queue capacity shared by all lines of all `fleets`.
+    """The bounded queue capacity shared by all lines of all fleets in this process, one fleet for each model.
 
-    `untold`: requests that gave way and have not been reported by `turned_out` yet.
+    `requests`, `bytes`: what waits now; `untold`: requests that gave way to others and that `Admission.turned_out` has
+        not reported yet.
     """
 
     __slots__ = ("requests", "bytes", "untold", "fleets")
@@ -80,7 +81,10 @@ class Space:
 
 
 class Admission:
-    """The admission of one fleet. `space`: the queue capacity, shared with other fleets of the same process."""
+    """The admission of one fleet, the replicas of one model.
+
+    `space`: the queue capacity, shared with other fleets of the same process.
+    """
 
     def __init__(self, classes: Classes, rules: Rules, space: Space | None = None) -> None:
         self.classes, self.rules, self.space = classes, rules, space or Space()
@@ -90,11 +94,12 @@ class Admission:
         self.fit = Fit(classes, rules, self._reserves)
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._number = count()
-        self._gave_way: deque[tuple[Ticket, str]] = deque()  # with the reason
-        self.capped: frozenset[str] = frozenset()  # names of the classes to which `control` applies each step
+        self._gave_way: deque[tuple[Ticket, str]] = deque()  # requests removed for others, with the reason
+        # Names of the classes whose answers overload control (`control`) caps, and which it halves or sheds
+        self.capped: frozenset[str] = frozenset()
         self.halved: frozenset[str] = frozenset()
         self.shed: frozenset[str] = frozenset()
-        self.refused = {one.name: NONE_REFUSED for one in classes.all}  # totals since the start, for `control`
+        self.refused = {one.name: NONE_REFUSED for one in classes.all}  # refusals since the start, for `control`
         self._odd: set[str] = set()  # halved classes whose last newcomer was refused: the next one is admitted
 
     @property
@@ -111,7 +116,7 @@ class Admission:
     # --- a request asks
 
     def steps(self, qos: QosClass) -> tuple[str, ...]:
-        """Return the steps for requests of this class."""
+        """Return the steps that are tried in turn for a request of this class that finds no room."""
         return self.rules.when_full if qos.when_full is None else qos.when_full
 
     def observes(self, qos: QosClass) -> bool:
@@ -134,9 +139,10 @@ class Admission:
     ) -> Verdict:
         """Judge a newcomer, or one of the waiting requests that `heads` yields.
 
-        `tokens`: prompt tokens to be computed where it would go; `quotes`: one per way to serve it; `places`: the
-        replicas of each way (empty: the quotes cover all replicas there are); `offers`: capped answers and the overflow
-        pool.
+        `tokens`: prompt tokens to be computed where it would go.
+        `quotes`: one per way to serve it; `places`: the replicas of each way (empty: the quotes cover all replicas
+            there are).
+        `offers`: its alternatives, a capped answer and the overflow pool.
         """
         verdict = self._judge(Question(ticket, quotes, now, places, offers), tokens)
         floor = self._floor(ticket)
@@ -147,7 +153,7 @@ class Admission:
         return verdict
 
     def await_replica(self, ticket: Ticket, tokens: int, why: str, now: float) -> bool:
-        """Queue a request for which no replica is ready; return whether it waits.
+        """Queue a request for which no replica is ready, or keep it queued; return whether it waits.
 
         It waits as long as it may wait for room. `tokens`: of its prompt; `why`: a key shared by all requests that wait
         for the same replicas.
@@ -193,7 +199,10 @@ class Admission:
         return self._otherwise(asked, steps, verdict) if verdict.decision == REFUSED else verdict
 
     def _otherwise(self, asked: Question, steps: Sequence[str], refused: Verdict) -> Verdict:
-        """Try the steps of a request that would be refused until one accepts it."""
+        """Try `steps` for a request that would be refused until one accepts it; return the last verdict.
+
+        `refused`: the verdict so far, without these steps.
+        """
         for step in steps:
             found: Verdict | None = None
             if step == WAIT and refused.reason != "tpot":  # waiting does not lower the TPOT
@@ -213,7 +222,10 @@ class Admission:
         return ticket.qos.max_tokens_floor or self.rules.max_tokens_floor
 
     def _degraded(self, asked: Question, reason: str) -> Verdict | None:
-        """Send it with a capped answer where its limits are met that way, unless a higher class waits there."""
+        """Send a request with a capped answer where its limits are met that way, unless a higher class waits there.
+
+        Return None if its answer cannot be capped, or not where it fits.
+        """
         floor = self._floor(asked.ticket)
         quotes = asked.offers.capped(floor)
         if not quotes:
@@ -230,7 +242,7 @@ class Admission:
         return Verdict(DEGRADED, reason, room, cap=floor) if room else None
 
     def _spilled(self, asked: Question, reason: str) -> Verdict | None:
-        """Send it to the overflow pool, even if it is late there, as long as it does not queue in an engine."""
+        """Send a request to the overflow pool, even if it is late there, as long as it does not queue in an engine."""
         quotes = asked.offers.spilled()
         among = self.fit.meeting(quotes, asked) or [
             index
@@ -246,7 +258,7 @@ class Admission:
         return self._refused(asked, self.fit.too_much(asked.best, asked) or "full", asked.ttft)
 
     def _newcomer(self, asked: Question) -> Verdict:
-        """Send it where there is room that no earlier request claims; otherwise refuse it as "full"."""
+        """Send a request where there is room that no earlier request claims; otherwise refuse it."""
         room = unclaimed(asked.room, asked.places, self._before(asked.ticket, asked.now))
         if not room:
             return self._refused(asked, "full", asked.ttft)
@@ -273,7 +285,10 @@ class Admission:
         return _GUESS * max(len(asked.replicas), len(asked.computing(True)))
 
     def _line(self, qos: QosClass, targets: frozenset[str], guess: float) -> Line:
-        """Return the line for requests of this class and these replicas, creating it if there is none."""
+        """Return the line for requests of this class and these replicas, creating it if there is none.
+
+        `guess`: prefill seconds that leave a new line per second, until that is measured.
+        """
         found = next((one for one in self.lines if one.qos is qos and one.targets == targets), None)
         if found is None:
             if len(self.lines) >= _MOST_LINES:
@@ -285,7 +300,8 @@ class Admission:
         """Judge the first request of a line.
 
         It is refused if it would be late by now, so that nothing is computed in vain. It is also refused if no replica
-        with room keeps the TPOT limit that it brings: waiting for an idle replica, it would block everything behind it.
+        with room keeps the TPOT limit that the request brings: if it waited for an idle replica, it would block
+        everything behind it.
         """
         ticket, now, line = asked.ticket, asked.now, asked.ticket.line
         assert line is not None
@@ -314,7 +330,7 @@ class Admission:
         return Verdict(ADMITTED, "turn", fast)
 
     def _queue(self, ticket: Ticket, line: Line, own: float, now: float) -> bool:
-        """Add it to a line and return True, or return False if the queue is full. `own`: seconds of its prefill."""
+        """Add a request to a line and return True; return False if the queue is full. `own`: seconds of its prefill."""
         space = self.space
         if not self._make_space(ticket, now):
             return False
@@ -326,10 +342,10 @@ class Admission:
         return True
 
     def _longest_wait(self, ticket: Ticket, own: float) -> float:
-        """Return the seconds for which it may wait.
+        """Return how many seconds a request may wait. `own`: seconds of its prefill.
 
-        A TTFT limit that the request itself brings can shorten this, but not extend it beyond what the settings allow
-        its class.
+        A TTFT limit that the request itself brings can shorten the wait, but not extend it beyond what the settings
+        allow its class.
         """
         limit, of_class = ticket.slo.ttft, ticket.qos.slo.ttft
         if limit is None:
@@ -344,10 +360,10 @@ class Admission:
         return Verdict(REFUSED, reason, (), ttft - (limit if limit is not None else 0.0))
 
     def sent(self, ticket: Ticket, quote: Quote, costs: Costs, tokens: float, now: float, replica: str = "") -> None:
-        """Record that it is sent with this quote.
+        """Record that a request is sent in the way of this quote.
 
         `costs`: those of the replica that writes its answer; `tokens`: of KV cache that it will hold there; `replica`:
-        the one that computes its prompt.
+            the name of the one that computes its prompt.
         """
         ticket.ttft, ticket.costs = now - ticket.since + quote.ttft, costs
         ticket.learned = costs.group.ttft.count >= _LEARNED
@@ -364,8 +380,8 @@ class Admission:
     def heads(self, now: float) -> Iterator[Ticket]:
         """Yield the waiting requests to judge, in order.
 
-        First the head of the first line; if it still waits after that, the head of the next line that has replicas
-        other than the lines before it; and so on.
+        First comes the head of the first line; if it still waits after being judged, the head of the next line that has
+        replicas other than the lines before it; and so on.
         """
         full: list[frozenset[str]] = []
         while True:
@@ -375,17 +391,17 @@ class Admission:
             if line is None or head is None:
                 return
             yield head
-            if head.waits and head.line is not None:  # it may have moved to another line
+            if head.waits and head.line is not None:  # the request may have moved to another line
                 full.append(head.line.targets)
 
     def _in_order(self, now: float) -> list[Line]:
-        """Return the non-empty lines in the order of service; within a class, the one with the oldest head first."""
+        """Return the non-empty lines in the order of service; within a class, the line with the oldest head first."""
         self._reserves.decay(now)
         rank = self._reserves.rank
         return sorted([one for one in self.lines if one.count], key=lambda one: (*rank(one.qos), _first_since(one)))
 
     def _before(self, ticket: Ticket, now: float) -> list[Line]:
-        """Return the lines that precede a newcomer: those of its own class and of the classes before that."""
+        """Return the lines that precede a newcomer: those of its own class and of the classes ranked before it."""
         self._reserves.decay(now)
         rank = self._reserves.rank
         own = rank(ticket.qos)
@@ -411,7 +427,7 @@ class Admission:
             self._left(ticket)
 
     def _left(self, ticket: Ticket) -> None:
-        """Release its queue space, and drop stale deadlines before they outnumber the waiting requests."""
+        """Release a request's queue space, and drop stale deadlines before they outnumber the waiting requests."""
         self.space.requests -= 1
         self.space.bytes -= ticket.size
         if len(self._deadlines) > 64 + 2 * sum([line.count for line in self.lines]):
@@ -421,8 +437,8 @@ class Admission:
     def turned_out(self, now: float) -> Iterator[tuple[Ticket, Verdict]]:
         """Yield the requests that gave way since the last call, and those past their deadline, with their verdicts.
 
-        A late request is yielded as QUEUED, to be judged again, if its class has steps after `wait` or if no replica is
-        ready for it. Otherwise it is removed and refused.
+        A request past its deadline is yielded as QUEUED, to be judged again, if its class has steps after `wait` or if
+        no replica is ready for it. Otherwise it is removed and refused.
         """
         while self._gave_way:
             ticket, reason = self._gave_way.popleft()
@@ -439,7 +455,7 @@ class Admission:
                 yield ticket, self._to_return(ticket, Verdict(REFUSED, "deadline", (), _drain(ticket.line)), now)
 
     def _to_return(self, ticket: Ticket, refused: Verdict, now: float) -> Verdict:
-        """Count the refusal, and set `retry_after` so that it returns after those refused before it."""
+        """Count the refusal, and set `retry_after` so that the client retries after those refused before it."""
         if _is_for_its_class(ticket, refused.reason):
             self.refused[ticket.qos.name] = self._counted(ticket.qos, now)
         in_line = sum([line.pace.value for line in self.lines if line.qos is ticket.qos])
@@ -457,8 +473,8 @@ class Admission:
     def _make_space(self, ticket: Ticket, now: float) -> bool:
         """Make queue space for a request by displacing others, only if that suffices; return whether there is space.
 
-        Requests of lower classes are displaced first, from the lowest up and in all fleets; then those of a tenant of
-        the same class that has more in the queue than this request's tenant.
+        Requests of lower classes are displaced first, from the lowest class up and in all fleets. Then come requests of
+        the same class, of the tenant that has more in the queue than this request's tenant.
         """
         rules, space = self.rules, self.space
         count, size = space.requests + 1 - rules.max_requests, space.bytes + ticket.size - rules.max_bytes
@@ -482,7 +498,7 @@ class Admission:
         return True
 
     def _lower(self, qos: QosClass) -> list[tuple[Admission, Line]]:
-        """Return the lines that give way to a class, the lowest first.
+        """Return the lines that give way to a class, the lowest first, each with its fleet.
 
         Other fleets' lines are compared by priority alone: what a class used of one fleet says nothing about another.
         """
@@ -497,6 +513,10 @@ class Admission:
         return sorted(found, key=lambda one: one[0]._reserves.rank(one[1].qos), reverse=True)
 
     def _of_peers(self, ticket: Ticket, count: int, size: int) -> list[Ticket] | None:
+        """Return which requests of the same class's largest tenant would give way; None if that is not fair or enough.
+
+        `count`, `size`: requests and bytes of queue space that are lacking.
+        """
         resource: Resource = "count" if count > 0 else "size"
         lines = [one for one in self.lines if one.qos is ticket.qos and one.count]
         most = max(lines, key=lambda one: one.most(resource), default=None)
@@ -511,7 +531,7 @@ class Admission:
     # --- overload control
 
     def obey(self, control: Control, now: float) -> None:
-        """Apply the current steps of the overload control, and displace the waiting requests of shed classes."""
+        """Apply the present steps of the overload control, and displace the waiting requests of shed classes."""
         taken = [control.taken_from(step) for step in (TIGHTEN, CAP, HALVE, SHED)]
         self.fit.tight, self.capped, self.halved, self.shed = taken
         for line in self.lines:
@@ -519,7 +539,7 @@ class Admission:
                 self._give_way(last, now, CONTROL)
 
     def _is_shed(self, ticket: Ticket) -> bool:
-        """Return whether overload control refuses it: all of a shed class, every other newcomer of a halved one."""
+        """Return whether overload control refuses it: all of a shed class, every other newcomer of a halved class."""
         name = ticket.qos.name
         if name in self.shed or name not in self.halved or ticket.waits:
             return name in self.shed
@@ -527,10 +547,11 @@ class Admission:
         return name in self._odd
 
     def _shed(self, asked: Question) -> Verdict:
-        """Refuse a newcomer of a shed class, unless an idle replica or the overflow pool can take it.
+        """Refuse a request that overload control refuses, unless an idle replica or the overflow pool can take it.
 
         An idle replica that no higher class claims takes it, and its answer helps to see whether the fault is over. The
-        overflow pool takes it if the class has `spill` among its steps and the pool's replicas do not serve the others.
+        overflow pool takes it if the class has `spill` among its steps and the pool's replicas do not serve the other
+        requests.
         """
         idle = [index for index in asked.room if not asked.quotes[index].there]
         if free := unclaimed(idle, asked.places, self._before(asked.ticket, asked.now)):
@@ -542,9 +563,9 @@ class Admission:
 
     @property
     def _until_judged(self) -> float:
-        """Seconds after which requests refused by overload control should retry: one window.
+        """Seconds after which requests refused by overload control should retry: one window of the control.
 
-        Not sooner, because only then does it judge again what it has taken.
+        Not sooner, because only at the end of a window does it judge again which steps it takes.
         """
         return self.rules.control_window or 0.0
 
@@ -554,8 +575,8 @@ class Admission:
         """Learn the TTFT margin from a first token, `seconds` after its client began to wait.
 
         It is learned at first tokens and not at the ends of answers, which come too late in a burst. Predictions by
-        unlearned costs are skipped: the costs correct that error themselves, and the margin would keep it for hundreds
-        of answers.
+        costs that had not learned yet are skipped: the costs correct that error themselves, and the margin would keep
+        it for hundreds of answers.
         """
         if ticket.slo.ttft is not None and ticket.learned:
             self.fit.ttft_margin.learn(ticket.ttft, seconds, ticket.slo.ttft)
@@ -563,8 +584,9 @@ class Admission:
     def ended(self, ticket: Ticket, ttft: float, tpot: float | None, counted: bool = True) -> bool | None:
         """Learn the TPOT margin from a complete answer; return whether it kept its limits, None if it had none.
 
-        `ttft`, `tpot`: measured seconds, `tpot` None for answers too short to measure. `counted`: whether the engine
-        reported the token count; a count of events may merge several tokens, so no margin is learned from it.
+        `ttft`, `tpot`: measured seconds; `tpot` is None for answers too short to measure. `counted`: whether the engine
+            reported the number of tokens; a count of events may take several tokens for one, so no margin is learned
+            from it.
         """
         limits = ticket.slo
         if counted and tpot is not None and limits.tpot is not None and ticket.costs is not None:
@@ -578,7 +600,7 @@ class Admission:
 
 
 def _is_for_its_class(ticket: Ticket, reason: str) -> bool:
-    """Return whether it was refused because of its class's limit, and not because of a stricter one that it brought."""
+    """Return whether a request was refused because of its class's limit, not a stricter one of its own."""
     own, of_class = ticket.slo, ticket.qos.slo
     if reason == "tpot":
         return of_class.tpot is not None and own.tpot == of_class.tpot
@@ -591,5 +613,5 @@ def _first_since(line: Line) -> float:
 
 
 def _drain(line: Line | None) -> float:
-    """Return the seconds until everything that waits in the line now is sent, at its measured pace."""
+    """Return the seconds until everything that waits in the line now is sent, at the line's measured pace."""
     return line.work / max(line.pace.value, 1e-6) if line is not None else 0.0

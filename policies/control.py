@@ -1,44 +1,45 @@
 """Overload control: what lower classes give up while a higher class misses its limits, or nearly does.
 
-At the end of each window every class has a *pressure*: its p99 (and p99.9 where there are enough answers) of TTFT and
-TPOT, divided by its limits. Pressure that the last third of the window no longer shows is over (an engine that stalled,
-or answers that began during a fault and ended after it), and nothing is taken for it. The steps against a class depend
-on the highest pressure above it:
+At the end of each window, a fixed time, every class has a *pressure*: its p99 (and p99.9 if it had enough answers) of
+TTFT and TPOT, divided by its limits. Pressure that the last third of the window no longer shows is over (an engine that
+stalled, or answers that began during a fault and ended after it), and no step is taken for it. The *steps* against a
+class depend on the highest pressure among the classes above it:
 
     tighten   from 0.8   a replica counts as full for the class at 0.8 of its usual capacity
-    cap       from 0.9   its answers are capped at `max_tokens_floor`
+    cap       from 0.9   the class's answers are capped at `max_tokens_floor`
     halve     from 1.0   every other newcomer is refused, unless a replica is idle
     shed      from 1.0   waiting requests are refused at once, and all newcomers, unless a replica is idle
 
-These thresholds hold for the lowest class, from which one window takes as many steps as its pressure demands, but only
-one on a single slow answer or refusal. The next class follows only once that is shed and limits are still missed: from
-1.0 for each step, one step a window. Nothing is taken from the classes of the highest priority. Steps are undone in
-reverse order, as far as the lasting pressure is SLACK below the threshold of each. A class that was shed comes back by
-half once the pressure of a whole window is that low (without its load, the last third says little about what it would
-do), and nothing before that step is undone in the same window: half of its load shows what all of it would do to
-others. So everything is undone in two windows if one class was shed, plus one for each further class. No window both
-takes and undoes steps.
+These thresholds hold for the lowest class. One window takes as many steps from it as the pressure demands, but only one
+on a single slow answer or refusal. Steps are taken from the next class only once the lowest is shed and limits are
+still missed: each from a pressure of 1.0, one step a window. Nothing is taken from the classes of the highest priority.
+Steps are undone in reverse order, once the lasting pressure has fallen SLACK below their thresholds. A class that was
+shed comes back by half once the pressure of a whole window is that low (without its load, the last third says little
+about what it would do), and no earlier step is undone in the same window: half of its load shows what all of it would
+do to others. So everything is undone in two windows if one class was shed, plus one for each further class. No window
+both takes and undoes steps.
 
 A request that was refused because nobody could meet its class's limits counts as a miss, like a slow answer, if a lower
-class had capacity that the rules would have given to it (`Reserves.is_owed`). If more than one in a hundred missed that
-way, the pressure is at least REFUSED: an overloaded fleet refuses most requests and answers few, all of them in time.
-Refusals while the class had its due (a flood, or all there is once lower classes are shed) demand no step. If the class
-also had most of what all classes had, its slow answers demand none up to FLOODED, since a flood is admitted to just
-within the limit. But while such refusals last to the end of a window (a shed class that comes back may fill all engines
-for some seconds), or while a class has too few requests to judge, its steps are kept, for HOLD windows. After that they
-are undone as if there were no pressure, and what a flood keeps shed is undone by a trial (below). That shows whether
-the fault is over, and nothing is taken for a class that no longer asks.
+class had capacity that the rules would have given to it (`Reserves.is_owed`). If more than one request in a hundred
+missed that way, the pressure is at least REFUSED: an overloaded fleet refuses most requests and answers few, all of
+them in time. Refusals demand no step if the class had its due (because it floods the fleet, or because lower classes
+are shed and have nothing left to give). If the class also had most of what all classes had, its slow answers demand no
+step up to FLOODED, since a flood is admitted to just within the limit. But while such refusals last to the end of a
+window (a shed class that comes back may fill all engines for some seconds), or while a class has too few requests to
+judge, the steps taken for it are kept, for HOLD windows. After that they are undone as if there were no pressure, and
+what a flood keeps shed is undone by a trial (below). That shows whether the fault is over, and nothing is taken for a
+class that no longer asks.
 
 No class is refused in vain, either. Where limits are kept by little (pressure between 0.9 and 1.0), or are missed
 whatever is taken because no engine is fast enough, the pressure alone would keep lower classes shed for as long as the
 higher one asks. So steps that refuse somebody and were held unchanged for PATIENCE windows are all undone at once, as a
-trial. They are taken again in the first window in which more than twice as many requests as before miss their limits,
-and at least HELPS more; the next trial then comes after twice as many windows. Until that happens nobody is refused,
+*trial*. They are taken again in the first window in which more than twice as many requests as before miss their limits,
+and at least HELPS more; the next trial then comes after twice as many windows. Until such a window nobody is refused,
 and the trial ends once the pressure would have given the class back by itself.
 
-`wants_more` reports that more replicas are needed: some class missed its limits, whatever was taken from others; its
-requests wait for an answer longer than their limit (`is_late`); or requests are refused, of the highest classes
-whatever limits they ask for. No I/O and no clock.
+`wants_more` reports that more replicas are needed, because some class missed its limits whatever was taken from others,
+or because too many requests of a class wait for an answer longer than their limit or are refused (`is_late`). Of the
+highest classes all such refusals count, of others only those of requests that were owed capacity. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -55,27 +56,29 @@ from .classes import QosClass, Slo
 TIGHTEN, CAP, HALVE, SHED = "tighten", "cap", "halve", "shed"
 FROM = {TIGHTEN: 0.8, CAP: 0.9, HALVE: 1.0, SHED: 1.0}  # pressure from which each step is taken
 TIGHT = 0.8  # share of its usual capacity at which a replica is full for a tightened class
-# How far the pressure must fall below a step's threshold to undo it. Less for `cap`: a tightened class that asks for
-# all there is keeps the pressure at about TIGHT (0.72 to 0.84 by window in `bench.chaos`), and with more it would stay
-# capped.
+# How far the pressure must fall below a step's threshold to undo the step. It is less for `cap`: a tightened class that
+# asks for all there is keeps the pressure at about TIGHT (0.72 to 0.84 by window in `bench.chaos`), and with more slack
+# it would stay capped.
 SLACK = {TIGHTEN: 0.1, CAP: 0.05, HALVE: 0.1, SHED: 0.1}
 BORDERS = sorted({share - less for step, share in FROM.items() for less in (0.0, SLACK[step])})  # of the limit
 LATELY = 1 / 3  # share of a window that counts as its end
 ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: among fewer, one slow answer says nothing about the others
 MISSED = 0.01  # share of a class's requests that may miss its limits
-REFUSED = 1.0  # the least pressure if more than that are refused
+REFUSED = 1.0  # the least pressure if more than the share MISSED are refused
 HOLD = 2  # windows in a row in which steps are kept without evidence that they are needed
-# Windows in a row in which steps that refuse somebody are held without a change, until they are undone for a trial
+# Windows in a row without a change after which steps that refuse somebody are undone for a trial: at first, and at most
 PATIENCE, MOST_PATIENCE = 6, 48
-HELPS = 0.05  # least gain by refusing others, as a share of a class's requests: of 60, as many miss by chance
+# Least gain by refusing others, as a share of a class's requests: of 60 requests, as many miss their limits by chance
+HELPS = 0.05
 REFUSING = [*FROM].index(HALVE)  # index of the first rung that refuses somebody
-FLOODED = 1.25  # pressure a flood explains: it is admitted to just within the limit; slower answers have another cause
+FLOODED = 1.25  # pressure that a flood explains, admitted to just within the limit; slower answers have another cause
 
 
 class Seen(NamedTuple):
     """Latency statistics of one class over one window, in seconds.
 
-    `answers`: how many were measured; `second`: the second slowest; `late`: how many exceeded the limit.
+    `answers`: how many were measured; `second`: the second slowest latency; `late`: how many answers exceeded the
+        limit.
     """
 
     answers: float
@@ -85,8 +88,8 @@ class Seen(NamedTuple):
     late: float = 0.0
 
 
-# TTFT, TPOT and the duration of the whole answer. The last has no limit, but for answers that are not streamed it is
-# the only count to compare refusals with.
+# Statistics of TTFT, TPOT and the duration of whole answers. The duration has no limit, but for answers that are not
+# streamed its count is the only one to compare refusals with.
 Answers = tuple[Seen | None, Seen | None, Seen | None]
 NO_ANSWERS: Answers = (None, None, None)
 
@@ -94,8 +97,8 @@ NO_ANSWERS: Answers = (None, None, None)
 class Refused(NamedTuple):
     """Counts of a class's requests that were refused because nobody could meet its limits.
 
-    `owed`: while a lower class had more than its due; `flood`: while none had, and this class had most of everything;
-    `beyond`: while each class had its due.
+    `owed`: while a lower class had more than its due; `flood`: while no lower class had, and this class had most of
+        what all classes had; `beyond`: while each class had its due.
     """
 
     owed: int = 0
@@ -128,7 +131,7 @@ class Refusals:
 
 
 class Rung(NamedTuple):
-    """One step against one class, on the ladder of steps."""
+    """One step against one class, as an element of the ladder of all steps."""
 
     step: str
     qos: str  # name of the class that the step takes from
@@ -136,7 +139,7 @@ class Rung(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A step that was taken or undone, and the pressure at which."""
+    """A step that was taken or undone, and the pressure at that time."""
 
     rung: Rung
     taken: bool
@@ -146,10 +149,11 @@ class Change(NamedTuple):
 class Pressure(NamedTuple):
     """How near a class came to its limits in a window, or how far it exceeded them: 1 is the limit.
 
-    `whole`: over the whole window, None if too little is known; only the undoing of `shed` goes by it. `lasting`: as
-    far as the last third shows it as well; the other steps go by it. `firm`: as far as more than one request shows it.
-    `unsure`: some requests were refused, and it is unknown whether other classes caused that. `missed`: the share of
-    requests that missed the limits, including refused ones.
+    `whole`: over the whole window, None if too little is known; only the undoing of `shed` depends on it.
+    `lasting`: the part of it that the last third of the window shows as well; the other steps depend on it.
+    `firm`: the part of `lasting` that more than one request shows.
+    `unsure`: whether requests were refused and it is unknown whether other classes caused that.
+    `missed`: the share of requests that missed the limits, including refused ones.
     """
 
     whole: float | None = None
@@ -169,8 +173,8 @@ def pressure(
     """Return a class's pressure in a window.
 
     `window`, `lately`: the answers of the whole window and of its last third; `refused`, `refused_lately`: the refusals
-    in each. The lasting pressure takes, for TTFT and TPOT each, the lower of both figures, provided that the last third
-    has its share of the required answers.
+        in each. The lasting pressure takes, for TTFT and TPOT each, the lower of the two periods' figures, provided
+        that the last third has its share of the required answers.
     """
     whole, lasting, firm = (
         _share(limits, window, *which) for which in ((NO_ANSWERS, False), (lately, False), (lately, True))
@@ -197,6 +201,7 @@ def answered(seen: Answers) -> float:
 
 
 def _is_missed(answers: float, missed: int, enough: float) -> bool:
+    """Return whether `missed` requests, added to the answered ones, are over the share MISSED of at least `enough`."""
     return answers + missed >= enough and missed > MISSED * (answers + missed)
 
 
@@ -207,6 +212,11 @@ def _is_over(lately: Answers, missed: int) -> bool:
 
 
 def _share(limits: Slo, window: Answers, lately: Answers, firm: bool) -> float | None:
+    """Return the highest latency relative to its limit, of TTFT and TPOT, or None without enough answers.
+
+    `lately`: the last third; where it has enough answers, the lower latency of both periods counts. `firm`: whether to
+    disregard the slowest answer.
+    """
     found = []
     for limit, seen, last in zip(limits, window, lately):
         if limit is not None and seen is not None and seen.answers >= ENOUGH:
@@ -220,31 +230,37 @@ def is_late(answers: float, late: int, wanted: bool) -> bool:
     """Return whether over one in a hundred requests of a class missed the TTFT limit without an answer yet.
 
     `answers`: requests that were answered; `late`: those that have waited longer than the limit, or were refused. Few
-    requests say nothing, unless more replicas are `wanted` already.
+        requests say nothing, unless more replicas are `wanted` already.
     """
     return _is_missed(answers, late, 0 if wanted else ENOUGH)
 
 
 class Trial(NamedTuple):
-    """A trial without the steps that refuse somebody: the level before it, and the mean of `Pressure.missed` then."""
+    """A trial without the steps that refuse somebody.
+
+    `level`: `Control.level` before the trial; `missed`: the mean of `Pressure.missed` in the windows before it.
+    """
 
     level: int
     missed: float
 
 
 class Control:
-    """The overload control of one fleet."""
+    """The overload control of one fleet, the replicas of one model.
+
+    `level` is the number of `rungs`, from the first, that are taken; `trial`: the present trial, if any.
+    """
 
     def __init__(self, classes: Sequence[QosClass], observes: Callable[[QosClass], bool] = lambda _: False) -> None:
         """Build the ladder of steps from the classes below the highest priority.
 
-        `observes`: returns whether all requests of a class are sent whatever is predicted; nothing is taken from such
-        classes.
+        `observes`: returns whether all requests of a class are sent whatever is predicted; no steps are taken against
+            such classes.
         """
         # Pressures of the last window; None: too few requests to tell
         self.pressures: dict[str, float | None] = {one.name: None for one in classes}
         self.wants_more = False
-        self._unsure = {one.name: HOLD for one in classes}  # windows in a row without a certain pressure
+        self._unsure = {one.name: HOLD for one in classes}  # windows in a row in which the pressure was not certain
         self._priorities = {one.name: one.priority for one in classes}
         most = max(self._priorities.values())
         self.highest = frozenset(one.name for one in classes if one.priority == most)
@@ -281,6 +297,7 @@ class Control:
         return changes
 
     def _judge_trial(self, found: Mapping[str, Pressure]) -> list[Change]:
+        """End the trial, if there is one, when it has harmed or is no longer needed; return the steps taken again."""
         if self.trial is None:
             return []
         (level, before), first = self.trial, self.rungs[0]
@@ -294,6 +311,7 @@ class Control:
         return []
 
     def _try_without(self, found: Mapping[str, Pressure]) -> list[Change]:
+        """Begin a trial if the steps that refuse somebody were held for long enough; return the steps undone for it."""
         if self.level <= REFUSING:
             return []
         above, missed = self._highest(self.rungs[0], found)
@@ -310,6 +328,7 @@ class Control:
         return max([one.lasting for one in above]), max([one.missed for one in above])
 
     def _climb(self, found: Mapping[str, Pressure]) -> list[Change]:
+        """Take the steps that the pressures demand, and return them."""
         taken: list[Change] = []
         for rung in self.rungs[self.level : REFUSING if self.trial is not None else None]:
             above = max([one.firm if taken else one.lasting for one in self._above(rung, found)])
@@ -320,6 +339,7 @@ class Control:
         return taken
 
     def _descend(self, found: Mapping[str, Pressure]) -> list[Change]:
+        """Undo the steps that the pressures no longer demand, and return them."""
         undone: list[Change] = []
         for rung in reversed(self.rungs[: self.level]):
             above = max([(one.whole or 0.0) if rung.step == SHED else one.lasting for one in self._above(rung, found)])
@@ -332,19 +352,20 @@ class Control:
         return undone
 
     def _above(self, rung: Rung, found: Mapping[str, Pressure]) -> list[Pressure]:
-        """Return the pressures of the classes above the one that a step takes from."""
+        """Return the pressures of the classes of higher priority than the one that a step takes from."""
         return [one for name, one in found.items() if self._is_above(name, rung)]
 
     def _is_above(self, name: str, rung: Rung) -> bool:
         return self._priorities[name] > self._priorities[rung.qos]
 
     def _is_kept(self, rung: Rung) -> bool:
+        """Return whether a step is kept for a class above it about which nothing certain is known."""
         return any(self._is_above(name, rung) and self._is_held(name) for name in self._unsure)
 
     def _is_held(self, name: str) -> bool:
-        """Return whether steps taken for a class are kept although nothing is known about it.
+        """Return whether steps taken for a class are kept although nothing certain is known about its pressure.
 
-        Not for a class that is shed itself: its silence says nothing.
+        They are not for a class that is shed itself: that it asks for nothing says nothing.
         """
         return 0 < self._unsure[name] <= HOLD and name not in self.taken_from(SHED)
 

@@ -7,14 +7,16 @@ Two models, linear in their features, with positive coefficients:
     step = decode_base + decode_seq x streams + decode_ctx x their context tokens
 
 An engine works in steps. A prompt waits for the rest of the current step, then shares its own steps with the prompts
-ahead (first come, first served, one token budget) and with one token of each decoding stream: hence `busy`, `queued`
-and `crowd`; the fixed cost of each step is in `base`. A long prompt takes several `steps`, each together with all
-streams (on Mooncake's trace, three seeds, p99 was 1.4 % lower than with one step for all). Where the start of the
-current prefill step is known, `busy` and its tokens count by the share that is `left`.
+ahead of it (first come, first served, one token budget) and with one token of each decoding stream: hence `busy`,
+`queued` and `crowd`. The fixed cost of each step is in `base`. A long prompt takes several `steps`, each together with
+all streams (on Mooncake's trace, three seeds, p99 was 1.4 % lower than with one step for every prompt). Where the start
+of the current prefill step is known, `busy` and the tokens in that step count only by the share of the step that is
+`left`.
 
-The shape is learned once for a group of replicas of one kind; each replica has a speed of its own. Learning whole
-shapes per replica starved some: identical replicas diverged by their first few requests (base 6.6 ms against 3.6), and
-the one that looked slow got no traffic to correct that.
+The coefficients, here called the shape, are learned once for a *group* of replicas of one kind; each replica has a
+speed of its own, a factor on its group's prediction. Learning whole shapes per replica starved some: identical replicas
+diverged by their first few requests (base 6.6 ms against 3.6), and the one that looked slow got no traffic to correct
+that.
 
 The shape is fitted by recursive least squares on a logarithmic scale: the state is the logarithm of the coefficients,
 an observation is log(seconds), and its gradient is each term's share of the prediction (an extended Kalman filter
@@ -24,8 +26,8 @@ found first, then the shape.
 
 A replica's speed is an exponential average whose gain is the tracking signal of Trigg and Leach ("Exponential smoothing
 with an adaptive response rate", Operational Research Quarterly 18(1), 1967): small under noise, large once errors keep
-their sign. A replica that gets no requests returns to the group's speed, and one that is passed over goes towards the
-others' speed within seconds, so that one found slow is tried again.
+their sign. The speed of a replica that gets no requests returns to the group's. If the replica is passed over while
+others get requests, its speed moves to theirs within seconds, so that a replica once found slow is tried again.
 """
 
 from __future__ import annotations
@@ -47,32 +49,36 @@ TTFT_PRIOR = (0.016, 15e-6, 8.4e-10, 12e-6, 0.008, 1.0)
 STEP_PRIOR = (0.006, 50e-6, 0.1e-6)
 # prompt tokens computed in one step: vLLM's default on large GPUs; `crowd` absorbs a different setting
 STEP_TOKENS = 8192
-_COMMON, _OWN = 1.0, 0.5  # prior variance of the log coefficients: shared, and each one's own
-_WALK = 1e-3  # share of the distance to the prior's covariance that it moves back per observation
+_COMMON, _OWN = 1.0, 0.5  # prior variance of the log coefficients: the part common to all, and each one's own
+_WALK = 1e-3  # share of the distance to the prior covariance by which the covariance moves back per observation
 _NOISE = 0.05  # variance of log(observed / predicted) that no model explains
 _BOUND = 100.0  # a coefficient stays within a hundredfold of its prior
 _SMOOTH = 0.1  # smoothing factor of the running error sizes
-# Half-life in seconds of the distance of a passed-over replica's speed to _DECAY_SHARE of the others'. Once it counts
-# as a little faster than they are it is tried, and measured again: after 6 s if it was thought twice as slow.
+# The speed of a passed-over replica moves to _DECAY_SHARE of the others'; this is the half-life of the distance, in
+# seconds. Once the replica counts as a little faster than the others, it is tried, and measured again: after 6 s if it
+# was thought twice as slow.
 _DECAY_HALF_LIFE, _DECAY_SHARE = 2.0, 0.9
 _LATEST, _FADED = 0.3, 0.5  # smoothing factor of `Speed.delivered`; a speed below this share of it has faded
 _FORGET = 0.99  # share of the log speed kept in each turn without a request
 
-# Tokens in slower tiers, in runs of the prompt's order: (tier, tokens).
+# Tokens in slower tiers, in the prompt's order: (tier, number of adjacent tokens).
 Lower = tuple[tuple[str, int], ...]
 # Seconds to bring one token's keys and values back to the GPU: 128 KiB a token (Llama 3 8B in 16 bits), at 25 GB/s from
 # host memory (PCIe 4.0 x16), 6 GB/s from NVMe and 2.5 GB/s from another machine (25 Gbit/s, 80 % of it). Learned since.
 FETCH_PRIOR = {tier: 131_072 / bandwidth for tier, bandwidth in (("cpu", 25e9), ("disk", 6e9), ("remote", 2.5e9))}
-PEER = "peer"  # the tier of tokens fetched from another replica; `Pull` has their seconds
-_ASIDE = 0.1  # share of the prediction up to which a fetch does not disturb learning from the rest
+PEER = "peer"  # the tier of tokens fetched from another replica; their seconds are in `Pull`, not learned here
+_ASIDE = 0.1  # share of the predicted TTFT up to which a fetch leaves the rest accurate enough to learn from
 _FETCH_LIMIT = 1.0  # bound of one log error, so that a client's stall does not move the estimate far
 
 
-# --- the two models as statements (see `statement`), their only definition
+# --- the two models as statements: functions that `statement` compiles. This is their only definition
 
 
 def step_seconds(load: Load, pace: float, coefficients: Sequence[float]) -> float:
-    """Return the seconds of one decode step with all streams of a replica; 0 if there are none."""
+    """Return the seconds of one decode step with all streams of a replica; 0 without streams.
+
+    `pace`: the replica's speed of decoding; `coefficients`: those of its group's decode steps.
+    """
     base, per_stream, per_token = coefficients
     return pace * (base * min(1, load.decoding) + per_stream * load.decoding + per_token * load.context_tokens)
 
@@ -82,10 +88,11 @@ def ttft_features(
 ) -> tuple[float, ...]:
     """Return the features of the TTFT model for a request that meets `load` at time `now`.
 
-    `uncached`, `cached`: its prompt tokens to compute and those before them; `step`: seconds of a decode step there.
-    `left` is the share of the current prefill step that remains, 1 if its start is unknown. An overdue step may take as
-    much longer as it is late: a replica that hangs looks fully busy again, not done. The step's attention is estimated
-    as if its prompts were of equal length and uncached.
+    `uncached`: its prompt tokens to compute; `cached`: those before them; `step`: seconds of a decode step there.
+
+    The variable `left` is the share of the current prefill step that remains, 1 if the step's start is unknown. An
+    overdue step is assumed to take as much longer as it is late, so a replica that hangs looks fully busy again, not
+    done. The step's attention is estimated as if its prompts were of equal length and uncached.
     """
     base, token, pair, _, _, crowd = coefficients
     begun = load.begun_tokens
@@ -98,9 +105,9 @@ def ttft_features(
 def ttft_terms(
     features: Sequence[float], speed: float, coefficients: Sequence[float]
 ) -> tuple[float, float, float, float]:
-    """Return the TTFT in four parts: fixed cost, own prefill, queue, and shared decode steps.
+    """Return the TTFT in four parts: fixed cost, the prompt's own prefill, queue, and shared decode steps.
 
-    The last part has its own pace; the others scale with the replica's `speed`.
+    The first three scale with the replica's `speed`; the decode steps in the last one have a speed of their own.
     """
     base, token, pair, queued, busy, crowd = coefficients
     one, uncached, pairs, ahead, left, crowded = features
@@ -113,10 +120,10 @@ def ttft_terms(
 
 
 def late_seconds(now: float, load: Load) -> float:
-    """Return by how many seconds a replica is late: nothing has come that it was expected to answer by `load.due`.
+    """Return how many seconds ago the replica should have answered (`load.due`), or 0 if no answer is overdue.
 
-    A new request is assumed to wait at least that much longer, since nothing tells how long the stall lasts. It is not
-    learned from.
+    A new request is assumed to wait at least that much longer, since nothing tells how long the stall lasts. Lateness
+    is not learned from.
     """
     return max(0, now - load.due)
 
@@ -131,7 +138,10 @@ def ttft_seconds(
     ttft: Sequence[float],
     step: Sequence[float],
 ) -> float:
-    """Return the predicted TTFT in seconds."""
+    """Return the predicted TTFT in seconds.
+
+    `speed`, `pace`: the replica's factors for prefill and for decode steps; `ttft`, `step`: its group's coefficients.
+    """
     features = ttft_features(uncached, cached, now, step_seconds(load, pace, step), load, speed, ttft)
     base, own, queue, crowd = ttft_terms(features, speed, ttft)
     return base + own + queue + crowd + late_seconds(now, load)
@@ -164,8 +174,8 @@ _ttft_seconds = _compiled_ttft()
 class Fit:
     """One positive linear model, seconds = sum(coefficient x feature), fitted on the log scale.
 
-    `error` is the running |predicted - observed| in seconds. While the prior's error is smaller, `coefficients` are the
-    prior's: noise can keep the model from learning, but never make it worse.
+    `error` is the running mean of |predicted - observed| in seconds. While the prior's error is smaller, `coefficients`
+    are the prior's: noise can keep the model from learning, but never make it worse.
     """
 
     __slots__ = ("coefficients", "count", "error", "_prior", "_learned", "_cov", "_spread", "_prior_error")
@@ -189,12 +199,15 @@ class Fit:
         self.coefficients = tuple(self.coefficients)
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
-        """Learn from one observation of `seconds` > 0; `features` >= 0, in the prior's order."""
+        """Learn from one observation of `seconds` > 0; `features`: numbers >= 0, one for each coefficient."""
         _CORRECTIONS[len(features)](self, *features, seconds)
         self.coefficients = tuple(self._learned) if self.error <= self._prior_error else self._prior
 
     def _gap(self, predicted: float, by_prior: float, seconds: float) -> float:
-        """Update the errors of the learned and the prior coefficients, and return the bounded log error."""
+        """Update the running errors of the learned and the prior coefficients, and return the bounded log error.
+
+        `predicted`, `by_prior`: seconds predicted by each; `seconds`: observed.
+        """
         self.count += 1
         rate = max(0.05, 1 / self.count)
         self.error += rate * (abs(predicted - seconds) - self.error)
@@ -208,13 +221,13 @@ class Fit:
 
 
 def _correction(size: int) -> Callable[..., None]:
-    """Return the Kalman step for a `Fit` of `size` coefficients: `step(fit, *features, seconds)`.
+    """Return the Kalman step for a `Fit` of `size` coefficients: a function `step(fit, *features, seconds)`.
 
     It is generated as straight-line code: both fits take 1,540 bytecodes and 6 frames per streamed answer; as loops
     over matrices they would take 2,820 and 34.
 
-    `m`: the coefficients, `b`: the prior's, `p`: their parts of the prediction, then the shares; `c`: the covariance;
-    `r`: covariance x shares; `g`: the gain.
+    The generated variables: `m`: the coefficients; `b`: those of the prior; `f`: the features; `p`: each coefficient's
+    part of the prediction, then its share; `c`: the covariance; `r`: covariance x shares; `g`: the gain.
     """
     every = range(size)
 
@@ -262,7 +275,7 @@ _CORRECTIONS = {size: _correction(size) for size in (len(TTFT_PRIOR), len(STEP_P
 class Fetch:
     """The seconds per token that a group's replicas take to fetch from each slower tier.
 
-    Fitted like `Fit`: on the logarithmic scale, by each tier's share of the prediction.
+    They are fitted as in `Fit`: on the logarithmic scale, by each tier's share of the prediction.
     """
 
     __slots__ = ("_seconds", "_variance")
@@ -279,14 +292,14 @@ class Fetch:
             self._seconds[tier], self._variance[tier] = seconds, variance
 
     def seconds(self, lower: Lower) -> float:
-        """Return the predicted seconds to fetch these tokens."""
+        """Return the predicted seconds to fetch these tokens, given by tier."""
         each = self._seconds
         return sum([tokens * each[tier] for tier, tokens in lower])
 
     def observe(self, lower: Lower, compute: float, seconds: float) -> None:
         """Learn from a first token that came after `seconds` > 0.
 
-        `lower`: the tokens that were fetched; `compute`: the predicted seconds of everything but the fetch.
+        `lower`: the tokens that were fetched, by tier; `compute`: the predicted seconds of everything but the fetch.
         """
         parts = dict.fromkeys((tier for tier, _ in lower), 0.0)
         for tier, tokens in lower:
@@ -305,16 +318,16 @@ class Fetch:
 
 
 class Speed:
-    """The factor by which one replica is slower than its group's model."""
+    """The factor by which one replica is slower than its group's model predicts."""
 
     __slots__ = ("value", "delivered", "_bias", "_spread", "_heard", "_decaying")
 
     def __init__(self) -> None:
         self.value = 1.0
-        self.delivered = 1.0  # speed of the last answers (a mean of about five), without decay
-        self._bias, self._spread = 0.0, 0.3  # running log error, and its size
-        self._heard = False
-        self._decaying = False  # it moves towards the others' speed until the next observation
+        self.delivered = 1.0  # speed of the last answers (a mean of about five), without `decay` and `forget`
+        self._bias, self._spread = 0.0, 0.3  # running means of the log error and of its size
+        self._heard = False  # whether there was an observation since the last `forget`
+        self._decaying = False  # whether it has moved towards the others' speed since the last observation
 
     def state(self) -> list[float]:
         return [self.value, self._bias, self._spread]
@@ -324,10 +337,10 @@ class Speed:
         self.delivered = self.value
 
     def observe(self, predicted: float, seconds: float, trust: float = 1.0) -> None:
-        """Learn from one observation.
+        """Learn from one observation of `seconds`.
 
-        `predicted`: seconds with this speed included; `trust`: 0..1, the share of them that the replica's speed
-        explains.
+        `predicted`: the seconds predicted with this speed; `trust`: 0..1, the share of them that depends on the
+            replica's speed.
         """
         self.delivered += _LATEST * (self.value * seconds / predicted - self.delivered)
         gap = log(seconds / predicted)
@@ -340,7 +353,10 @@ class Speed:
         self._heard, self._decaying = True, False
 
     def decay(self, target: float, kept: float) -> bool:
-        """Move towards a lower `target`, keeping the share `kept` of the log distance; return whether it is lower."""
+        """Move towards `target` if that is lower, and return whether it is.
+
+        `kept`: the share of the log distance that remains.
+        """
         if self.value <= target:
             return False
         self._decaying = True
@@ -350,10 +366,10 @@ class Speed:
         return True
 
     def forget(self) -> None:
-        """Move a replica without observations since the last call towards its group's speed.
+        """Move towards the group's speed if there was no observation since the last call.
 
-        Not while `decay` moves it elsewhere: if the others are faster than their group's model says, it would stay
-        behind them for ever.
+        A speed that `decay` moves is left alone: if the other replicas are faster than their group's model says, it
+        would stay behind them for ever.
         """
         if not (self._heard or self._decaying):
             self.value **= _FORGET
@@ -362,9 +378,10 @@ class Speed:
 
 
 class Costs:
-    """The costs of one replica: its group's model and its own speeds.
+    """The predicted costs of one replica in seconds: its group's model and its own speeds.
 
-    Tokens are counts, results are seconds. `error` is the running |predicted - observed| TTFT.
+    `ttft`, `step`: its speeds for prefill and for decode steps; `error`: the running mean of |predicted - observed|
+        TTFT.
     """
 
     __slots__ = ("group", "ttft", "step", "error", "count")
@@ -376,11 +393,11 @@ class Costs:
 
     @property
     def is_fading(self) -> bool:
-        """Whether a speed used for choosing has decayed well below that of the last answers."""
+        """Whether a speed by which replicas are chosen has decayed to less than half of that of the last answers."""
         return any(speed.value < _FADED * speed.delivered for speed in (self.ttft, self.step))
 
     def as_delivered(self) -> Costs:
-        """Return a copy with the speeds of the replica's last answers, without their decay between answers.
+        """Return a copy with the speeds of the replica's last answers, unchanged by the decay since then.
 
         With the decayed speeds, a replica at an eighth of its speed was taken for only 1.7 times as slow.
         """
@@ -389,19 +406,19 @@ class Costs:
         return made
 
     def prefill_seconds(self, uncached: int, context: int) -> float:
-        """Return the seconds to compute `uncached` tokens after `context` cached ones."""
+        """Return the seconds to compute `uncached` prompt tokens that follow `context` cached ones."""
         return ttft_terms(
             self._features(_IDLE, uncached, context, UNTIMED), self.ttft.value, self.group.ttft.coefficients
         )[1]
 
     def step_seconds(self, load: Load) -> float:
-        """Return the seconds of one decode step with the present streams; 0 if there are none."""
+        """Return the seconds of one decode step with the present streams; 0 without streams."""
         return step_seconds(load, self.step.value, self.group.step.coefficients)
 
     def ttft_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
         """Return the predicted TTFT in seconds of a request that meets `load` at time `now`.
 
-        `uncached`: prompt tokens to compute; `context`: cached ones before them.
+        `uncached`: prompt tokens to compute; `context`: cached tokens before them.
         """
         group = self.group
         return _ttft_seconds(
@@ -418,24 +435,24 @@ class Costs:
     def ttft_parts(
         self, load: Load, uncached: int, context: int, now: float = UNTIMED
     ) -> tuple[float, float, float, float]:
-        """Return the TTFT in the four parts of `ttft_terms`, for admission: the queue includes backlog and lateness."""
+        """Return the TTFT for admission, in the four parts of `ttft_terms`; the queue includes backlog and lateness."""
         base, own, queue, crowd = self._learned_parts(load, uncached, context, now)
         return base, own, queue + self.backlog_seconds(load, now) + late_seconds(now, load), crowd
 
     def punctual_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
-        """Return the predicted TTFT without lateness, to compare with an observation."""
+        """Return the predicted TTFT without lateness, to compare with a measured one."""
         return sum(self._learned_parts(load, uncached, context, now))
 
     def _learned_parts(self, load: Load, uncached: int, context: int, now: float) -> tuple[float, float, float, float]:
         return ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
 
     def backlog_seconds(self, load: Load, now: float = UNTIMED) -> float:
-        """Return a lower bound on how much longer a queue of over one step takes than `queued` predicts.
+        """Return how much longer a queue of over one step takes at least than the coefficient `queued` predicts.
 
-        An engine computes waiting prompts no faster than a prompt that it has alone: `STEP_TOKENS` a step, each with
-        its fixed cost and its decode, on average with half of those prompts, which decode once they are computed.
-        `queued` was learned behind few prompts, where a request shares a step with those before it. That suffices to
-        choose a replica; admission by TTFT must know about a burst before the burst has taught it.
+        An engine computes waiting prompts no faster than a prompt that it has alone: `STEP_TOKENS` a step, each step
+        with its fixed cost and its decoding, on average of half of those prompts too, since they decode once they are
+        computed. `queued` was learned behind few prompts, where a request shares a step with those before it. That
+        suffices to choose a replica; admission by TTFT must know about a burst before it can be learned from.
         """
         if load.prefill_tokens <= STEP_TOKENS:
             return 0.0
@@ -448,7 +465,7 @@ class Costs:
         return max(0.0, least - speed * queued) * ahead
 
     def answer_seconds(self, load: Load, uncached: int, context: int, output: float, now: float = UNTIMED) -> float:
-        """Return the seconds until the last of `output` tokens, with the present streams."""
+        """Return the seconds from sending a request to the last of its `output` tokens, with the present streams."""
         return self.ttft_seconds(load, uncached, context, now) + self.decode_seconds(load, uncached + context, output)
 
     def decode_seconds(self, load: Load, tokens: int, output: float) -> float:
@@ -456,7 +473,7 @@ class Costs:
         return max(0.0, output - 1) * self.stream_step(load.decoding + 1, load.context_tokens + tokens + 0.5 * output)
 
     def stream_step(self, streams: float, context: float) -> float:
-        """Return the seconds of one decode step of `streams` >= 1 streams with `context` tokens in all."""
+        """Return the seconds of one decode step of `streams` >= 1 streams that have `context` tokens together."""
         base, per_stream, per_token = self.group.step.coefficients
         return self.step.value * (base + per_stream * streams + per_token * context)
 
@@ -465,9 +482,10 @@ class Costs:
     ) -> None:
         """Learn from a first token that came after `seconds`.
 
-        `before`, `at`: the load that the request met and when, from its Reservation. `lower`: those of the `cached`
-        tokens that were fetched from slower tiers. Time spent on fetching says nothing about computing: where it is
-        large, only the fetch is learned.
+        `uncached`, `cached`: prompt tokens that were computed, and those that were not.
+        `before`, `at`: the load that the request met and when, from its Reservation.
+        `lower`: those of the cached tokens that were fetched from slower tiers. Time spent on fetching says nothing
+            about computing: where it is large, only the fetch is learned.
         """
         if lower and seconds > 0:
             fetch, compute = self.group.fetch, self.punctual_seconds(before, uncached, cached, at)
@@ -491,7 +509,10 @@ class Costs:
         self.group.learn("ttft", (*features[:5], features[5] / speed), seconds / speed)
 
     def observe_itl(self, seconds_per_token: float, decoding: int, context_tokens: int) -> None:
-        """Learn from a stream's mean seconds per token, among `decoding` streams and their context, itself included."""
+        """Learn from a stream's mean seconds per token.
+
+        `decoding`, `context_tokens`: streams and context tokens on the replica, this stream included.
+        """
         if seconds_per_token <= 0:
             return
         base, per_stream, per_token = self.group.step.coefficients
@@ -512,7 +533,8 @@ _IDLE = Load()
 class Learned(TypedDict):
     """The state of a group, as JSON types.
 
-    `replicas`: by name, the states of both speeds, the error and the count; `fetch`: by tier.
+    `ttft`, `step`: of its models; `fetch`: by tier; `replicas`: by name, the states of both speeds, the error and the
+        count.
     """
 
     ttft: dict[str, object]
@@ -558,7 +580,7 @@ class CostGroup:
         }
 
     def add(self, replica: str) -> Costs:
-        """Return this replica's costs, the same object until `remove`."""
+        """Return a replica's costs, adding it if it is new; the same object until `remove`."""
         if replica not in self._members:
             costs = self._members[replica] = Costs(self)
             if (known := self._known.pop(replica, None)) is not None:
@@ -571,9 +593,10 @@ class CostGroup:
         self._members.pop(replica, None)
 
     def decay_idle(self, idle: Collection[Costs], used: Collection[Costs], seconds: float) -> None:
-        """Move the speeds of `idle` replicas towards the mean of the `used` ones, where they are slower.
+        """Move the speeds of `idle` replicas towards the mean of the `used` ones, where the idle ones are slower.
 
-        `seconds`: how much longer they have been passed over. So they are tried again however few requests there are.
+        `seconds`: how much longer they have been idle since the last call. So slow replicas are tried again, however
+            few requests there are.
         """
         kept = 0.5 ** (seconds / _DECAY_HALF_LIFE)
         ttft = exp(sum(log(one.ttft.value) for one in used) / len(used))
@@ -583,7 +606,7 @@ class CostGroup:
                 self.changes.tell(one)
 
     def learn(self, which: str, features: tuple[float, ...], seconds: float) -> None:
-        """Learn one observation of the model `which` ("ttft" or "step"), and let one member's speeds fade."""
+        """Learn one observation of the model `which` ("ttft" or "step"), and call `forget` on one member's speeds."""
         getattr(self, which).observe(features, seconds)
         if not self._turns:
             self._turns = list(self._members.values())

@@ -1,7 +1,8 @@
-"""The ways of a request that suit it: those that have room for it, and those that meet its limits.
+"""Which ways of serving a request suit it: those that have room for it, and those that meet its limits.
 
-`admission` defines room and limits. Predictions are checked: for those that came near a limit, a running quantile of
-the ratio of measured to predicted seconds is kept, and predictions are multiplied by it. No I/O and no clock.
+`admission` defines ways, room and limits. Predictions are checked: of those that came near a limit, a running quantile
+of the ratio of measured to predicted seconds is kept (a margin), by which later predictions are multiplied. No I/O and
+no clock.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from .reserves import Reserves
 from .verdicts import Offers, Rules
 
 _QUANTILE, _GAIN = 0.95, 0.01  # the quantile of the ratios, and the step of its logarithm per observation
-_MOST = log(1.5)  # bound of a margin: answers come late, so that a burst of slow ones would raise it too far
+_MOST = log(1.5)  # bound of a margin: it learns with delay, so a burst of slow answers would raise it too far
 _NEAR = 0.25  # share of a limit from which a prediction is near enough to learn from
 
 
 class Margin:
     """The factor by which measured seconds exceed predicted ones in all but one of twenty cases.
 
-    A running quantile, by stochastic approximation (Robbins and Monro, 1951).
+    It is a running quantile, by stochastic approximation (Robbins and Monro, 1951).
     """
 
     __slots__ = ("_log",)
@@ -37,7 +38,7 @@ class Margin:
         return exp(self._log)
 
     def learn(self, predicted: float, met: float, limit: float) -> None:
-        """Learn from a prediction and what was measured, if the prediction came near the `limit`. All in seconds."""
+        """Learn from `predicted` and measured (`met`) seconds, if the prediction came near the `limit` in seconds."""
         if predicted >= _NEAR * limit and met > 0.0:
             over = log(met / predicted) > self._log
             self._log = min(_MOST, max(0.0, self._log + _GAIN * (_QUANTILE if over else _QUANTILE - 1.0)))
@@ -46,8 +47,9 @@ class Margin:
 class Question:
     """A request that is being judged.
 
-    `quotes`: one per way to serve it, with the replicas of each in `places`; `best`: the quote of the lowest TTFT;
-    `waited`: seconds; `room`: the indices of the ways that have room for it, once known.
+    `quotes`: the predicted latency of each way to serve it; `places`: the replicas of each way (empty: the quotes are
+    of all replicas); `best`: the quote of the lowest TTFT; `waited`: seconds; `room`: the indices of the ways that have
+    room for it, once known.
     """
 
     __slots__ = ("ticket", "quotes", "best", "places", "replicas", "offers", "now", "waited", "room")
@@ -62,7 +64,7 @@ class Question:
 
     @property
     def limited(self) -> bool:
-        """Whether it has limits; without any, every quote would meet them and it could never be refused."""
+        """Whether the request has limits; without any, every quote would meet them and it could never be refused."""
         return self.ticket.slo != NO_LIMITS
 
     @property
@@ -81,13 +83,15 @@ class Question:
         return {place[0]: one.computing for place, one in pairs if (len(place) == 1) is whole}
 
     def is_whole(self, index: int) -> bool:
+        """Return whether the way of this index is one replica, not a pair."""
         return not self.places or len(self.places[index]) == 1
 
 
 class Fit:
     """The room that one fleet has for requests.
 
-    `reserves`: what its classes have used; `tight`: names of the classes that overload control tightens.
+    `reserves`: how much of the fleet its classes have used; `tight`: names of the classes that overload control
+    tightens.
     """
 
     def __init__(self, classes: Classes, rules: Rules, reserves: Reserves) -> None:
@@ -99,12 +103,14 @@ class Fit:
     def room(
         self, asked: Question, quotes: Sequence[Quote], fits: Callable[[Quote, float, float], bool] | None = None
     ) -> Sequence[int]:
-        """Return the ways that have room for it beyond what is kept for higher classes.
+        """Return the ways that have room for a request beyond what is kept for higher classes.
 
-        `fits`: a test of quotes to use in place of `has_room`, with the same arguments. A prefill that has begun cannot
-        be interrupted, so higher classes' fractions of the replicas are kept free of lower ones' prefills in full; of
-        streams and cache, only what they have not used lately. Nor does a request join the prefill of a higher class:
-        the engine computes both in one step, which takes as long as both.
+        `fits`: a test of quotes to use in place of `has_room`, with the same arguments.
+
+        A prefill that has begun cannot be interrupted, so higher classes' fractions of the replicas are kept free of
+        lower classes' prefills in full; of streams and cache, only the part of these fractions that the higher classes
+        have not used lately. Nor does a request join the prefill of a higher class: the engine computes both in one
+        step, which takes as long as both.
         """
         qos, reserves, fits = asked.ticket.qos, self._reserves, fits or self.has_room
         above, first = reserves.above(qos, asked.now), reserves.others_yield(qos, asked.now)
@@ -124,8 +130,8 @@ class Fit:
     def has_room(self, quote: Quote, share: float, tight: float) -> bool:
         """Return whether an engine has room by the limits of the classes; a request's own limits do not matter here.
 
-        `share`: of the KV cache and of the TPOT limit that it may use; `tight`: factor on the queue that may be ahead
-        of it.
+        `share`: of the KV cache and of the TPOT limit that the request may use; `tight`: factor on the longest queue
+        that may be ahead of it.
         """
         if not quote.there:
             return True
@@ -144,7 +150,7 @@ class Fit:
         return [index for index in room if not quotes[index].there or quotes[index].tpot * factor <= limit]
 
     def meeting(self, quotes: Sequence[Quote], asked: Question) -> list[int]:
-        """Return the indices of the quotes that meet its limits; none if it has no limits."""
+        """Return the indices of the quotes that meet the request's limits; none if it has no limits."""
         return [i for i, one in enumerate(quotes) if self.too_much(one, asked) is None] if asked.limited else []
 
     def too_much(self, quote: Quote, asked: Question) -> str | None:
@@ -156,17 +162,17 @@ class Fit:
         return "tpot" if quote.tpot * self.tpot_margin.factor > limit else None
 
     def within(self, quote: Quote, waited: float, limit: float) -> bool:
-        """Return whether its first token comes within `limit` seconds, `waited` ones included."""
+        """Return whether the first token comes within `limit` seconds, `waited` ones included."""
         return waited + quote.ttft * self.ttft_margin.factor <= limit
 
 
 def _clear(computing: Collection[int], kept: float) -> int:
-    """Return how many replicas compute nothing, minus the share `kept` of all, which spares at least one."""
+    """Return how many replicas compute nothing, less the share `kept` of all replicas; at least one is never kept."""
     return sum([not one for one in computing]) - min(ceil(kept * len(computing) - 1e-9), len(computing) - 1)
 
 
 def unclaimed(room: Sequence[int], places: Sequence[Place], ahead: Sequence[Line]) -> Sequence[int]:
-    """Return those of the ways in `room` none of whose replicas a line in `ahead` waits for."""
+    """Return those of the ways in `room` for whose replicas no line in `ahead` waits."""
     if not ahead or not room:
         return room
     if not places:

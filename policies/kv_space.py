@@ -1,9 +1,9 @@
 """KV cache arithmetic from a model's config.json: bytes of a token, blocks of a GPU, the longest context.
 
 It counts as vLLM does (0.28 to 0.32; tests/vllm compares it with vLLM's own log). A block is `block_size` tokens in a
-group of layers. Layers that all keep the same tokens form one group. Where some layers keep only a window, each kind is
-cut into groups of equally many layers, so that all blocks have one size, and a request takes blocks for every group
-from one pool. Pure: no files, no engine.
+group of layers. Layers that all keep the same tokens form one group. Where some layers keep only a sliding window of
+the last tokens, the layers with a window and those without are each cut into groups of equally many layers, so that all
+blocks have one size, and a request takes blocks for every group from one pool. Pure: no files, no engine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """A memory format of numbers: `bits` each, and a scale of `scale` bytes for every `group` of them.
+    """A memory format of numbers: `bits` each, and a scale of `scale` bytes for every `group` numbers.
 
-    A group of 0 means one scale for all numbers of a head's key or value.
+    `group` 0: one scale for all numbers of a head's key or value.
     """
 
     bits: int
@@ -69,12 +69,12 @@ _FULL = ("full_attention", "attention", "chunked_attention")  # vLLM keeps chunk
 
 
 class BadModel(ValueError):
-    """A model configuration that this arithmetic cannot handle; the message names the missing or unknown field."""
+    """A model configuration that this arithmetic cannot handle; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Layers that keep the same tokens: all of them, or the last `window`."""
+    """`count` layers that keep the same tokens: all of them (`window` None), or the last `window` tokens."""
 
     count: int
     window: int | None = None
@@ -82,21 +82,21 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of a model that determine its cache."""
+    """The properties of a model that determine the size of its KV cache."""
 
     layers: tuple[Layers, ...]
     kv_heads: int
     head_size: int
-    latent: int  # numbers of a token in a layer where one latent stands for all heads (MLA), else 0
-    index: int  # bytes of a token in a layer for the index of sparse attention, else 0
-    dtype: str  # what --kv-cache-dtype auto is
-    context: int  # max_position_embeddings
-    notes: tuple[str, ...] = ()
+    latent: int  # with MLA, where one latent vector stands for all heads: its numbers per token and layer; else 0
+    index: int  # with sparse attention: bytes of its index per token and layer; else 0
+    dtype: str  # the format that --kv-cache-dtype auto stands for
+    context: int  # tokens of the longest context, max_position_embeddings
+    notes: tuple[str, ...] = ()  # for the user: assumptions, and layers that are not counted
 
     def bytes(self, dtype: str, tensor_parallel: int) -> int:
-        """Return the bytes of one token in one layer on one GPU.
+        """Return the bytes of one token in one layer on one GPU, with the cache in the format `dtype`.
 
-        A latent is stored whole on each GPU; heads are divided among them, at least one each.
+        Each of the `tensor_parallel` GPUs stores a latent whole; heads are divided among the GPUs, at least one each.
         """
         if not self.latent:
             return max(1, self.kv_heads // tensor_parallel) * 2 * KV_DTYPES[dtype].bytes(self.head_size)
@@ -107,10 +107,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class KvSpace:
-    """The KV cache of one replica: `tensor_parallel` GPUs that each hold their share of every token.
+    """The KV cache of one replica of `tensor_parallel` GPUs, each of which stores its part of every token.
 
-    Of these, `context_parallel` GPUs divide the tokens instead (--decode-context-parallel-size). `in_flight`: tokens
-    scheduled and not settled, which layers with a window need room for as well: two batches in vLLM.
+    `context_parallel`: of these GPUs, how many divide the tokens among themselves instead
+        (--decode-context-parallel-size). `in_flight`: tokens scheduled and not yet settled, for which layers with a
+        window need room as well: two batches in vLLM.
     """
 
     shape: Shape
@@ -144,27 +145,27 @@ class KvSpace:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token on one GPU while every layer keeps it."""
+        """Bytes of one token on one GPU if every layer keeps it."""
         return sum(layers.count for layers in self.shape.layers) * self._layer_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of the pool on one GPU."""
+        """Bytes of one block on one GPU: `block_size` tokens in one group of layers."""
         return self.group_size * self._layer_bytes * self.block_size
 
     @property
     def group_size(self) -> int:
-        """Layers per group: as many as the rarest kind has, or as the commonest if that has hardly more."""
+        """Layers per group: as many as the rarer kind has, or as the commoner if it has less than 1.5 times as many."""
         counts = [layers.count for layers in self.shape.layers]
         return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
     @property
     def groups(self) -> int:
-        """Groups of layers: so many blocks of the pool hold `block_size` tokens."""
+        """Groups of layers, which is also how many blocks hold `block_size` tokens."""
         return sum(self._groups(layers) for layers in self.shape.layers)
 
     def blocks(self, memory: int) -> int:
-        """Return the blocks in `memory` bytes of each GPU: vLLM's `num_gpu_blocks`, one of which it reserves."""
+        """Return the blocks in `memory` bytes of each GPU: vLLM's `num_gpu_blocks`, one of which vLLM reserves."""
         return memory // self.block_bytes
 
     def needed(self, tokens: int) -> int:
@@ -172,19 +173,19 @@ class KvSpace:
         return sum(self._groups(layers) * self._blocks_of(layers, tokens) for layers in self.shape.layers)
 
     def size(self, blocks: int, context: int | None = None) -> int:
-        """Return the tokens that vLLM logs for this many blocks.
+        """Return the KV cache size in tokens that vLLM logs for this many blocks.
 
-        That is the number of requests of the longest context that fit, times that context.
+        It is `context` times the number of requests of that length that fit. `context` None: the model's longest.
         """
         context = context or self.shape.context
         return int(blocks / self.needed(context) * context)
 
     def kept(self, blocks: int) -> int:
-        """Return the tokens that a prefix cache can hold for later requests, if every layer keeps them."""
+        """Return the tokens that a prefix cache of this many blocks can hold if every layer keeps them."""
         return blocks // self.groups * self.block_size * self.context_parallel
 
     def longest(self, blocks: int, context: int | None = None) -> int:
-        """Return the tokens of the longest request that fits alone, up to `context`; 0 if none does."""
+        """Return the tokens of the longest request that fits alone into the blocks, up to `context`; 0 if none fits."""
         low, high = 0, context or self.shape.context
         while low < high:
             middle = (low + high + 1) // 2
@@ -195,15 +196,16 @@ class KvSpace:
         return low
 
     def moved(self, tokens: int) -> int:
-        """Return the bytes that one GPU sends of a prompt's cache to another engine.
+        """Return the bytes of a prompt's cache that one GPU sends to another engine, for a prompt of `tokens`.
 
-        As vLLM's NIXL connector counts: whole blocks, and for layers with a window only those that the prompt's end may
-        lie in.
+        As vLLM's NIXL connector counts: whole blocks, and of layers with a window only the blocks that the prompt's
+        last window may touch.
         """
         blocks = sum(layers.count * self.moved_blocks(layers, tokens) for layers in self.shape.layers)
         return blocks * self.layer_block_bytes
 
     def moved_blocks(self, layers: Layers, tokens: int) -> int:
+        """Return how many blocks of one of these layers are sent for a prompt of `tokens`."""
         blocks = -(-tokens // self.block_size)
         return min(blocks, -(-layers.window // self.block_size) + 1) if layers.window else blocks
 
@@ -227,10 +229,10 @@ class KvSpace:
 
 
 def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: float = UTILIZATION) -> int:
-    """Return the bytes that a GPU of `gpu` bytes has left for the cache; raise BadModel if there are none.
+    """Return the bytes that a GPU of `gpu` bytes has left for the cache; raise BadModel if none are left.
 
-    `weights`: bytes of the whole model, divided among `tensor_parallel` GPUs; `utilization`: share of the GPU to be
-    used.
+    `weights`: bytes of the whole model, divided among `tensor_parallel` GPUs; `utilization`: share of the GPU's memory
+        that the engine may use.
     """
     left = int(gpu * utilization) - weights // tensor_parallel - RESERVE
     if left <= 0:
@@ -240,7 +242,7 @@ def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: flo
 
 
 def read(config: Mapping[str, object]) -> Shape:
-    """Return the shape of a model from its config.json; raise BadModel if a field is missing or unknown."""
+    """Return the shape of the model that a config.json describes; raise BadModel if a field is missing or unknown."""
     inner = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
     text: Mapping[str, object] = next((one for one in inner if isinstance(one, dict)), config)
     for key in _UNEQUAL:
@@ -260,9 +262,10 @@ def read(config: Mapping[str, object]) -> Shape:
 
 
 def prompt_bytes(config: Mapping[str, object], block_size: int) -> Callable[[int], int] | None:
-    """Return a function from prompt tokens to the bytes that are moved to another engine; None if the shape is unknown.
+    """Return a function from a prompt's tokens to the bytes of cache sent to another engine; None for an unknown shape.
 
-    In the type that the checkpoint names, for all GPUs together: they send each head once, and a latent once.
+    The bytes are those of all GPUs together, which send each head once and a latent once, in the number format that the
+    checkpoint names.
     """
     try:
         return KvSpace(read(config), block_size=block_size).moved
@@ -271,7 +274,10 @@ def prompt_bytes(config: Mapping[str, object], block_size: int) -> Callable[[int
 
 
 def _number(config: Mapping[str, object], *names: str, default: int | None = None) -> int:
-    """Return the first of these fields that is set; raise BadModel if it is no whole number above 0, or none is set."""
+    """Return the first of the fields `names` that is set, or else `default`.
+
+    Raises BadModel if the field is no whole number above 0, or if no field is set and there is no default.
+    """
     for name in names:
         if (value := config.get(name)) is not None:
             if type(value) is not int or value < 1:
@@ -305,9 +311,9 @@ def _head_size(config: Mapping[str, object], heads: int) -> int:
 
 
 def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[str, list[str]]:
-    """Return the type an engine stores by default, and notes about it.
+    """Return the number format in which an engine stores this model's cache by default, and notes about it.
 
-    That is the type of the checkpoint's cache quantisation, or else of its weights.
+    It is the format that the checkpoint names for its quantised cache, or else that of its weights.
     """
     told = (said.get("quantization_config") for said in (config, text))
     quantized: Mapping[str, object] = next((one for one in told if isinstance(one, dict)), {})
@@ -323,9 +329,9 @@ def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[st
 
 
 def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]]:
-    """Return the kinds of layers that keep tokens, and notes about the others.
+    """Return the layers that keep tokens, in one or two kinds, and notes about the other layers.
 
-    Layers that share another's cache, or keep a state, are left out.
+    Layers that use another layer's cache, or keep a state of fixed size, are not counted.
     """
     kinds = _kinds(config, _number(config, "num_hidden_layers", "n_layer", "num_layers"))
     shared = _number(config, "num_kv_shared_layers", default=0) if config.get("num_kv_shared_layers") else 0
@@ -350,7 +356,7 @@ def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]
 
 
 def _kinds(config: Mapping[str, object], count: int) -> list[str | int]:
-    """Return "full", "state" or the window of each layer; raise BadModel where that is unknown."""
+    """Return for each of `count` layers "full", "state" or its window in tokens; raise BadModel if that is unknown."""
     window = (
         _number(config, "sliding_window")
         if config.get("sliding_window") and config.get("use_sliding_window", True)

@@ -1,13 +1,14 @@
-"""Reserved load per replica: requests sent there that have not ended.
+"""The load of each replica, as the requests reserved there: sent to the replica and not ended.
 
-A reservation is made in the same step as the choice, moves once (at the first byte), grows with its answer and ends
-once. Each of these steps is idempotent: whichever of retry, cancel, crash and normal end comes first settles it, and
-the others change nothing. Not thread safe: one event loop owns a ledger.
+A reservation is made in the same step as the choice of the replica. It changes from prefill to decode once, at the
+first byte, grows with the answer, and ends once. Each of these steps is idempotent: of a retry, a cancellation, a crash
+and the normal end, the first to come settles the reservation, and the others change nothing. Not thread safe: one event
+loop owns a ledger.
 
-An engine computes prompts in steps: all that wait when one ends start with the next, and their first tokens come at its
-end. So a first token tells when the prompts that are left began; prompts that come meanwhile have not begun. Callers
-that pass the time find that in `Load`. Without it, as with an answer in one piece, nothing is known until the next
-first token.
+An engine computes prompts in steps: all prompts that wait when a step ends are computed in the next one, and their
+first tokens come at its end. So a first token tells when the step of the prompts that are left began, and that prompts
+which come after it have not begun. `Load.since`, `begun` and `begun_tokens` say so if callers pass the time. If they do
+not, or if an answer comes in one piece, the beginning is unknown until the next first token.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from math import inf
 
 from .changes import Changes
 
-# Unknown times are finite because formulas multiply them: 30,000 years away, on either side of any clock.
+# The time that stands for "unknown" is finite because formulas multiply it: 30,000 years from any clock's time.
 FAR = 1e12
-UNTIMED = -FAR  # `now` of callers without a clock: queued work then counts as not begun
+UNTIMED = -FAR  # `now` of callers without a clock: queued prompts then count as not begun
 
-# Fields of a `Load` that are all 0 where the first of them is: without prompts no tokens, without streams no context.
+# Groups of `Load` fields that are all 0 if the first of the group is: without prompts there are no prompt tokens,
+# without streams no context.
 ZERO_TOGETHER = (("prefilling", "prefill_tokens", "begun", "begun_tokens"), ("decoding", "context_tokens"))
 
 
@@ -31,23 +33,23 @@ ZERO_TOGETHER = (("prefilling", "prefill_tokens", "begun", "begun_tokens"), ("de
 class Load:
     """The present load of one replica.
 
-    The ledger keeps it; scrapes fill `waiting`, `kv_usage` and `capacity_tokens`.
+    Scrapes set `waiting`, `kv_usage` and `capacity_tokens`, the ledger everything else.
     """
 
-    requests: int = 0  # reserved and not released
+    requests: int = 0  # requests reserved and not released
     prefilling: int = 0  # requests without a first byte yet
-    prefill_tokens: int = 0  # uncached tokens of the prefilling ones
+    prefill_tokens: int = 0  # prompt tokens that the prefilling requests have to compute, those not cached
     decoding: int = 0  # requests past the first byte
-    context_tokens: int = 0  # of the decoding ones: their prompts, and their answers so far
-    output_tokens: int = 0  # expected tokens still to come, of all requests
-    waiting: int = 0  # the engine's own waiting queue, last scrape; 0 if not reported
-    kv_usage: float = 0.0  # share of its KV blocks in use by running requests, 0..1; 0 if not reported
-    capacity_tokens: float = inf  # capacity of its KV cache, in this ledger's tokens; infinite: not known to be short
+    context_tokens: int = 0  # tokens of the decoding requests: their prompts, and their answers so far
+    output_tokens: int = 0  # expected answer tokens still to come, of all requests
+    waiting: int = 0  # requests in the engine's own waiting queue at the last scrape; 0 if not reported
+    kv_usage: float = 0.0  # share of its KV blocks that running requests use, 0..1; 0 if not reported
+    capacity_tokens: float = inf  # tokens that its KV cache can hold, as this ledger counts; infinite: not known
     since: float = FAR  # when the current prefill step began, by the clock of `Demand.now`; FAR: unknown
-    begun: int = 0  # how many of `prefilling` are in that step (unknown: all); later ones wait for the next
-    begun_tokens: int = 0  # how many of `prefill_tokens` are in that step
-    recent: float = 0.0  # weighted count of recent choices; only its share of all replicas' sum has a meaning
-    due: float = FAR  # when it is expected to answer next, by the same clock, see `Unanswered`; FAR: nobody waits
+    begun: int = 0  # how many of `prefilling` are in the current step (all if unknown); the others wait for the next
+    begun_tokens: int = 0  # how many of `prefill_tokens` are in the current step
+    recent: float = 0.0  # how often it was chosen lately, weighted; only its share of all replicas' sum has a meaning
+    due: float = FAR  # when it is expected to answer next, by the same clock (`Unanswered`); FAR: no answer is awaited
 
     def copy(self) -> Load:
         """Return a copy; `dataclasses.replace` takes five times as long."""
@@ -69,9 +71,9 @@ class Load:
         )
 
     def scraped(self, waiting: int | None, kv_usage: float | None) -> None:
-        """Take over the figures of a scrape; either may be missing.
+        """Set the engine's own figures from a scrape; None: not reported.
 
-        The capacity is the ledger's token count divided by the share of blocks in use, so it allows for prompts that
+        The capacity is the ledger's token count divided by the share of KV blocks in use, so it allows for prompts that
         share blocks. Below half full the quotient is imprecise, and not needed.
         """
         self.waiting, self.kv_usage = waiting or 0, kv_usage or 0.0
@@ -90,9 +92,9 @@ class Load:
 
 _COUNTS = tuple(f.name for f in fields(Load))[:6]
 NOTHING = (0,) * len(_COUNTS)
-_VOID = 64  # entries of a heap that may be void however few requests wait
-# Choices per replica over which `recent` is weighted: fewer are noise; more send simultaneous conversations to one
-# replica, and count those that are over
+_VOID = 64  # void entries that the heap of `Unanswered` may have however few requests wait
+# Choices per replica over which `Load.recent` is averaged: with fewer it is noise; with more it counts conversations
+# that are over, and sends simultaneous ones to the same replica
 _WINDOW = 4
 
 
@@ -100,8 +102,10 @@ _WINDOW = 4
 class Reservation:
     """One request's share of a replica's load.
 
-    `met`: the figures of the load that it met, without itself, in the order of `Load`; `at`: when that was. `due`: when
-    the first byte of its answer is expected, FAR if that would not be seen.
+    `met`: the load before this request was added, as figures in the order of the fields of `Load`.
+    `uncached`: prompt tokens to compute; `tokens`: all prompt tokens, and later also those of the answer so far.
+    `at`: when it was made; `output`: expected answer tokens.
+    `due`: when the first byte of the answer is expected; FAR: the gateway would not see it.
     """
 
     replica: str
@@ -112,36 +116,37 @@ class Reservation:
     at: float = UNTIMED
     output: int = 0
     due: float = FAR
-    unanswered: Unanswered | None = None  # its replica's unanswered requests, if it has been one of them
-    number: int = 0  # its number among them; 0: it is not one of them
+    unanswered: Unanswered | None = None  # the replica's unanswered requests, if this one was ever among them
+    number: int = 0  # its number among the unanswered requests; 0: it is not (or no longer) one of them
     stage: str = "prefill"  # then "decode", then "done"
 
     @property
     def before(self) -> Load:
-        """The load that it met, as a `Load`; built on demand, since most requests end without it."""
+        """The load `met`, as a `Load`; built on demand, since most requests end without needing it."""
         return Load(*self.met)  # type: ignore[arg-type]  # the figures are of two types
 
 
 class Unanswered:
-    """The requests on one replica without an answer, which determine when it is expected to answer next: `Load.due`.
+    """The requests on one replica without an answer, by which `Load.due` is set: when the next answer is expected.
 
-    Any answer shows that the replica is not stalled: nothing is due before that, nor before the gateway itself resumed
-    after a stall. Requests older than the answered one are no longer expected: an engine may have put them last, or
-    lost them.
+    Any answer shows that the replica is not stalled, so nothing is due before the last answer, nor before the gateway
+    itself resumed after a stall. Requests older than the one answered last are no longer expected: the engine may have
+    put them behind others, or lost them.
     """
 
     __slots__ = ("_load", "_heap", "_waiting", "_number", "_overtaken", "_answered_at")
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        # (due, number when added, reservation). Void entries (ended, overtaken, or due at another time by now) are
-        # dropped when they come to the top, or when there are too many.
+        # (due, number when added, reservation). Void entries (of requests that ended, were overtaken, or are due at
+        # another time by now) are dropped when they come to the top, or when there are too many.
         self._heap: list[tuple[float, int, Reservation]] = []
-        self._waiting = self._number = self._overtaken = 0  # how many wait; the latest number; the last void one
+        # how many wait; the number given last; the highest number whose request was answered, which voids all up to it
+        self._waiting = self._number = self._overtaken = 0
         self._answered_at = UNTIMED
 
     def add(self, reservation: Reservation) -> None:
-        if len(self._heap) > 2 * self._waiting + _VOID:  # keeps the heap bounded by what waits
+        if len(self._heap) > 2 * self._waiting + _VOID:  # keeps the heap bounded by the number of waiting requests
             self._heap = [entry for entry in self._heap if self._counts(entry)]
             heapify(self._heap)
         self._number = number = self._number + 1
@@ -158,12 +163,12 @@ class Unanswered:
         self._look()
 
     def held_up(self, now: float) -> None:
-        """Note that the gateway was stalled until `now`: earlier answers may have come unseen."""
+        """Note that the gateway was stalled until `now`: answers that came meanwhile may not have been seen yet."""
         self._answered_at = now
         self._look()
 
     def leave(self, reservation: Reservation) -> None:
-        """Remove a request that has ended, or whose answer would not be seen."""
+        """Remove a request that has ended, or whose answer the gateway would not see."""
         if reservation.number:
             self._forget(reservation)
             self._look()
@@ -184,10 +189,10 @@ class Unanswered:
 
 
 class Ledger:
-    """The load of this gateway's requests and, separately, of other gateways' (`others`); a `Load` holds the sum.
+    """The load of all replicas: the requests of this gateway plus those of other gateways (`others`).
 
-    `moved`, if set, is called with each replica on which this gateway's own part changes. `changes` logs the replicas
-    whose `Load` changed in any way, once `follow` was called.
+    `moved`: if set, called with the name of each replica on which this gateway's own part changes. `changes`: the log
+        of replicas whose `Load` changed in any way, kept once `follow` was called.
     """
 
     def __init__(self) -> None:
@@ -196,21 +201,21 @@ class Ledger:
         self._leaving: list[tuple[str, Load]] = []  # replicas removed while requests were still on them
         self._unanswered: dict[str, Unanswered] = {}
         self._shared = False
-        self._weight, self._growth = 1.0, 1.0  # weight of the latest choice, and the factor to the next one's
+        self._weight, self._growth = 1.0, 1.0  # weight of the latest choice in `Load.recent`; its factor per choice
         self.moved: Callable[[str], None] | None = None
         self.changes: Changes[str] | None = None
 
     def follow(self) -> Changes[str]:
         """Return the log of changed replicas, which begins at the first call.
 
-        It costs three entries per request, so it is kept only for fleets large enough for arrays.
+        The log costs three entries per request, so it is kept only for fleets large enough to be weighed as arrays.
         """
         if self.changes is None:
             self.changes = Changes()
         return self.changes
 
     def add(self, replica: str) -> Load:
-        """Return the replica's load, the same object until `remove`."""
+        """Add a replica if it is new, and return its load, the same object until `remove`."""
         load = self._loads.get(replica)
         if load is None:
             load = self._loads[replica] = Load()
@@ -219,7 +224,7 @@ class Ledger:
         return load
 
     def remove(self, replica: str) -> None:
-        """Forget a replica. Requests still on it settle against its old load."""
+        """Forget a replica; requests still on it are taken off its old load as they end."""
         self.others(replica, NOTHING)
         self._others.pop(replica, None)
         self._unanswered.pop(replica, None)
@@ -235,7 +240,7 @@ class Ledger:
     def own(self, replica: str) -> tuple[int, ...]:
         """Return this gateway's part of a replica's load.
 
-        In this order: requests, prefilling, prefill tokens, decoding, context tokens, output tokens.
+        It is a tuple of: requests, prefilling, prefill tokens, decoding, context tokens, output tokens.
         """
         load = self._loads.get(replica)
         if load is None:
@@ -244,9 +249,9 @@ class Ledger:
         return tuple(getattr(load, name) - count for name, count in zip(_COUNTS, others, strict=True))
 
     def others(self, replica: str, counts: tuple[int, ...], now: float | None = None) -> None:
-        """Set the other gateways' part of a replica's load, in the order of `own`.
+        """Set the other gateways' part of a replica's load: `counts`, in the order that `own` returns.
 
-        A lower count of prefilling requests means that a prefill step has ended by `now`.
+        If the count of prefilling requests has fallen, a prefill step is assumed to have ended at `now`.
         """
         load, before = self._loads.get(replica), self._others.get(replica, NOTHING)
         if load is None or counts == before:
@@ -265,7 +270,7 @@ class Ledger:
             self.changes.tell(replica)
 
     def share(self, shared: bool) -> None:
-        """Set whether other gateways' requests are counted; then the start of a prefill step is unknown."""
+        """Set whether other gateways' requests are counted; while they are, the start of a prefill step is unknown."""
         if shared != self._shared:
             self._shared = shared
             for replica, load in self._loads.items():
@@ -274,7 +279,7 @@ class Ledger:
                     self.changes.tell(replica)
 
     def scraped(self, replica: str, waiting: int | None, kv_usage: float | None) -> None:
-        """Take over the engine's own figures, see `Load.scraped`."""
+        """Set the engine's own figures from a scrape, as `Load.scraped` does."""
         self._loads[replica].scraped(waiting, kv_usage)
         if self.changes is not None:
             self.changes.tell(replica)
@@ -291,9 +296,10 @@ class Ledger:
     ) -> Reservation:
         """Count a request on a replica and return its reservation.
 
-        `uncached`: how many of its prompt `tokens` must be computed; `counted`: the shared ledger counts it already, so
-        `moved` is not called; `now`: None without a clock; `output`: tokens still expected of its answer; `due`: as in
-        `Reservation`.
+        `uncached`: how many of its prompt `tokens` must be computed.
+        `counted`: whether a ledger shared by several gateways has counted it already, so that `moved` is not called.
+        `now`: the time, None without a clock.
+        `output`: expected tokens of its answer; `due`: when its first byte is expected, FAR if it would not be seen.
         """
         load = self._loads[replica]
         met = (
@@ -333,9 +339,9 @@ class Ledger:
         return reservation
 
     def reserve_decode(self, replica: str, tokens: int, output: int = 0) -> Reservation:
-        """Count a request whose prompt of `tokens` arrives computed: it decodes from the start.
+        """Count a request whose prompt of `tokens` arrives computed by another replica: it decodes from the start.
 
-        It tells nothing about the prefills of that replica.
+        What is known of the replica's current prefill step stays as it is.
         """
         load = self._loads[replica]
         step = load.since, load.begun, load.begun_tokens
@@ -345,7 +351,7 @@ class Ledger:
         return reservation
 
     def _regrow(self) -> None:
-        """Adapt the weight growth of choices to the number of replicas."""
+        """Adapt the growth of the choices' weights to the number of replicas."""
         self._growth = 1.0 + 1.0 / (_WINDOW * max(1, len(self._loads)))
 
     def _rescale(self) -> None:
@@ -369,7 +375,7 @@ class Ledger:
             self.moved(reservation.replica)
 
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
-        """Move a request from prefill to decode; `now` None: its first byte was not seen, only assumed."""
+        """Move a request from prefill to decode; `now`: when its first byte was seen, None if it was only assumed."""
         if reservation.stage != "prefill":
             return
         if now is not None and reservation.unanswered is not None:
@@ -387,7 +393,7 @@ class Ledger:
             self.moved(reservation.replica)
 
     def came(self, reservation: Reservation, tokens: int) -> None:
-        """Count further tokens of its answer, which are context for the next ones."""
+        """Count further tokens of a request's answer, which are context for its next ones."""
         if reservation.stage != "decode":
             return
         reservation.tokens += tokens
@@ -398,7 +404,7 @@ class Ledger:
             self.moved(reservation.replica)
 
     def answered(self, reservation: Reservation, now: float) -> None:
-        """Note an answer that came in one piece."""
+        """Note that a request's answer came in one piece."""
         if (unanswered := reservation.unanswered) is not None:
             unanswered.answered(reservation, now)
             if self.changes is not None:
@@ -407,7 +413,7 @@ class Ledger:
     def held_up(self, now: float) -> None:
         """Note that this gateway was stalled until `now`.
 
-        Replicas may have answered meanwhile, so none counts as late for that.
+        Replicas may have answered meanwhile, so none counts as late because of the stall.
         """
         for replica, unanswered in self._unanswered.items():
             unanswered.held_up(now)
@@ -415,7 +421,7 @@ class Ledger:
                 self.changes.tell(replica)
 
     def expect(self, reservation: Reservation, due: float) -> None:
-        """Change when the first byte of its answer is due; FAR: it would not be seen."""
+        """Change when the first byte of a request's answer is due; FAR: the gateway would not see it."""
         unanswered = reservation.unanswered
         if unanswered is not None and reservation.number:
             unanswered.leave(reservation)
@@ -426,7 +432,7 @@ class Ledger:
                 self.changes.tell(reservation.replica)
 
     def release(self, reservation: Reservation) -> None:
-        """End a reservation, for whatever reason."""
+        """End a reservation, for whatever reason; a no-op if it has ended."""
         load, stage = reservation.load, reservation.stage
         if stage == "done":
             return
@@ -451,14 +457,17 @@ class Ledger:
             self.moved(reservation.replica)
 
     def outstanding(self) -> dict[str, tuple[int, ...]]:
-        """Return this gateway's part of each replica's load, in the order of `own`, removed replicas included."""
+        """Return this gateway's part of each replica's load, in the order of `own`.
+
+        It includes replicas that were removed while requests were still on them.
+        """
         return {
             replica: self.outstanding_on(replica)
             for replica in (*self._loads, *[replica for replica, _ in self._leaving])
         }
 
     def outstanding_on(self, replica: str) -> tuple[int, ...]:
-        """Return this gateway's part of one replica's load, including what is left from before it was removed."""
+        """Return this gateway's part of one replica's load, including requests from before the replica was removed."""
         counts = self.own(replica)
         for name, load in self._leaving:
             if name == replica:

@@ -1,16 +1,15 @@
 """Two legs: a prompt computed on one replica, its answer written by another, with the KV cache moved between them.
 
-Both alternatives are priced in the same seconds, by the policy's cost of legs, so no threshold has to be set:
+The replica of the first leg is the prefiller P, that of the second the decoder D. Both alternatives are priced in the
+same seconds, by the policy's cost of legs, so no threshold has to be set:
 
     whole   cost of the replica that the policy chose for the whole request
-    apart   cost of the prefiller P, as for a request without an answer
-            + the transfer of what the decoder D does not hold
+    apart   cost of P, as for a request without an answer
+            + the transfer of the tokens that D does not hold
             + cost of D as if it held the prompt: the answer, and the load that it meets and adds
 
 Two legs are taken where they cost less. A policy that does not count in seconds has no price to compare: it takes two
-legs wherever more than one block is to be computed.
-
-`transfers` predicts what a transfer takes.
+legs wherever more than one block is to be computed. `transfers` predicts what a transfer takes.
 """
 
 from __future__ import annotations
@@ -29,40 +28,33 @@ SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
 
 
 class LegChoice(NamedTuple):
-    """A prefiller and a decoder chosen for a request.
-
-    `moved`: prompt tokens whose cache the decoder lacks. `seconds`, `whole_seconds`: the prices, None if the policy
-    does not count in seconds; `preferred` then has its choices and their candidates, for its `placed`.
-    """
+    """A prefiller and a decoder chosen for a request."""
 
     prefiller: Candidate
     decoder: Candidate
-    moved: int
-    seconds: float | None
-    whole_seconds: float | None
+    moved: int  # prompt tokens whose cache the decoder lacks
+    seconds: float | None  # the price of these legs; None if the policy does not count in seconds
+    whole_seconds: float | None  # the price of the whole request, likewise
+    # A policy without seconds: its choices of both, with their candidates, to be passed to its `placed`
     preferred: tuple[tuple[Sequence[Candidate], Choice], ...] = ()
-    near: Sequence[Candidate] = ()  # prefillers that differ by their load alone, this one included
+    near: Sequence[Candidate] = ()  # prefillers as near to the decoder as the chosen one, which is included
 
 
 class Ways(NamedTuple):
-    """The input of a rule for legs.
-
-    `whole`, `choice`: where the request would go in one piece, and the policy's choice of that. `among`: the pairs that
-    may be taken, None for all. All candidates have been weighed for this demand.
-    """
+    """The input of a rule for legs; all candidates have been weighed for this demand."""
 
     demand: Demand
-    whole: Candidate
-    choice: Choice
+    whole: Candidate  # the replica to which the whole request would go
+    choice: Choice  # by which the policy chose that replica
     prefillers: Sequence[Candidate]
     decoders: Sequence[Candidate]
     transfers: Transfers
     now: float
-    among: Collection[Place] | None = None
+    among: Collection[Place] | None = None  # the pairs of replicas that may be taken; None: all
     preferred: tuple[Sequence[Candidate], Choice] | None = None  # a policy without seconds: its choice of decoder
 
     def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
-        """Return the prefillers from which the cache reaches this decoder as fast as from the given one."""
+        """Return the prefillers from which the cache reaches this decoder about as fast as from the given one."""
         moved = self.demand.tokens - decoder.overlap
         most = self.transfers.seconds(prefiller.replica, decoder.replica, moved, self.now) * SLACK[0] + SLACK[1]
         return [
@@ -74,11 +66,12 @@ class Ways(NamedTuple):
         ]
 
     def can_pair(self, prefiller: Candidate, decoder: Candidate) -> bool:
+        """Return whether these two may be taken, and no failed transfer between them is recent."""
         pair = prefiller.replica, decoder.replica
         return (self.among is None or pair in self.among) and not self.transfers.paused(*pair, self.now)
 
     def only(self, among: Collection[Place]) -> Ways | None:
-        """Return the same input limited to these pairs; None if it has replicas for none of them."""
+        """Return the same input limited to these pairs; None if there are no prefillers or no decoders of them here."""
         first, second = [{place[at] for place in among} for at in (0, 1)]
         prefillers = [one for one in self.prefillers if one.replica in first]
         decoders = [one for one in self.decoders if one.replica in second]
@@ -92,7 +85,7 @@ class Ways(NamedTuple):
 
 
 class LegRule(Protocol):
-    """A pure choice of legs; None: the request stays whole."""
+    """A pure choice of legs for a request; None: the request stays whole."""
 
     def __call__(self, policy: Policy, ways: Ways) -> LegChoice | None: ...
 
@@ -104,12 +97,12 @@ def best(found: Iterable[LegChoice | None]) -> LegChoice | None:
 
 
 def of_policy(policy: Policy) -> Cost | None:
-    """Return the policy's cost if that is in seconds, else None."""
+    """Return the policy's cost of a candidate if it is in seconds, else None."""
     return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
 
 
 def price(policy: Policy) -> Cost | None:
-    """Return the cost by which the policy weighs two legs against one, if that is in seconds, else None."""
+    """Return the cost by which the policy weighs two legs against one replica, if it is in seconds, else None."""
     cost = of_policy(policy)
     return None if cost is None else cast("Cost", getattr(policy, "leg_cost", cost))
 
@@ -168,13 +161,13 @@ def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Ca
 def _written(
     cost: Cost, demand: Demand, decoders: Sequence[Candidate], future: float = 0.0, after: float = 1.0
 ) -> list[float]:
-    """Return the cost of each decoder once it holds the prompt, of which it computes only the last token."""
+    """Return the cost of each decoder if it held the prompt, of which it computes only the last token."""
     held = max(0, demand.tokens - 1)
     return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
 def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
-    """Return the ways that contain the decoder that a policy without seconds prefers among all of them.
+    """Return those of the ways that contain the decoder which a policy without seconds prefers among all of them.
 
     Such a policy has no price to choose between ways; without this, the first one would always be taken.
     """
@@ -189,7 +182,7 @@ def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
 def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegChoice | None:
     """Return the legs that a policy without seconds prefers, or None.
 
-    None also where no more than `least` tokens are to be computed (default: one block).
+    It is also None if the decoder lacks no more than `least` tokens of the prompt (default: one block).
     """
     demand = ways.demand
     least = demand.block_size if least is None else least
@@ -206,4 +199,5 @@ def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegCh
 
 
 def _cheapest(prices: Sequence[float]) -> list[int]:
+    """Return the indices of the FEW lowest prices, the lowest first."""
     return sorted(range(len(prices)), key=prices.__getitem__)[:FEW]

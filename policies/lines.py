@@ -2,8 +2,8 @@
 
 Deficit round robin is by Shreedhar and Varghese ("Efficient fair queuing using deficit round robin", IEEE/ACM
 Transactions on Networking 4(3), 1996): each tenant in turn may send QUANTUM uncached tokens, and saves up for a longer
-prompt. A shorter prompt counts as QUANTUM: it takes a place in a step. No I/O and no clock: the caller passes `now` in
-seconds.
+prompt. A shorter prompt counts as QUANTUM, since it takes a place in an engine's step as well. No I/O and no clock: the
+caller passes `now` in seconds.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from .classes import QosClass, Slo
 from .costs import Costs
 
 QUANTUM = 512  # uncached tokens a turn
-ABSENT = ""  # among a line's targets: its requests wait until a replica is ready for them
-Resource = Literal["count", "size"]  # what the queue bounds, by the names of a tenant's sums: requests and bytes
+ABSENT = ""  # if among a line's targets, its requests wait until a replica is ready for them
+Resource = Literal["count", "size"]  # what the queue bounds: requests ("count") and their bytes ("size")
 _WINDOW = 5.0  # seconds of waiting over which a line's pace is averaged
-_PRIOR = 1.0  # seconds of waiting that its first guess counts as
+_PRIOR = 1.0  # seconds of waiting that the first guess of a pace counts as
 
 
 class Ticket:
     """A request that wants to be sent.
 
     `since`: when its client began to wait; `held`: seconds since then in which the stalled gateway could send nobody;
-    `size`: bytes that it holds in memory; `payload`: the caller's. `Admission` sets the rest.
+        `size`: bytes that it holds in memory; `payload`: the caller's own object. `Admission` sets the rest.
     """
 
     __slots__ = (
         "qos", "tenant", "slo", "since", "held", "size", "payload",
         # uncached tokens and seconds of its prefill, as last quoted; its deadline; whether it waits, and in which line
         "tokens", "own", "deadline", "waits", "line",
-        # predicted at admission: seconds from `since` to its first token, and whether the costs had learned; the costs
-        # of its replica, and the streams and their context tokens among which it will decode there
+        # set when it is sent: predicted seconds from `since` to its first token, whether the costs behind them had
+        # learned, the costs of its replica, and the streams and context tokens among which it will decode there
         "ttft", "learned", "costs", "streams", "context",
     )  # fmt: skip
 
@@ -49,7 +49,7 @@ class Ticket:
 
 
 class Pace:
-    """The prefill seconds that leave a line per second in which somebody waits in it."""
+    """The pace of a line: prefill seconds that leave it per second in which some request waits in it."""
 
     __slots__ = ("_work", "_seconds", "_at")
 
@@ -61,7 +61,7 @@ class Pace:
         return self._work / self._seconds
 
     def passed(self, now: float, waiting: bool) -> None:
-        """Advance to `now`; `waiting`: whether somebody waited since the last call."""
+        """Advance to `now`; `waiting`: whether some request waited since the last call."""
         if waiting and now > self._at:
             kept = exp((self._at - now) / _WINDOW)
             self._work *= kept
@@ -69,18 +69,20 @@ class Pace:
         self._at = now
 
     def held_up(self, seconds: float) -> None:
-        """Disregard `seconds` since the last call, in which the stalled gateway could send nobody."""
+        """Leave out `seconds` since the last call in which the stalled gateway could send nobody."""
         self._at += seconds
 
     def left(self, work: float) -> None:
+        """Count `work` prefill seconds that left the line."""
         self._work += work
 
 
 class _Tenant:
     """The requests of one tenant in a line.
 
-    `deficit`: tokens that it may send before its turn is over; `work`: seconds of their prefill; `count`, `size`: how
-    many they are, and their bytes. `queue` also holds tickets that have left.
+    `deficit`: tokens that it may send before its turn is over.
+    `work`: seconds of its requests' prefills; `count`: number of the requests; `size`: their bytes.
+    `queue`: their tickets, and some that have left.
     """
 
     __slots__ = ("queue", "deficit", "work", "count", "size")
@@ -94,7 +96,7 @@ class _Tenant:
 class Line:
     """The waiting requests of one class that may go to the same replicas, the `targets`; empty: to any.
 
-    `work`: seconds of their prefill; `count`, `size`: how many they are, and their bytes.
+    `work`: seconds of their prefills; `count`: number of the requests; `size`: their bytes.
     """
 
     def __init__(self, qos: QosClass, guess: float, targets: frozenset[str] = frozenset()) -> None:
@@ -102,13 +104,14 @@ class Line:
         self.work, self.count, self.size = 0.0, 0, 0
         self._tenants: dict[str, _Tenant] = {}
         self._present = 0  # tenants with a waiting request
-        self._ranked: dict[Resource, list[tuple[int, str]]] = {"count": [], "size": []}  # heaps, see `_most`
+        # By resource a heap of (minus what a tenant had, tenant); entries may be outdated
+        self._ranked: dict[Resource, list[tuple[int, str]]] = {"count": [], "size": []}
         self._turns: deque[str] = deque()  # tenants' names in the order of their turns
         self._gone = 0  # tickets in the queues that have left
 
     @property
     def is_absent(self) -> bool:
-        """Whether no replica was ready for its requests when last seen."""
+        """Whether no replica was ready for its requests when that was last checked."""
         return ABSENT in self.targets
 
     def add(self, ticket: Ticket, now: float) -> None:
@@ -147,7 +150,7 @@ class Line:
         return None
 
     def take(self, ticket: Ticket, now: float) -> None:
-        """Remove a request that is sent, and charge its tenant."""
+        """Remove a request that is sent, and charge it to its tenant."""
         self.pace.passed(now, True)
         self.pace.left(ticket.own)
         tenant = self._tenants[ticket.tenant]
@@ -189,12 +192,12 @@ class Line:
         self._gone = 0
 
     def last(self, resource: Resource) -> Ticket | None:
-        """Return the request to displace if the queue is full: the latest of the tenant that has most of it."""
+        """Return the request to displace if the queue is full: the latest one of the tenant that has most of it."""
         most = self._most(resource)
         return most.queue[-1] if most is not None else None
 
     def most(self, resource: Resource) -> int:
-        """Return the amount that the largest tenant has."""
+        """Return how much of the resource the tenant has that has most of it."""
         most = self._most(resource)
         return int(getattr(most, resource)) if most is not None else 0
 
@@ -206,8 +209,8 @@ class Line:
     def gives(self, count: int, size: int, share: int) -> list[Ticket] | None:
         """Return the latest requests of the largest tenant that together free `count` requests and `size` bytes.
 
-        None if that would leave it less than `share`, what the newcomer's tenant would then have: a full queue is thus
-        shared equally.
+        Return None if that would leave this tenant less than `share`, which is what the newcomer's tenant would then
+        have: so tenants share a full queue equally.
         """
         resource: Resource = "count" if count > 0 else "size"
         most = self._most(resource)
@@ -259,7 +262,8 @@ class Line:
     def ahead(self, name: str) -> float:
         """Return the prefill seconds that precede a newcomer of this tenant.
 
-        As much of each other tenant's as it has in line itself, and one request more; at most all that waits.
+        Before it, each other tenant sends as much as this tenant has in line, and one request more; at most all that
+        waits.
         """
         tenant = self._tenants.get(name)
         own = tenant.work if tenant is not None else 0.0

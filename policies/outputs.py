@@ -1,17 +1,18 @@
 """Expected answer lengths in tokens, learned from complete answers: one running mean for each kind of request.
 
-A request is of three kinds at once, from the widest to the narrowest: its model's; that of prompts with the same first
-block (an agent's instructions, a tenant's system prompt); and its session's, where clients send sessions. Each kind's
-mean starts from the wider kind's, which counts as `PRIOR` answers (Bühlmann's credibility: n / (n + k)): one answer
-hardly moves it, thirty are believed. `max_tokens` bounds the expectation. A request that writes no tokens
-(`Demand.writes`) has none, and teaches nothing.
+A request is of three kinds at once, from the widest to the narrowest: requests to its model; requests with the same
+first block (an agent's instructions, a tenant's system prompt); and requests of its session, where clients send
+sessions. Each kind's mean starts from the wider kind's, which counts as `PRIOR` answers (Bühlmann's credibility: n / (n
++ k)): one answer hardly moves it, thirty are believed. `max_tokens` bounds the expectation. A request that writes no
+tokens (`Demand.writes`) has no length, and teaches nothing.
 
 The time at which the first byte of an answer is expected (`due`) follows from its placement's predicted TTFT; for an
 answer in one piece, all its decode steps are added. After that time its replica counts as late (`costs.late_seconds`).
 
-A cost needs two figures of an answer that has not ended: its mean length, and what remains of one observed at a random
-moment, E[X^2] / 2 E[X] (renewal theory's mean residual life). The latter exceeds half the mean by more the more lengths
-vary, since long answers are observed in proportion to how long they take. So it includes the spread of unknown lengths.
+A cost needs two figures of an answer that has not ended: its mean length, and the *residual*, what remains of an answer
+observed at a random moment, E[X^2] / 2 E[X] (renewal theory's mean residual life). The more lengths vary, the more the
+residual exceeds half the mean, since long answers are observed in proportion to how long they take. So it includes the
+spread of unknown lengths.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from .vocabulary import Candidate, Demand, Pull
 FIRST = 200.0  # tokens expected before any answer has ended
 LEAST_OUTPUT = 8  # tokens; shorter answers are too short to measure the time per token
 PRIOR = 4.0  # answers that a wider kind's mean counts as
-_WINDOWS = (256.0, 64.0, 16.0)  # answers over which the means of each kind run
-_KINDS = 4096  # bound on the models, prefixes and sessions kept, each
-_CHANCES = 8
-# Least seconds of a decode step until _LEARNED streams were seen: answers in one piece say nothing about it, and it may
-# be twenty times the prior's
+_WINDOWS = (256.0, 64.0, 16.0)  # answers over which the means of models, prefixes and sessions run
+_KINDS = 4096  # most models, prefixes and sessions that are kept, of each
+_CHANCES = 8  # most kinds passed over in search of one to remove
+# Least assumed seconds of a decode step until _LEARNED streams were seen: answers in one piece do not show how long a
+# step takes, and it may be twenty times the prior's
 _SLOWEST, _LEARNED = 0.1, 20
 
 
 class Expected(NamedTuple):
-    """The expected tokens of an answer, and those that remain of one observed at a random moment."""
+    """The expected tokens of an answer (`mean`), and those still to come at a random moment of it (`residual`)."""
 
     mean: float
     residual: int
@@ -45,12 +46,13 @@ class Expected(NamedTuple):
 class Basis(NamedTuple):
     """The evidence behind an expected length."""
 
-    # the narrowest kind with answers: "session", "prefix" or "model"; "prior": there was none; "none": no tokens
+    # the narrowest kind with answers: "session", "prefix" or "model"; "prior": there were no answers; "none": the
+    # request writes no tokens
     kind: str
-    answers: int  # of that kind, up to its window
+    answers: int  # answers of that kind, at most its window
     mean: float  # expected tokens, before `max_tokens` bounds them
     spread: float  # standard deviation of the lengths, in tokens
-    without: float  # the mean without that kind's answers, which counts as `PRIOR` of them
+    without: float  # the mean of the wider kind, from which that kind's mean starts
 
 
 class _Kind:
@@ -133,8 +135,8 @@ Key = TypeVar("Key")
 def _of(kinds: dict[Key, _Kind], key: Key) -> _Kind:
     """Return the kind of this key, adding it if needed.
 
-    If there are too many, the oldest one that has not learned lately is removed, or the one after _CHANCES that have: a
-    busy kind stays, and none has to be moved at each answer.
+    If there are too many, the oldest kind that has not learned lately is removed, but at most _CHANCES others are
+    passed over: a busy kind stays, and none has to be moved at each answer.
     """
     kind = kinds.get(key)
     if kind is None:
@@ -160,8 +162,8 @@ def due(
 ) -> float:
     """Return when the first byte of an answer is expected, by the clock of `demand.now`; FAR if there is no clock.
 
-    `uncached`: prompt tokens to compute there; `lower`, `pull`: what is fetched; `ttft`: predicted seconds to the first
-    token, if the policy has computed them.
+    `uncached`: prompt tokens to compute there; `lower`, `pull`: what is fetched from slower tiers and a peer; `ttft`:
+    predicted seconds to the first token, if the policy has computed them.
     """
     now = demand.now
     if now == UNTIMED:

@@ -1,16 +1,16 @@
 """Quotes: the latency that a candidate would give a request, predicted before it is sent.
 
     ttft = the prediction of `costs.ttft_features` by the present load + fetching from slower tiers
-           + the wait for free blocks and a seat
+           + the wait for free blocks and a seat (a place among the requests that the engine runs at once)
     tpot = a decode step with the streams that are there when its first token is out
 
-Where one replica computes the prompt and another writes the answer (`pairs`), `first_leg` predicts the former, and
-`after_prefill` combines it with the latter.
+Where one replica computes the prompt and another writes the answer (`pairs`), `first_leg` predicts the first replica's
+part, and `after_prefill` combines it with the second's.
 
 A present stream is still there after `ttft` with probability exp(-ttft / left), where `left` is the time that an answer
-observed at a random moment still takes (`Load.output_tokens` over its requests). Prompts that wait there are computed
-before its own, so they are streams by then. While the cache is full, blocks come free as streams end, and so do seats
-while all are taken: of the answers on all seats, the k-th ends after k / seats of `left`.
+observed at a random moment still takes (`Load.output_tokens` over its requests). Prompts that wait on the replica are
+computed before the request's own, so they are streams by then. While the cache is full, blocks come free as streams
+end, and so do seats while all are taken: of the answers on all seats, the k-th ends after k / seats of `left`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,22 @@ from typing import NamedTuple
 from .ledger import Load
 from .vocabulary import Candidate, Demand
 
-Place = tuple[str, ...]  # the replicas of a way: the one that computes the prompt and, if another, the one that writes
+# The replicas of one way to serve a request: the one that computes the prompt and, if another, the one that writes
+Place = tuple[str, ...]
 
 
 class Quote(NamedTuple):
-    """Predicted seconds for a request on one candidate.
+    """Predicted seconds for a request on one candidate, and the load by which they were predicted."""
 
-    `wait`: the part of `ttft` before its own prompt is computed; `left`: what answers under way there still take, on
-    average. `there`: requests on it now; `computing`: those of them without a first token; `full`: the share of its
-    cache that they and this request take, 0 if unknown. `streams`, `context`: the streams, and their context tokens,
-    that `tpot` was predicted for.
-    """
-
-    ttft: float
-    wait: float
-    tpot: float
-    left: float = 0.0
-    there: int = 0
-    computing: int = 0
-    full: float = 0.0
-    streams: float = 1.0
-    context: float = 0.0
+    ttft: float  # seconds to its first token
+    wait: float  # the part of `ttft` before its own prompt is computed
+    tpot: float  # seconds from one token to the next
+    left: float = 0.0  # seconds that an answer under way on the candidate still takes, on average
+    there: int = 0  # requests on the candidate now
+    computing: int = 0  # those of them without a first token
+    full: float = 0.0  # share of the candidate's cache that they and this request take, 0 if unknown
+    streams: float = 1.0  # the number of streams for which `tpot` was predicted
+    context: float = 0.0  # the context tokens of these streams
 
     @property
     def own(self) -> float:
@@ -52,7 +47,7 @@ class Quote(NamedTuple):
 class FirstLeg(NamedTuple):
     """A prompt to be computed on one candidate.
 
-    `ttft`: seconds until that is done; `wait`: those of them before it begins; `load`: the present one.
+    `ttft`: seconds until that is done; `wait`: those of them before it begins; `load`: the candidate's present load.
     """
 
     ttft: float
@@ -61,7 +56,7 @@ class FirstLeg(NamedTuple):
 
 
 def quote(candidate: Candidate, demand: Demand) -> Quote:
-    """Return a candidate's quote for a whole request, which has been weighed and has its expected `output`."""
+    """Return a candidate's quote for a whole request; the candidate was weighed for it and its `output` is set."""
     load = candidate.load
     ttft, queue = _prompt(candidate, demand)
     left, held = _left(candidate), _held(load, demand)
@@ -72,7 +67,7 @@ def quote(candidate: Candidate, demand: Demand) -> Quote:
 def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
     """Return when the candidate would have computed the prompt, including the wait for blocks.
 
-    The demand has been weighed.
+    The candidate was weighed for this demand.
     """
     ttft, queue = _prompt(candidate, demand)
     free = _until_it_fits(candidate, _held(candidate.load, demand) - demand.output, _left(candidate))
@@ -82,7 +77,7 @@ def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
 def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: Demand) -> Quote:
     """Return the quote of a `decoder` that gets the prompt's cache `moving` seconds after the first leg is done.
 
-    Work that the decoder has to do first counts only as far as it takes longer than the first leg.
+    Work that the decoder has to do first counts only by how much longer it takes than the first leg.
     """
     load, costs = decoder.load, decoder.costs
     left, held = _left(decoder), _held(load, demand)
@@ -96,7 +91,10 @@ def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: De
 def _quote(
     candidate: Candidate, demand: Demand, left: float, held: float, ttft: float, wait: float, there: int, computing: int
 ) -> Quote:
-    """Return the quote, with the TPOT by the streams that are there after `ttft`."""
+    """Return the quote, with the TPOT by the streams that are there after `ttft`.
+
+    `held`: tokens of cache that all requests there and this one take; the other arguments are fields of the quote.
+    """
     load = candidate.load
     stay = exp(-ttft / left) if left > 0.0 else 0.0
     all_ = load.decoding * stay + load.prefilling + 1
@@ -120,13 +118,16 @@ def _held(load: Load, demand: Demand) -> float:
 
 
 def _left(candidate: Candidate) -> float:
-    """Return the seconds that an answer there still takes, on average."""
+    """Return the seconds that an answer under way on the candidate still takes, on average."""
     load = candidate.load
     return load.output_tokens / load.requests * candidate.costs.step_seconds(load) if load.requests else 0.0
 
 
 def _until_it_fits(candidate: Candidate, held: float, left: float) -> float:
-    """Return the seconds until there are blocks for `held` tokens, and a seat."""
+    """Return the seconds until there are blocks for `held` tokens, and a seat.
+
+    `left`: seconds that a present answer still takes, on average.
+    """
     load = candidate.load
     return max(_until_free(load, held - load.capacity_tokens, left), _until_seat(load, candidate.seats, left))
 
@@ -137,6 +138,9 @@ def _until_free(load: Load, short: float, left: float) -> float:
 
 
 def _until_seat(load: Load, seats: float, left: float) -> float:
-    """Return the seconds until enough answers have ended for this request, and all ahead of it, to run."""
+    """Return the seconds until enough answers have ended for this request, and all ahead of it, to run.
+
+    `seats`: requests that the engine runs at once; `left`: seconds that a present answer still takes, on average.
+    """
     short = load.requests + 1 - seats
     return left * short / seats if short > 0.0 else 0.0

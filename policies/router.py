@@ -1,12 +1,14 @@
 """Router: places requests on replicas, and learns from what becomes of them.
 
 A placement is one step: the map tells which replica holds how much of the prompt, the policy chooses, the load is
-counted, and the blocks that the request will leave are expected. Its progress is reported in up to three further calls,
-each of which may be repeated or omitted: `first_token` when its prefill is done, then `finish` if the answer is
-complete and `abandon` if not.
+counted, and the map is told which blocks the replica will hold. The request's progress is reported in up to three
+further calls, each of which may be repeated or omitted: `first_token` when its prefill is done, then `finish` if the
+answer is complete and `abandon` if not.
 
 The proxy, decisions for another proxy, several gateways on one Redis and the simulation all place requests here, so a
 rule behaves the same in each. No I/O and no clock: the caller passes `now` in seconds. Not thread safe.
+
+To *weigh* candidates is to set on each what it holds of the request's prompt (`Candidate.overlap` and `lower`).
 """
 
 from __future__ import annotations
@@ -37,21 +39,21 @@ from .seats import Seats
 from .transfers import Transfers
 from .vocabulary import Candidate, Demand, Policy, Pull
 
-MANY = 16  # candidates from which they are weighed as arrays; fewer are faster one by one
+MANY = 16  # least number of candidates that are weighed as arrays; fewer are faster one by one
 SHARED_TIER = "cpu"  # the tier from which other replicas may fetch
-PASSED_OVER_SECONDS = 2.0  # without a request, while others get some
+PASSED_OVER_SECONDS = 2.0  # a replica without a request for so long, while others get some, counts as passed over
 
 
 def hittable(tokens: int, block_size: int) -> int:
-    """Return how many blocks of a prompt can be cache hits, in all tiers: the last token is always computed."""
+    """Return how many blocks of a prompt can be cache hits, in all tiers; its last token is always computed."""
     return (tokens - 1) // block_size
 
 
 class Targets:
     """The candidates for a request, in a stable order.
 
-    It caches arrays, so the same object should serve while the candidates are the same. `space`: the one that all of
-    them are of; None: they are of several.
+    It caches arrays, so the same object should serve while the candidates are the same. `space`: the space of all of
+    them; None if they are of several.
     """
 
     __slots__ = ("candidates", "roster", "slots", "nothing", "space")
@@ -68,7 +70,7 @@ class Targets:
         return len(self.candidates)
 
     def only(self, replica: str) -> Targets:
-        """Return the targets limited to one replica."""
+        """Return new targets with this replica alone."""
         return Targets([one for one in self.candidates if one.replica == replica])
 
 
@@ -76,30 +78,29 @@ class Targets:
 class Placement:
     """A request on a replica, from the choice to its end.
 
-    `overlap`: prompt tokens assumed to be held in its first tier; `lower`: those that follow in slower tiers, in runs.
-    The engine is to find both (`cached`).
+    The engine is expected to find `overlap` and `lower` in its cache, together `cached`.
     """
 
     candidate: Candidate
     demand: Demand
-    overlap: int
+    overlap: int  # prompt tokens that the replica is assumed to hold in its first tier
     reservation: Reservation
     at: float
-    expected: int | None = None  # the map's number of the prompt; None: its blocks are not expected there
-    lower: Lower = ()
-    beyond: int = 0  # tokens of the prompt's last block, which is computed, that the engine counts as found anyway
-    pull: Pull | None = None  # the source of the last run of `lower`, if that is another replica
+    expected: int | None = None  # the prompt's number from `PrefixMap.expect`; None: that was not called
+    lower: Lower = ()  # prompt tokens that it is assumed to hold in slower tiers, after the overlap
+    beyond: int = 0  # tokens of the prompt's last block that are computed although the engine counts them as cached
+    pull: Pull | None = None  # where the last entry of `lower` comes from, if that is another replica
     pull_took: float | None = None  # seconds that the pull took, if measured
-    chosen_by: float | None = None  # the predicted TTFT that it was chosen by, if the policy has computed it
+    chosen_by: float | None = None  # the predicted TTFT by which the policy chose, if it computed one
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that need not be computed."""
+        """Prompt tokens that need not be computed, in all tiers."""
         return self.overlap + self.fetched
 
     @property
     def predicted(self) -> int:
-        """The engine's `cached_tokens`, as predicted."""
+        """The predicted `cached_tokens` that the engine will report."""
         return self.cached + self.beyond
 
     @property
@@ -109,24 +110,24 @@ class Placement:
 
     @property
     def overlap_blocks(self) -> int:
-        """Blocks held in the first tier."""
+        """Blocks of the prompt held in the first tier."""
         return self.overlap // self.demand.block_size
 
     @property
     def computing(self) -> bool:
-        """Whether its prompt is still being computed, as far as is known."""
+        """Whether the prompt is still being computed, as far as is known."""
         return self.reservation.stage == "prefill"
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds to its last token, by the load that it met and the expected length of its answer."""
+        """Predicted seconds to the last token, by the load that the request met and its expected answer length."""
         taken, costs = self.reservation, self.candidate.costs
         seconds = costs.answer_seconds(taken.before, taken.uncached, self.cached, self.demand.output, taken.at)
         return seconds + self.fetch_seconds if self.lower else seconds
 
     @property
     def ttft(self) -> float:
-        """Predicted seconds from sending it to its first token, by the load that it met."""
+        """Predicted seconds from sending the request to its first token, by the load that it met."""
         if self.chosen_by is not None:
             return self.chosen_by
         taken = self.reservation
@@ -135,20 +136,23 @@ class Placement:
 
     @property
     def punctual_ttft(self) -> float:
-        """The predicted TTFT without the replica's lateness: how long a replica stalls is not learned from."""
+        """The predicted TTFT without the replica's lateness, for learning: a stall says nothing about the next one."""
         taken = self.reservation
         seconds = self.candidate.costs.punctual_seconds(taken.before, taken.uncached, self.cached, taken.at)
         return seconds + self.fetch_seconds if self.lower else seconds
 
     @property
     def fetch_seconds(self) -> float:
-        """The predicted seconds to fetch from slower tiers and a peer, which the TTFT includes."""
+        """The predicted seconds to fetch from slower tiers and from a peer, which are part of the TTFT."""
         seconds = self.candidate.costs.group.fetch.seconds(self.lower)
         return seconds + self.pull.seconds if self.pull is not None else seconds
 
 
 class Router:
-    """The placement of requests on the replicas of one ledger and one map, by one policy."""
+    """The placement of requests on the replicas of one ledger and one map, by one policy.
+
+    `transfers`, `pulls`: the learned seconds of moving KV cache between two replicas, for two legs and for peer pulls.
+    """
 
     def __init__(
         self,
@@ -169,7 +173,7 @@ class Router:
             getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")
         ]
         self._tiered: list[Candidate] = []  # candidates whose `lower` was set for the last request
-        # by replica: `Load.recent` when last looked at, and when that changed
+        # by replica: the last seen `Load.recent`, and when it changed
         self._used: dict[str, tuple[float, float]] = {}
         self._decayed_at = 0.0
 
@@ -189,10 +193,10 @@ class Router:
     # --- replicas
 
     def add(self, replica: str, slot: int, rank_paths: Collection[str] | None = None) -> Candidate:
-        """Add a replica that requests may be placed on; return its candidate, the same object until `remove`.
+        """Add a replica on which requests may be placed; return its candidate, the same object until `remove`.
 
-        `slot`: its slot in the map. `rank_paths`: set if it is one rank of an engine; only requests posted to these
-        paths are computed by the rank that they are sent to.
+        `slot`: its slot in the map. `rank_paths`: set if it is one data-parallel rank of an engine; only requests
+            posted to these API paths are sure to be computed by the rank that they are sent to.
         """
         candidate = Candidate(
             replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, rank_paths=rank_paths
@@ -201,12 +205,15 @@ class Router:
         return candidate
 
     def count_seats(self, replica: str, running: int | None) -> None:
-        """Learn a replica's seats after a scrape; `running`: requests running there, None if not reported."""
+        """Learn how many requests a replica runs at once (its seats), after a scrape.
+
+        `running`: requests running there; None if not reported.
+        """
         if running is not None and (candidate := self.candidates.get(replica)) is not None:
             candidate.seats = self._seats[replica].scraped(candidate.load, running)
 
     def regroup(self, replica: str, group: CostGroup) -> None:
-        """Move a replica to another group of costs, discarding what was learned about it in the former one."""
+        """Move a replica to another group of costs, discarding what its former group learned about it."""
         candidate = self.candidates[replica]
         if candidate.costs.group is not group:
             candidate.costs.group.remove(replica)
@@ -214,7 +221,7 @@ class Router:
             self._seats[replica], candidate.seats = Seats(), inf
 
     def remove(self, replica: str) -> None:
-        """Remove a replica; requests still placed there settle without effect on the map."""
+        """Remove a replica; requests still placed there can end, without effect on the map."""
         if (candidate := self.candidates.pop(replica, None)) is not None:
             candidate.slot = -1
             candidate.costs.group.remove(replica)
@@ -226,14 +233,14 @@ class Router:
         self.lost(replica)
 
     def lost(self, replica: str) -> None:
-        """Note that a replica's incarnation has ended, and its cache is lost."""
+        """Note that a replica's process has ended or restarted, so its cache is lost."""
         self.transfers.restarted(replica)
         self.pulls.restarted(replica)
         if self._gone is not None:
             self._gone(replica)
 
     def targets(self, candidates: Sequence[Candidate]) -> Targets:
-        """Return the targets for these candidates, with arrays if they are at least MANY and alike."""
+        """Return the targets for these candidates, with arrays if they are MANY or more and of one space and group."""
         alike = len(candidates) >= MANY and len({(one.space, one.costs.group) for one in candidates}) == 1
         return Targets(candidates, Roster(candidates, self.ledger, candidates[0].costs.group) if alike else None)
 
@@ -268,8 +275,8 @@ class Router:
     ) -> Evaluation:
         """Return the policy's choice for a request; nothing is counted, and a repeated call returns the same.
 
-        `explain`: whether the choice needs a reason and its terms; `peers`: the replicas that may fetch a prompt from
-        one another's memory.
+        `explain`: whether the choice needs a reason and cost terms; `peers`: the replicas that may fetch the prompt
+            from one another's memory.
         """
         demand.output, demand.residual = self.outputs.expected(demand)
         if demand.also is not None:
@@ -284,7 +291,10 @@ class Router:
     def _offer_pulls(
         self, demand: Demand, targets: Targets, peers: Collection[Candidate], now: float
     ) -> Mapping[str, Pull]:
-        """Let candidates fetch from one another's memory where that costs less, right after they were weighed."""
+        """Let candidates fetch from one another's memory where that costs less; return these pulls by replica.
+
+        To be called right after the candidates were weighed.
+        """
         cost = legs.of_policy(self.policy)
         if cost is None or not demand.reads_cache or not len(demand.hashes):
             return NO_PULLS
@@ -298,21 +308,21 @@ class Router:
         return {one.replica: one.pull for one in given if one.pull is not None}
 
     def offer_again(self, whole: Evaluation) -> None:
-        """Restore the pull of the replica chosen for the whole request, after it was weighed again."""
+        """Restore the pull of the candidate that `whole` chose, after the candidates were weighed again."""
         best = whole.candidates[whole.choice.index]
         if best.replica in whole.pulls:
             best.lower, best.pull = whole.lower, whole.pulls[best.replica]
             self._tiered.append(best)
 
     def quotes(self, evaluation: Evaluation) -> list[Quote]:
-        """Return each candidate's quote for the request, right after `evaluate`."""
+        """Return each candidate's predicted latency for the request, right after `evaluate`."""
         return [quote(candidate, evaluation.demand) for candidate in evaluation.candidates]
 
     def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
-        """Place a request as evaluated: count the load, expect the blocks, and notify the policy, once per placement.
+        """Place a request as evaluated: count its load, expect its blocks, and notify the policy, once per placement.
 
         `decision`: the choice of a ledger shared by all gateways, among the same candidates; it replaces the
-        evaluation's.
+            evaluation's.
         """
         demand, candidates, choice, overlap, spaces, lower, offered, *_ = evaluation
         placed, counted = demand, False
@@ -352,10 +362,10 @@ class Router:
         return placement
 
     def beyond(self, candidate: Candidate, demand: Demand, overlap: int, lower: Lower) -> int:
-        """Return how many more tokens of a prompt without a partial last block the engine reports as cached.
+        """Return how many more tokens than it finds the engine reports as cached, if a prompt ends with a full block.
 
-        No hit in the first tier reaches the last token. But vLLM asks its connector for what follows that hit, up to
-        the prompt's end, even if the block lies in the first tier.
+        No hit in the first tier reaches the last token. But vLLM asks its connector for what follows the hit, up to the
+        prompt's end, even if the last block lies in the first tier.
         """
         size, hashes = demand.block_size, demand.hashes
         if not hashes or not demand.reads_cache or len(hashes) * size != demand.tokens or candidate.slot < 0:
@@ -366,7 +376,11 @@ class Router:
         return 0 if left_out is None else size - left_out
 
     def _what_is_pulled(self, pull: Pull | None, by: Candidate, lower: Lower, now: float) -> Pull | None:
-        """Return the part of a pull that is still needed, where more is held than was known."""
+        """Return the part of a pull that is still needed, and note its beginning; None if nothing is to be pulled.
+
+        The replica `by` may hold more of the prompt than was known when the pull was offered; `lower` says what is
+        left.
+        """
         tokens = sum([tokens for tier, tokens in lower if tier == PEER])
         if pull is None or not tokens:
             return None
@@ -376,7 +390,7 @@ class Router:
         return pull
 
     def expect(self, placement: Placement) -> None:
-        """Tell the map which blocks a placement will leave."""
+        """Tell the map which blocks the placement's replica will hold."""
         candidate, demand = placement.candidate, placement.demand
         if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
             placement.expected = self.map.expect(candidate.slot, demand.hashes, placement.at)
@@ -392,7 +406,7 @@ class Router:
         return order
 
     def weighed(self, demand: Demand, targets: Targets, now: float) -> Sequence[Candidate]:
-        """Return the candidates, with what each holds of the prompt; valid until the next request is weighed."""
+        """Set on the candidates what each holds of the prompt, and return them; valid until the next `weighed`."""
         candidates, roster, size, hashes = targets.candidates, targets.roster, demand.block_size, demand.hashes
         most = hittable(demand.tokens, size)
         match = self.map.match(hashes, now, most) if hashes and demand.reads_cache else None
@@ -419,16 +433,17 @@ class Router:
         return candidates if roster is None else roster
 
     def _forget_lower(self) -> None:
-        """Clear the lower tiers of all candidates of the last request, whether or not they are candidates now."""
+        """Clear what the last request's candidates held in slower tiers, also of those that are no candidates now."""
         for one in self._tiered:
             one.lower, one.pull = (), None
         self._tiered = []
 
     def weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
-        """Do the work of `weighed` for candidates that are not all of the demand's space.
+        """Do the work of `weighed` for candidates that are not all of the demand's space; return the prompt by space.
 
-        What a candidate holds is looked up in the tokens of its own space and counted in those of `demand`, so that all
-        are weighed by the same measure. In a space that the request was not prepared for nothing is known.
+        What a candidate holds is looked up in the tokens of its own space and converted to those of `demand`, so that
+        all are weighed by the same measure. A candidate of a space for which the request was not prepared counts as
+        holding nothing.
         """
         spaces = {one.space: self.held(one, now) for one in (demand, demand.also) if one is not None}
         self._forget_lower()
@@ -444,7 +459,7 @@ class Router:
         return spaces
 
     def held(self, demand: Demand, now: float) -> Held:
-        """Return what each slot of the map holds of a request, as blocks of its own space."""
+        """Return a request with what each slot of the map holds of it, in blocks of the request's own space."""
         most = hittable(demand.tokens, demand.block_size)
         match = self.map.match(demand.hashes, now, most) if demand.hashes and demand.reads_cache else None
         return Held(demand, match)
@@ -452,9 +467,9 @@ class Router:
     # --- its outcome
 
     def first_token(self, placement: Placement, now: float | None, seconds: float | None = None) -> None:
-        """Note that a prefill is done, by `now` if that is known.
+        """Note that a prefill is done, by `now` if the time is known.
 
-        `seconds`: measured from sending it there; given only if it is to be learned from.
+        `seconds`: measured from sending the request there to its first token; given only if it is to be learned from.
         """
         reservation = placement.reservation
         if reservation.stage != "prefill":
@@ -470,25 +485,25 @@ class Router:
             )
 
     def came(self, placement: Placement, tokens: int) -> None:
-        """Count further tokens of its answer."""
+        """Count further tokens of the request's answer."""
         self.ledger.came(placement.reservation, tokens)
 
     def answered(self, placement: Placement, now: float) -> None:
-        """Note an answer that came in one piece, which tells nothing about its prefill."""
+        """Note an answer that came in one piece, from which nothing is learned about its prefill."""
         self.ledger.answered(placement.reservation, now)
 
     def tells_end_alone(self, placement: Placement) -> None:
-        """Expect only the end of a streamed answer to be seen; called right after it was placed."""
+        """Expect only the end of a streamed answer to be seen; to be called right after the request was placed."""
         taken, demand = placement.reservation, placement.demand
         if demand.streams:
             self.ledger.expect(taken, taken.due + answer_seconds(placement.candidate, demand))
 
     def disregard(self, placement: Placement) -> None:
-        """Stop expecting its first byte: its replica works, so it says nothing about what others wait for."""
+        """Stop expecting the request's first byte: its replica works, so the wait says nothing about other requests."""
         self.ledger.expect(placement.reservation, FAR)
 
     def drop_pull(self, placement: Placement) -> None:
-        """Compute what was to be pulled from a peer; called right after it was placed."""
+        """Change a request that was just placed: compute what was to be pulled from a peer."""
         kept, fetching = tuple([run for run in placement.lower if run[0] != PEER]), placement.fetch_seconds
         tokens = placement.fetched - sum([count for _, count in kept])
         placement.pull, placement.lower, placement.chosen_by = None, kept, None
@@ -498,7 +513,10 @@ class Router:
         self.ledger.expect(taken, taken.due + later)
 
     def pulled(self, placement: Placement, cached: int, now: float) -> bool:
-        """Learn from a pull; return whether all of it came. `cached`: prompt tokens that the engine found in all."""
+        """Learn from a pull, and return whether all of it came.
+
+        `cached`: all prompt tokens that the engine found, those of the pull included.
+        """
         pull, replica = placement.pull, placement.candidate.replica
         assert pull is not None
         if cached >= placement.cached:
@@ -519,7 +537,7 @@ class Router:
         """Settle a complete answer.
 
         `reported`: prompt tokens that the engine found in its cache; `per_token`: mean seconds from one token to the
-        next (both only where known and to be learned from); `output`: tokens of the answer.
+            next (None for either: not known, or not to be learned from); `output`: tokens of the answer.
         """
         candidate, demand, reservation = placement.candidate, placement.demand, placement.reservation
         if per_token is not None and reservation.stage == "decode":
@@ -535,7 +553,7 @@ class Router:
     def abandon(self, placement: Placement, computed: bool = True) -> None:
         """Settle a placement without a complete answer.
 
-        Unless its prompt was `computed`, its blocks are no longer expected.
+        Unless its prompt was `computed`, the map no longer expects its blocks.
         """
         self._release(placement)
         number = placement.expected
@@ -554,10 +572,10 @@ class Router:
 def in_space(
     candidate: Candidate, spaces: Mapping[int, Held], demand: Demand, told: int = 0
 ) -> tuple[Demand, int, Lower]:
-    """Return the request in the candidate's space, and the prompt tokens that it holds in its first and slower tiers.
+    """Return the request in the candidate's space, and its tokens held in the candidate's first and slower tiers.
 
-    In a space that the request was not prepared for, no blocks are known. `told`: tokens of `demand` that it is known
-    to hold because other gateways sent them there.
+    In a space for which the request was not prepared, no blocks are known. `told`: tokens of `demand` that the
+    candidate is known to hold because other gateways sent them there.
     """
     held = spaces.get(candidate.space)
     if held is None:

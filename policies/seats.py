@@ -1,9 +1,9 @@
-"""Seats: how many requests an engine runs at once (vLLM's `max_num_seqs`), which its metrics do not report.
+"""Seats: how many requests an engine runs at once (vLLM's `max_num_seqs`), learned because no metric reports it.
 
-A prompt waits in its engine for the current step, for cache, for a transfer, or for a seat. It waits for a seat if the
-same number of requests runs at each scrape while others wait, the cache is not full, and all requests taken to be
-decoding do run: during a step of prompts others run besides, and one whose cache is being fetched counts as decoding
-here. More running requests, or none waiting for long while all seats are taken, show that there are more seats. Pure.
+A prompt waits in its engine for the current step, for cache, for a transfer, or for a seat. It waits for a seat if, at
+each of several scrapes, the same number of requests runs while others wait, the cache is not full, and no fewer run
+than the ledger counts as decoding (it also counts those whose cache is being fetched). There are more seats than
+assumed if more requests run, or if none waits for long while all seats are taken. Pure.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ FULL = 0.9  # share of the cache in use from which requests may be waiting for c
 
 
 class Seats:
-    """The learned number of seats of one engine."""
+    """The number of seats of one engine, learned from scrapes."""
 
     __slots__ = ("count", "_running", "_seen", "_calm")
 
     def __init__(self) -> None:
-        self.count: float = inf  # infinite: not known to be short
+        self.count: float = inf  # the number of seats; infinite: no limit noticed yet
         self._running = self._seen = self._calm = 0
 
     def scraped(self, load: Load, running: int) -> float:
-        """Learn from a scrape, and return the number of seats. `running`: requests running there, from any client."""
+        """Learn from a scrape of the engine's metrics, and return the number of seats.
+
+        `running`: requests that run there, of any client.
+        """
         if running > self.count:
             self.count = inf
         short = load.waiting > 0 and load.kv_usage < FULL and 0 < running >= load.decoding

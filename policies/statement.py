@@ -1,17 +1,17 @@
 """A cost formula stated once, as plain Python arithmetic, and compiled for the three places where it is evaluated.
 
-A statement is a function of numbers, with `+ - * /`, `min`, `max` and `abs` as its only operations and no branches. It
-is called once, with symbols in place of the numbers, which yields its expressions; equal parts become one object. From
-these are made
+A *statement* is a Python function of numbers, with `+ - * /`, `min`, `max` and `abs` as its only operations and no
+branches. It is called once, with symbols in place of the numbers, and so returns expressions instead of numbers; equal
+parts of these become one object. From the expressions are made
 
 - `python`: a Python function for one replica, every call of another statement inlined;
 - `Arrays`: the sum of the results for many replicas at once, as one matrix product and some operations on arrays;
 - `lua`: the text of a Lua function, for the Redis script that decides for several gateways at once.
 
-A test holds the three to the statement itself.
+A test checks that all three give the statement's own results.
 
-A symbol has a kind: the same for all candidates (REQUEST), following from a replica's load and speeds alone (STANDING),
-or different by replica and request (OVERLAP). Parts of one kind are computed only when that kind changes: of 1,024
+The kind of a symbol says on what its value depends: REQUEST, the request alone, the same for all candidates; STANDING,
+a replica's load and speeds alone; OVERLAP, both. Parts of one kind are computed only when that kind changes: of 1,024
 replicas, two or three change their STANDING parts between two decisions.
 """
 
@@ -26,13 +26,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-REQUEST, STANDING, OVERLAP = 1, 2, 4  # kinds; an expression has those of all its symbols
+REQUEST, STANDING, OVERLAP = 1, 2, 4  # kinds; an expression has those of all its symbols, as a sum of bits
 _CALLS: dict[str, Callable[..., float]] = {"min": min, "max": max, "abs": abs}
-_WORTH_A_BRANCH = 8  # parts that a branch must save
+_WORTH_A_BRANCH = 8  # least number of parts that a branch must save
 
 
 class Expression:
-    """A number that is not known yet. Equal expressions are one object."""
+    """A number that is not known yet: a symbol, a constant or an operation. Equal expressions are one object."""
 
     __slots__ = ("op", "parts", "kind")
     _all: ClassVar[dict[tuple[object, ...], Expression]] = {}
@@ -43,6 +43,7 @@ class Expression:
 
     @classmethod
     def of(cls, op: str, *parts: Any, kind: int = 0) -> Expression:
+        """Return the expression of this operation and these parts, the same object as before if there is one."""
         key = (op, *map(id, parts)) if op not in ("symbol", "number") else (op, *parts, kind)
         found = cls._all.get(key)
         if found is None:
@@ -82,7 +83,7 @@ class Expression:
 
 
 def symbol(name: str, kind: int) -> Expression:
-    """Return the symbol of this name and kind, which stands for a number."""
+    """Return the expression that stands for a number called `name`; `kind`: REQUEST, STANDING or OVERLAP."""
     return Expression.of("symbol", name, kind=kind)
 
 
@@ -117,12 +118,12 @@ def _call(op: str) -> Callable[..., Expression]:
 
 
 def expressions(statement: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the expressions that a statement returns for these symbols."""
+    """Return the expressions that a statement returns for these arguments, which are symbols."""
     return _symbolic(statement)(*arguments)
 
 
 def _symbolic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of the function, and of those it calls, whose `min`, `max` and `abs` take expressions."""
+    """Return a copy of a function, and of those it calls, whose `min`, `max` and `abs` take expressions."""
     names = dict(function.__globals__) | {op: _call(op) for op in _CALLS}
     called = [
         one
@@ -140,8 +141,11 @@ class Text:
     """The source text of expressions in some language.
 
     Parts used more than once are assigned to local variables first, in `lines`; parts of REQUEST symbols alone in
-    `request_lines`, for callers that evaluate the rest for many replicas. `known`: variables that already hold the
-    values of some expressions; if given, nothing goes to `request_lines`.
+    `request_lines`, for callers that evaluate the rest for many replicas.
+
+    `assign`: the form of an assignment; `calls`: the language's functions for min, max and abs (None: Python's
+        conditionals).
+    `known`: variables that already hold the values of some expressions; if given, nothing goes to `request_lines`.
     """
 
     def __init__(
@@ -162,7 +166,7 @@ class Text:
 
     @property
     def request_names(self) -> dict[Expression, str]:
-        """The variables that `request_lines` assign."""
+        """The variables that `request_lines` assign, by the expressions that they hold."""
         return {node: name for node, name in self._names.items() if node.kind == REQUEST}
 
     @staticmethod
@@ -172,6 +176,7 @@ class Text:
         return node.op != "number" and (uses > 1 or node.kind == REQUEST)
 
     def _name(self, node: Expression) -> str:
+        """Assign an expression to a variable if it is not one already, and return its text."""
         if node not in self._names and node.op != "number" and not (node.op == "symbol" and "." not in node.parts[0]):
             text = self.of(node)
             if node.kind == REQUEST and self._for_request:
@@ -183,6 +188,7 @@ class Text:
         return self.of(node)
 
     def of(self, node: Expression) -> str:
+        """Return the text of an expression."""
         if node in self._names:
             return self._names[node]
         if node.op in ("symbol", "number"):
@@ -220,8 +226,9 @@ def branches(
 ) -> list[str]:
     """Return lines of Python that evaluate the expressions and end with `last`, which takes their values.
 
-    `zeros`: symbols that are all 0 where the first of them is. That case gets a branch of its own, without the parts
-    that vanish, if these are many: a replica without prompts and streams takes 104 bytecodes, a busy one 252.
+    `zeros`: groups of symbols that are all 0 if the first of the group is. That case gets a branch of its own, without
+        the parts that vanish, if these are many: a replica without prompts and streams takes 104 bytecodes, a busy one
+        252. `known`: variables that already hold the values of some expressions.
     """
     known = dict(known or {})
     for at, symbols in enumerate(zeros):
@@ -242,7 +249,7 @@ def branches(
 
 
 def _where_zero(roots: Sequence[Expression], symbols: Sequence[Expression]) -> list[Expression]:
-    """Return the expressions simplified for these symbols being 0."""
+    """Return the expressions as they are when these symbols are 0, simplified."""
     found: dict[Expression, Expression] = dict.fromkeys(symbols, _number(0))
 
     def simplified(node: Expression) -> Expression:
@@ -261,7 +268,7 @@ def python(
 ) -> Callable[..., tuple[float, ...]]:
     """Return a Python function of these parameters that returns the values of the expressions.
 
-    `zeros`: see `branches`.
+    `zeros`: groups of symbols that are all 0 if the first of the group is.
     """
     body = branches(roots, zeros, "return {},")
     return compiled(name, [f"def {name}({', '.join(parameters)}):", *[f"    {line}" for line in body]])
@@ -296,8 +303,8 @@ Polynomial = dict[Monomial, Expression]  # the factor of each product, of REQUES
 def _polynomial(node: Expression) -> Polynomial:
     """Expand an expression to a sum of products of a REQUEST part and parts that differ by replica.
 
-    The latter are STANDING expressions, OVERLAP symbols, and what cannot be expanded: `min`, `max`, `abs` and
-    quotients.
+    Parts that differ by replica are STANDING expressions, OVERLAP symbols, and what cannot be expanded: `min`, `max`,
+    `abs` and quotients.
     """
     if not node.kind & ~REQUEST:
         return {(): node}
@@ -333,7 +340,7 @@ class Arrays:
     """The value of one expression for many replicas.
 
     `standing` returns a replica's column: products of its STANDING parts, and the expressions to `keep` for other uses.
-    A decision computes `weights` (of REQUEST parts, one row for each factor that is linear in the columns), multiplies
+    A decision computes `weights` from the request (one row for each factor that is linear in the columns), multiplies
     them with all columns, and does the rest elementwise on the rows of that product.
     """
 
@@ -374,12 +381,16 @@ class Arrays:
         )
 
     def __call__(self, columns: np.ndarray, request: Sequence[float], overlap: Sequence[Any]) -> np.ndarray:
+        """Return the value for each replica.
+
+        `columns`: what `standing` returned, a column per replica; `request`, `overlap`: the arguments of these kinds.
+        """
         weights, scalars = self._weights(*request), len(self._scalars)
         self._flat[self._places] = weights[scalars:]
         return self._elementwise(self._matrix.dot(columns[: self._matrix.shape[1]]), *weights[:scalars], *overlap)
 
     def _sum(self, polynomial: Polynomial) -> str:
-        """Write the lines that evaluate a polynomial, and return the name of an array that may be written into."""
+        """Write the lines that evaluate a polynomial, and return the name of an array that may be overwritten."""
         for held in dict.fromkeys(
             part for parts in polynomial for part in parts if part.op == "symbol" and part.kind == OVERLAP
         ):
@@ -389,7 +400,7 @@ class Arrays:
         return self._without_overlap(polynomial)
 
     def _with_overlap(self, held: str, inner: Polynomial, outer: Polynomial) -> str:
-        """Write `held x inner + outer`: parts with a common OVERLAP symbol are summed first."""
+        """Write the sum `held x inner + outer`; `held`: an OVERLAP symbol, a factor of all parts of `inner`."""
         if list(inner) == [()] and not inner[()].kind & ~REQUEST:
             name = self._fresh(f"{held} * {self._scalar(inner[()])}")
         else:
@@ -425,7 +436,7 @@ class Arrays:
         return total
 
     def _row(self, line: dict[Expression, Expression]) -> str:
-        """Add a row to the product, and return the name of its array, which may be written into."""
+        """Add a row to the matrix product, and return the name of its array, which may be overwritten."""
         self._rows.append(
             {self._columns.setdefault(column, len(self._columns)): factor for column, factor in line.items()}
         )
@@ -452,7 +463,7 @@ class Arrays:
         return name
 
     def _value(self, node: Expression) -> str:
-        """Write the lines that compute what cannot be expanded, once, and return its name; it is shared: read only."""
+        """Write once the lines that compute an unexpanded part, and return its name; it is shared, so read only."""
         if node not in self._names:
             parts = [self._part(part) for part in node.parts]
             call = {"min": "minimum({}, {})", "max": "maximum({}, {})", "abs": "absolute({})", "/": "{} / {}"}[node.op]

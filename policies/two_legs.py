@@ -1,7 +1,9 @@
-"""Requests in two legs: which pairs there are, which one the rule takes, and the load of both, counted in one step.
+"""Requests in two legs: which pairs of replicas there are, which one the rule takes, and the counting of both loads.
 
-`choose` follows `Router.evaluate`, and `commit` follows `choose`: candidates are weighed for the last request only.
-Each leg is a placement, whose outcome the Router is told like that of any other.
+The first *leg* computes the prompt on one replica, the *prefiller*; the second writes the answer on another, the
+*decoder*. `choose` must directly follow `Router.evaluate`, and `commit` must directly follow `choose`, because what
+candidates hold is set on them for the last request only. Each leg is a placement, and the Router is told of its outcome
+like that of any other.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from .vocabulary import Candidate, Demand
 def choose(
     router: Router, whole: Evaluation, prefillers: Sequence[Candidate], decoders: Sequence[Candidate], now: float
 ) -> legs.LegChoice | None:
-    """Return the legs for a request if the rule prefers them to the `whole` request, else None. Counts nothing."""
+    """Return the legs for a request if the rule prefers them to the request as a `whole`, else None; counts nothing."""
     return choose_among(router, ways(router, whole, ((prefillers, decoders),), now))
 
 
 def choose_among(router: Router, ways: Iterable[legs.Ways], must: bool = False) -> legs.LegChoice | None:
-    """Return the legs that the rule takes among these ways, or None.
+    """Return the legs that the rule takes among these candidates for legs, or None.
 
     With `must`, return the cheapest legs even where the rule would keep the request whole.
     """
@@ -38,8 +40,8 @@ def choose_among(router: Router, ways: Iterable[legs.Ways], must: bool = False) 
 def ways(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[legs.Ways]:
     """Return the input of a rule for legs, one for each of the `pairings` and spaces that has replicas for both legs.
 
-    `whole`: the evaluation of the whole request. All candidates are weighed for it, in its demand's tokens. Both legs
-    are on replicas of one space for which the request was prepared: in another space its tokens would differ.
+    `whole`: the evaluation of the whole request, for which all candidates are weighed, in its demand's tokens. Both
+        legs are on replicas of one space for which the request was prepared: in another space its tokens would differ.
     """
     demand = whole.demand
     if not demand.reads_cache or not demand.tokens:
@@ -68,8 +70,8 @@ def commit(
 ) -> tuple[Placement, Placement, Move]:
     """Count the load of both legs and the transfer between them in one step, right after `choose`.
 
-    The policy learns from its choice of legs or, if it made none, of the whole request. `decided`: a shared ledger's
-    decision on each leg; without it, both are as weighed here just now.
+    The policy learns from its choice of legs or, if it made none, from that of the whole request. `decided`: a shared
+    ledger's decision on each leg; without it, both are as weighed here just now.
     """
     demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
     overlap, lower, counted = first.overlap, first.lower, False
@@ -100,7 +102,10 @@ def commit(
 
 
 def begin_transfer(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand, now: float) -> Move:
-    """Note the transfer of what the decoder, as just weighed for this demand, lacks of the prompt."""
+    """Note that the part of the prompt which the decoder lacks is being sent to it; return its tokens and seconds.
+
+    To be called right after the decoder was weighed for this demand.
+    """
     tokens = demand.tokens - decoder.overlap
     seconds = router.transfers.seconds(prefiller.replica, decoder.replica, tokens, now)
     router.transfers.begin(prefiller.replica, decoder.replica, now)
@@ -128,7 +133,7 @@ def _commit_prefill(
 ) -> Placement:
     """Count a leg that computes a prompt and writes nothing.
 
-    `begins`: its time, UNTIMED if that is not `demand.now`; `moving`: further seconds until its end is seen.
+    `begins`: when it begins, UNTIMED if unknown; `moving`: further seconds until its end is seen.
     """
     uncached = demand.tokens - overlap - sum([tokens for _, tokens in lower])
     expected = due(candidate, demand, uncached, lower) + moving if begins != UNTIMED else FAR
@@ -146,7 +151,7 @@ def _commit_prefill(
 
 
 def weigh_decoder(router: Router, demand: Demand, decoders: Sequence[Candidate], now: float) -> Candidate | None:
-    """Return the best of these decoders for a prompt that is computed already, or None."""
+    """Return the best of these decoders for a prompt that is computed already; None if none is of its space."""
     decoders = [one for one in decoders if one.space == demand.space]
     if not decoders:
         return None
@@ -181,7 +186,7 @@ def writing_seconds(second: Placement, tokens: int) -> float:
 
 
 def _of_one_space(pairing: Pairing, known: Sequence[int]) -> list[Pairing]:
-    """Return the replicas of both sides for each known space that has both."""
+    """Return the prefillers and decoders of a pairing for each known space that has both."""
     first, second = pairing
     sides = [([p for p in first if p.space == space], [d for d in second if d.space == space]) for space in known]
     return [side for side in sides if all(side)]

@@ -1,4 +1,9 @@
-"""The plain types that a policy takes and returns. Tokens are counts, times are seconds."""
+"""The plain types that a policy takes and returns.
+
+Tokens are counts, times are seconds. A *space* is the tokenizer, chat template and block size of a served model: tokens
+and block hashes can be compared only within one space. A *tier* is a place where a replica keeps KV cache: the GPU
+first, then slower ones (host memory, disk, remote).
+"""
 
 from __future__ import annotations
 
@@ -20,87 +25,86 @@ class Demand:
     root: int = 0  # hash of the first block, 0 if the prompt has no full block
     session: str | None = None
     max_tokens: int | None = None
-    now: float = UNTIMED  # seconds, by the clock of the ledger
+    now: float = UNTIMED  # the present time in seconds, by the clock of the ledger
     hashes: Sequence[int] = ()  # chained hashes of the prompt's full blocks
     draw: float = 0.0  # 0 <= draw < 1, drawn once per request: breaks ties between candidates
-    reads_cache: bool = True  # whether a cached prefix is used; with prompt logprobs, say, all is computed
-    path: str = ""  # path of the API that it is posted to
+    reads_cache: bool = True  # whether the engine may use a cached prefix; it may not with prompt logprobs, for example
+    path: str = ""  # path of the API that the request is posted to
     space: int = 0  # the space of these tokens and blocks: candidates of another space hold none of them
     also: Demand | None = None  # the same request in the tokens and blocks of another space, if candidates are of two
-    streams: bool = True  # whether the first token of its answer is seen when it is made, not with the last one
-    writes: bool = True  # whether its answer has decoded tokens; an embedding or a score has none
-    output: float = 0.0  # expected tokens of its answer, set by the Router
-    residual: int = 0  # expected tokens still to come of it at a random moment, set by the Router
+    streams: bool = True  # whether the answer is streamed, so that its first token is seen before the last one
+    writes: bool = True  # whether the answer has decoded tokens; an embedding or a score has none
+    output: float = 0.0  # expected tokens of the answer, set by the Router
+    residual: int = 0  # expected tokens of the answer still to come at a random moment of it, set by the Router
 
 
 class Pull(NamedTuple):
-    """The part of a prompt that a replica fetches from another's memory instead of computing it."""
+    """The beginning of a prompt that a replica fetches from another replica's memory instead of computing it."""
 
-    source: str  # the other replica
+    source: str  # the replica that has the tokens in its memory
     tokens: int
-    seconds: float  # predicted
+    seconds: float  # predicted duration of the fetch
 
 
 @dataclass(slots=True)
 class Candidate:
-    """One replica that could serve the request."""
+    """One replica that could serve the request; the Router sets `overlap`, `lower` and `pull` anew for each request."""
 
     replica: str
-    overlap: int  # prompt tokens whose KV it holds in its first tier, < Demand.tokens
+    overlap: int  # leading prompt tokens whose KV cache it holds in its first tier, < Demand.tokens
     load: Load
     costs: Costs
-    lower: Lower = ()  # further tokens in slower tiers, right after the overlap; with it < Demand.tokens
-    slot: int = -1  # its slot in the prefix map; -1: none
-    # API paths whose requests are computed by this rank of its engine; None: all
+    lower: Lower = ()  # the tokens after the overlap that it holds in slower tiers; overlap + lower < Demand.tokens
+    slot: int = -1  # its number (slot) in the prefix map; -1: none
+    # API paths whose requests are computed by this data-parallel rank of its engine; None: all paths
     rank_paths: Collection[str] | None = None
-    space: int = 0  # the space of tokens and blocks in which its cache is known
-    pull: Pull | None = None  # the source of the last run of `lower`, if that is of the tier PEER
-    seats: float = inf  # requests that its engine runs at once, see `Seats`; infinite: not known to be short
+    space: int = 0  # the space of the tokens and blocks in its cache
+    pull: Pull | None = None  # where the last entry of `lower` comes from, if that entry is of the tier PEER
+    seats: float = inf  # requests that its engine runs at once, learned by `Seats`; infinite: no limit noticed yet
 
     @property
     def fetch_seconds(self) -> float:
-        """Seconds to fetch the tokens in slower tiers."""
+        """Predicted seconds to bring the tokens in slower tiers to the GPU."""
         seconds = self.costs.group.fetch.seconds(self.lower)
         return seconds + self.pull.seconds if self.pull is not None else seconds
 
     @property
     def cached(self) -> int:
-        """Prompt tokens in all tiers, which need not be computed."""
+        """Prompt tokens held in all tiers together, which need not be computed."""
         return self.overlap + sum([tokens for _, tokens in self.lower])
 
 
 class Choice(NamedTuple):
     """A policy's choice among the candidates."""
 
-    index: int  # type: ignore[assignment]  # into the candidates; hides tuple.index, which nobody calls
+    index: int  # type: ignore[assignment]  # of the chosen candidate; hides tuple.index, which nobody calls
     reason: str = ""  # in words; may be empty unless `explain` was set
-    terms: list[dict[str, float]] | None = None  # cost terms in seconds, one dict a candidate, if explained
-    lesson: Any = None  # what the policy learns if this choice is made; private to it, see `Policy`
-    # candidates of which this one has the least `cost`: a ledger with a later load may choose again; None: final
+    terms: list[dict[str, float]] | None = None  # cost terms in seconds, one dict a candidate, if `explain` was set
+    lesson: Any = None  # what `Policy.placed` is to learn once the request is placed; only the policy reads it
+    # indices of the candidates of which this one has the least `Policy.cost`: a ledger shared by several gateways may
+    # choose among them again by the present load; None: the choice is final
     among: Sequence[int] | None = None
-    future: float = 0.0  # argument `future` of that cost
-    after: float = 1.0  # argument `after` of that cost
-    ttft: float | None = None  # predicted seconds to the first token there, if computed
+    future: float = 0.0  # argument `future` of the policy's cost
+    after: float = 1.0  # argument `after` of the policy's cost
+    ttft: float | None = None  # predicted seconds to the first token on the chosen candidate, if computed
 
 
 def pick(equals: Sequence[int], draw: float) -> int:
-    """Return one of several equally good indices, each as likely, by a number 0 <= draw < 1."""
+    """Return one of `equals`, each equally likely, by the random number 0 <= `draw` < 1."""
     return equals[int(draw * len(equals))]
 
 
 class Policy(Protocol):
-    """A pure choice: it depends on the demand and the candidates alone, and changes nothing.
+    """A rule that chooses a candidate by the demand and the candidates alone; `choose` changes nothing.
 
-    `choose` takes at least one candidate; with `explain`, its choice has a reason and, if the policy weighs costs,
-    their terms. A policy that learns from placements has a second method, which callers look up once:
+    `choose` takes at least one candidate. With `explain`, the choice has a reason and, if the policy weighs costs,
+    their terms. A policy may have further methods, which callers look up once: `placed(demand, candidates, choice)` is
+    called once per placement, after the request was reserved on candidate `choice.index`; `first(replica, demand)` at
+    its first token; `ended(replica, demand)` at its end; `gone(replica)` when a replica has lost its cache. A policy
+    that chooses the least of a cost has these attributes (a user's own rule only if they are those of `LeastTime`):
 
-            def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None
-
-    It is called once per placement, after the request was reserved on candidate `choice.index`. Likewise
-    `first(replica, demand)` is called at the request's first token, `ended(replica, demand)` at its end, and
-    `gone(replica)` when a replica has lost its cache. A policy that chooses the least of a cost has it as `cost:
-    least_cost.Cost`, `in_seconds = True` if that is its unit, and `leg_cost` if two legs are weighed against one by
-    another cost. In a user's own rule these are used only if they are those of `LeastTime`.
+    `cost`: the `least_cost.Cost`; `in_seconds`: True if its unit is seconds.
+    `leg_cost`: the cost by which serving a request on two replicas is weighed against one, if it differs from `cost`.
     """
 
     name: str

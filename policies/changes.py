@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Changes(Generic[T]):
-    """A log of changes for readers that poll it and remember the `count` up to which they have read."""
+    """A log of changes for readers that poll it; each remembers the `count` up to which it has read."""
 
     __slots__ = ("_latest", "count")
 

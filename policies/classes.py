@@ -21,7 +21,7 @@ class Slo(NamedTuple):
         return Slo(other.ttft if self.ttft is None else self.ttft, other.tpot if self.tpot is None else self.tpot)
 
     def within(self, other: Slo) -> Slo:
-        """Return the stricter of both limits, for each of the two."""
+        """Return the stricter of two limits, for TTFT and for TPOT."""
         return Slo(*[min((one for one in pair if one is not None), default=None) for pair in zip(self, other)])
 
 
@@ -30,42 +30,36 @@ NO_LIMITS = Slo()
 
 @dataclass(frozen=True, slots=True)
 class QosClass:
-    """A class of service.
-
-    `reserved_fraction`: the share of the recently admitted prefill seconds and KV cache that the class gets before any
-    class that has had its own share; what it does not use is free for all. `priority`: among classes equal in that, the
-    higher goes first. `when_full`, `max_tokens_floor`: as in `Rules`, whose values apply where these are None.
-    """
+    """A class of service."""
 
     name: str
+    # Share of the recently admitted prefill seconds and KV cache that the class gets before any class that has had its
+    # own share; what it does not use is free for all
     reserved_fraction: float = 0.0
-    priority: int = 0
+    priority: int = 0  # of classes that have both had their share, or both not, the higher goes first
     slo: Slo = NO_LIMITS
-    when_full: tuple[str, ...] | None = None
-    max_tokens_floor: int | None = None
+    when_full: tuple[str, ...] | None = None  # steps for a request that finds no room; None: those of `Rules`
+    max_tokens_floor: int | None = None  # tokens at which answers are capped; None: that of `Rules`
 
 
 DEFAULT_CLASS = QosClass("default")
 
 
 class Rule(NamedTuple):
-    """Conditions that assign a request to the class `qos`; None means no condition.
-
-    `header`: a name and the value it must have (None: any value). `model`, `path` and `key` (the tenant's name of the
-    API key) match exactly, or as a prefix if they end with `*`.
-    """
+    """Conditions that assign a request to the class `qos`; None means no condition."""
 
     qos: QosClass
-    header: tuple[str, str | None] | None = None
+    header: tuple[str, str | None] | None = None  # a name, and the value that the header must have (None: any value)
+    # These match exactly, or as a prefix if they end with `*`
     model: str | None = None
     path: str | None = None
-    key: str | None = None
+    key: str | None = None  # the tenant's name of the API key
 
 
 class Classes:
     """All classes, and the rules that assign requests to them.
 
-    A request that no rule matches is of the class of the lowest priority.
+    A request that no rule matches is of the class of the lowest priority, `last`.
     """
 
     def __init__(self, classes: Sequence[QosClass] = (DEFAULT_CLASS,), rules: Sequence[Rule] = ()) -> None:
@@ -75,7 +69,7 @@ class Classes:
         self.last = min(classes, key=lambda one: one.priority)
 
     def unreached(self, named: Collection[str | None], keys: bool) -> tuple[QosClass, ...]:
-        """Return the classes that no request can be assigned to.
+        """Return the classes to which no request can be assigned.
 
         `named`: the classes that API keys name; `keys`: whether clients send keys at all (without them, a rule with a
         `key` condition never holds).
@@ -96,8 +90,9 @@ class Classes:
     ) -> QosClass:
         """Return the class of a request.
 
-        `header`: returns the value of the request's header of a given name; `key`: the tenant's name of its API key;
-        `named`: the class that the key itself names, which takes precedence over all rules.
+        `header`: a function from a header's name to its value in the request.
+        `key`: the tenant's name of the API key; `named`: the class that the key itself names, which takes precedence
+            over all rules.
         """
         if named is not None and (own := self._named.get(named)) is not None:
             return own
@@ -113,6 +108,7 @@ class Classes:
 
 
 def _fits(wanted: str | None, value: str | None) -> bool:
+    """Return whether a value matches a condition: exactly, or as a prefix if the condition ends with `*`."""
     if wanted is None or value is None:
         return wanted is None
     return value.startswith(wanted[:-1]) if wanted.endswith("*") else value == wanted

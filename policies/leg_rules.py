@@ -1,18 +1,20 @@
 """Rules of other systems for computing a prompt on another replica than the one that writes its answer.
 
-They are compared with the gateway's own rule in `loadgen simulate --legs` and in the gateway's shadow mode.
+Both replicas together serve the request in two legs, in place of one replica for the whole request. The rules are
+compared with the gateway's own rule in `loadgen simulate --legs` and in the gateway's shadow mode.
 
-`seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one.
+`seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one replica.
 `pauses:N`  the same, but streams that pause while a prompt is computed count N times as much as in the choice of a
             replica for a whole request (0.05 in `least_time`). `seconds` counts them three times, as much as a second
             between the tokens of the request's own answer. The higher N, the more requests take two legs, and the
             longer long prompts wait (`docs/disaggregation.md`).
-`always`    every request that some pair of replicas can take, as vllm-router and sglang-router do in their P/D modes.
-`over:N`    where the whole request would have N uncached tokens or more; the pair is the one that costs least.
+`always`    two legs for every request that some pair of replicas can take, as vllm-router and sglang-router do in
+            their P/D modes.
+`over:N`    two legs where the whole request would have N uncached tokens or more; the pair is the one that costs least.
 `llmd:N`    llm-d's `prefix-based-pd-decider` with `nonCachedTokens: N` (its README's example: 100): the policy chooses
             among the decoders first, and if N prompt tokens or more are not cached there, among the prefillers for
-            that decoder. N = 0 never disaggregates. `--policies llmd_weights` chooses both as llm-d does. It estimates
-            tokens as a quarter of the characters; here they are exact.
+            that decoder. N = 0 never disaggregates. `--policies llmd_weights` chooses both as llm-d does. llm-d
+            estimates tokens as a quarter of the characters; here they are exact.
 `never`     no pairs: prefillers are left idle.
 """
 

@@ -21,7 +21,11 @@ def nobody() -> Targets | None:
 
 
 class Offers:
-    """The alternatives for a request: a capped answer, or the overflow pool. Quotes are made on demand."""
+    """The alternatives for a request: a capped answer, or the overflow pool. Quotes for them are made on demand.
+
+    `spill`: returns the overflow pool's replicas that can take the request; `may_cap`: whether its answer can be
+    capped; `pairings`: the prefillers and decoders that may serve it in two legs.
+    """
 
     def __init__(
         self,
@@ -37,10 +41,12 @@ class Offers:
         self.slow: Sequence[Candidate] = ()  # the overflow pool's candidates, once `spilled` was called
 
     def may_cap(self, most: int) -> bool:
+        """Return whether the answer can be capped at `most` tokens, and might be longer otherwise."""
         asked = self._evaluation.demand.max_tokens
         return self._may_cap and (asked is None or asked > most)
 
     def capped(self, most: int) -> Sequence[Quote]:
+        """Return the quotes for an answer of at most `most` tokens; none unless `may_cap(most)`."""
         demand, evaluation = self._evaluation.demand, self._evaluation
         if not self.may_cap(most):
             return ()
@@ -55,6 +61,7 @@ class Offers:
             demand.output = output
 
     def spilled(self) -> Sequence[Quote]:
+        """Return the quotes of the overflow pool's replicas that can take the request."""
         targets = self._spill()
         if not targets:
             return ()
@@ -63,6 +70,7 @@ class Offers:
         return self._router.quotes(found)
 
     def spills_elsewhere(self) -> bool:
+        """Return whether the overflow pool has replicas, and none of them is already a candidate for the request."""
         targets = self._spill()
         if not targets:
             return False
@@ -82,14 +90,14 @@ def admit(
 ) -> tuple[Verdict, Evaluation]:
     """Decide whether a request is sent, right after `Router.evaluate`; return the verdict and the evaluation to commit.
 
-    If not all ways suit it, the choice is made again among those that do. A request that is sent must be committed at
-    once. `spill`: returns the overflow pool's replicas that can take it; `may_cap`: whether its answer can be capped;
-    `pairings`: the prefillers and decoders that may serve it in two legs.
+    If not all ways to serve the request suit it, the policy chooses again among those that do. A request that is sent
+    must be committed at once. `spill`, `may_cap`, `pairings`: as in `Offers`.
 
-    Two legs are taken where they cost less than the request would whole and without limits, so limits alone never split
-    a request, unless no whole way suits it. A class whose requests are always sent (`observe`) goes whole even then,
-    because predictions for two legs are less certain (Mooncake's conversations on four engines of both roles and four
-    decoders, 8 requests a second: 80 % kept their limits with two legs, 89 % without).
+    Two legs (prompt and answer on different replicas) are taken where they cost less than the request would on one
+    replica without limits. So limits alone never split a request, unless no single replica suits it. A class whose
+    requests are always sent (`observe`) stays on one replica even then, because predictions for two legs are less
+    certain (Mooncake's conversations on four engines of both roles and four decoders, 8 requests a second: 80 % kept
+    their limits with two legs, 89 % without).
     """
     demand, candidates, unlimited = evaluation.demand, evaluation.candidates, evaluation
     quotes = router.quotes(evaluation)
@@ -150,7 +158,10 @@ def _legs(
     allowed: Sequence[Pair],
     whole: bool,
 ) -> LegChoice | None:
-    """Return the legs in which it goes, or None if it goes whole, which `whole` allows, or to the overflow pool."""
+    """Return the legs in which a request goes, or None if it goes whole or to the overflow pool.
+
+    `allowed`: the pairs that suit it; `whole`: whether it may go whole.
+    """
     if not allowed:
         return None
     places = {one.place for one in allowed}

@@ -1,8 +1,8 @@
 """Routing rules from a user's own file: `./mine.py:Mine` names a class whose constructor takes no arguments.
 
 The rule is imported and tried on two idle replicas at startup, so that its errors appear there and not to clients. A
-later failure is logged once and reported to `on_failure` each time; that request goes to the replica with the fewest
-requests.
+later failure is logged once and reported to `on_failure` each time; the request at which it occurs goes to the replica
+with the fewest requests.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def make_own(name: str) -> Policy:
 class Own:
     """A user's rule, wrapped so that its failures cost no request.
 
-    `source`: the name that `make_own` took; `on_failure` is called with the message of each failure. A class derived
-    from `LeastTime` keeps its costs; of another rule, only the choice is used.
+    `source`: the rule's name in the settings, FILE.py:CLASS; `on_failure`: called with the message of each failure. Of
+    a class derived from `LeastTime`, its costs are used too; of any other rule, only the choice.
     """
 
     def __init__(self, rule: Policy, source: str, path: Path) -> None:
@@ -122,7 +122,7 @@ def _imported(path: Path) -> ModuleType:
 
 
 def _try(policy: Policy) -> None:
-    """Try the rule on two idle replicas, in both ways in which the router calls it.
+    """Try the rule on two idle replicas and on one, with and without `explain`, as the router calls it.
 
     Raises what the rule raises, and TypeError for an invalid choice.
     """
@@ -141,7 +141,7 @@ def _try(policy: Policy) -> None:
 
 
 def _where(path: Path, error: BaseException) -> str:
-    """Return ", line N" for the last line of the file that the traceback reached, or ""."""
+    """Return ", line N" for the last line of the user's file that the traceback reached, or ""."""
     lines = [one.lineno for one in extract_tb(error.__traceback__) if Path(one.filename) == path.resolve()]
     return f", line {lines[-1]}" if lines else ""
 

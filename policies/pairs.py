@@ -4,7 +4,8 @@
            + what delays the decoder beyond that: prompts that it computes itself, blocks that must come free
     tpot = a step of the decoder with the streams that are there when the first token is out
 
-A decoder's load includes requests whose prompts are still computed elsewhere, so it covers what is about to arrive.
+A decoder's load includes requests whose prompts are still being computed elsewhere, so it covers what is about to
+arrive.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ class Pair(NamedTuple):
 
     @property
     def place(self) -> Place:
+        """The names of both replicas, the prefiller's first."""
         return self.prefiller.replica, self.decoder.replica
 
 
 def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[Pair]:
-    """Return the pairs that could take a request, right after its evaluation.
+    """Return the pairs that could take a request, right after the request's evaluation.
 
-    All of them, or, where replicas are many, those of the fastest FEW on each side and one for every other replica.
+    They are all pairs, or, where replicas are many, those of the fastest FEW on each side and one for every other
+    replica.
     """
     return [
         Pair(first, second, quoted(router, first, second, whole.demand))
@@ -46,7 +49,7 @@ def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: f
 
 
 def quoted(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand) -> Quote:
-    """Return the quote of this pair, whose replicas have both been weighed for the request."""
+    """Return the quote of this pair; both replicas must have been weighed for the request."""
     moving = router.transfers.seconds(prefiller.replica, decoder.replica, demand.tokens - decoder.overlap, demand.now)
     return after_prefill(first_leg(prefiller, demand), moving, decoder, demand)
 
@@ -59,7 +62,7 @@ def best_legs(
     among: Collection[Place],
     must: bool = False,
 ) -> LegChoice | None:
-    """Return the legs that the rule takes among these pairs, or None; with `must`, the cheapest ones."""
+    """Return the legs that the rule takes among these pairs, or None; with `must`, the cheapest legs."""
     found = two_legs.ways(router, whole, pairings, now)
     return two_legs.choose_among(router, [only for one in found if (only := one.only(among)) is not None], must)
 
@@ -67,6 +70,7 @@ def best_legs(
 def _combined(
     demand: Demand, prefillers: Sequence[Candidate], decoders: Sequence[Candidate]
 ) -> Iterator[tuple[Candidate, Candidate]]:
+    """Yield pairs: all of the fastest FEW of each side, and every other replica with the other side's fastest."""
     firsts = sorted(prefillers, key=lambda one: first_leg(one, demand).ttft)
     seconds = sorted(decoders, key=lambda one: one.costs.step_seconds(one.load))
     yield from [(first, second) for first in firsts[:FEW] for second in seconds[:FEW]]

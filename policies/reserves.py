@@ -1,7 +1,8 @@
 """The recent use of a fleet by each class, which decides what is left of its reserve and which class goes first.
 
-The use of a class is its share of the prefill seconds, or of the cache's token-seconds, admitted in the last
-_USED_SECONDS, whichever is larger (dominant resource fairness: Ghodsi et al., NSDI 2011). No I/O and no clock.
+The use of a class is its share of the prefill seconds, or of the token-seconds of cache, that all classes together were
+admitted to in the last _USED_SECONDS, whichever is larger (dominant resource fairness: Ghodsi et al., NSDI 2011). Its
+reserve is its `reserved_fraction` of both. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from math import exp, inf
 from .classes import Classes, QosClass
 
 _USED_SECONDS = 10.0  # time constant over which a class's share is averaged
-CLEARLY = 4 / 3  # factor by which a share clearly exceeds a fraction
-MOST = 0.5  # share of all use that is a flood
+CLEARLY = 4 / 3  # factor by which a class's share exceeds its reserved fraction clearly
+MOST = 0.5  # share of all use from which a class floods the fleet
 LITTLE = 0.1  # share of all use too small to be the reason why another class is refused
 _FIRST_SWEEP = 256  # replicas in `_computes` from which idle ones are dropped
 
@@ -27,7 +28,8 @@ class Reserves:
         self._used_at = 0.0
         self._places = {one.name: place for place, one in enumerate(classes.all)}
         self._asked: dict[str, float] = {}  # time of each class's last request
-        self._computes: dict[str, dict[str, float]] = {}  # by replica and class: until when it computes their prompts
+        # By replica and class: until when the replica computes prompts of the class
+        self._computes: dict[str, dict[str, float]] = {}
         self._sweep_at = _FIRST_SWEEP
 
     def ask(self, qos: QosClass, now: float) -> None:
@@ -42,7 +44,7 @@ class Reserves:
         used[1] += held
 
     def compute(self, qos: QosClass, replica: str, until: float, now: float) -> None:
-        """Note that a replica is predicted to compute a prompt of this class until then."""
+        """Note that a replica is predicted to compute a prompt of this class until the time `until`."""
         if len(self._computes) >= self._sweep_at:
             self._computes = {name: of for name, of in self._computes.items() if max(of.values()) > now}
             # Twice what is left; otherwise each call would scan all replicas while all of them compute.
@@ -51,15 +53,15 @@ class Reserves:
         of[qos.name] = max(until, of.get(qos.name, until))
 
     def computes(self, replica: str, among: Sequence[QosClass], now: float) -> bool:
-        """Return whether a replica computes a prompt of one of these classes."""
+        """Return whether a replica computes a prompt of one of the classes `among`."""
         of = self._computes.get(replica)
         return of is not None and any(of.get(one.name, now) > now for one in among)
 
     def decay(self, now: float) -> None:
-        """Age all use to `now`, which the other methods assume.
+        """Age all use to `now`; the other methods assume that this was done.
 
-        A caller that iterates over the queue keeps its starting time, so some calls come with an earlier `now`: a
-        no-op.
+        A caller that iterates over the queue keeps its starting time, so some calls come with an earlier `now`: they do
+        nothing.
         """
         if now > self._used_at:
             kept = exp((self._used_at - now) / _USED_SECONDS)
@@ -74,7 +76,7 @@ class Reserves:
         return sum([prefill for prefill, _ in self._used.values()]) / _USED_SECONDS
 
     def rank(self, qos: QosClass) -> tuple[bool, int, int]:
-        """Return the sort key of a class: those within their reserve first, then by priority, the higher first."""
+        """Return the sort key of a class: classes within their reserve come first, then those of higher priority."""
         return not self.unused(qos), -qos.priority, self._places[qos.name]
 
     def unused(self, qos: QosClass) -> float:
@@ -82,24 +84,24 @@ class Reserves:
         return max(0.0, qos.reserved_fraction - self._share(qos))
 
     def above(self, qos: QosClass, now: float) -> list[QosClass]:
-        """Return the classes of higher priority that are active and within their reserve."""
+        """Return the classes of higher priority that are active (had a request lately) and within their reserve."""
         return [one for one in self._all if one.priority > qos.priority and self._is_within(one, now)]
 
     def others_yield(self, qos: QosClass, now: float) -> bool:
         """Return whether this class is within its reserve while a lower one is active.
 
-        Then the lower class is the one to be held back where streams are many.
+        If so, the lower class is the one to be held back where streams are many.
         """
         return self.unused(qos) > 0.0 and any(
             one.priority < qos.priority and self._is_active(one, now) for one in self._all
         )
 
     def is_owed(self, qos: QosClass, now: float) -> bool:
-        """Return whether lower classes had what should have been this one's.
+        """Return whether lower classes had what this one should have had.
 
-        That is so if it had clearly less than its fraction while one of them is active, or one of them clearly more
-        than its own. Classes that all ask for more than there is come within CLEARLY of what the rules give them: none
-        is owed anything.
+        That is so if this class had clearly less than its fraction while a lower one is active, or if a lower one had
+        clearly more than its own. Classes that all ask for more than there is come within CLEARLY of what the rules
+        give them: none is owed anything.
         """
         self.decay(now)
         lower = [one for one in self._all if one.priority < qos.priority and self._is_active(one, now)]
@@ -109,7 +111,7 @@ class Reserves:
         return had_less or any(self._share(one) > max(LITTLE, CLEARLY * one.reserved_fraction) for one in lower)
 
     def floods(self, qos: QosClass) -> bool:
-        """Return whether it had most of all use, and clearly more than its fraction."""
+        """Return whether the class had most of all use, and clearly more than its fraction."""
         return self._share(qos) > max(MOST, CLEARLY * qos.reserved_fraction)
 
     def _is_within(self, qos: QosClass, now: float) -> bool:
@@ -119,6 +121,6 @@ class Reserves:
         return now - self._asked.get(qos.name, -inf) < _USED_SECONDS
 
     def _share(self, qos: QosClass) -> float:
-        """Return a class's share of all recent use, of the resource of which it had more."""
+        """Return a class's share of all recent use, of prefill or of cache, whichever share is larger."""
         sums = [sum(column) for column in zip(*self._used.values())]
         return max([used / total if total else 0.0 for used, total in zip(self._used[qos.name], sums)])

@@ -1,7 +1,7 @@
 """Roster: the candidates for a model as arrays, for a policy that weighs hundreds of them at once.
 
-To other policies it is a sequence of candidates like any other. `columns` keeps what such a policy computes for each
-candidate from its load and costs from one decision to the next. Of 1,024 replicas two or three change meanwhile, and
+To other policies it is a sequence of candidates like any other. `columns` keeps, from one decision to the next, what
+such a policy computes for each candidate from its load and costs. Of 1,024 replicas two or three change meanwhile, and
 only theirs are computed again: reading all loads would take 0.3 ms each time.
 """
 
@@ -17,7 +17,7 @@ from .vocabulary import Candidate
 
 
 class Roster(Sequence[Candidate]):
-    """The candidates of one ledger and one cost group; their overlaps, in tokens, are set for each decision."""
+    """The candidates of one ledger and one cost group; `overlaps`, in tokens, are set for each decision."""
 
     def __init__(self, candidates: Sequence[Candidate], ledger: Ledger, group: CostGroup) -> None:
         self._candidates = list(candidates)

@@ -1,17 +1,18 @@
 """The predicted seconds of moving a prompt's KV cache between two replicas.
 
-They are `LATENCY + bytes / BANDWIDTH` by a prior, times a factor learned for each pair of replicas; pairs that have not
-met use the factor of all pairs.
+They are `LATENCY + bytes / BANDWIDTH` by a prior, times a factor learned for each pair of replicas; pairs without a
+transfer so far use the factor of all pairs.
 
 A price decides whether there is another transfer to learn from, so a price that was once too high would stay. What was
-learned is therefore forgotten while nothing more is learned: a pair's factor moves to that of all pairs, and that to
-the prior, by half in a minute. Once the price is low enough a request tries it, and until its outcome is known, others
-get the old price. If the trial confirms the old price, forgetting takes twice as long from then on. The first transfer
-of a pair teaches nothing: the engines shake hands first, which can take NIXL seconds.
+learned is therefore forgotten while nothing more is learned: a pair's factor moves to that of all pairs, and that of
+all pairs to the prior, by half in a minute. Once the price is low enough a request tries the pair, and until its
+outcome is known, other requests get the old price. If the trial confirms the old price, forgetting takes twice as long
+from then on. The first transfer of a pair teaches nothing: the engines shake hands first, which takes seconds with
+NIXL.
 
-The bytes are those of the model that the replicas serve (`kv_space`), since a 70B's cache is five times that of a model
-with a latent; a factor says how a network differs from the prior, whichever model it was learned with. A pair whose
-transfer failed is left out for a while, twice as long after each failure in a row.
+The bytes are those of the model that the replicas serve (`kv_space`), since a 70B model's cache is five times that of a
+model with a latent (MLA). So a factor says how a network differs from the prior, whichever model it was learned with. A
+pair whose transfer failed is left out for a while, twice as long after each failure in a row.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from math import exp, log
 LATENCY, BANDWIDTH = 0.010, 12.5e9
 # Assumed for a model of unknown shape: 8 billion parameters have 32 layers x 8 heads x 128 x 2 x 2 bytes a token.
 TOKEN_BYTES = 131_072
-_BOUND = log(1000.0)  # the factor stays within this and its inverse
+_BOUND = log(1000.0)  # a factor stays between 1/1000 and 1000
 _GAIN = 0.1  # least weight of one observation
 _HALF_LIFE, _LONGEST_HALF_LIFE = 60.0, 3600.0  # seconds in which half of what was learned is forgotten
 _PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds for which a pair is left out after a failure
@@ -36,20 +37,21 @@ Bytes = Callable[[int], int]  # from a number of leading prompt tokens to the by
 class _Factor:
     """The logarithm of how many times longer transfers take than the prior says.
 
-    `base` arguments: the value that it moves towards as it is forgotten.
+    The methods' `base` is the value that it moves towards as it is forgotten.
     """
 
     value: float = 0.0
-    count: float = 0.0  # observations, less what is forgotten
+    count: float = 0.0  # observations that are not forgotten
     half_life: float = _HALF_LIFE
     at: float = 0.0  # when the last observation was made
     tried: float = 0.0  # when the last transfer began
 
     def expected(self, base: float, now: float) -> float:
+        """Return the value now, forgotten since the last observation or the last beginning of a transfer."""
         return self._kept(base, now - max(self.at, self.tried))[0]
 
     def aged(self, base: float, now: float) -> float:
-        """Return the expected value without regard to transfers under way."""
+        """Return the value now, forgotten since the last observation, whatever transfers began since."""
         return self._kept(base, now - self.at)[0]
 
     def _kept(self, base: float, age: float) -> tuple[float, float]:
@@ -58,6 +60,7 @@ class _Factor:
         return base + trust * (self.value - base), trust
 
     def observe(self, seen: float, base: float, now: float) -> None:
+        """Learn from the log factor `seen` of one transfer."""
         kept, trust = self._kept(base, now - self.at)
         if self.count and trust < 0.5:
             if abs(seen - self.value) < abs(seen - kept):
@@ -71,18 +74,21 @@ class _Factor:
 
 
 class Transfers:
-    """The learned speed of transfers between replicas. Times are in seconds of the caller's clock."""
+    """The learned speed of moving cache from one replica (`prefiller`, `sender`) to another (`decoder`).
+
+    Times are in seconds of the caller's clock.
+    """
 
     def __init__(self) -> None:
-        # Returns the size function of a replica's model; None: its shape is unknown.
+        # Returns a function from a prompt's tokens to bytes for a replica's model; None: the model's shape is unknown.
         self.size_of: Callable[[str], Bytes | None] = lambda replica: None
         self._all = _Factor()
         self._pairs: dict[tuple[str, str], _Factor] = {}
         self._met: set[tuple[str, str]] = set()  # pairs that have had a transfer
-        self._paused: dict[tuple[str, str], tuple[float, float]] = {}  # until when, and for how long
+        self._paused: dict[tuple[str, str], tuple[float, float]] = {}  # until when pairs are left out, and for how long
 
     def prior(self, sender: str, tokens: int) -> float:
-        """Return the seconds predicted before anything was learned."""
+        """Return the seconds of moving the cache of `tokens` that are predicted before anything was learned."""
         size = self.size_of(sender)
         return LATENCY + (size(tokens) if size is not None else tokens * TOKEN_BYTES) / BANDWIDTH
 
@@ -94,7 +100,7 @@ class Transfers:
         return exp(expected) * self.prior(prefiller, tokens)
 
     def begin(self, prefiller: str, decoder: str, now: float) -> None:
-        """Note a transfer: its outcome will be known before others need to try this pair."""
+        """Note a transfer: its outcome will be known before other requests need to try this pair."""
         for factor in (self._all, self._pairs.get((prefiller, decoder))):
             if factor is not None:
                 factor.tried = now
@@ -111,7 +117,7 @@ class Transfers:
         self._all.observe(seen, 0.0, now)
 
     def came(self, prefiller: str, decoder: str) -> None:
-        """Note that a transfer succeeded: the next failure is the first in a row."""
+        """Note that a transfer succeeded: the next failure counts as the first in a row."""
         self._paused.pop((prefiller, decoder), None)
 
     def failed(self, prefiller: str, decoder: str, now: float) -> None:
@@ -126,9 +132,9 @@ class Transfers:
         return now < until
 
     def restarted(self, replica: str) -> None:
-        """Note that a new process replaced the replica: its pairs have to shake hands again.
+        """Note that a new process replaced the replica, whose pairs have to shake hands again.
 
-        Its pauses end, so it is tried at once; a failure still counts as one in a row.
+        Its pairs are no longer left out, so they are tried at once; a failure still counts as another one in a row.
         """
         self._met = {pair for pair in self._met if replica not in pair}
         for pair, (_, lasts) in self._paused.items():

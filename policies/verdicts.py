@@ -8,14 +8,14 @@ from typing import NamedTuple, Protocol
 from .quotes import Quote
 
 ADMITTED, QUEUED, REFUSED, OBSERVED = "admitted", "queued", "refused", "observed"
-DEGRADED, SPILLED = "degraded", "spilled"  # sent, with a capped answer or to the overflow pool
-LEFT = "left"  # the client disconnected while it waited
+DEGRADED, SPILLED = "degraded", "spilled"  # sent: with a capped answer, or to the overflow pool
+LEFT = "left"  # the client disconnected while its request waited
 DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, DEGRADED, SPILLED, LEFT)
 SENT = frozenset((ADMITTED, OBSERVED, DEGRADED, SPILLED))
 CONTROL, SHUTTING_DOWN, NO_REPLICA = "control", "shutting_down", "no_replica"
-# Sent: there was room, its limits are met without room, or its turn came. Not sent: a limit that no replica meets, no
-# room, a full queue, displaced by a higher class, waited too long, overload control, the gateway's shutdown, no replica
-# left that could take it, or the client left
+# In order, for requests that are sent: there was room; its limits are met without room; its turn came. For those that
+# are not: no replica meets the TTFT or TPOT limit; no room; a full queue; displaced by a higher class; waited too long;
+# overload control; the gateway's shutdown; no replica left that could take it; the client left
 REASONS = (
     "room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", CONTROL, SHUTTING_DOWN, NO_REPLICA, "client",
 )  # fmt: skip
@@ -25,54 +25,42 @@ STEPS = (WAIT, DEGRADE, SPILL, REJECT, OBSERVE)
 
 
 class Rules(NamedTuple):
-    """The settings of admission, in seconds and bytes.
+    """The settings of admission, in seconds and bytes."""
 
-    `when_full`: steps, in their order; `engine_wait`: the longest queue in an engine that still is room; `max_wait`:
-    the longest wait where no limit bounds it; `max_requests`, `max_bytes`: bounds of the queue; `max_tokens_floor`: the
-    cap of degraded answers; `control_window`: see `control`, None for no overload control.
-    """
-
-    when_full: tuple[str, ...] = (WAIT,)
-    engine_wait: float = 0.1
-    max_wait: float = 30.0
-    max_requests: int = 10_000
-    max_bytes: int = 256 * 2**20
-    max_tokens_floor: int = 128
-    control_window: float | None = 30.0
+    when_full: tuple[str, ...] = (WAIT,)  # the steps for a request that finds no room, in their order
+    engine_wait: float = 0.1  # seconds of the longest queue in an engine with which there still is room
+    max_wait: float = 30.0  # the longest wait of a request without a TTFT limit
+    max_requests: int = 10_000  # most requests in the queue
+    max_bytes: int = 256 * 2**20  # most bytes of requests in the queue
+    max_tokens_floor: int = 128  # tokens at which answers are capped by `degrade` and by overload control
+    control_window: float | None = 30.0  # seconds of one window of overload control; None: no overload control
 
 
 class Verdict(NamedTuple):
-    """The decision on a request.
-
-    `among`: the indices of the ways that it may be sent (of the overflow pool's candidates if it is spilled; empty: not
-    sent, or any); `retry_after`: seconds after which a refused request is predicted to be admitted; `cap`: the most
-    tokens that its answer may have, 0 for as many as it asks for.
-    """
+    """The decision on a request."""
 
     decision: str
     reason: str
+    # Indices of the ways in which it may be sent (SPILLED: of the overflow pool's candidates); empty: not sent, or any
     among: Sequence[int] = ()
-    retry_after: float = 0.0
-    cap: int = 0
+    retry_after: float = 0.0  # seconds after which a refused request is predicted to be admitted
+    cap: int = 0  # most tokens that its answer may have; 0: as many as it asks for
 
 
 class Offers(Protocol):
-    """The alternatives for a request, see `offers.Offers`."""
+    """The alternatives for a request: a capped answer, or the overflow pool. `offers.Offers` makes them."""
 
     def may_cap(self, most: int) -> bool:
-        """Return whether its answer can be capped at `most` tokens, and might be longer otherwise."""
+        """Return whether the request's answer can be capped at `most` tokens, and might be longer otherwise."""
 
     def capped(self, most: int) -> Sequence[Quote]:
-        """Return the candidates' quotes for an answer of at most `most` tokens; none if it cannot be capped.
-
-        None either if the request asks for no more than that.
-        """
+        """Return the candidates' quotes for an answer of at most `most` tokens; none unless `may_cap(most)`."""
 
     def spilled(self) -> Sequence[Quote]:
-        """Return the quotes of the overflow pool's replicas that can take it."""
+        """Return the quotes of the overflow pool's replicas that can take the request."""
 
     def spills_elsewhere(self) -> bool:
-        """Return whether the overflow pool is disjoint from its candidates; it is not where nobody else is left."""
+        """Return whether the overflow pool has replicas, and none of them is already a candidate for the request."""
 
 
 class _Nothing:

@@ -1,9 +1,9 @@
-"""`consistent_hash`: a session stays on its replica while that is not overloaded.
+"""`consistent_hash`: a session stays on its replica while that replica is not overloaded.
 
 Formula: rank the candidates by hash(replica, key), highest first (rendezvous hashing, Thaler and Ravishankar, IEEE/ACM
 ToN 6(1), 1998), and take the first with fewer than ceil(1.25 x (requests in the fleet + 1) / N) requests (bounded
 loads: Mirrokni, Thorup and Zadimoghaddam, SODA 2018). Adding or removing a replica moves only that replica's keys. The
-key is the session, else the prompt's first block; with neither, the rule is `least_load`.
+key is the session or, without one, the prompt's first block; without either, the rule is `least_load`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def key_of(demand: Demand) -> int | None:
 
 
 def weights_of(candidates: Sequence[Candidate], key: int) -> list[int]:
-    """Return each candidate's hash with the key; the candidate with the highest is the key's home."""
+    """Return each candidate's hash with the key; the candidate with the highest hash is the key's home."""
     return [xxh3_64_intdigest(candidate.replica.encode(), seed=key) for candidate in candidates]
 
 

@@ -40,11 +40,15 @@ class Cost:
     """A rule's cost of a candidate: the sum of its terms, in a unit of the rule's own.
 
     `statement(tokens, output, residual, now, future, after, ttft, step, overlap, lower, fetched, load, speed, pace)`
-    returns a number for each of `names`. `tokens`: of the prompt; `output`, `residual`: expected tokens of the answer,
-    and those still to come at a random moment. `ttft`, `step`: the coefficients of the replica's group; `speed`,
-    `pace`: the replica's own factors for prefill and for decode steps. `overlap`, `lower`: prompt tokens held in the
-    GPU's cache and in slower tiers; `fetched`: the latter weighted by tier with `shares`, or without those the seconds
-    to fetch them. `future`, `after`: numbers of the rule's own, the same for all candidates.
+    returns a number for each of `names`; `statement.py` says what it may contain. Its parameters:
+
+    `tokens`: of the prompt; `now`: the time in seconds.
+    `output`, `residual`: expected tokens of the answer, and those still to come at a random moment of it.
+    `ttft`, `step`: the coefficients of the replica's cost group for TTFT and decode steps.
+    `speed`, `pace`: the replica's own factors for prefill and for decode steps.
+    `overlap`, `lower`: prompt tokens held in the GPU's cache and in slower tiers.
+    `fetched`: the tokens in slower tiers, weighted by tier with `shares`; without `shares`, the seconds to fetch them.
+    `future`, `after`: numbers of the rule's own, the same for all candidates.
 
     Costs up to least x slack[0] + slack[1] count as equal: one of them is drawn.
     """
@@ -85,8 +89,8 @@ class Cost:
 
         zeros = [[getattr(load, name) for name in names] for names in ZERO_TOGETHER]
         self._stated = stated(*[symbol(name, OVERLAP) for name in _HELD])
-        # of_all(demand, candidates, future=0.0, after=1.0, held=0) returns the terms of each candidate, as if all held
-        # `held` tokens at least. It is an attribute because a method would cost one more frame, twice a decision.
+        # of_all(demand, candidates, future=0.0, after=1.0, held=0) returns the terms of each candidate, as if each held
+        # at least `held` tokens. It is an attribute because a method would cost one more frame, twice a decision.
         self.of_all = _of_all(self._stated, zeros, self._lower)
         self._arrays = Arrays(
             reduce(add, stated(symbol("overlap", OVERLAP), 0, 0)),
@@ -98,12 +102,12 @@ class Cost:
         )
 
     def weighted(self, weights: Mapping[str, float]) -> Cost:
-        """Return the same cost with other weights, compiled anew."""
+        """Return the same cost with other `weights` (factors by the names of terms, 1 where missing), compiled anew."""
         known = {name: weight for name, weight in weights.items() if name in self.names}
         return Cost(self.names, self._statement, self._shares, self.slack, known)
 
     def _lower(self, candidate: Candidate) -> tuple[int, float]:
-        """Return the candidate's tokens in slower tiers, and their weighted sum or seconds."""
+        """Return the candidate's tokens in slower tiers, and the statement's argument `fetched` for them."""
         lower, shares = candidate.lower, self._shares
         if shares is None:
             worth = candidate.fetch_seconds
@@ -124,8 +128,8 @@ class Cost:
     def lua(self) -> str:
         """Return the statement in Lua, as two functions.
 
-        `terms` has the statement's parameters; `cost(request, overlap, lower, fetched, load, speed, pace)` returns
-        their sum, with the values of `request` in a table.
+        `terms` has the statement's parameters; `cost(request, overlap, lower, fetched, load, speed, pace)` returns the
+        sum of the terms, where the table `request` has the values that are the same for all candidates.
         """
         request = [f"request[{number + 1}]" for number in range(len(_DEMAND))]
         return "\n".join(
@@ -141,7 +145,7 @@ class Cost:
 
     @staticmethod
     def request(demand: Demand, group: CostGroup, future: float, after: float) -> tuple[float, ...]:
-        """Return the arguments that are the same for all candidates of a group, in the order of the parameters."""
+        """Return the statement's arguments that are the same for all candidates of a group, in its order."""
         return (
             demand.tokens,
             demand.output,
@@ -154,7 +158,7 @@ class Cost:
         )
 
     def held(self, candidate: Candidate) -> tuple[int, int, float]:
-        """Return a candidate's overlap, lower and fetched, in the order of the parameters."""
+        """Return the statement's arguments `overlap`, `lower` and `fetched` of a candidate."""
         return candidate.overlap, *(self._lower(candidate) if candidate.lower else (0, 0.0))
 
     def _column(self, candidate: Candidate) -> tuple[float, ...]:
@@ -192,7 +196,7 @@ def _of_all(
 
 
 def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> int:
-    """Return the index of the least cost, drawn among those that count as equal."""
+    """Return the index of the least cost, drawn among those that count as equal by `slack`, as `Cost` explains."""
     best = min(costs)
     limit = max(best, best * slack[0] + slack[1])
     equals = []
@@ -203,7 +207,7 @@ def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> in
 
 
 def least_of(costs: np.ndarray, slack: tuple[float, float], draw: float) -> int:
-    """Return the same as `least`, for an array."""
+    """Return the same as `least`, for costs in an array."""
     best = costs.item(costs.argmin())  # 0.2 us; `min` takes 1 us
     limit = max(best, best * slack[0] + slack[1])
     return pick((costs <= limit).nonzero()[0].tolist(), draw)

@@ -1,8 +1,8 @@
 """`least_load`: the replica with the fewest requests.
 
 Formula: argmin of the requests reserved there (or of the engine's own waiting queue, if the last scrape saw a longer
-one: traffic of other clients); ties at random. Inputs: the ledger; `waiting` may be missing and then counts as zero.
-Blind to prefixes and to prompt lengths.
+one, from traffic of other clients); ties at random. Inputs: the ledger; `waiting` may be missing and then counts as
+zero. The rule is blind to prefixes and to prompt lengths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .least_cost import Cost, least
 
 
 def busy(load: Load) -> int:
-    """Return the number of requests known to be on a replica."""
+    """Return the number of requests known to be on a replica, by the ledger or the engine's own queue."""
     return max(load.requests, load.waiting)
 
 

@@ -1,7 +1,8 @@
 """`least_time`: the replica where this request's whole answer, and the requests it delays, lose the fewest seconds.
 
-Per candidate, in seconds, with the coefficients that `costs` learns. The first five terms are the predicted TTFT, the
-sixth is the delay of other requests' first tokens, and the rest is time between tokens, its own and others':
+These are the terms of a candidate's cost, in seconds, with the coefficients that `costs` learns. The first five are the
+predicted TTFT, the sixth is the delay of other requests' first tokens, and the rest is time between tokens, of this
+answer and of others:
 
     prefill       base + uncached x (token + pair x (cached + uncached / 2))
     queue         tokens ahead x queued + the rest of the current step, less what of both is done by now; plus the
@@ -17,42 +18,44 @@ sixth is the delay of other requests' first tokens, and the rest is time between
     crowding      after x shared x streams x what it adds to each step, and `crowd` x that for prefills to come
     eviction      own prefill x 0.2 x KV use: some of what it evicts will be requested again
 
-A stream adds to each step `per stream + per token x (prompt + half its output)`; a step without it is what `costs` has
-learned, including the pauses for others' prefills. `shared` is how many steps two streams have in common: o x r / (o +
-r), the mean of the shorter of two exponential times, for an answer of o tokens expected and r still to come of those
-there (`outputs` learns both). So long answers do not gather: one more costs most where most is still to come.
-TetriInfer's second level (arXiv 2401.11181) keeps heavy and light decodes apart by the same predicted lengths; LMetric
-(arXiv 2603.15202) scores by the product of new prefill tokens and batch size: the `stall` here. Waiting prompts count
-as streams, since they will be.
+A stream adds to each step `per stream + per token x (prompt + half its output)`; a step without the stream is what
+`costs` has learned, including the pauses for others' prefills. `shared` is how many steps two streams have in common: o
+x r / (o + r), the mean of the shorter of two exponential times, for an answer of o tokens expected and r still to come
+of the answers there (`outputs` learns both). So long answers do not gather: one more costs most where most is still to
+come. TetriInfer's second level (arXiv 2401.11181) keeps heavy and light decodes apart by the same predicted lengths;
+LMetric (arXiv 2603.15202) scores by the product of new prefill tokens and batch size, which is the `stall` here.
+Waiting prompts count as streams, since they will be.
 
-`after` is the worth of a second after the first token, relative to one before it, times the number of requests for
-which a difference between the replicas' batches lasts. The first factor is 1 where a conversation begins: the batch is
-chosen for all its answers, and nothing is lost. It is 0.15 where one continues: a smaller batch elsewhere would compute
-its history again, and at 1 the TTFT grows by more than the rest shrinks (`docs/policies.md`). The second factor:
-requests that continue this conversation meet the difference again, until one moves; and each request that is free to
-choose goes where fewer are, which levels the difference: 1 / (share of requests that begin a conversation x (1 + mean
-streams of a replica) + 0.4 that move). It is nearly 0 where all begin one and many decode, and two and a half where
-nearly all continue one. Where a conversation begins, its next requests will meet other streams, too: `stall` and
-`crowding` also count how many requests follow one that begins (learned) x the streams expected there (all streams x
-this replica's share of recent choices).
+`after` is the product of two factors: how much a second after the first token counts relative to one before it, and for
+how many requests a difference between the replicas' batches lasts. The first factor is 1 where a conversation begins:
+the batch is chosen for all its answers, and nothing is lost. It is 0.15 where a conversation continues: a smaller batch
+elsewhere would compute its history again, and at 1 the TTFT grows by more than the rest shrinks (`docs/policies.md`).
+The second factor has two causes: requests that continue this conversation meet the difference again, until one of them
+moves; and each request that is free to choose goes where fewer are, which levels the difference. It is 1 / (share of
+requests that begin a conversation x (1 + mean streams of a replica) + 0.4 that move): nearly 0 where all requests begin
+a conversation and many decode, and two and a half where nearly all continue one. Where a conversation begins, its next
+requests will meet other streams, too: `stall` and `crowding` also count how many requests follow one that begins
+(learned) x the streams expected there (all streams x this replica's share of recent choices).
 
-Two legs are weighed against one (`legs`) by the same terms, but a pause of other streams counts 0.15 as well: as much
-as a second between the tokens of the request's own answer. Any replica for the whole request computes the prompt in
-front of some streams, so only the difference counts there; a prefiller spares all of it.
+Serving a request in two legs, on two replicas, is weighed against one replica (`legs`) by the same terms, but a pause
+of other streams counts 0.15 as well: as much as a second between the tokens of the request's own answer. Any replica
+for the whole request computes the prompt in front of some streams, so only the difference between replicas counts
+there; a prefiller spares the streams all of it.
 
 The least sum wins; sums within 0.02 % or 0.1 ms are equal, and one of them is drawn. A hot prefix spreads by itself
-once the holder's queue costs more than computing elsewhere. It spreads earlier by ski-rental replication: what requests
-lose, over all these terms, because a replica lacks a copy is summed up per prefix, and once it equals the cost of a
-copy, the next request makes it. For copies that stay, that costs at worst twice what knowing the future would (Karlin
-et al., Algorithmica 3, 1988, on snoopy caching); since caches turn over, the sum fades.
+once the queue of the replica that holds it costs more than computing elsewhere. It spreads earlier by ski-rental
+replication: the *regret* of a prefix is what requests have lost, over all these terms, because a replica lacks a copy,
+and once it equals the cost of a copy, the next request makes the copy. For copies that stay, that costs at worst twice
+what knowing the future would (Karlin et al., Algorithmica 3, 1988, on snoopy caching); since caches turn over, the
+regret fades.
 
 Overlaps tell whether a conversation begins. A continuing request finds a whole earlier prompt on one replica alone; a
-first one finds less than the shortest prompt with the same first block, since instructions are shared and tasks are
+first request finds less than the shortest prompt with the same first block, since instructions are shared and tasks are
 not. A continuing request does not pay for the future: moving it costs its history at once.
 
-Inputs: overlaps and tiers (none: it balances predicted time), the ledger, learned costs and lengths of answers (a new
-replica starts from its group's), the last scrape (missing: `room` and `eviction` are 0), the time (missing: queued work
-counts as not begun).
+Inputs: overlaps and tiers (if missing, the rule balances predicted time), the ledger, learned costs and lengths of
+answers (a new replica starts from its group's), the last scrape (if missing, `room` and `eviction` are 0), the time (if
+missing, queued work counts as not begun).
 """
 
 from __future__ import annotations
@@ -70,11 +73,11 @@ from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least, least_of
 
-# Worth of a second after the first token relative to one before it, where a conversation begins and where it continues
+# How much a second after the first token counts, relative to one before it, where a conversation begins and continues
 _BEGINNING, _GOING_ON = 1.0, 0.15
-_STALL = 0.05  # worth of a second's pause in the streams there, likewise
+_STALL = 0.05  # how much a second's pause of a stream there counts, relative to a second before the first token
 _MOVES = 0.4  # share of the continuing requests that change replica, which bounds how long a placement matters
-_NOISE = 0.2  # a pace this near to the group's counts as equal: others' prefills make it differ by that
+_NOISE = 0.2  # a pace this near to the group's counts as equal, since others' prefills make it differ by as much
 # Probability that a prompt there that may have begun shares a step with ours; those that have not begun will
 _BATCHED = 0.25
 _EVICTION = 0.2  # probability that what a full cache evicts is requested again
@@ -83,11 +86,11 @@ _LATELY = 128  # requests over which the share of continuing ones is averaged
 # Share of a prefix's regret kept at each request for it: a copy must pay off within some 16, as it will be evicted
 _KEEP = 1 - 1 / 16
 _SPACES = 64  # spaces whose habits are kept, including outdated ones of models that changed
-_ROOTS = 4096  # first blocks whose shortest prompt is kept, and prefixes whose regret is
+_ROOTS = 4096  # first blocks whose shortest prompt is kept, and prefixes whose regret is kept
 _REPLY = 200  # decode steps that a stream typically has left when blocks run out
 _SPARE = 0.02  # share of the blocks that an engine cannot use fully: half filled ones
 TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "stall", "decode", "crowding", "eviction")
-WAITS = 5  # the first TERMS are this request's own TTFT; the others are its later costs, and other requests' costs
+WAITS = 5  # so many of the first TERMS are this request's own TTFT; the others are later or other requests' costs
 
 
 def terms(
@@ -106,7 +109,7 @@ def terms(
     speed: float,
     pace: float,
 ) -> tuple[float, ...]:
-    """Return the TERMS of one request on one replica; a statement, see `Cost`."""
+    """Return the TERMS of one request on one replica; a statement whose parameters `Cost` explains."""
     crowd = ttft[-1]
     base, per_stream, per_token = step
     cached = overlap + lower
@@ -152,14 +155,14 @@ class Lesson(NamedTuple):
 
 @dataclass(slots=True)
 class Habits:
-    """The learned habits of one space's requests.
+    """The learned habits of the requests in one space (one served model's tokens and blocks).
 
-    They are kept by space because another model may get the same prompts, and its conversations continue otherwise.
+    They are kept by space because another model may get the same prompts, and its conversations may continue otherwise.
     """
 
     p_continuation: float = 0.5  # running share of the requests that continue a conversation
     shortest: dict[int, int] = field(default_factory=dict)  # tokens of the shortest prompt, by its first block
-    regrets: dict[int, float] = field(default_factory=dict)  # seconds by prefix, least recently asked for first
+    regrets: dict[int, float] = field(default_factory=dict)  # seconds, by prefix; the least recently requested first
 
     def learn(self, demand: Demand, choice: Choice) -> None:
         lesson = choice.lesson
@@ -176,7 +179,7 @@ class Habits:
                 del self.regrets[next(iter(self.regrets))]
 
     def continues(self, demand: Demand, held: float) -> bool:
-        """Return whether the request continues a conversation. `held`: tokens that one replica alone holds."""
+        """Return whether the request continues a conversation. `held`: prompt tokens that one replica alone holds."""
         shortest = self.shortest.get(demand.root)
         # A template may end the shortest prompt otherwise than its continuation, hence two blocks less.
         return held > 0 and (shortest is None or held >= shortest - 2 * demand.block_size)
@@ -184,22 +187,23 @@ class Habits:
     def future(self, streams: float, recent: float) -> float:
         """Return how many streams the followers of a beginning conversation will meet, per unit of `recent` choices.
 
-        `streams`, `recent`: summed over all replicas. By Little's law a replica's share of all streams is its share of
-        the choices, which is steadier than its present streams.
+        `streams`, `recent`: the sums of `Load.decoding` and `Load.recent` over all replicas. By Little's law a
+        replica's share of all streams is its share of the choices, which is steadier than its present streams.
         """
         p = self.p_continuation
         p -= p / _LATELY  # counting this request, which begins one
         return p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
 
     def after(self, continues: bool, streams: float, replicas: int) -> float:
-        """Return `after`, as the module defines it; `streams`: the sum over all `replicas`."""
+        """Return `after` as the module defines it; `streams`: the sum over all `replicas`, a number."""
         lasts = 1.0 / ((1.0 - self.p_continuation) * (1.0 + streams / replicas) + _MOVES)
         return (_GOING_ON if continues else _BEGINNING) * lasts
 
     def regret(self, demand: Demand, held: float) -> tuple[int | None, float | None]:
-        """Return the prefix that is held, and its regret so far, which is None unless it was requested recently.
+        """Return the prefix of which a replica holds `held` tokens, and its regret so far.
 
-        The history of one conversation is requested once, which is no reason for a copy.
+        The regret is None unless the prefix was requested recently: the history of one conversation is requested once,
+        which is no reason for a copy.
         """
         if held < demand.block_size or not demand.hashes:
             return None, None
@@ -302,9 +306,9 @@ class LeastTime:
     ) -> tuple[float, bool]:
         """Return a prefix's regret including this request, and whether a copy is due.
 
-        A request adds what it loses because the `other` candidate lacks the prefix; a copy is due once the regret
-        equals the cost of computing it there. `here`: the terms of the cheapest candidate, which holds `held` tokens of
-        the prompt; `there`: those of `other`, the cheapest of the candidates that hold less.
+        A request adds what it loses because the candidate `other` lacks the prefix; a copy is due once the regret
+        equals the cost of computing the prefix there. `here`: the terms of the cheapest candidate, which holds `held`
+        tokens of the prompt; `there`: those of `other`, the cheapest of the candidates that hold less.
         """
         [copied] = COST.of_all(demand, (other,), future, after, held)
         regret = _KEEP * regret + max(0.0, sum(here) - sum(copied))
@@ -324,7 +328,7 @@ def exclusive_overlap(candidates: Sequence[Candidate], block_size: int) -> float
 
 
 def exclusive_overlap_of(overlaps: np.ndarray, block_size: int) -> float:
-    """Return the same as `exclusive_overlap`, for an array."""
+    """Return the same as `exclusive_overlap`, for overlaps in an array."""
     longest = overlaps.item(overlaps.argmax())  # 0.2 us; `max` takes 1 us
     return longest if len((overlaps >= longest - block_size).nonzero()[0]) == 1 else 0.0
 

@@ -1,4 +1,4 @@
-"""`overlap_cost`: the fewest blocks to compute and to keep, after what is cached.
+"""`overlap_cost`: the replica with the fewest blocks to compute and to keep, after what is cached.
 
 Formula: max(0, queued prefill blocks + prompt blocks - weighted overlap blocks) + decode blocks; the least wins, ties
 at random. Blocks in slower tiers count 0.75 (cpu) and 0.25 (disk, remote). Inputs: overlaps, tiers, the ledger; nothing

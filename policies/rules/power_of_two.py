@@ -1,9 +1,8 @@
 """`power_of_two`: the less loaded of two candidates drawn at random.
 
-Formula: draw two different candidates, take the one with fewer requests (a tie: the first drawn).
-Inputs as `least_load`. Source: Mitzenmacher, "The power of two choices in randomized load
-balancing", IEEE TPDS 12(10), 2001: the longest queue falls from log n to log log n, and gateways
-with stale views do not all pick the same replica.
+Formula: draw two different candidates, take the one with fewer requests (a tie: the first drawn). Inputs: those of
+`least_load`. Source: Mitzenmacher, "The power of two choices in randomized load balancing", IEEE TPDS 12(10), 2001: the
+longest queue falls from log n to log log n, and gateways with stale views do not all pick the same replica.
 """
 
 from __future__ import annotations
@@ -26,6 +25,9 @@ class PowerOfTwo:
 
 
 def _draw(draw: float, count: int) -> tuple[int, ...]:
-    """Return two different indices below `count`, or the only one; the draw's remainder decides the second."""
+    """Return two different indices below `count`, or 0 alone if `count` is 1.
+
+    `draw`: a random number, 0 <= draw < 1; what the first index leaves of it decides the second.
+    """
     first = int(draw * count)
     return (first, (first + 1 + int((draw * count - first) * (count - 1))) % count) if count > 1 else (first,)

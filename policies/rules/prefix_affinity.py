@@ -1,10 +1,10 @@
-"""`prefix_affinity`: the longest match, unless it is short or the fleet is out of balance.
+"""`prefix_affinity`: the replica with the longest match, unless the match is short or the fleet is out of balance.
 
-Formula: if max - min > 64 requests and max > 1.5 min, the fewest requests; else, if the longest overlap is more than
-0.3 of the prompt, the replica that holds it (ties: fewer requests); else the fewest requests. Inputs: overlaps and the
-ledger; without overlaps it is `least_load`. Source: the `cache_aware` rule of sglang's router with its default
-thresholds, here on exact tokens where the original matches characters in its own tree. The thresholds count requests,
-so a small fleet may never reach them, and one replica can take everything.
+Formula: if max - min > 64 requests and max > 1.5 min over the replicas, the one with the fewest requests; else, if the
+longest overlap is more than 0.3 of the prompt, the replica that holds it (ties: fewer requests); else the one with the
+fewest requests. Inputs: overlaps and the ledger; without overlaps it is `least_load`. Source: the `cache_aware` rule of
+sglang's router with its default thresholds, here on exact tokens where the original matches characters in its own tree.
+The thresholds count requests, so a small fleet may never reach them, and one replica can take everything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`random`: any candidate, each as likely.
+"""`random`: any candidate, each equally likely.
 
-Inputs: the request's draw. Needs no shared state, so many gateways can use it independently; its queues are longer than
-round robin's at the same load.
+Inputs: the request's draw. The rule needs no shared state, so many gateways can use it independently; its queues are
+longer than round robin's at the same load.
 """
 
 from __future__ import annotations

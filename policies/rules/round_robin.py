@@ -1,8 +1,8 @@
 """`round_robin`: the candidates in turn.
 
 Formula: the n-th choice among the same candidates is candidate n mod N. Inputs: the order of the candidates. It spreads
-requests evenly, but not work, and scatters every conversation over all replicas: the baseline every gateway is compared
-with.
+requests evenly, but not work, and scatters every conversation over all replicas: the baseline that every gateway is
+compared with.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class RoundRobin:
     name = "round_robin"
 
     def __init__(self) -> None:
-        # By the first candidate and their number: with one turn for all, two models requested alternately would each
-        # use only every other replica.
+        # How many choices there were, by the first candidate and the number of candidates. With one count for all, two
+        # models requested alternately would each use only every other replica.
         self._turns: dict[tuple[str, int], int] = {}
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:

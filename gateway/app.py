@@ -1,7 +1,7 @@
 """The gateway process: its parts are made from the settings, connected, started and stopped.
 
 Start: the tokenizer is loaded and both ports are bound before any engine is started, so an error in the settings is
-reported at once and leaves nothing running. Engines may come up later; until then requests get 503. Stop (SIGTERM,
+reported at once and leaves nothing running. Engines may become ready later; until then requests get 503. Stop (SIGTERM,
 SIGINT, a closed terminal): new requests are refused and running ones get `drain_timeout_s`. After that, requests
 without a byte of an answer get 503, and the others are cut off.
 """
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
-CARE_SECONDS = 0.25
-# Kinds of background work
+CARE_SECONDS = 0.25  # between two rounds of `Gateway._care`
+# Kinds of background work, by which failures are counted
 CARE, FOLLOW_KEYS, FOLLOW_CERTIFICATE = "care for replicas", "API keys", "TLS certificate"
 METRICS = "metrics"  # a part of the metrics page that failed
 CONNECTIONS, CLIENTS = "connections to replicas", "connections of clients"
@@ -65,7 +65,8 @@ FOLLOW_RECENT, FOLLOW_PODS = "recent figures", "pods of the cluster"
 class Gateway:
     """One gateway, which serves between `await start()` and `await stop()`.
 
-    A worker process has a gateway too, and calls `listen` and `begin` itself.
+    A worker process (one of several gateways on one port) has a gateway too; it calls `listen` and `begin` in place of
+    `start`.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class Gateway:
     ):
         """Make the parts of the gateway from its settings; nothing is started.
 
-        `costs`: the costs that another gateway has learned (`CostGroup.state`). `decision_prefix`: the start of the
-        ids of this gateway's decisions. `secrets`: the secrets read from the files in the settings; None to read
-        them here.
+        `costs`: the costs that another gateway has learned (`CostGroup.state`). `decision_prefix`: the start of the ids
+        that this gateway gives to its placements for other proxies. `secrets`: the secrets read from the files in the
+        settings; None to read them here.
         """
         self.settings = settings
         secrets = read_secrets(settings) if secrets is None else secrets
@@ -189,7 +190,7 @@ class Gateway:
         self._following: list[asyncio.Task[None]] = []
 
     def _own_policies(self) -> FaultRecord:
-        """Make the record of the failures of policies that the operator wrote, whether acting or in shadow."""
+        """Make the record of the failures of policies from users' files, acting ones and those in shadow mode."""
         record, shadows = FaultRecord(), self.proxy.placing.shadows
         in_shadow = shadows.policies.items() if shadows is not None else ()
         for name, policy in ((self.settings.policy, self.proxy.router.policy), *in_shadow):
@@ -212,7 +213,7 @@ class Gateway:
             raise
 
     async def listen(self, shared_port: bool = False) -> None:
-        """Accept clients' connections; with `shared_port` other processes may listen there too. Raises ConfigError."""
+        """Accept clients' connections; `shared_port`: other processes may listen there too. Raises ConfigError."""
         settings = self.settings
         tls = self.certificate.context if self.certificate is not None else None
         try:
@@ -221,7 +222,7 @@ class Gateway:
             raise cannot_listen(settings, error) from None
 
     async def begin(self, urls: Iterable[str]) -> None:
-        """Start all background work, launch engines, and add the running replicas at these URLs."""
+        """Start all background work, launch engines, and add the replicas that run already at these URLs."""
         if self.shared is not None:
             self.shared.start()
         if self.shared_ledger is not None:
@@ -249,7 +250,7 @@ class Gateway:
         return greeting(self.settings, self.port, self.admin_port)
 
     def hurry(self) -> None:
-        """End the time that running requests still have while the gateway stops."""
+        """Cut short the time that running requests still have while the gateway stops."""
         self.server.hurry()
 
     async def stop(self, seconds: float) -> None:
@@ -292,7 +293,7 @@ class Gateway:
     # --- replicas come, change and go
 
     def _unlisted(self) -> str:
-        """Return why the fleet may still lack replicas, or "" if it lacks none."""
+        """Return why the fleet may still lack replicas, in words, or "" if none are missing."""
         if self._is_launching:
             return "engines are being launched"
         if self.discovery is not None and self.discovery.problem:
@@ -303,12 +304,14 @@ class Gateway:
         return self.ledger.own(replica)[0]
 
     def _hear(self, replica: str) -> None:
+        """Report to the fleet the answers of this replica that were not reported yet."""
         self.proxy.settling.tell_answers(replica)
 
     def _waited(self, replica: str) -> float:
         return self.proxy.waited(replica, monotonic())
 
     def traffic(self, replica: str, fault: str | None, count: int) -> None:
+        """Report to the fleet how requests to a replica went: `count` successes if `fault` is None, else a failure."""
         if fault is None:
             self.fleet.succeeded(replica, count)
         elif fault == OWN:
@@ -369,14 +372,14 @@ class Gateway:
             log.warning("replica %s: %s. To mend it, %s", replica.id, problem.what, problem.remedy)
 
     def _hidden_from(self, replica: Replica) -> frozenset[bytes]:
-        """Return the client headers not passed to the replica; with classes, also its priority header."""
+        """Return the client headers that are not passed on to the replica; with classes, also its priority header."""
         header = replica.dialect.priority_header
         return self._hidden if header is None or self.proxy.conductor.priorities is None else self._hidden | {header}
 
     def _follow_adapters(self, backend: Backend) -> None:
         """Forget the cached blocks of adapters that were loaded again from another folder.
 
-        The engine does not find those blocks again, but KV events carry only the adapter's name.
+        The engine does not find those blocks again, but KV events tell only the adapter's name.
         """
         for name in backend.adapters_moved():
             log.warning("replica %s: adapter %r was loaded from %s: what was cached under that name is forgotten",
@@ -387,7 +390,10 @@ class Gateway:
                 self.map.clear(backend.slot)
 
     def _moved(self, replica: Replica, space: ModelSpace) -> None:
-        """Move a replica to its new space; if its blocks differ, clear its map and follow its events again."""
+        """Move a replica to its new space (the format of its model's prompts).
+
+        If its blocks differ from before, clear its part of the map and follow its events again.
+        """
         backend = self.proxy.backends[replica.id]
         backend.candidate.space = space.number
         self.proxy.router.regroup(replica.id, space.costs)
@@ -402,7 +408,7 @@ class Gateway:
         self.server.clients.limits = datapath.limits(self.settings, self.models.pipelines)
 
     def _listen(self, backend: Backend, anew: bool = False) -> None:
-        """Follow the KV events of the replica's current source. `anew`: clear the map of its cache first."""
+        """Follow the KV events of the replica's present source. `anew`: clear its part of the map first."""
         source = backend.source = backend.replica.events
         block_size, looks_ahead = backend.event_format = self.models.blocks(backend.id)
 
@@ -440,7 +446,7 @@ class Gateway:
         backend.listen(intake, begin, self.background)
 
     async def _care(self) -> None:
-        """Pass new scrapes to policies and drift detection and forget removed replicas, every CARE_SECONDS."""
+        """Use new scrapes, follow changed blocks and forget removed replicas, every CARE_SECONDS."""
         seen: dict[str, float] = {}
         while True:
             due = monotonic() + CARE_SECONDS
@@ -475,7 +481,7 @@ class Gateway:
     def _follow_blocks(self, backend: Backend, told: Blocks) -> None:
         """Hash prompts in the blocks that the replica's events show, if they differ from the blocks known so far.
 
-        Where the engine also matches parts of these blocks, prompts are hashed in the parts.
+        `told`: those blocks. Where the engine also matches parts of these blocks, prompts are hashed in the parts.
         """
         if told == backend.stored_as:
             return
@@ -517,6 +523,7 @@ class Gateway:
         return self.view.status()
 
     def differs(self, replica: str) -> Callable[[Sequence[int]], tuple[list[int], list[int]]]:
+        """Return a function that compares a snapshot of what the map knows of a replica's GPU with the engine's keys."""
         return self.map.differs(self.slots[replica])
 
     def requests_at(self, replicas: Collection[str]) -> list[str]:
@@ -527,7 +534,7 @@ class Gateway:
         return await datapath.explain(self.proxy, path, body, headers)
 
 
-# the proxy's name of a failure -> the health tracker's
+# the proxy's name of a failure -> the name by which replicas' health is tracked
 _FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout",
            "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""`hitherto assets DIR`: deployment files for those who installed a wheel.
+"""`hitherto assets DIR`: deployment files for users who installed a wheel.
 
-Compose files, the Dockerfile, Prometheus configuration and rules, Grafana dashboards, a systemd unit. The installed
-packages are written with them, so that the compose files build an image of this version. A wheel has these files in
-its `share/hitherto` (`data-files` in pyproject.toml), a checkout in their folders.
+They are compose files, the Dockerfile, Prometheus configuration and rules, Grafana dashboards and a systemd unit. The
+sources of the installed packages are written beside them, so that the compose files build an image of this version. A
+wheel has the deployment files in its `share/hitherto` (`data-files` in pyproject.toml), a checkout in their folders.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _some(names: list[str]) -> str:
 
 
 def found() -> Iterator[tuple[str, Path]]:
-    """Yield the name in the target folder and the path of each file. Raises ConfigError if they are not installed."""
+    """Yield each file's name in the target folder and its path here. Raises ConfigError if files are not installed."""
     for package in PACKAGES:
         for path in sorted((HERE / package).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:

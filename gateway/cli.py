@@ -1,7 +1,7 @@
 """`hitherto serve | config | key | replica | explain | plan | doctor ...`: flags in, exit code out.
 
 Flags are made from the schema in `gateway.settings`, so that a setting has one name, one help text and one check
-whether it comes from a file, the environment or the command line. Verbs import what they need when they run, so that
+whether it comes from a file, the environment or the command line. Each verb imports what it needs when it runs, so that
 `hitherto config` answers in a fraction of a second.
 
 Exit codes: 0 success, 1 a failure or a problem found, 2 wrong flags or configuration.
@@ -110,6 +110,7 @@ def _help(name: str, field: Any) -> str:
 
 
 def metavar(name: str, annotation: Any) -> str:
+    """Return the placeholder for a setting's value in `--help`, by the setting's name and type."""
     if typing.get_origin(annotation) is typing.Literal:
         return "{" + ",".join(typing.get_args(annotation)) + "}"
     if name in METAVARS:
@@ -206,7 +207,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _take_back(args: argparse.Namespace, verb: argparse.ArgumentParser) -> None:
     """Move a command's own arguments out of --replica-url, which takes every word that follows it.
 
-    A URL contains a colon, so a file name without one, or the name of an action, is no URL.
+    A URL contains a colon, so a file name without a colon, or the name of an action, is no URL.
     """
     urls = getattr(args, "replica_url", [])
     is_given = bool(urls)
@@ -239,7 +240,7 @@ def load_config(args: argparse.Namespace, without_files: bool = False) -> Config
 
 
 def _warn_of_ignored_variables() -> None:
-    """Warn of environment variables that look like settings but are none. Misspelt settings are an error of `load`."""
+    """Warn of environment variables that look like settings but are none; `load` refuses misspelt settings."""
     for variable, near in unknown_variables(os.environ).items():
         hint = f". Did you mean {near}?" if near else ""
         print(f"hitherto: environment {variable}: this is no setting, so it changes nothing{hint}", file=sys.stderr)
@@ -247,7 +248,7 @@ def _warn_of_ignored_variables() -> None:
 
 @contextlib.contextmanager
 def _placing(config: Config) -> Iterator[None]:
-    """Prefix configuration errors with the source of the setting."""
+    """Prefix configuration errors with the source of the setting: a flag, a variable or a file."""
     try:
         yield
     except ConfigError as error:
@@ -364,7 +365,7 @@ def completion(args: argparse.Namespace) -> int:
 
 
 def _whole_parser() -> Parser:
-    """Build the parser for shell completion: with policy names and the flags of verbs that parse their own."""
+    """Build the parser for shell completion: with policy names and the flags of verbs with parsers of their own."""
     from gateway import assets
     from gateway.tenants import verb as key
     from policies import NAMES

@@ -1,4 +1,4 @@
-"""Constructors of the parts of the data path, each from the settings."""
+"""Constructors of the parts of the data path, from the settings."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 32, 16 * 2**20, 64 * 2**20
 def proxy(
     settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any
 ) -> Proxy:
+    """Make the proxy; `rooms`: its other parts, made by the caller, by the names of its parameters."""
     if spans is not None:
         from .proxy.traces import Traces
 
@@ -87,7 +88,7 @@ def class_names(settings: Settings) -> list[str]:
 
 
 def largest_body(settings: Settings, pipelines: Iterable[Pipeline]) -> int:
-    """Return the largest accepted body in bytes: --max-body-bytes, else as much as prompts of these models need."""
+    """Return the largest accepted body in bytes: --max-body-bytes, or else what these models' longest prompts need."""
     if settings.max_body_bytes is not None:
         return settings.max_body_bytes
     needed = [
@@ -98,7 +99,7 @@ def largest_body(settings: Settings, pipelines: Iterable[Pipeline]) -> int:
 
 
 def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
-    """Return the limits of clients' requests; the caller makes them again when models change."""
+    """Return the limits of clients' requests; the caller makes them anew when models change."""
     largest = largest_body(settings, pipelines)
     return Limits(
         body_bytes=largest,
@@ -111,7 +112,7 @@ def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
 
 
 def origins(settings: Settings) -> Origins | None:
-    """Make the CORS rules of --allow-origin; without it return None, and the engines' CORS headers are passed on."""
+    """Make the CORS rules of --allow-origin; None without it: engines' CORS headers are then passed on."""
     exposed = (
         b"retry-after, x-request-id, x-should-retry, x-hitherto-replica, x-hitherto-cached-tokens, x-hitherto-degraded"
     )
@@ -155,7 +156,7 @@ def keys(settings: Settings) -> Keys | None:
 
 
 def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background: Background) -> Metering | None:
-    """Make the counters of tenants' limits, with Redis across all gateways; None without API keys."""
+    """Make the counters of tenants' limits, counted across all gateways with Redis; None without API keys."""
     if keys is None:
         return None
     made = Metering(refused=metrics.tenant_refusals.inc)
@@ -216,7 +217,7 @@ def started() -> None:
 async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
     """Return how this request would be routed now; nothing changes.
 
-    With API keys in force, the request counts as a tenant's. Raises the ApiError that would refuse it.
+    If API keys are configured, it is taken as the request of a tenant. Raises the ApiError that would refuse it.
     """
     from .ops.reasons import describe, explained, legs_told
 
@@ -236,12 +237,13 @@ async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str])
 
 
 def _is_stopped(error: Exception | None) -> bool:
-    """Return whether a request lacks a complete answer because the gateway shut down."""
+    """Return whether this error means that the gateway's shutdown ended a request before its answer was complete."""
     by = error.code if isinstance(error, ApiError) else getattr(error, "kind", None)
     return by == SHUT_DOWN or isinstance(error, ConnectionAbortedError)
 
 
 def _access(exchange: Exchange, outcome: str, usage: Usage | None) -> None:
+    """Write a line of the access log for a request that has ended."""
     prompt, request, attempt = exchange.prompt, exchange.request, exchange.attempt
     error = exchange.error
     refused = isinstance(error, ApiError) and attempt is None

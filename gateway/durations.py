@@ -32,9 +32,9 @@ def show_seconds(seconds: float) -> str:
 
 
 def split_limits(text: str) -> dict[str, str]:
-    """Return the value of each limit in `ttft=2s,tpot=50ms`, as text. Raises ValueError.
+    """Return the value of each limit in `ttft=2s,tpot=50ms`, as text by name. Raises ValueError.
 
-    A colon may stand for `=`, since load generators write it.
+    A colon may stand for `=`, since load generators write limits with colons.
     """
     pairs = [part.replace(":", "=", 1).partition("=") for part in text.split(",")]
     found = {name.strip(): value for name, _, value in pairs}
@@ -44,7 +44,7 @@ def split_limits(text: str) -> dict[str, str]:
 
 
 def parse_limits(text: str) -> dict[str, float]:
-    """Return the seconds of each limit in `ttft=2s,tpot=50ms`. Raises ValueError."""
+    """Return the seconds of each limit in `ttft=2s,tpot=50ms`, by name. Raises ValueError."""
     seconds: dict[str, float] = {}
     for name, value in split_limits(text).items():
         if name not in LIMITS:

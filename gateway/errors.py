@@ -1,6 +1,6 @@
 """Errors that the gateway answers with, in the format of the API that the client called.
 
-OpenAI's error object, Anthropic's on /v1/messages, and both as stream events.
+The formats are OpenAI's error object, Anthropic's on /v1/messages, and both as stream events.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ KINDS: dict[int, tuple[str, str, str]] = {
 
 
 class ApiError(Exception):
-    """An error that the gateway itself answers a request with.
+    """An error with which the gateway itself answers a request.
 
-    `status` is the HTTP status. `type`, `param` and `code` are fields of the error object; the status decides a `type`
-    or `code` of None. `headers`: headers of the answer, besides those that every error has. `again`: False asks clients
-    that retry a 429 or 5xx by themselves, as OpenAI's and Anthropic's do, not to. `discreet`: the message for tenants,
-    where `message` names replicas. `limit`: the tenant's limit that refuses the request, for the log.
+    `status`: the HTTP status; `message`: the text for the client.
+    `type`, `param`, `code`: fields of the error object; if `type` or `code` is None, the status decides it.
+    `headers`: headers of the answer, besides those that every error has.
+    `again`: False asks clients that retry a 429 or 5xx by themselves, as OpenAI's and Anthropic's do, not to retry.
+    `discreet`: the message for tenants, where `message` names replicas.
+    `limit`: the tenant's limit that refuses the request, for the log.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ApiError(Exception):
         self.headers, self.again, self.limit = headers, again, limit
 
     def object(self, path: str, discreet: bool = False) -> dict[str, Any]:
+        """Return the error object in the format of the API at `path`; `discreet`: with the message for tenants."""
         message = self.discreet if discreet else self.message
         return error_object(path, self.status, message, type=self.type, param=self.param, code=self.code)
 
@@ -70,7 +73,7 @@ class ApiError(Exception):
 
 
 def bad(message: str, param: str | None = None) -> ApiError:
-    """Return a 400 error for a mistake in the request; `param`: the field that it is about."""
+    """Return a 400 error for a mistake in the request; `param`: the field that has the mistake."""
     return ApiError(400, message, param=param)
 
 
@@ -98,11 +101,11 @@ def error_body(path: str, status: int, message: str, code: str | None = None) ->
 
 
 def error_event(path: str, status: int, message: str, number: int = 0, *, code: str | None = None) -> bytes:
-    """Return the server-sent event that ends a broken stream.
+    """Return the server-sent event that ends a broken stream of the API at `path`.
 
-    No `[DONE]` follows it, since the stream is incomplete. `number`: the event's sequence number, for /v1/responses.
-    There the event has the error twice: in its own fields, as OpenAI's reference says, and as the object `error`,
-    without which OpenAI's client takes the stream for complete.
+    No `[DONE]` follows the event, since the stream is incomplete. `number`: the event's sequence number, for
+    /v1/responses. On that path the event has the error twice: in its own fields, as OpenAI's reference says, and as the
+    object `error`, without which OpenAI's client takes the stream for complete.
     """
     error = error_object(path, status, message, code=code)
     if path.startswith(MESSAGES):

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-LOOK_SECONDS = 0.5  # between two looks
-MOST_BYTES = 64 * 2**20  # of a file that is read whole, as many as the admin side accepts in a body
+LOOK_SECONDS = 0.5  # between two looks at followed files
+MOST_BYTES = 64 * 2**20  # most bytes of a file that is read whole: as many as the admin side accepts in a body
 
 # Errors that may pass within a second: no free descriptors or memory, or a network mount that does not answer.
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
@@ -30,15 +30,15 @@ class Followed:
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
         """Call `changed` after each change of the files, until cancelled.
 
-        It waits until the files have stayed the same for LOOK_SECONDS, since they may be written in several steps or
-        one after the other.
+        It waits until the files have stayed the same for LOOK_SECONDS, since one may be written in several steps, and
+        several one after the other.
         """
         seen = self._known
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = await asyncio.to_thread(signatures, self._paths)
             if now == seen != self._known:
-                await changed()  # what fails is called again
+                await changed()  # if it raises, the change stays unknown
                 self._known = now
             seen = now
 
@@ -48,12 +48,15 @@ def signatures(paths: Sequence[Path]) -> list[Signature]:
 
 
 def unblocked(path: str, flags: int) -> int:
-    """Open a file without waiting for the other end of a pipe; an opener for `open`."""
+    """Open a file without waiting for the other end of a pipe; to be passed to `open` as its opener."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def regular(path: str, flags: int) -> int:
-    """Open a regular file; an opener for `open`. Raises OSError at once for a device, a pipe or a folder."""
+    """Open a regular file; to be passed to `open` as its opener.
+
+    Raises OSError at once for a device, a pipe or a folder.
+    """
     file = unblocked(path, flags)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -64,8 +67,8 @@ def regular(path: str, flags: int) -> int:
 def read(path: Path) -> bytes:
     """Return the contents of a file or a pipe. Raises OSError, also for more than MOST_BYTES.
 
-    A pipe is read until its writer closes it, and at once if it has none. One through which nothing comes raises
-    OSError: it does not count as an empty file, as its command may have failed.
+    A pipe is read until its writer closes it; a pipe without a writer is read at once. A pipe through which nothing
+    comes raises OSError: it does not count as an empty file, as the command that should write to it may have failed.
     """
     with open(path, "rb", buffering=0, opener=unblocked) as file:
         os.set_blocking(file.fileno(), True)
@@ -98,9 +101,9 @@ def open_to_append(path: Path, more_flags: int = 0) -> int:
 
 
 def check_appendable(path: Path) -> None:
-    """Check that the file at `path` could be appended to, without creating it. Raises OSError if not.
+    """Check that the file at `path` could be appended to, without creating it. Raises OSError if it could not.
 
-    A pipe is not opened, since its reader would see the end of its input when it is closed.
+    A pipe is not opened: when it is closed again, its reader would see the end of its input.
     """
     try:
         if not path.is_fifo():

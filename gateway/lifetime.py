@@ -1,6 +1,6 @@
 """The life of a service: start, serve until a signal, let running requests end, stop.
 
-The same for a single gateway and for the supervisor of workers.
+A service is a single gateway or the supervisor of workers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .settings.warnings import find_warnings
 log = logging.getLogger("hitherto")
 
 
-AWAITED_SECONDS = 15.0  # until replicas that are not ready yet are logged; the pause doubles after each time
+AWAITED_SECONDS = 15.0  # after which replicas that are not ready yet are logged; the pause doubles after each time
 
 
 class Service(Protocol):
@@ -39,7 +39,7 @@ class Service(Protocol):
 
     @property
     def greeting(self) -> str:
-        """The line that is logged once it serves."""
+        """The line that is logged once the service serves."""
 
     async def start(self) -> None: ...
 
@@ -47,7 +47,7 @@ class Service(Protocol):
         """Refuse new requests, give running ones up to `seconds` to end, then stop everything that was started."""
 
     def hurry(self) -> None:
-        """End the time that running requests still have while the service stops."""
+        """Cut short the time that running requests still have while the service stops."""
 
 
 def run(settings: Settings, make: Callable[[], Service], started: Callable[[], None] = lambda: None) -> int:
@@ -104,7 +104,10 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
 
 
 async def tell_awaited(fleet: Fleet, seconds: float = AWAITED_SECONDS) -> None:
-    """Log which of the replicas given at the start are not ready yet, at doubling intervals until all are."""
+    """Log which of the replicas known at the start are not ready yet, at doubling intervals until all are.
+
+    `seconds`: the first interval.
+    """
     given = [*fleet.engines]
     while True:
         await asyncio.sleep(seconds)
@@ -115,7 +118,7 @@ async def tell_awaited(fleet: Fleet, seconds: float = AWAITED_SECONDS) -> None:
 
 
 def awaited(fleet: Fleet, given: Collection[str], now: float) -> str:
-    """Return which of these engines are not ready and why, in words, or "" if all are ready or removed."""
+    """Return which of these engines (`given`: ids) are not ready and why, in words; "" if all are ready or removed."""
     left = [fleet.engines[id] for id in given if id in fleet.engines]
     unready = [one.lead for one in left if one.lead.state not in TAKES_TRAFFIC]
     if not unready:

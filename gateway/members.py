@@ -1,7 +1,7 @@
-"""Writing members into the JSON object of a client's body without parsing it.
+"""Writing members (a name and a value) into the JSON object of a client's body without parsing it.
 
-They are appended at the end of the object: of two members with one name JSON parsers take the last, however the first
-is escaped, so they replace the client's own. A body of many MiB costs one copy.
+Members are appended at the end of the object: of two members with one name JSON parsers take the last, however the
+first name is escaped, so appended members replace the client's own. A body of many MiB costs one copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def in_utf8(body: bytes) -> bool:
 
 
 def no_object(why: str) -> ApiError:
-    """Return the 400 error for a body that members cannot be added to; `why`: what they are needed for."""
+    """Return the 400 error for a body to which members cannot be added; `why`: what they are needed for."""
     return bad(f"the body must be a JSON object in UTF-8: {why}")
 
 

@@ -1,4 +1,4 @@
-"""The models of the settings: their folders, their names, and the engines that are launched for them."""
+"""The models that the settings name: their folders, their names, and the engines that are launched for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIM = "sim"  # the name of the model that comes with the simulated engine
 
 
 def model_dir(*names: str | None) -> Path:
-    """Return the folder with the model's tokenizer, by the first of `names` that leads to one; None is skipped.
+    """Return the folder of a model's tokenizer, by the first of `names` that leads to one; None is skipped.
 
     A name is a folder or a model's name. Raises ConfigError with what is wrong with each name and what to give instead.
     """
@@ -46,7 +46,7 @@ def model_dir(*names: str | None) -> Path:
 
 
 def folder_here(root: str | None) -> Path | None:
-    """Return the folder of the model that an engine names as its root, if it exists on this machine, or None.
+    """Return the folder that an engine reports as its model's root, if it exists on this machine, or None.
 
     Only an absolute path counts: a bare name may be a folder here by chance.
     """
@@ -63,21 +63,21 @@ def folder_here(root: str | None) -> Path | None:
 
 
 def main_model(settings: Settings, launched: Sequence[Launch]) -> tuple[Path | None, str]:
-    """Return the folder and name of the main model: the one that the settings name, else the first that is launched."""
+    """Return the folder and name of the main model: the one in the settings, or else the first that is launched."""
     if settings.model or not launched:
         return model_and_name(settings, launched[0].profile if launched else None)
     return launched[0].directory, launched[0].served_name
 
 
 class Launch(NamedTuple):
-    """A number of equal engines to launch, as `Fleet.launch` takes them."""
+    """A number of equal engines to launch, in the order of the parameters of `Fleet.launch`."""
 
     count: int
     profile: LaunchProfile
-    directory: Path | None  # None: it is learned from the replicas
+    directory: Path | None  # the model's folder; None: the replicas report it
     served_name: str
     role: str
-    spill: bool = False
+    spill: bool = False  # whether they are the overflow pool
 
 
 def launches(settings: Settings) -> list[Launch]:
@@ -99,7 +99,7 @@ LAUNCH = "the engines of --launch"  # stands for a pool's name
 
 
 def _given(settings: Settings) -> Iterator[tuple[str, Settings, Launch]]:
-    """Yield each pool's name, the settings with its own model, and its engines, their model's folder not filled in."""
+    """Yield each pool's name, the settings with the pool's own model, and its engines, without the model's folder."""
     if settings.launch:
         profile = _loaded(settings.profile, "profile")
         yield LAUNCH, settings, Launch(settings.launch, profile, None, name_of(settings, profile), profile.role)
@@ -127,7 +127,10 @@ def _of_pool(settings: Settings, pool: Pool) -> Settings:
 
 
 def _check_together(settings: Settings, launched: Mapping[str, Launch]) -> None:
-    """Raise ConfigError, a line for each problem, if these pools cannot work together."""
+    """Raise ConfigError, a line for each problem, if these pools cannot work together.
+
+    `launched`: their engines, by pool.
+    """
     kinds: dict[str, list[Kind]] = {}
     for name, one in launched.items():
         kinds.setdefault(one.served_name, []).append(Kind(name, one.role, one.profile, one.directory))
@@ -146,9 +149,9 @@ def _loaded(name: str, setting: str, part: str = "") -> LaunchProfile:
 
 
 def model_and_name(settings: Settings, profile: LaunchProfile | None) -> tuple[Path | None, str]:
-    """Return the folder of the model and the name that engines of this profile serve it by.
+    """Return the folder of the model and the name by which engines of this profile serve it.
 
-    The folder is None if it is learned from the replicas. Raises ConfigError for a model that is not found.
+    The folder is None if the replicas report it. Raises ConfigError for a model that is not found.
     """
     name = _model_of(settings, profile)
     try:
@@ -160,7 +163,7 @@ def model_and_name(settings: Settings, profile: LaunchProfile | None) -> tuple[P
 
 
 def name_of(settings: Settings, profile: LaunchProfile | None) -> str:
-    """Return the name that engines of this profile serve their model by."""
+    """Return the name by which engines of this profile serve their model."""
     return settings.served_model_name or os.path.basename((_model_of(settings, profile) or "model").rstrip("/"))
 
 

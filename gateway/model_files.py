@@ -1,4 +1,4 @@
-"""The files of each model: their folders, a digest of their contents, and the pipelines made from them.
+"""The files of each model: their folder, a digest of their contents, and the pipelines made from them.
 
 Files are searched, read and loaded in threads of their own (`FolderThreads`), except those of the model that the
 operator names, which are read once before anything is served.
@@ -46,13 +46,13 @@ class Source(NamedTuple):
 
 
 class ModelFiles:
-    """The finder of replicas' model files, which makes pipelines from them."""
+    """The finder of replicas' model files, which also makes pipelines from them."""
 
     def __init__(self, settings: Settings, directory: Path | None, name: str):
         """Read the files of the model that the operator names.
 
-        `directory`: the folder of that model, None if the operator names none. `name`: the name that launched engines
-        serve it by.
+        `directory`: the folder of that model, None if the operator names none. `name`: the name by which launched
+        engines serve it.
         """
         self._settings, self._directory, self._name = settings, directory, name
         self._reading, self._searching = FolderThreads(16, READ_SECONDS), FolderThreads(4, LOAD_SECONDS)
@@ -90,9 +90,9 @@ class ModelFiles:
         return source
 
     def new_pipeline(self, directory: Path | None, name: str | None = None) -> Pipeline:
-        """Make a pipeline from the model's files in `directory`, or one without a tokenizer for None.
+        """Make a pipeline from the model's files in `directory`; None: one without a tokenizer.
 
-        Raises ConfigError for a model that cannot be used, with `name`, or the name of the operator's model for None.
+        Raises ConfigError for a model that cannot be used. `name`: what the error calls it; None: the operator's model.
         """
         name, size = name or self._name, self._settings.block_size or DEFAULT_BLOCK_SIZE
         try:
@@ -138,8 +138,8 @@ class ModelFiles:
     async def _search(self, root: str | None, name: str, engine: str) -> Path | None:
         """Find the folder of a model where no --model was given, or None, which is logged.
 
-        The replica's root is tried first, which may exist only on its own machine, then the name that it serves, which
-        may be any.
+        The replica's root (the path that its engine reports) is tried first, though it may exist only on the replica's
+        machine, then the name that the replica serves, which may be any.
         """
         found = await _in_thread(self._reading, root, engine, folder_here, root) if root else None
         try:
@@ -151,10 +151,10 @@ class ModelFiles:
         return found
 
     def _is_owner(self, replica: Replica) -> bool:
-        """Return whether this replica serves the model that the operator gave the files of.
+        """Return whether this replica serves the model whose files the operator gave.
 
-        That is the model with the name or folder from the settings, else the first model seen. Where engines are
-        launched, a model needs that name or folder.
+        That is the model with the name or folder from the settings or, without such a model, the first one seen. Where
+        engines are launched, only a model with that name or folder counts.
         """
         if not replica.models:
             return True
@@ -186,6 +186,7 @@ def _keep(kept: dict[Any, T], key: object, value: T) -> None:
 
 
 def _asked(replica: Replica) -> tuple[str | None, str]:
+    """Return the key of a search: the root that the replica reports, and the first of its base models' names."""
     return replica.root, min(base_names(replica.models), default="")
 
 

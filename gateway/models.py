@@ -1,6 +1,7 @@
-"""Models: which replicas serve which model, and the files that each model's prompts are made with.
+"""Models: which replicas serve which model, and the files with which each model's prompts are made.
 
-Both follow from what engines report, at any time. Requests read `Routes`, which are made again when replicas change: a
+Engines report both, at any time. A *space* is one format of prompts (tokenizer, template, block size); a model whose
+replicas differ in that has several, its *variants*. Requests read `Routes`, which are made anew when replicas change: a
 request is prepared once for each variant of its model that is present, for two at most.
 """
 
@@ -38,8 +39,8 @@ class Models:
     def __init__(self, settings: Settings, directory: Path | None, name: str, costs: CostGroup | None = None):
         """Make the first space, for the model that the operator names.
 
-        `directory`: the folder of that model, None if the operator names none. `name`: the name that launched engines
-        serve it by. `costs`: the learned costs that the first space starts with.
+        `directory`: the folder of that model, None if the operator names none. `name`: the name by which launched
+        engines serve it. `costs`: the learned costs that the first space starts with.
         """
         self._settings = settings
         self._files = ModelFiles(settings, directory, name)
@@ -47,7 +48,7 @@ class Models:
         self._numbers = count()
         self.members: dict[str, Member] = {}
         # `moved` is called when a replica joins another space or its space has changed, `on_change` after changes that
-        # this class makes by itself.
+        # do not come from a caller.
         self.moved: Callable[[Replica, ModelSpace], None] = lambda replica, space: None
         self.on_change: Callable[[], None] = lambda: None
         first = self._files.new_pipeline(directory)
@@ -71,7 +72,7 @@ class Models:
     # --- what is asked of the models
 
     def refresh(self) -> None:
-        """Make the routes again and update the pipelines' bounds, after replicas or spaces have changed."""
+        """Make the routes anew and update the pipelines' bounds, after replicas or spaces have changed."""
         self.routes = Routes(self.spaces, self.members.values())
         with_files = [one for one in self.spaces if one.format.source is not None]
         for space in with_files:
@@ -87,37 +88,40 @@ class Models:
         return [space.pipeline for space in self.spaces]
 
     def blocks(self, replica: str) -> tuple[int, int]:
-        """Return the block format of an adopted replica, as `PromptFormat.blocks` does."""
+        """Return the block format of an adopted replica, as in `PromptFormat.blocks`."""
         return self.members[replica].space.format.blocks
 
     def prompt_bytes(self, replica: str) -> Bytes | None:
-        """Return the function from prompt tokens to KV bytes at this replica; None if the shape is unknown."""
+        """Return a function from a prompt's tokens to bytes of KV cache at this replica; None if these are unknown."""
         member = self.members.get(replica)
         return member.space.prompt_bytes if member is not None and member.space is not None else None
 
     def made_by(self, replica: str) -> int:
-        """Return the replica's `Pipeline.made_by`, which changes whenever token ids may be made differently."""
+        """Return the replica's `Pipeline.made_by`, a number that changes whenever token ids may be made differently."""
         return self.members[replica].space.pipeline.made_by
 
     def made_otherwise(self, replica: str, prompt: Prompt, body: bytes, why: str) -> None:
-        """Record that the replica's engine made other tokens of a prompt; `body`: b"" if no longer held."""
+        """Record that the replica's engine made other tokens of a prompt than the gateway.
+
+        `body`: the request's body, b"" if it is no longer in memory; `why`: the difference, in words.
+        """
         member = self.members.get(replica)
         if member is not None and member.space is not None and member.space.number == prompt.space:
             member.space.comparison.made_otherwise(member.replica.engine, prompt, body, why)
 
     def made_alike(self, replica: str, prompt: Prompt) -> None:
-        """Record that the engine's token count agrees again, for a kind of prompts that it once differed on."""
+        """Record that the engine's token count agrees again, for a kind of prompts on which it once differed."""
         member = self.members.get(replica)
         if member is not None and member.space is not None and member.space.number == prompt.space:
             member.space.comparison.made_alike(member.replica.engine, prompt)
 
     def has_room(self, replica: str, tokens: int) -> bool:
-        """Return whether `tokens` fit the replica's context; True if its length is unknown."""
+        """Return whether `tokens` fit the replica's context; True if the length of the context is unknown."""
         member = self.members.get(replica)
         return member is None or not member.context or tokens <= member.context
 
     def files_under_way(self, model: str) -> set[asyncio.Task[None]]:
-        """Return the tasks that find or load the tokenizer a model still lacks; "" stands for any model."""
+        """Return the tasks that find or load the tokenizer that a model still lacks; "" stands for any model."""
         members = [one for one in self.members.values() if not model or model in one.replica.models]
         spaces = [one.space for one in members if one.space is not None and one.space.pipeline.tokenizer is None]
         found = {one.finding for one in members if one.source is None and not one.problem}
@@ -155,7 +159,7 @@ class Models:
         return space
 
     def forget(self, replica: Replica) -> None:
-        """Drop a replica that is gone, and its space if that is now empty."""
+        """Drop a replica that is gone, and its space if no replica is left there."""
         member = self.members.get(replica.id)
         if member is not None and member.replica is replica:
             self._drop(member)
@@ -175,7 +179,7 @@ class Models:
     def _judged(self, space: ModelSpace) -> None:
         """Move engines that make other tokens than the rest of their space to a variant of their own.
 
-        The prompts of the rest stay exact.
+        So the prompts of the other engines stay exact.
         """
         engines = space.comparison.set_apart()
         moving = [one for one in space.members.values() if one.replica.engine in engines]
@@ -187,6 +191,7 @@ class Models:
             self.on_change()
 
     def _format_of(self, member: Member) -> PromptFormat:
+        """Return the format of prompts that a replica takes, by what it reports."""
         replica, space = member.replica, member.space
         size = (
             self._settings.block_size
@@ -249,7 +254,7 @@ class Models:
         return space
 
     def _share_costs(self, space: ModelSpace, names: set[str]) -> None:
-        """Share one cost group among a model's variants; a space that gets another model starts a new one."""
+        """Share one cost group among a model's variants; a space that gets another model starts a new group."""
         relative = next((one for one in self.spaces if one is not space and one.names & names), None)
         if relative is not None:
             space.costs = relative.costs
@@ -343,7 +348,7 @@ class Models:
             member.again = asyncio.get_running_loop().call_later(member.pause, self._find_files, member)
 
     def _find_again(self, names: set[str]) -> None:
-        """Find the files again of replicas that were mistaken for the operator's model."""
+        """Search the files of replicas again that were mistaken for the operator's model; `names`: their models."""
         for member in [one for one in self.members.values() if names.intersection(base_names(one.replica.models))]:
             member.source = None
             self._find_files(member)
@@ -415,7 +420,7 @@ class Models:
 
 
 def _has_no_other(space: ModelSpace, member: Member) -> bool:
-    """Return whether a space has only ranks of this engine, and replicas of engines that have restarted since."""
+    """Return whether a space has only ranks of this member's engine, and replicas of engines restarted since."""
     engine = member.replica.engine
     return all(
         one.replica.engine == engine or one.incarnation != one.replica.incarnation for one in space.members.values()

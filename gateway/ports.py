@@ -7,9 +7,9 @@ import socket
 
 
 def bound(kind: int, address: tuple, shared: bool) -> socket.socket:
-    """Return a socket bound to this address. Raises OSError.
+    """Return a socket of the family `kind` bound to this address. Raises OSError.
 
-    With `shared`, other processes of this user may bind it too, if all of them do so with `shared`.
+    With `shared`, other processes of this user may bind the address too, if all of them do so with `shared`.
     """
     one = socket.socket(kind, socket.SOCK_STREAM)
     try:
@@ -28,8 +28,8 @@ def bound(kind: int, address: tuple, shared: bool) -> socket.socket:
 def addresses(host: str, port: int) -> list[tuple]:
     """Return all addresses of a host as `getaddrinfo` gives them; "" is every address of this machine.
 
-    Addresses of a family that the kernel has no sockets for are left out, unless there are no others; the server
-    skips them too.
+    Addresses of a family for which the kernel has no sockets are left out, unless there are no others; the server skips
+    them too.
     """
     found = dict.fromkeys(socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
     kinds = {kind for kind in {one[0] for one in found} if _has_sockets(kind)}

@@ -1,4 +1,4 @@
-"""The mapping from a request's model name to the spaces that the request is prepared for."""
+"""The mapping from a request's model name to the spaces (formats of prompts) for which the request is prepared."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from .prompt.offload import TakesLong, event_loop
 from .prompt.pipeline import Refusal
 from .spaces import Member, ModelSpace
 
-MOST_VARIANTS = 2  # variants that a request is prepared for; replicas of a third are chosen by load
+MOST_VARIANTS = 2  # variants of a model for which a request is prepared; replicas of a third are chosen by load
 
 
 class Routes:
     """An immutable mapping from model names to spaces.
 
     New routes are made when replicas change; a request that is being prepared in a thread keeps the ones it began with.
+
     `contexts`: the context lengths in tokens of each name's replicas, ascending. Replicas that take no traffic now are
-    included, since a request that fits only them has to wait for them. `models`: the names of the base models, if
-    there are several; empty if a request without a model name can mean only one.
+        included, since a request that fits only them has to wait for them.
+    `models`: the names of the base models if there are several; empty if a request without a model name can mean only
+        one.
     """
 
     def __init__(self, spaces: Sequence[ModelSpace], members: Collection[Member]):
@@ -74,9 +76,9 @@ class Routes:
         return prompt
 
     def spaces_for(self, model: object) -> tuple[ModelSpace, ...]:
-        """Return the spaces that a request for this model is prepared for, the one with most replicas first.
+        """Return the spaces for which a request for this model is prepared, the one with most replicas first.
 
-        Empty if all replicas have reported what they serve and none serves this name.
+        Empty if all replicas have reported which names they serve and none serves this one.
         """
         return self._by_name.get(model, self._of_unknown) if type(model) is str and model else self._of_any
 
@@ -122,7 +124,7 @@ def _unlike(members: Iterable[Member]) -> tuple[str, ...]:
 
 
 def _contexts(found: Collection[ModelSpace], spaces: Iterable[ModelSpace]) -> tuple[int, ...]:
-    """Return the sorted distinct context lengths of the replicas that serve these models, variants included."""
+    """Return the sorted distinct context lengths of the replicas of these spaces' models, in all variants."""
     names = {name for space in found for name in space.names}
     related = [space for space in spaces if space in found or space.names & names]
     return (*sorted({one.context for space in related for one in space.members.values() if one.context}),)

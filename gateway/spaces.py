@@ -2,7 +2,7 @@
 
 The format is a tokenizer, a chat template, a block size, and the quirks of the engine's version. Replicas of one model
 with the same format share a space. Replicas that serve the same name but differ in any of this (a rolling upgrade to
-another block size, a tokenizer that was changed on disk between two starts) are variants of the model, with a space
+another block size, a tokenizer that was changed on disk between two starts) are variants of the model, with a space for
 each.
 """
 
@@ -25,7 +25,7 @@ from .threads import FolderThreads
 
 
 class PromptFormat(NamedTuple):
-    """A format of prompts: their model files, block size and quirks.
+    """A format of prompts: the model's files, block size and quirks.
 
     Without files (`source` None) prompts are matched as text.
     """
@@ -37,7 +37,7 @@ class PromptFormat(NamedTuple):
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """The block size in tokens, and the number of tokens after a block that its hash includes."""
+        """The block size in tokens, and the number of tokens after a block that the block's hash includes."""
         return self.block_size, self.looks_ahead
 
     def differences(self, other: PromptFormat) -> str:
@@ -61,13 +61,13 @@ class PromptFormat(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A replica, with what is known of its incarnation at its last adoption."""
+    """A replica in a space, with what was known of its process (incarnation) when it was last adopted."""
 
     replica: Replica
     incarnation: str | None = None  # None: not adopted yet
     space: ModelSpace | None = None
-    served: frozenset[str] = frozenset()  # the names that it reported last, kept while it is away
-    # The files that it was started from; later changes on disk do not matter. Until they are found, the files of its
+    served: frozenset[str] = frozenset()  # the model names that it reported last, kept while it is away
+    # The files from which it was started; later changes on disk do not matter. Until they are found, the files of its
     # previous incarnation, or those found last for its model.
     source: Source | None = None
     finding: asyncio.Task[None] | None = None
@@ -80,7 +80,10 @@ class Member:
 
 
 class ModelSpace:
-    """A model, or one variant of it: the format of its prompts, and the replicas that take it."""
+    """A model, or one variant of it: the format of its prompts, and the replicas that take this format.
+
+    `judged` is called after an engine's tokens were compared; `loading`: the task that loads the pipeline.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class ModelSpace:
         threads: FolderThreads,
     ):
         self.number, self.format, self.costs = number, format, costs
-        self.names: set[str] = set()  # under which its replicas serve the base model
+        self.names: set[str] = set()  # names by which its replicas serve the base model
         self.members: dict[str, Member] = {}
         self.loading: asyncio.Task[None] | None = None
         self.problem = ""  # why the files cannot be used
@@ -116,6 +119,7 @@ class ModelSpace:
         return (roots.pop() or "") if len(roots) == 1 else ""
 
     def use(self, pipeline: Pipeline) -> None:
+        """Make prompts with this pipeline from now on, in the present format."""
         self.pipeline = pipeline
         pipeline.space, (pipeline.block_size, pipeline.looks_ahead) = self.number, self.format.blocks
         self.prompt_bytes = prompt_bytes(pipeline.config, self.format.block_size)

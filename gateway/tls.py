@@ -1,4 +1,4 @@
-"""TLS towards clients: the gateway's certificate, reloaded when it is renewed, and the check of clients' own."""
+"""TLS towards clients: the gateway's certificate, reloaded when it is renewed, and the check of clients' ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("hitherto")
 
 
 class CertificateError(ValueError):
-    """An error of a file that cannot be used; `setting` is the setting that names the file."""
+    """An error of a file that cannot be used; `setting`: the setting that names the file."""
 
     def __init__(self, setting: str, why: str):
         super().__init__(why)
@@ -26,8 +26,9 @@ class CertificateError(ValueError):
 class Certificate:
     """The gateway's certificate and the TLS context made from it.
 
-    `key`: the file of the private key; None if the certificate's file contains it. `authorities`: the file of the
-    authorities that must have signed clients' certificates; None if clients need none. Raises CertificateError.
+    `key`: the file of the private key; None if the certificate's file contains the key. `authorities`: the file of the
+    authorities of which one must have signed a client's certificate; None if clients need none. Raises
+    CertificateError.
     """
 
     def __init__(self, certificate: Path, key: Path | None = None, authorities: Path | None = None):

@@ -1,4 +1,4 @@
-"""Descriptions of the values that pydantic expected where it found others."""
+"""Descriptions, in words, of the values that pydantic expected where it found others."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _KINDS = {
 def wanted(item: Any, field: FieldInfo | None = None) -> str:
     """Return the value that one of pydantic's errors asks for, like `a whole number from 0 to 65535`.
 
-    `item`: the error, from `errors()`. `field`: the field it is about, whose bounds are named even where the value was
-    no number.
+    `item`: the error, from `errors()`. `field`: the field that has the error; its bounds are named even where the value
+    was no number.
     """
     if item["type"] == "too_short":
         return "a list with one entry or more"

@@ -523,7 +523,7 @@ class Gateway:
         return self.view.status()
 
     def differs(self, replica: str) -> Callable[[Sequence[int]], tuple[list[int], list[int]]]:
-        """Return a function that compares a snapshot of what the map knows of a replica's GPU with the engine's keys."""
+        """Return a function that compares what the map knows of a replica's GPU blocks with the engine's own keys."""
         return self.map.differs(self.slots[replica])
 
     def requests_at(self, replicas: Collection[str]) -> list[str]:

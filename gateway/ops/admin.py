@@ -1,26 +1,26 @@
 """The operator's HTTP side, on a port of its own.
 
-    GET  /livez                 200 as long as the process turns its event loop; depends on nothing else
-    GET  /readyz                200 when a request could be served, of any model, with ?model=NAME of this one; else 503
-                                and why not
+    GET  /livez                 200 as long as the process runs its event loop; depends on nothing else
+    GET  /readyz                200 when a request could be served, of any model, or with ?model=NAME of this one; else
+                                503 and why not
     GET  /metrics               for Prometheus
     GET  /                      live page;  GET /status the state of all, /recent the last 15 minutes as JSON
     GET  /replicas              list
     POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200), after a
                                 drain or removal of it that is under way; 409 for another #events= than it has;
-                                after a restart it is known only with --replica-file
+                                after a restart of the gateway it is known only with --replica-file
     POST /replicas/ID/drain     no new requests; the ones it has are finished
     DELETE /replicas/ID         drains and forgets it
                                 (of an engine with ranks: HOST:PORT-dp0 is one of them, HOST:PORT all)
     ANY  /replicas/ID/engine/PATH  passed on to that engine: /sleep, /reset_prefix_cache, /v1/load_lora_adapter ...
-    POST /replicas/ID/blocks    {"keys": [...]}, all blocks that the engine has: what of them differs from the map
+    POST /replicas/ID/blocks    {"keys": [...]}, all blocks that the engine has: in what they differ from the map
     POST /explain?path=/v1/...  what would happen to this request; nothing is sent
-    POST /decide?path=/v1/...   where this request goes; counted there until the caller tells its end:
+    POST /decide?path=/v1/...   where this request goes; counted there until the caller reports its end:
     POST /decide/ID/first_byte  its answer has begun
-    POST /decide/ID/done        it has ended; with the answer's last bytes, its usage is learned from
+    POST /decide/ID/done        it has ended; if the answer's last bytes are posted, their usage is learned from
 
-What writes is sent as application/json; who may speak to the admin side is decided in `guard`. Errors have the shape
-of OpenAI's.
+Requests that change something are sent as application/json; `guard` decides who may use the admin side. Errors have the
+shape of OpenAI's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MOST_LEFT = 100  # running requests that the answer to a removal names
 
 
 class Fleet(Protocol):
-    """The part of `replicas.Fleet` that operators reach."""
+    """The part of `replicas.Fleet` that operators can use."""
 
     replicas: dict[str, Any]
     engines: dict[str, Any]
@@ -86,31 +86,31 @@ class Gateway(Protocol):
     recent: Recent
 
     def status(self) -> dict[str, Any]:
-        """Return what `ops.view.View.status` returns."""
+        """Return the state of the gateway as JSON data."""
 
     def differs(self, replica: str, keys: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Do as `CacheMap.differs`. Raises KeyError for a replica without events so far."""
+        """Return what `CacheMap.differs` returns for a replica. Raises KeyError if it has no blocks in the map."""
 
     def requests_at(self, replicas: Collection[str]) -> list[str]:
         """Return the ids of this process's requests at these replicas, known or removed."""
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """Do as `gateway.ops.explain.describe`.
+        """Return how this request would be routed now, as data with a sentence.
 
         Raises ApiError for the client's own faults, and when no replica could answer.
         """
 
 
 def headers_of(request: web.Request) -> dict[str, str]:
-    """Return the headers with lower-case names, as the prompt pipeline takes them."""
+    """Return the headers by lower-case names, which the prompt pipeline expects."""
     return {name.lower(): value for name, value in request.headers.items()}
 
 
 async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
-    """Write the file of replicas, if there is one, and return the URL that it held for this engine, if any.
+    """Make a change in the file of replicas, if there is one, and return the URL that it had for this engine, if any.
 
-    This comes before the change itself: what an operator was told is done must be so after a restart, too. Raises
-    Refusal.
+    `change`: "add" or "remove"; `what`: the URL or the id. The file is written before the change itself: what an
+    operator was told is done must be so after a restart, too. Raises Refusal.
     """
     if kept is None:
         return None
@@ -122,7 +122,7 @@ async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
 
 
 def _refuse_another(engine: Any, address: Address) -> None:
-    """Raise Refusal if the URL's fragment contradicts the one that the engine was added with."""
+    """Raise Refusal if the URL's fragment contradicts the fragment with which the engine was added."""
     source, model = engine.watch.given, engine.lead.required_model
     said = (address.source not in (None, source), address.model not in (None, model))
     kept = engine.lead
@@ -213,7 +213,7 @@ class Admin(Side):
             await keep(self.gateway.kept, change, what)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Answer at once; the replica's state shows when the drain is done.
+        """Begin a drain and answer at once; the replica's state shows when the drain is done.
 
         `last_ready_of` in the answer lists the models that no replica serves now.
         """
@@ -233,7 +233,7 @@ class Admin(Side):
         return {name for one in ready for name in one.models or ("any model",)}
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Answer when the replica is removed. If the client leaves first, the removal goes on."""
+        """Remove a replica, and answer when that is done. If the client leaves first, the removal goes on."""
         id = self._known(request)
         replicas = {id}
         if id in self.gateway.fleet.engines:
@@ -252,7 +252,7 @@ class Admin(Side):
         return answer(told)
 
     async def ask_engine(self, request: web.Request) -> web.Response:
-        """Forward a request to the engine, for what only operators may ask of it, and return its answer."""
+        """Forward a request to the engine, for what only operators may ask of an engine, and return its answer."""
         id, url = self._known(request), request.rel_url
         target = "/" + url.raw_path.split("/", 4)[4] + (f"?{url.raw_query_string}" if url.raw_query_string else "")
         log.info("an operator asks the engine of %s: %s %s", id, request.method, url.raw_path)
@@ -292,7 +292,7 @@ class Admin(Side):
         return answer(await self.gateway.explain(path, await request.read(), headers_of(request)))
 
     async def decide(self, request: web.Request) -> web.Response:
-        """Choose a replica for another proxy's request, and count it there for `lease_s` seconds at most."""
+        """Choose a replica for another proxy's request, and count the request there for `lease_s` seconds at most."""
         query = request.query
         try:
             lease = float(query.get("lease_s", LEASE))

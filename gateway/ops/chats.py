@@ -3,8 +3,8 @@
 An equal tokenizer says nothing about how an engine fills a chat template: with which defaults, which fields of a
 message, and what it makes of tools. Flags change all of that, and cannot be seen from outside. So each engine is asked
 for the ids of these chats when it is adopted, by its own /tokenize. Chats that /tokenize does not take, or would write
-differently from a real chat, are sent as chats with a one-token answer that reports its prompt's ids or their number.
-Where a template prints the date, one of them shows which day the engine prints.
+differently from a real chat, are sent as real chats with an answer of one token, which reports the prompt's ids or
+their number. Where a template prints the date, one of the chats shows which day the engine prints.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOOL = {
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}
 _ASKED = {"role": "user", "content": "Which way did the white rabbit go?"}
 _CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
-# By both names: vLLM's /tokenize reads only the newer one, though its chats take either; SGLang only the older one.
+# Given by both names: vLLM's /tokenize reads only the newer one, though its chats take either; SGLang only the older.
 _THOUGHT = {"reasoning": "I look outside.", "reasoning_content": "I look outside."}
 _RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "Sunny."}
 CHATS: tuple[dict[str, Any], ...] = (
@@ -62,7 +62,7 @@ NOTHING_SHOWN = "nothing shows how it fills the chat template"
 class Made(NamedTuple):
     """A chat with the gateway's token ids of it.
 
-    `by_chat`: ask with a real chat, as the engine's /tokenize would make other ids. `path`: the path of its API.
+    `by_chat`: whether to send it as a real chat, as the engine's /tokenize would make other ids. `path`: its API path.
     """
 
     body: dict[str, Any]
@@ -76,10 +76,10 @@ class NotAsked(Exception):
 
 
 async def chats_differ(session: aiohttp.ClientSession, url: str, model: str | None, chats: Iterable[Made]) -> str:
-    """Return why the engine's chats are not the gateway's, or cannot be shown to be; "" if they are.
+    """Return why the engine's tokens of these chats are not the gateway's, or cannot be shown to be; "" if they are.
 
-    Chats that one of the two cannot render are left out. Raises NotAsked if the engine could not be asked, aiohttp's
-    errors and TimeoutError.
+    Chats that the gateway or the engine cannot render are left out. Raises NotAsked if the engine could not be asked,
+    aiohttp's errors and TimeoutError.
     """
     compared, failed = 0, 0
     for body, ids, by_chat, path in chats:
@@ -99,9 +99,9 @@ async def chats_differ(session: aiohttp.ClientSession, url: str, model: str | No
 async def days_printed(
     session: aiohttp.ClientSession, url: str, model: str | None, pipeline: Pipeline
 ) -> Collection[date]:
-    """Return the days that the engine may have printed in a chat, out of those that it is now anywhere on earth.
+    """Return the days that the engine may have printed in a chat, of the days that it is now anywhere on earth.
 
-    That is one day where the engine's ids show it, and none where its ids match the gateway's for no day. Raises what
+    It is one day where the engine's ids show it, and none where its ids match the gateway's for no day. Raises what
     `chats_differ` raises.
     """
     days = days_in(ALL_ZONES, pipeline.clock.now())
@@ -123,8 +123,8 @@ def made_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
 def efforts_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
     """Yield the chats whose reasoning effort changes the gateway's ids, and then the one without thinking.
 
-    An engine may have a map of efforts, which its /tokenize does not know, and a flag for the effort of Messages that
-    disable thinking.
+    An engine may have a map of efforts in its flags, which its /tokenize does not use, and a flag for the effort of
+    requests to /v1/messages that disable thinking. `day`: the day that the engine prints.
     """
     plain = pipeline.made(CHAT, json.dumps(CHATS[0]).encode(), day)
     matters = False
@@ -142,7 +142,7 @@ def written(day: date) -> str:
 async def _asked(
     session: aiohttp.ClientSession, url: str, model: str | None, body: dict[str, Any], by_chat: bool, path: str = CHAT
 ) -> tuple[int, list[int] | int | None]:
-    """Return the engine's status, and its ids of a chat or their number; None where it reports neither."""
+    """Return the engine's status, and its ids of a chat or their number; None if it reports neither."""
     asked = {**({"model": model} if model else {}), **body}
     if path == MESSAGES:
         status, told = await _post(session, f"{url}{MESSAGES}/count_tokens", asked)

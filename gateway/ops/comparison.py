@@ -2,8 +2,8 @@
 
 A tokenizer's files do not show how an engine reads them (see `prompt.reading`), and flags like `--tokenizer` cannot be
 seen from outside. So an equal name proves nothing: the ids of some twenty texts have to be the same. If an engine reads
-the files in another known way, the gateway does so too. If it makes other tokens, the prompts of its models are matched
-as text, and their ids are never sent to it.
+the files in another known way, the gateway does so too. If the engine makes other tokens, the prompts of its models are
+matched as text, and the gateway's token ids are never sent to it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from .doubts import Doubts
 log = logging.getLogger("hitherto")
 
 ANSWER_SECONDS = 10.0
-MOST_ANSWER = 1 << 18  # bytes; one fixed text has some thousand ids at most
-AT_ONCE = 4  # questions to one engine, which may be busy with prompts
+MOST_ANSWER = 1 << 18  # bytes of an answer; one fixed text has some thousand ids at most
+AT_ONCE = 4  # questions to one engine at the same time, since it may be busy with prompts
 OTHERWISE = "; but it made a prompt otherwise: "
 UP_TO_DATE = "; but its chats are exact only up to the date that they print: "
 PAUSES = (1.0, 5.0, 30.0)  # seconds before an engine that did not answer is asked again
 
 
 class Unanswered(Exception):
-    """The engine does not report its tokens. `final`: asking again would not help."""
+    """The engine does not report its tokens. `final`: whether asking again would not help."""
 
     def __init__(self, why: str, final: bool = False):
         super().__init__(why)
@@ -92,29 +92,29 @@ async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | 
 class _Engine:
     """The findings about one process behind an engine's address.
 
-    Until it has been compared, these are its predecessor's.
+    Until that process has been compared, they are the findings about its predecessor.
     """
 
     incarnation: str
-    pipeline: Pipeline  # that it is compared with
+    pipeline: Pipeline  # the pipeline with which it is compared
     replicas: dict[str, Replica] = field(default_factory=dict)  # its ranks, by id
-    found: str = "not compared yet"
+    found: str = "not compared yet"  # the result, in words
     said: str = ""  # `found`, and what was observed since
     how: str = ""  # how it reads the tokenizer's files; "" if not known
-    differs: str = ""  # how its tokens of texts differ
-    unproven: str = ""  # why it does not report them, where that leaves all of its prompts inexact
-    chats: str = ""  # why its chats are not the gateway's, or cannot be shown to be
-    unasked: bool = False  # it has not answered a chat so far
-    shown: bool = False  # its chats were shown to be the gateway's
+    differs: str = ""  # how its tokens of texts differ from the gateway's; "" if not known to
+    unproven: str = ""  # why it does not report tokens of texts, if all of its prompts are inexact because of that
+    chats: str = ""  # why its tokens of chats are not the gateway's, or cannot be shown to be
+    unasked: bool = False  # whether it has not answered a chat so far
+    shown: bool = False  # whether its tokens of chats were shown to be the gateway's
     zones: frozenset[int] | None = None  # its possible time zones; None: it prints no date, or was not asked
     day: str = ""  # the message about its date
-    efforts: str = ""  # how it writes a chat with an effort to reason, if not as the gateway does
-    doubts: Doubts = field(default_factory=Doubts)  # kinds of bodies that it counted differently
+    efforts: str = ""  # how it writes a chat with a reasoning effort, if not as the gateway does
+    doubts: Doubts = field(default_factory=Doubts)  # kinds of bodies of which it counted other tokens
     compared: bool = False
-    names: frozenset[str] = frozenset()  # its models and adapters, as they were when prompts were last settled
+    names: frozenset[str] = frozenset()  # its models and adapters when the differences were last passed to the pipeline
 
     def tell(self, found: str | None = None) -> None:
-        """Update the message on the tokenizer of the engine's replicas; `found`: a new finding."""
+        """Update the message on the tokenizer that the engine's replicas show; `found`: a new finding."""
         if found is not None:
             self.found = found
         why = next(reversed(self.doubts.held.values()), "")
@@ -127,7 +127,7 @@ class _Engine:
 
 
 class TokenizerComparison:
-    """The comparison of each engine, once, whose results it applies to the pipeline."""
+    """The comparison of each engine with one pipeline, to which the results are applied."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class TokenizerComparison:
         self._pipeline = pipeline
         self._engines: dict[str, _Engine] = {}
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
-        self._running: set[asyncio.Task[None]] = set()  # all tasks, those that only adopt included
-        self._chats: tuple[object, list[Made]] = (None, [])  # the fixed chats with ids, and the key they were made for
+        self._running: set[asyncio.Task[None]] = set()  # all tasks, those that only run `_adopt` included
+        self._chats: tuple[object, list[Made]] = (None, [])  # a key, and the fixed chats with ids that were made for it
         # Judging and adopting exclude each other: both load tokenizers, and judging compares with the one in use.
         self._turn = asyncio.Lock()
 
@@ -185,7 +185,7 @@ class TokenizerComparison:
     def made_otherwise(self, engine: str, prompt: Prompt, body: bytes, why: str) -> None:
         """Record that an engine's tokens of a prompt differed from the gateway's, in number or otherwise.
 
-        `body` is b"" if it is no longer kept.
+        `body`: the request's body, b"" if it is no longer kept; `why`: the difference, in words.
         """
         if (found := self._maker_of(engine, prompt)) is None:
             return
@@ -210,7 +210,7 @@ class TokenizerComparison:
             self._judged()
 
     def _maker_of(self, engine: str, prompt: Prompt) -> _Engine | None:
-        """Return the engine if the prompt was made in the way its prompts are made now, else None."""
+        """Return the engine if the prompt was made as prompts for it are made now, else None."""
         found, pipeline = self._engines.get(engine), self._pipeline()
         return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
 
@@ -287,9 +287,9 @@ class TokenizerComparison:
     async def _compare_chats(self, replica: Replica, engine: _Engine) -> None:
         """Compare the fixed chats, and repeat the attempt while the engine cannot be asked.
 
-        Where nothing else shows that its chats are the gateway's, this goes on until it answers, and after a while its
-        chats are matched as text. Engines whose rules are known are asked for some seconds: their flags may change
-        chats.
+        Where nothing else shows that the engine makes the gateway's tokens of chats, this goes on until it answers, and
+        after a while its chats are matched as text. An engine whose rules for chats are known is asked for some seconds
+        only: its flags may change them.
         """
         said = engine.found
         for asked in count(1):
@@ -331,7 +331,7 @@ class TokenizerComparison:
         await self._adopt(pipeline)
 
     async def _differing_chats(self, replica: Replica, engine: _Engine) -> tuple[str, date | None]:
-        """Return how the engine's chats differ, and the day they were written for, or None if no date is known."""
+        """Return how the engine's chats differ, and the day for which they were written, None if no date is known."""
         model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
         pipeline, day = engine.pipeline, None
         async with session_to(replica.address, replica.tls, headers=replica.credentials, timeout=timeout) as session:
@@ -347,8 +347,8 @@ class TokenizerComparison:
     ) -> date | None:
         """Ask the engine for one chat, and return the day that it prints there.
 
-        Returns today if the chat holds no day, and None if the engine is not asked. `zones`: the time zones in which
-        the engine may be. Raises what `chats_differ` raises.
+        Returns today if the chat has no day in it, and None if the engine is not asked. `zones`: the time zones in
+        which the engine may be. Raises what `chats_differ` raises.
         """
         pipeline = engine.pipeline
         if not pipeline.prints_date:
@@ -379,7 +379,7 @@ class TokenizerComparison:
             self._differ(pipeline)
 
     async def _compare_efforts(self, replica: Replica, engine: _Engine, day: date | None) -> None:
-        """Compare chats with a reasoning effort, whose mapping is a flag of the engine.
+        """Compare chats with a reasoning effort, for which the engine may have a map in its flags.
 
         If the engine cannot be asked, the token counts of its answers show a difference later.
         """
@@ -420,7 +420,10 @@ class TokenizerComparison:
         return await self._threads.run(pipeline.directory, "", function, *args)
 
     async def _adopt(self, pipeline: Pipeline, found: Verdict | None = None) -> None:
-        """Read the tokenizer's files as the compared engines do; where these differ, as the first one does."""
+        """Read the tokenizer's files as the compared engines do; if these differ, as the first of them does.
+
+        `found`: what judging one engine's tokens has just found, whose tokenizer may be loaded already.
+        """
         async with self._turn:
             if pipeline is not self._pipeline():
                 return
@@ -438,12 +441,15 @@ class TokenizerComparison:
     def _differ(self, pipeline: Pipeline) -> None:
         """Pass the differences on to the pipeline at once, so that no affected prompt is called exact any more.
 
-        `_adopt` may have to wait for its lock and for a thread.
+        `_adopt` would do so later: it may have to wait for its lock and for a thread.
         """
         pipeline.differ(self._differing(pipeline, pipeline.reading.how if pipeline.reading is not None else None))
 
     def _differing(self, pipeline: Pipeline, how: str | None) -> Differences:
-        """Return why the tokens of which models, conversations and bodies are not the gateway's."""
+        """Return for which models, conversations and bodies the engines' tokens are not the gateway's, and why.
+
+        `how`: the way in which the gateway reads the tokenizer's files.
+        """
         texts: dict[str, str] = {}
         chats: dict[str, str] = {}
         bodies: dict[frozenset[str], str] = {}
@@ -469,7 +475,7 @@ class TokenizerComparison:
         return Differences(texts, chats, bodies, doubted, shown, *self._dates(here, pipeline.clock.now()))
 
     def _dates(self, engines: dict[str, _Engine], now: float) -> tuple[frozenset[int] | None, str]:
-        """Return the time zones that these engines may be in, and why the date is uncertain, or "" if it is not.
+        """Return the time zones in which these engines may be, and why the date is uncertain, or "" if it is not.
 
         Also updates each engine's message about its date.
         """

@@ -8,10 +8,10 @@ Most faults of a prefix-aware gateway are silent: another chat template, another
 publishes. All of them end in cache misses that look like bad luck. So the doctor does not only read settings: it sends
 each replica one short new prompt, and checks that the engine counts the same tokens, publishes the blocks, and finds
 them again. `CHECKS` lists what is checked, and `facts` collects what the checks look at. What a running gateway knows
-of its replicas is printed in its own words, and is not judged a second time.
+of its replicas is printed in the gateway's own words, and is not judged a second time.
 
-Exit codes: 0 if nothing is broken (`warn` is worth a look), 1 if something is, such as a file that a setting names, and
-2 if the settings themselves are wrong, in which case nothing else is checked.
+Exit codes: 0 if nothing is broken (a `warn` is worth a look), 1 if something is, such as a file that a setting names,
+and 2 if the settings themselves are wrong, in which case nothing else is checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gateway.ops.trial import Pair, Trial, pairs, try_replica, try_transfer
 from gateway.settings import Config, known_urls
 from replicas.replica import parse_url
 
-# In the order of the report: all checks that need a fact are made as soon as it is known.
+# In the order of the report: all checks that need a fact are made as soon as the fact is known.
 CHECKS = (
     Check("config", Config, around.given_settings),
     Check("files", Config, around.unusable_files),

@@ -1,9 +1,9 @@
-"""The kinds of bodies, by their features (`prompt.features`), whose tokens one engine counted differently.
+"""The kinds of bodies, by their features (`prompt.features`), of which one engine counted other tokens.
 
 One odd answer is no evidence: a strange string, a month that turned at midnight or a wrong usage would leave all plain
-chats without exact prompts for as long as the engine runs. So a kind is doubted after its first miscounted body (no
-request is refused by such a count), held inexact after a second, different one, and trusted again after ENOUGH equal
-counts in a row.
+chats without exact prompts for as long as the engine runs. So a kind of body is *doubted* after its first miscounted
+body (no request is refused by such a count), *held* inexact after a second, different one, and trusted again after
+ENOUGH equal counts in a row.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ..prompt import Prompt
 from ..prompt.features import PLAIN
 
 ENOUGH = 32  # equal counts in a row
-# Equal counts by other engines in a row, after which the engine that counts otherwise is the odd one. Fewer are wanted,
-# since until then bodies of a held kind are inexact at every engine of the model.
+# Equal counts by other engines in a row, after which the engine that counts otherwise is the odd one. They are fewer
+# than ENOUGH, since until then bodies of a held kind are inexact at every engine of the model.
 ELSEWHERE = 8
 MOST_KINDS = 64  # per engine; clients can create kinds by sending unknown fields
 
@@ -24,10 +24,10 @@ MOST_KINDS = 64  # per engine; clients can create kinds by sending unknown field
 class Kind:
     """The state of one doubted kind of bodies."""
 
-    why: str  # how its last body was counted
+    why: str  # how its last miscounted body was counted
     last: tuple[int, int, int]  # identifies that body
-    held: bool = False
-    alike: int = 0  # equal counts since
+    held: bool = False  # whether bodies of this kind count as inexact
+    alike: int = 0  # equal counts since that body
     elsewhere: int = 0  # equal counts by other engines since one of them miscounted such a body
 
 
@@ -42,9 +42,9 @@ class Doubts:
         return {known: kind.why for known, kind in self.kinds.items() if kind.held}
 
     def miscounted(self, body: frozenset[str] | None, prompt: Prompt, why: str) -> bool:
-        """Record that the engine tokenized such a body differently, and return whether any doubt changed.
+        """Record that the engine tokenized a body differently, and return whether any doubt changed.
 
-        `body` holds its features; None: they are not known.
+        `body`: its features; None: they are not known. `why`: the difference, in words.
         """
         api = frozenset((prompt.path,))
         body = api if body is None else api | body
@@ -79,7 +79,7 @@ class Doubts:
         return len(self.kinds) < before
 
     def counted_elsewhere(self, body: frozenset[str], is_alike: bool) -> None:
-        """Record how another engine of the model counted a body."""
+        """Record how another engine of the model counted a body with these features."""
         for kind in self._covering(body):
             kind.elsewhere = kind.elsewhere + 1 if is_alike else 0
 

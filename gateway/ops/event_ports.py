@@ -1,4 +1,4 @@
-"""Ports of KV events: which are free on an engine's host, and which a dead engine still holds."""
+"""Ports of KV events: which are free on an engine's host, and which the remains of a dead engine still occupy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BOUND = re.compile(r"tcp://\*:\d+")
 
 
 class EventPorts:
-    """The ports of each host that engines publish at, or that a remedy proposed."""
+    """The ports on each host at which engines publish, or which a remedy proposed."""
 
     def __init__(self) -> None:
         self._used: dict[str, set[int]] = {}
@@ -42,7 +42,7 @@ class EventPorts:
         return problem._replace(remedy=_BOUND.sub(lambda found: f"tcp://*:{next(ports)}", problem.remedy))
 
     async def held(self, source: EventSource | None, host: str) -> list[int]:
-        """Return the event ports of an engine, or the usual ones, that something holds which is no engine known here.
+        """Return the event ports of an engine, or the usual ones, where something listens that is no known engine.
 
         `source`: where the engine publishes, if that is known. `host`: the engine's host.
         """

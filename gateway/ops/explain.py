@@ -1,7 +1,7 @@
 """The command `hitherto explain`: what would happen to one request, in numbers.
 
-A running gateway answers `POST /explain` with what `reasons.describe` says of the decision, from its map, its load and
-its learned costs. It sends nothing to an engine, and reserves nothing.
+A running gateway answers `POST /explain` with what `reasons.describe` says of the decision, from the gateway's map,
+load and learned costs. It sends nothing to an engine, and reserves nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Unanswered(Exception):
         self.hangs = hangs
 
     def remedy(self, otherwise: str) -> str:
+        """Return what to do: what to do about a server that hangs, or else `otherwise`."""
         return HANGS if self.hangs else otherwise
 
 
@@ -59,7 +60,10 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
 
 def _answer(admin: str | None, path: str, body: bytes, config: Config) -> dict[str, Any]:
-    """Return the running gateway's answer. Raises ConfigError and ApiError."""
+    """Return the running gateway's answer. Raises ConfigError and ApiError.
+
+    `admin`: the admin side's URL, None for the one that follows from the settings; `path`: the API path of the request.
+    """
     settings = config.settings
     if admin and not is_url(admin):
         raise ConfigError(f"--admin {admin}: {NO_URL}")
@@ -84,9 +88,9 @@ def _answer(admin: str | None, path: str, body: bytes, config: Config) -> dict[s
 
 
 def _not_in_force(admin: str, config: Config) -> list[str]:
-    """Return the settings given here that the running gateway has otherwise, as far as its status shows them.
+    """Return the settings given here for which the running gateway has other values, as far as its status shows them.
 
-    All other settings may well be the same, as users tend to give the same flags to all commands.
+    It is not asked unless a setting in COMPARED was given: users tend to give the same flags to all commands.
     """
     if any(config.sources[name] != "default" for name in COMPARED):
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
@@ -125,7 +129,11 @@ def _is_json(body: bytes) -> bool:
 
 
 def ask(admin: str, path: str, body: bytes, headers: Mapping[str, str] = {}, seconds: float = 30.0) -> dict[str, Any]:
-    """Return the running gateway's answer. Raises Unanswered, ConfigError, and ApiError if it refuses the request."""
+    """Return the running gateway's answer to POST /explain for a request with this path and body.
+
+    `admin`: the URL of its admin side; `headers`: those of the admin token. Raises Unanswered, ConfigError, and
+    ApiError if the gateway refuses the request.
+    """
     url = f"{admin}/explain?{urllib.parse.urlencode({'path': path}, errors='surrogateescape')}"
     answer = call(admin, "POST", url, body, headers, seconds)
     try:

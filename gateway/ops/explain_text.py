@@ -18,7 +18,7 @@ REST = "rest"  # the sum of the terms that do not fit
 
 
 def show(told: Mapping[str, Any]) -> str:
-    """Return `reasons.describe`'s answer as text."""
+    """Return the data of `reasons.describe` as text."""
     lines = [*_wrapped(sentence(told)), ""]
     lines += [line for name, text in _head(told) for line in _wrapped(text, f"{name:<8} ")]
     replicas = sorted(told["replicas"], key=lambda one: (not one["chosen"], one["seconds"] or one["answer_seconds"]))
@@ -123,7 +123,7 @@ def _terms(shown: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _fitting(columns: Sequence[Sequence[str]], names: list[str], shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the terms that fit into WIDTH, in their order; the others become REST.
+    """Return the names of the terms that fit into WIDTH, in their order; the others become REST.
 
     Terms that differ most between replicas are kept first.
     """
@@ -198,7 +198,7 @@ def _short(id: str) -> str:
 
 
 def _wrapped(text: str, head: str = "") -> list[str]:
-    """Return lines of at most WIDTH, the first after `head`, the others indented below it. No word is cut."""
+    """Return lines of at most WIDTH, the first one after `head`, the others indented by its length. No word is cut."""
     lines, line = [], head
     for word in text.split(" "):
         if len(line) + len(word) > WIDTH and line.strip():

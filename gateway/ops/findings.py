@@ -15,7 +15,7 @@ class Finding:
     level: Literal["ok", "warn", "fail"]
     text: str
     remedy: str = ""
-    subject: str = ""  # "": the name of the check and of what it looked at
+    subject: str = ""  # what the line is about; "": the name of the check and of the fact that it looked at
 
 
 ok, warn, fail = (partial(Finding, level) for level in ("ok", "warn", "fail"))
@@ -23,9 +23,10 @@ ok, warn, fail = (partial(Finding, level) for level in ("ok", "warn", "fail"))
 
 @dataclass(frozen=True)
 class Check:
-    """Something that can be wrong.
+    """A check for something that can be wrong.
 
-    `needs`: the kind of fact that the check looks at. `run`: returns or yields the findings about one such fact.
+    `needs`: the type of the facts that the check looks at.
+    `run`: returns or yields the findings about one such fact.
     `remedy`: what to do about findings that bring no remedy of their own.
     """
 
@@ -35,7 +36,7 @@ class Check:
     remedy: str = ""
 
     async def findings(self, fact: Any) -> AsyncIterator[Finding]:
-        """Yield the findings about one fact of the kind that the check needs, with their subjects and remedies."""
+        """Yield the findings about one fact of the type that the check needs, with their subjects and remedies."""
         found, subject = self.run(fact), f"{self.name} {getattr(fact, 'id', '')}".rstrip()
         async for one in found if isinstance(found, AsyncIterator) else _each(found):
             remedy = "" if one.level == "ok" else one.remedy or self.remedy

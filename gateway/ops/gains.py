@@ -1,6 +1,6 @@
 """The increase of a metric between two looks at it.
 
-Metrics only ever grow, so a window of the last half minute costs a request nothing more. The overload control looks at
+Metrics only ever grow, so a figure of the last half minute costs a request nothing more. The overload control looks at
 the end of each of its windows, the live page once a second.
 """
 

@@ -41,7 +41,7 @@ FOLLOWED = {
     "api_keys": ("api keys", "the keys read before stay good, also one that was taken out since"),
     "tls": ("tls", "the certificate read before stays in use"),
 }
-# The commands that gateways send, to be tried at a key K of their own. It expires, and the last command deletes it.
+# The commands that gateways send, to be tried at a key K of the doctor's own. K expires; the last command deletes it.
 REDIS_COMMANDS = (
     "HSET K f v; SET K 1 XX; EXPIRE K 9; PEXPIRE K 9000; PTTL K; EXISTS K; TYPE K; GETRANGE K 0 0; LINDEX K 0; RPUSH K v; RENAME K K; "
     "XADD K NOMKSTREAM * f v; XTRIM K MAXLEN 0; XRANGE K - +; XREAD STREAMS K 0; TIME; HGET K f; HDEL K f; HLEN K; HKEYS K; HMGET K f; "
@@ -79,7 +79,7 @@ def idle_settings(config: Config) -> Iterator[Finding]:
 
 
 def own_redis(config: Config) -> Iterator[Finding]:
-    """Look for the Redis server that workers share where no Redis is named."""
+    """Look for the Redis server program that workers need if the settings name no Redis."""
     from gateway.workers.private_redis import server
 
     if config.settings.workers > 1 and config.settings.redis_url is None:
@@ -104,7 +104,7 @@ async def trace_receiver(config: Config) -> AsyncIterator[Finding]:
 
 
 def unlaunchable(config: Config) -> Iterator[Finding]:
-    """Yield what keeps engines from being launched, in the words of the gateway's start."""
+    """Yield what keeps engines from being launched, in the words in which the gateway's start would say it."""
     try:
         launches(config.settings)
     except ConfigError as error:
@@ -113,7 +113,7 @@ def unlaunchable(config: Config) -> Iterator[Finding]:
 
 @dataclass
 class RedisServer:
-    """A server of the Redis that gateways share. `id`: its address where there are several."""
+    """A server of the Redis that gateways share. `id`: its address if there are several servers, else ""."""
 
     id: str
     place: str  # without its password
@@ -123,7 +123,7 @@ class RedisServer:
     policy: str = ""  # maxmemory-policy
     seconds: float = 0.0  # the median of its answers
     refused: dict[str, str] = field(default_factory=dict)  # command of gateways -> why it is refused
-    unusable: str = ""  # why nothing of this is known
+    unusable: str = ""  # why the fields above are not known, or ""
 
 
 async def redis_servers(url: str, deployment: str) -> AsyncIterator[RedisServer]:
@@ -234,9 +234,9 @@ class Gateway:
     """What answers at the admin port of these settings."""
 
     config: Config
-    status: dict[str, Any] = field(default_factory=dict)  # a running gateway's; {} where none is known to run
+    status: dict[str, Any] = field(default_factory=dict)  # the running gateway's status; {} if none is known to run
     withheld: Finding | None = None  # why a gateway that may run does not give its status
-    other: str = ""  # what answers there that is no gateway with a status; "" if nothing does
+    other: str = ""  # what else answers at the port, in words; "" if nothing does
 
     def entries(self, url: str) -> list[dict[str, Any]]:
         """Return the status's entries of the replicas behind this URL."""
@@ -287,7 +287,7 @@ def open_files(gateway: Gateway) -> Iterator[Finding]:
 
 
 def ports_taken(gateway: Gateway) -> Iterator[Finding]:
-    """Check whether a gateway could listen where none runs."""
+    """Check whether a gateway could listen on its ports, unless one runs already."""
     for setting in () if gateway.status or gateway.withheld else ("port", "admin_port"):
         names = (setting, setting.replace("port", "host"))
         port, host = (getattr(gateway.config.settings, name) for name in names)
@@ -316,7 +316,7 @@ def running(gateway: Gateway) -> Iterator[Finding]:
 
 
 def shared_redis(gateway: Gateway) -> Iterator[Finding]:
-    """Report that the running gateway is without the map or the ledger that gateways share."""
+    """Report if the running gateway is without the map or the ledger that gateways share."""
     told = gateway.status.get("map", {}).get("redis", {})
     ledger = "" if told.get("ledger_joined", True) else told["ledger_reason"]
     for what, why in (("map", told.get("trouble")), ("ledger", ledger)):
@@ -334,13 +334,13 @@ def followed_files(gateway: Gateway) -> Iterator[Finding]:
 
 
 def failures(gateway: Gateway, what: str) -> Iterator[Finding]:
-    """Report what failed in the running gateway lately; `what`: the status's name for it."""
+    """Report what failed in the running gateway lately; `what`: the status's name for such failures."""
     for work, one in gateway.status.get(what, {}).items():
         yield fail(f"{work} failed {one['failures']} times, {one['seconds_ago']:.0f} s ago: {one['last']}")
 
 
 def inexact_prompts(gateway: Gateway) -> Iterator[Finding]:
-    """Report that more than 1 % of the prompts were routed without exact tokens."""
+    """Report if more than 1 % of the prompts were routed without exact tokens."""
     prompts = gateway.status.get("totals", {}).get("prompts", {})
     blind, total = prompts.get("load", 0) + prompts.get("text", 0), sum(prompts.values())
     if blind > 0.01 * total:
@@ -348,7 +348,7 @@ def inexact_prompts(gateway: Gateway) -> Iterator[Finding]:
 
 
 def refused_requests(gateway: Gateway) -> Iterator[Finding]:
-    """Report that engines refused more than 1 % of the requests, and the tenants whose limits refused any."""
+    """Report if engines refused more than 1 % of the requests, and the tenants whose limits refused any request."""
     totals = gateway.status.get("totals", {})
     for why, number in totals.get("refused_by_engines", {}).items():
         if number > 0.01 * totals["requests"]:
@@ -361,7 +361,7 @@ def refused_requests(gateway: Gateway) -> Iterator[Finding]:
 
 
 def variants(gateway: Gateway) -> Iterator[Finding]:
-    """Report each model of which the running gateway sees several variants, by the folders of their engines too."""
+    """Report each model whose replicas differ in folder, block size or version, as the running gateway sees it."""
     spaces = [space for space in gateway.status.get("spaces", ()) if space["variants"] > 1]
     roles = {one["id"]: one.get("role", BOTH) for one in gateway.status.get("replicas", ())}
     for name in sorted({name for space in spaces for name in space["models"]}):
@@ -380,13 +380,13 @@ def variants(gateway: Gateway) -> Iterator[Finding]:
 
 
 def other_settings(gateway: Gateway) -> Iterator[Finding]:
-    """Report the settings given here that the running gateway has otherwise."""
+    """Report the settings given here for which the running gateway has other values."""
     if gateway.status and (given := not_in_force(gateway.config, gateway.status)):
         yield warn(f"the gateway runs {do_not_count(given)}")
 
 
 def not_in_force(config: Config, status: Mapping[str, Any]) -> list[str]:
-    """Return the settings given here that the running gateway has otherwise, as far as its status shows them.
+    """Return the settings given here for which the running gateway has other values, as far as its status shows them.
 
     Each is written as it was given, such as `--policy least_time`.
     """
@@ -404,7 +404,7 @@ def not_in_force(config: Config, status: Mapping[str, Any]) -> list[str]:
 
 
 def do_not_count(given: Sequence[str]) -> str:
-    """Return the end of a sentence on settings that do not count, as the running gateway has its own."""
+    """Return the end of a sentence about given settings that have no effect, as the running gateway has its own."""
     *others, last = given
     named = f"{', '.join(others)} and {last} do" if others else f"{last} does"
     return f"with its own settings: {named} not count"
@@ -413,7 +413,7 @@ def do_not_count(given: Sequence[str]) -> str:
 def known_to(gateway: Gateway) -> list[Address]:
     """Return the engines of the running gateway, with their roles and the sources of events that it follows.
 
-    An older engine does not report its source, which then stands in the gateway's settings alone.
+    Engines of older versions do not report their source, which then stands in the gateway's settings alone.
     """
     found: dict[str, Address] = {}
     for one in gateway.status.get("replicas", ()):

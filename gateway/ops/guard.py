@@ -3,16 +3,16 @@
 Adding a replica means receiving prompts and API keys, so three kinds of strangers are kept out, each by its own rule:
 
 * Web pages in an operator's browser. A page of any site may post a form to `http://gateway:8081/replicas`, or send any
-  request to an engine with a mere link to `/replicas/ID/engine/PATH`. Browsers
-  say whose page it was: `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send
-  the second only to localhost and over https, so it alone protects nobody. What writes must also be
+  request to an engine with a mere link to `/replicas/ID/engine/PATH`. Browsers say which site the page is of:
+  `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send `Sec-Fetch-Site` only to
+  localhost and over https, so this header alone protects nobody. Requests that may change something must also be
   `application/json`, which a form cannot be.
 * Pages whose host name was rebound to this machine's address after they were loaded. They share our origin, but not
   our name: the `Host` header must name this machine, or a name given with `--admin-allow-host`. An address needs no
   permission, since nobody can rebind one.
 * Everybody else on the network. Without a token the admin side is bound to a loopback address (`settings` enforces
-  that); with one, each request must carry it, as `Authorization: Bearer TOKEN` or as the password of HTTP Basic, for
-  which a browser asks. Only the two probes are answered without it.
+  that); with a token, each request must carry it, as `Authorization: Bearer TOKEN` or as the password of HTTP Basic,
+  for which a browser asks. Only the two probes (PROBES) are answered without the token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROBES = frozenset(("/livez", "/readyz"))
 READS = frozenset(("GET", "HEAD"))
 PASSED_ON = "engine"  # name of the route to engines, each request of which may change something there
 # Allowed types of bodies. Another site's page may send these only after a CORS preflight, which is never granted. The
-# second is that of an answer posted to /decide/ID/done.
+# second type is that of an answer posted to /decide/ID/done.
 BODIES = frozenset(("application/json", "text/event-stream"))
 # Types that any page's form may send without a preflight, also with no body.
 FORMS = frozenset(("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"))
@@ -51,7 +51,7 @@ class Refusal(Exception):
 class Guard:
     """The check of each request to the admin side.
 
-    `names`: host names that it answers to, besides its own. `token`: the admin token, or None if none is required.
+    `names`: host names to which it answers, besides its own. `token`: the admin token, or None if none is required.
     """
 
     def __init__(self, names: Collection[str] = (), token: str | None = None) -> None:

@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any, TextIO
 
-PENDING_LINES, PENDING_CHARS = 10_000, 8_000_000  # limits of what waits for a slow reader: usually 2 MB
+PENDING_LINES, PENDING_CHARS = 10_000, 8_000_000  # most lines and characters that wait for a slow reader: usually 2 MB
 LONGEST_LINE = 16_384  # characters; request ids and paths come from clients, in heads of up to 64 kB
 _PLAIN = re.compile(r"[^\s\"'=\\]+")
 _access = logging.getLogger("hitherto.access")
@@ -36,7 +36,7 @@ def value(of: Any) -> str:
 class LineFormatter(logging.Formatter):
     """A format of time, severity, logger, message and fields; a traceback becomes one field.
 
-    `common` fields end every line.
+    `common`: fields that end every line.
     """
 
     def __init__(self, **common: Any) -> None:
@@ -63,7 +63,8 @@ class Outbox(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.dropped = 0
-        self._put = self._written = 0  # characters; written by the loggers, under a lock, and by the thread
+        # Characters passed on so far, counted by the loggers under a lock, and written so far, counted by the thread
+        self._put = self._written = 0
         self._stream = stream
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -128,5 +129,5 @@ def event(logger: logging.Logger, level: int, message: str, **fields: Any) -> No
 
 
 def access(method: str, path: str, status: int, seconds: float, **fields: Any) -> None:
-    """Log one request's line; fields with None are left out. The caller checks first whether access logs are on."""
+    """Log one request's line; fields that are None are left out. The caller checks first whether access logs are on."""
     event(_access, logging.INFO, f"{method} {path} {status}", seconds=seconds, **fields)

@@ -1,19 +1,20 @@
 """The gateway's metrics, and their text for Prometheus.
 
-A request touches about ten series. Through prometheus_client a labelled increment and an observation take 3.4 us
-together on this project's machine (a lock, a label tuple and a child each); the plain attributes here take 0.4 us, and
-become text at a scrape. The event loop is single-threaded and is the only writer, so nothing is locked; a scrape runs
-on the same loop and yields to it every few milliseconds: with 1,024 replicas the page has 70,000 lines.
+A *series* is one metric with one combination of label values; a request touches about ten. Through prometheus_client a
+labelled increment and an observation take 3.4 us together on this project's machine (a lock, a label tuple and a child
+each); the plain attributes here take 0.4 us, and become text at a scrape. The event loop is single-threaded and is the
+only writer, so nothing is locked. A scrape runs on the event loop too and yields to other work every few milliseconds:
+with 1,024 replicas the page has 70,000 lines.
 
 Every series is on the page before its first event, at 0: Prometheus' `rate()` does not see a counter that appears with
-1, so the first failure of its kind would be missed. A metric therefore states the values its labels can have; replicas
-and policies in shadow are known to the process (`Metrics(known)`).
+1, so the first failure of its kind would be missed. A metric therefore states the values that its labels can have.
+Which replicas and policies in shadow there are, the process says (`Metrics(known)`).
 
 Names are `hitherto_*` in base units. Labels are few and bounded: endpoints, outcomes, replicas; a removed replica's
-series go with it (`forget`). Nothing a client sends ever becomes a label.
+series are removed with it (`forget`). Nothing that a client sends ever becomes a label.
 
-Counters and histograms are written as things happen. Values that the gateway holds anyway (load, states, the map's
-size) are read at scrape time: `metrics.read_from(callable)`.
+Counters and histograms are written as things happen. Values that the gateway has anyway (load, states, the map's size)
+are read at scrape time: `metrics.read_from(callable)`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ DELAY_BUCKETS = (.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)  # fmt: s
 
 log = logging.getLogger("hitherto.metrics")
 
-SLICE_SECONDS = 0.002  # the longest time that a scrape holds the event loop
+SLICE_SECONDS = 0.002  # the longest time for which a scrape occupies the event loop
 LOOK_LINES = 64  # lines of the page between two looks at the clock
 
 PLAIN = re.compile(r'[^"\\\n]*').fullmatch  # a label value that needs no escaping
@@ -70,14 +71,14 @@ NOT_CONTINUED = (
     "n", "tools", "stored", "field", "framing", "events", "budget", "ids", "prompt", "boundary",
     "crashes", "differs", "no replica", "unlike", "replicas", "timeout", "shutting_down",
 )  # fmt: skip
-REPLICA: Collection[str] = ()  # values of this label and the next ones are known at run time only
+REPLICA: Collection[str] = ()  # the values of this label and of the next ones are known at run time only
 TENANT: Collection[str] = ()
 POLICY: Collection[str] = ()
 QOS: Collection[str] = ()
 MODEL: Collection[str] = ()
 
-# Read at scrape: name -> (kind, help, labels). The reader returns {name: number} for those without labels,
-# {name: {value: number}} for one label and {name: {(value, value): number}} for two.
+# Metrics whose values are read at a scrape: name -> (kind, help, labels). Readers return {name: number} for metrics
+# without labels, {name: {value: number}} for one label and {name: {(value, value): number}} for two.
 READ = {
     "tenant_running_requests": ("gauge", "Requests of a tenant with limits that have not ended", ("tenant",)),
     "unusable_files": ("gauge", "1 for a file of the settings that cannot be used as it is now; what was read of it before stays in use", ("file",)),
@@ -138,7 +139,7 @@ READ = {
 Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
 
 
-Key = str | tuple[str, ...]  # of a series: the values of its labels, or the value of a histogram's only label
+Key = str | tuple[str, ...]  # key of a series: the values of its labels, or the value of a histogram's only label
 
 
 class Counter:
@@ -166,14 +167,17 @@ class Counter:
         self.values[labels] += by
 
     def total(self, **where: str) -> float:
-        """Return the sum over all series, or over those with these labels."""
+        """Return the sum over all series, or over the series with these labels."""
         if len(where) == len(self.labels):
             return self.values.get(tuple(where[label] for label in self.labels), 0)
         places = [(self.labels.index(label), value) for label, value in where.items()]
         return sum(number for key, number in self.values.items() if all(key[place] == value for place, value in places))
 
     def by(self, label: str, **leave_out: Collection[str]) -> dict[str, float]:
-        """Return the sum for each value of a label, without the series that have a value in `leave_out`."""
+        """Return the sum for each value of a label.
+
+        `leave_out`: by label, the values whose series do not count.
+        """
         at, sums = self.labels.index(label), {}
         others = [(self.labels.index(name), values) for name, values in leave_out.items()]
         for key, number in self.values.items():
@@ -192,7 +196,7 @@ class Counter:
                 del self.values[key]
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
-        """Yield the metric's part of the page. `known`: values of the labels that state none themselves."""
+        """Yield the metric's part of the page. `known`: values of labels for which the metric itself states none."""
         return _lines(self.name, "counter", self.help, self.labels, self._series(known))
 
     def _series(self, known: Mapping[str, Collection[str]]) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -205,7 +209,7 @@ class Counter:
 class Histogram:
     """A distribution per value of its label, `observe("r1", 0.25)`, or per combination of several labels' values.
 
-    Such a combination is a tuple: `observe(("premium", "m"), 0.25)`. Buckets are upper bounds, inclusive. `known`: the
+    A combination is a tuple: `observe(("premium", "m"), 0.25)`. Buckets are upper bounds, inclusive. `known`: the
     values that a single label can have, as far as they are known beforehand.
     """
 
@@ -216,7 +220,7 @@ class Histogram:
     ) -> None:
         self.name, self.help, self.label, self.bounds, self.known = "", help, label, bounds, known
         self.labels = (label,) if isinstance(label, str) else label
-        self.series: dict[Key, list[float]] = {}  # count per bucket, count above the last, sum
+        self.series: dict[Key, list[float]] = {}  # count per bucket, count above the last bound, sum
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -245,7 +249,7 @@ class Histogram:
         counts[-1] += number
 
     def observe_mean(self, key: Key, total: float, count: int) -> None:
-        """Add `count` observations of which only the sum is known."""
+        """Add `count` observations of which only the sum, `total`, is known."""
         try:
             counts = self.series[key]
         except KeyError:
@@ -257,12 +261,12 @@ class Histogram:
         return int(sum(self.series.get(key, (0,))[:-1]))
 
     def mean(self, key: Key) -> float | None:
-        """Return the mean, or None if nothing was observed."""
+        """Return the mean of a series, or None if nothing was observed."""
         count = self.count(key)
         return self.series[key][-1] / count if count else None
 
     def quantile(self, share: float, key: Key | None = None) -> float | None:
-        """Estimate a quantile of one series, or of all together, as `quantile` does."""
+        """Estimate the value below which this share lies, of one series or of all together; None without data."""
         chosen = list(self.series.values()) if key is None else [self.series[key]] if key in self.series else []
         return quantile(self.bounds, [sum(column) for column in zip(*chosen, strict=True)][:-1], share)
 
@@ -279,7 +283,7 @@ class Histogram:
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Yield the metric's part of the page, each series in one piece, so that its lines are of one moment.
 
-        `known`: values of the label if it states none itself.
+        `known`: values of labels for which the metric itself states none.
         """
         name, nothing = "hitherto_" + self.name, [0.0] * (len(self.bounds) + 2)
         bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
@@ -300,7 +304,8 @@ class Histogram:
 def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
     """Estimate the value below which this share lies, linearly within its bucket; None without data.
 
-    Prometheus' histogram_quantile does the same. `counts`: the number in each bucket, and that above the last.
+    Prometheus' histogram_quantile does the same. `counts`: the number in each bucket, then the number above the last
+    bound.
     """
     upto = [*accumulate(counts)]
     if not upto or not upto[-1]:
@@ -314,7 +319,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> 
 
 
 class Metrics:
-    """The catalogue of all series of the gateway; each object has counts of its own."""
+    """The catalogue of all metrics of the gateway; each object has counts of its own."""
 
     # fmt: off
     # requests, as clients see them
@@ -426,17 +431,17 @@ class Metrics:
     def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:
         """Create the metrics with nothing counted.
 
-        `known`: label -> values it has at the time of a scrape, for the labels `replica`, `policy`, `class`, `model`
-        and `tenant`.
+        `known`: for the labels `replica`, `policy`, `class`, `model` and `tenant`, a collection of the values that the
+        label has at the time of a scrape.
         """
         self._known = dict(known)
         for name, metric in vars(Metrics).items():
             if isinstance(metric, Counter | Histogram):
                 setattr(self, name, metric.empty())
         self._readers: list[Callable[[], Reading]] = []
-        # Called before counts are read, for counters kept in a thread to deliver what is new.
+        # Called before counts are read, so that counters kept in another thread deliver what is new.
         self.before_reading: list[Callable[[], None]] = []
-        # Called with the part of the page that could not be read; the others are served.
+        # Called with the part of the page that could not be read; the other parts are served.
         self.on_failure: Callable[[str, Exception], None] = _log_failure
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
@@ -450,16 +455,16 @@ class Metrics:
         self._known[label] = values
 
     def read_from(self, reader: Callable[[], Reading]) -> None:
-        """Call `reader` at each scrape; the names it returns must be in READ."""
+        """Call `reader` at each scrape for further values; the names that it returns must be in READ."""
         self._readers.append(reader)
 
     def forget(self, value: str, label: str = "replica") -> None:
-        """Drop the series of a removed replica (or of another label's value), so that labels stay bounded."""
+        """Drop the series of a removed replica, or of a value of another label, so that labels stay bounded."""
         for metric in self.all():
             metric.forget(label, value)
 
     def counts(self) -> dict[str, list]:
-        """Return all counts with their labels, as `add` takes them in another process."""
+        """Return all counts with their labels, to be passed to `add` in another process."""
         self._prepare_reading()
         found = {}
         for name, metric in vars(self).items():
@@ -470,7 +475,7 @@ class Metrics:
         return found
 
     def add(self, counts: Mapping[str, list]) -> None:
-        """Add the counts of another process."""
+        """Add the counts of another process, as `counts` returned them."""
         for name, series in counts.items():
             metric = getattr(self, name)
             for key, by in series:
@@ -524,7 +529,7 @@ def _log_failure(part: str, error: Exception) -> None:
 
 
 def lines(reading: Reading) -> Iterator[str]:
-    """Yield the lines of values read at a scrape, whose names are in READ."""
+    """Yield the lines of the page for values that a reader returned, whose names are in READ."""
     for name, numbers in reading.items():
         kind, help, labels = READ[name]
         series = (

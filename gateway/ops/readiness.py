@@ -1,4 +1,4 @@
-"""The answer of `/readyz` from a status: for the gateway, and for each model. Pure functions."""
+"""The answer of `/readyz`, from a status: for the gateway, and for each model. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]
 
 
 def _of(status: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
-    """Return the replicas that serve this model when they are well, as far as is known."""
+    """Return the replicas that serve this model when they are ready, as far as is known."""
     return [one for one in status["replicas"] if _may_serve(one, model)]
 
 

@@ -15,7 +15,7 @@ from policies.outputs import Outputs
 from policies.verdicts import SPILLED
 
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
-LEAST_REASON = 0.02  # share of the cost: what differs by less is no reason
+LEAST_REASON = 0.02  # share of the cost: a term that differs by less is no reason
 MANY_WAIT = 5  # requests that wait in an engine: fewer are usual between two of its steps
 MOST_NAMED = 3  # tied replicas that a sentence names
 
@@ -46,10 +46,12 @@ TERMS = {
 def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation, outputs: Outputs) -> dict[str, Any]:
     """Return one decision as plain data.
 
-    `output_tokens` is the expected length of the answer, and `output_basis` what `outputs` learned it from, with the
-    mean before `max_tokens` bounded it. `ttft_seconds` and `answer_seconds` predict the first and the last token from
-    each replica. `terms` are seconds and add up to `seconds`; policies that do not weigh seconds have none. `tied`
-    replicas cost at most `tolerance_seconds` more than the least, which the policy takes for the same.
+    `output_tokens`: the expected length of the answer; `output_basis`: the answers from which that was learned, with
+        the mean before `max_tokens` bounded it.
+    `ttft_seconds`, `answer_seconds`: when the first and the last token from each replica are predicted.
+    `terms`: seconds that add up to `seconds`; policies that do not weigh seconds have none.
+    `tied`: whether a replica costs at most `tolerance_seconds` more than the cheapest, which the policy takes for the
+        same.
     """
     demand, candidates, choice, *_ = evaluation
     terms = choice.terms or [{}] * len(candidates)
@@ -98,7 +100,7 @@ def explained(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limit(policy: Policy, totals: Sequence[float]) -> float:
-    """Return the cost up to which the policy takes replicas for equal to the cheapest."""
+    """Return the cost up to which the policy takes replicas for equal to the cheapest; `totals`: all their costs."""
     if not totals:
         return 0.0
     times, plus = policy.cost.slack  # type: ignore[attr-defined]  # whoever weighs seconds has one
@@ -108,7 +110,7 @@ def _limit(policy: Policy, totals: Sequence[float]) -> float:
 def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
     """Return when the first and the last token would come, if the replica is as quick as when it last answered.
 
-    A policy may weigh less (`terms`): its knowledge of a replica that is not used fades.
+    The policy may expect less delay (`terms`): what it learned of a replica fades while the replica is not used.
     """
     costs, cached = candidate.costs.as_delivered(), candidate.cached
     fetch = candidate.fetch_seconds
@@ -120,7 +122,7 @@ def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
 
 
 def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
-    """Return where prefill and decode would run, or None if the whole request stays on the `choice`."""
+    """Return where prefill and decode would run as two legs, or None if the whole request stays on the `choice`."""
     if chosen is None:
         return None
     return {
@@ -137,11 +139,13 @@ def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
 
 
 def sentence(told: Mapping[str, Any]) -> str:
-    """Say in words where the request goes, why, and what it would have cost elsewhere.
+    """Return in words where the request goes, why, and what it would have cost elsewhere.
 
-    `told`: the data of `describe`. Where replicas have roles, with the `legs` of `legs_told`, or else with
-    `other_legs`, the cheapest pair that was not taken. With `narrowed` of the `Evaluation` where admission may have
-    left replicas out.
+    `told`: the data of `describe` with, where they apply:
+
+    `legs`: if the request goes to two replicas, the data of `legs_told`; else `other_legs`, the cheapest pair not
+        taken.
+    `narrowed`: the field of `Evaluation`, where admission may have left replicas out.
     """
     said = _decided(told)
     chosen = next(one for one in told["replicas"] if one["chosen"])
@@ -196,7 +200,7 @@ def _whole(told: Mapping[str, Any]) -> str:
 
 
 def _allowed(told: Mapping[str, Any]) -> str:
-    """Return a clause on which replicas these are, if admission left out others that could take the request."""
+    """Return a clause about which replicas these are, if admission left out others that could take the request."""
     narrowed = told.get("narrowed", "")
     pool = " of the slow pool" if narrowed == SPILLED else ""
     return f"{pool} that admission allows to take it" if narrowed else ""
@@ -213,7 +217,7 @@ def _in_legs(apart: Mapping[str, Any], whole: str) -> str:
 
 
 def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
-    """Explain the choice of a policy that does not weigh seconds."""
+    """Return the explanation of a choice by a policy that does not weigh seconds."""
     other = min((one for one in told["replicas"] if not one["chosen"]), key=lambda one: one["answer_seconds"])
     return (
         f"{chosen['id']}, by {told['policy']} ({told['reason'] or 'no reason given'}): its answer is predicted to "
@@ -223,7 +227,7 @@ def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _not_the_least(told: Mapping[str, Any], chosen: Mapping[str, Any], least: Mapping[str, Any]) -> str:
-    """Explain a choice that is not the cheapest: a copy of a prefix, or load that only a shared ledger knew."""
+    """Return the explanation of a choice that is not the cheapest: a copy of a prefix, or a shared ledger's choice."""
     if told.get("shared"):
         why = "by the load of all gateways, which this one sees later"
     else:
@@ -254,7 +258,7 @@ def _against(chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _why(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the advantage by which the chosen replica gains most on the other."""
+    """Return the advantage by which the chosen replica gains most over the other."""
     gains = {term: other["terms"].get(term, 0.0) - seconds for term, seconds in chosen["terms"].items()}
     name = max(gains, key=gains.__getitem__)
     if gains[name] < LEAST_REASON * chosen["seconds"]:
@@ -273,7 +277,7 @@ def _named(ties: Sequence[Mapping[str, Any]]) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a time for people, with at most three digits if it is short."""
+    """Return a time for people to read, with at most three digits if it is short."""
     if seconds < 0.9995:
         return f"{1e3 * seconds:.{1 if seconds < 0.00995 else 0}f} ms"
     return f"{seconds:,.{2 if seconds < 9.995 else 0}f} s"

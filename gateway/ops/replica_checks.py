@@ -36,14 +36,14 @@ SKEW_SECONDS = 2.0  # Date headers have whole seconds
 ENDING = (State.LEAVING, State.DRAINING)
 NOT_IN_USE = {*State} - {*TAKES_TRAFFIC}
 KEPT_OUT = NOT_IN_USE - {State.STOPPED}  # states in which the gateway sends an engine nothing new
-# In problems by which nothing that a replica's cache holds is found.
+# Parts of the texts of problems because of which nothing in a replica's cache can be found.
 CACHE_UNUSED = ("prefix caching is off", "its KV events cannot be matched with prompts", "KV events are not followed")
 WORDS = "river lantern copper meadow orbit velvet anchor thistle marble ember willow saddle quartz harbor nimbus tinder".split()
 
 
 @dataclass
 class Engine:
-    """One engine: what it reports, and what a running gateway says of its replicas (`known`, of its status)."""
+    """One engine: what it reports (`facts`), and what a running gateway's status says of its replicas (`known`)."""
 
     settings: Settings
     address: Address
@@ -61,9 +61,10 @@ class Engine:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the gateway sends it nothing, or has ended it by a drain.
+        """Whether the gateway sends the engine nothing, or has stopped using it after a drain.
 
-        The gateway remembers what was there before. What answers now may be no engine, and one look would misjudge it.
+        The gateway remembers what was at the address before. What answers there now may be no engine, and one look
+        would misjudge it.
         """
         return any(one.get("state") in (NOT_IN_USE if one.get("managed") else KEPT_OUT) for one in self.known)
 
@@ -85,12 +86,15 @@ class Engine:
 
     @property
     def replicas(self) -> list[Replica]:
-        """One for each data-parallel rank."""
+        """The engine's replicas, one for each data-parallel rank."""
         return described(self.address, self.facts)
 
     @cached_property
     def problems(self) -> dict[str, Problem]:
-        """What the engine reports of itself, with remedies that suit the other engines of its host; by subject."""
+        """What hinders a gateway, as the engine reports of itself, by subject.
+
+        The remedies suit the other engines of its host.
+        """
         facts, source = self.facts, self.address.source
         ranks = len(facts.engines)
         found = problems_of(facts, source, facts.events(source))
@@ -173,12 +177,12 @@ def own_words(engine: Engine) -> Iterator[Finding]:
 
 
 def _by_weight(what: str, remedy: str, subject: str) -> Finding:
-    """Return a failure where the cache cannot be used at all, and a warning for any other problem."""
+    """Return a failure for a problem because of which the cache cannot be used at all, and a warning for any other."""
     return (fail if any(one in what for one in CACHE_UNUSED) else warn)(what, remedy, subject)
 
 
 async def event_ports(engine: Engine) -> AsyncIterator[Finding]:
-    """Look for a process that holds the event ports of an engine which serves nothing."""
+    """Look for a process that occupies the event ports of an engine which serves nothing."""
     if engine.facts.fault in ("connect", "refused") and (
         held := await engine.ports.held(engine.address.source, engine.host)
     ):
@@ -193,7 +197,10 @@ async def event_ports(engine: Engine) -> AsyncIterator[Finding]:
 
 @dataclass
 class Engines:
-    """All engines that serve. `is_none_known`: none is named, nor would be by what could not be read."""
+    """All engines that serve.
+
+    `is_none_known`: whether no engine is named at all, and nothing that could have named one was left unread.
+    """
 
     settings: Settings
     serving: list[Engine]
@@ -281,8 +288,8 @@ class Model:
 def by_model(serving: Iterable[Engine]) -> list[list[Engine]]:
     """Return the engines in groups that serve the same base model.
 
-    Engines that report no model join the only group if there is one, as the gateway sends them its requests too, and
-    are a group of their own if there are several.
+    Engines that report no model join the other engines if these serve one model, since the gateway sends them its
+    requests too. Otherwise they are a group of their own.
     """
     groups: list[tuple[set[str], list[Engine]]] = []
     for engine in sorted(serving, key=lambda one: not base_names(one.facts.models)):
@@ -296,7 +303,7 @@ def by_model(serving: Iterable[Engine]) -> list[list[Engine]]:
 
 
 def block_sizes(model: Model) -> Iterator[Finding]:
-    """Check that the replicas have block sizes that fit each other; `own_words` compares them with the settings."""
+    """Check that the replicas of a model have the same block size; `own_words` compares it with the settings."""
     sizes = {one.id: one.facts.block_size for one in model.engines if one.facts.block_size}
     given = model.engines[0].settings.block_size
     if any("block size" in one.problems and not one.known for one in model.engines):
@@ -317,7 +324,7 @@ def block_sizes(model: Model) -> Iterator[Finding]:
 
 
 def _each(told: Mapping[str, int]) -> str:
-    """Return each replica's value: `gpu1:8000 16, gpu2:8000 32`."""
+    """Return each replica's value as text: `gpu1:8000 16, gpu2:8000 32`."""
     return ", ".join(f"{id} {value}" for id, value in told.items())
 
 
@@ -345,7 +352,7 @@ def contexts(model: Model) -> Iterator[Finding]:
 
 
 def roles(model: Model) -> Iterator[Finding]:
-    """Check whether prompts can be computed on one replica and answered by another, if roles are set."""
+    """Check whether prompts can be computed on one replica and answered by another, if replicas have roles."""
     ones = [one for engine in model.engines for one in engine.replicas]
     own = [one.role for one in ones]
     if set(own) == {BOTH}:
@@ -377,14 +384,18 @@ def roles(model: Model) -> Iterator[Finding]:
 
 
 class ModelFiles:
-    """A model's tokenizer and template, as the engines that were started from them have it.
+    """A model's tokenizer and template, in the state in which the engines were started.
 
-    `served`: the name by which the engines serve the model. `pipeline`: makes its prompts; None where `unusable` says
-    why there are none.
+    `served`: the name by which the engines serve the model. `pipeline`: makes its prompts; None if it cannot be made,
+    for the reason in `unusable`.
     """
 
     def __init__(self, settings: Settings, engines: list[Engine], is_one_of_several: bool):
-        """Find and read the files. `is_one_of_several`: --model then holds for models without a folder here."""
+        """Find and read the files.
+
+        `is_one_of_several`: whether there are several models; --model then counts only for models without a folder
+        here.
+        """
         from gateway.prompt.tokens.model import ModelError
         from gateway.prompt.tokens.tokenizer import TokenizerError
 
@@ -447,7 +458,7 @@ def tokenizer(files: ModelFiles) -> Iterator[Finding]:
 
 
 def exactness(files: ModelFiles) -> Iterator[Finding]:
-    """Report what the model's files say about prompts that may not be exact."""
+    """Report what the model's files say about prompts whose tokens may not be exact."""
     if (pipeline := files.pipeline) is None:
         return
     doubt, reading = pipeline.inexact(), pipeline.reading

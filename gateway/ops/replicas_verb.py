@@ -15,7 +15,7 @@ from replicas.replica import parse_url
 
 COLUMNS = {"id": "id", "state": "state", "inflight": "in flight", "models": "models", "reason": "reason"}
 ANSWER_SECONDS = 30.0
-REMOVAL_SECONDS = 86_400.0  # a removal waits for the drain before it
+REMOVAL_SECONDS = 86_400.0  # the longest wait for a removal, which begins with a drain
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
@@ -76,7 +76,7 @@ def asked(admin: str, args: argparse.Namespace, config: Config) -> dict[str, Any
 
 
 def _id(given: str) -> str:
-    """Return the id of the replica with this URL, or the text itself if it is no URL, as the id of a rank."""
+    """Return the id of the replica with this URL; other text, such as the id of a rank, is returned as it is."""
     try:
         return parse_url(given).id
     except ValueError:

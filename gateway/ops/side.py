@@ -21,15 +21,15 @@ from .page import PAGE, page_file
 from .readiness import readiness
 
 log = logging.getLogger("hitherto.admin")
-SMALL_BYTES = 16 * 1024  # up to this size gzipped on the event loop
+SMALL_BYTES = 16 * 1024  # up to this size, answers are gzipped on the event loop, larger ones in a thread
 _server_log = logging.getLogger("hitherto.admin.http")  # aiohttp's own messages
 
 
 def _of_ours(record: logging.LogRecord) -> bool:
-    """Return whether the record is an error of the gateway's own.
+    """Return whether a log record is of an error of the gateway's own.
 
-    A client that sends no HTTP, or a body not encoded as its head says, has got a 400; a port scanner must not fill the
-    log.
+    A client that sends no HTTP, or a body that is not encoded as its head says, has got a 400 already; a port scanner
+    must not fill the log.
     """
     foreign = (http.HttpProcessingError, web.RequestPayloadError)
     return not (record.exc_info and isinstance(record.exc_info[1], foreign))
@@ -49,7 +49,7 @@ def error(status: int, message: str, code: str | None) -> web.Response:
 
 
 def metrics_page(request: web.Request, page: bytes, content_type: str) -> web.Response:
-    """Answer GET /metrics, gzipped in a thread if the client accepts that (a tenth of the bytes)."""
+    """Return the answer to GET /metrics, gzipped in a thread if the client accepts that (a tenth of the bytes)."""
     response = web.Response(body=page, headers={"Content-Type": content_type}, zlib_executor_size=SMALL_BYTES)
     response.headers["Vary"] = "Accept-Encoding"
     if re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", request.headers.get("Accept-Encoding", ""), re.I):
@@ -92,7 +92,7 @@ class Side(ABC):
     """The base of the admin servers of one gateway and of a supervisor of several workers.
 
     A subclass supplies `_status` and a handler for each other route, by the route's name. `start` or `start_at` opens
-    it, `stop` closes it.
+    the server, `stop` closes it.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -100,7 +100,7 @@ class Side(ABC):
 
     @abstractmethod
     async def _status(self) -> dict[str, Any]:
-        """Return what `ops.view.View.status` returns."""
+        """Return the state of the gateway, or of all workers, as JSON data."""
 
     def routes(self) -> list[web.RouteDef]:
         return [

@@ -1,8 +1,8 @@
 """Traces by OpenTelemetry's SDK: sampling, ids, and the export of spans.
 
-Imported only where traces are on, see `traces`. A request's trace begins with `Spans.begin`: its ids and whether it is
-sampled are known before anything is sent, since the replica is sent them. Its spans are made when it is over, from
-recorded times, and go to the SDK's batch processor, whose thread sends them.
+This module is imported only where traces are on (`traces`). A request's trace begins with `Spans.begin`: its ids and
+whether it is sampled must be known before anything is sent, since the replica is sent them. Its spans are made when the
+request is over, from recorded times, and go to the SDK's batch processor, whose thread sends them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .. import __version__
 
 log = logging.getLogger("hitherto.traces")
 
-FLUSH_SECONDS = 2.0  # for unsent spans when the gateway stops; a worker is killed after 3
-QUIET_SECONDS = 60.0
+FLUSH_SECONDS = 2.0  # for sending the last spans when the gateway stops; a worker is killed after 3
+QUIET_SECONDS = 60.0  # between two logs of the same message
 RANDOM = 0x02  # Trace Context level 2: the trace id is random, which other samplers may rely on
 Attributes = Mapping[str, Any]
 Moment = tuple[str, float, Attributes]  # name, monotonic seconds, attributes
@@ -52,6 +52,7 @@ class Trace:
         return f"{self.root.trace_id:032x}"
 
     def child(self) -> SpanContext:
+        """Return a new span below the root."""
         root = self.root
         return SpanContext(root.trace_id, self._ids.generate_span_id(), False, root.trace_flags, root.trace_state)
 
@@ -84,7 +85,7 @@ class Spans:
         self._batches = BatchSpanProcessor(OTLPSpanExporter())
 
     def begin(self, name: str, attributes: Attributes, headers: Mapping[str, list[str]]) -> Trace:
-        """Start the trace of a request. `headers`: its traceparent and tracestate."""
+        """Start the trace of a request. `headers`: the request's traceparent and tracestate."""
         context = self._propagator.extract(headers) if len(headers.get("traceparent", ())) == 1 else None
         parent = get_current_span(context).get_span_context() if context is not None else None
         if parent is None or not parent.is_valid:
@@ -111,7 +112,8 @@ class Spans:
     ) -> None:
         """Export one span of a sampled trace: the request's own (SERVER), or that of an attempt below it (CLIENT).
 
-        `begun` and `ended` are monotonic seconds. `error`: None if it went well, else the reason, which may be "".
+        `begun`, `ended`: monotonic seconds. `moments`: events within the span. `error`: None if it went well, else the
+        reason, which may be "".
 
         The span is built directly instead of by a Tracer: two spans take 24 us, not 72.
         """
@@ -133,7 +135,7 @@ class Spans:
         self._batches.on_end(span)
 
     def close(self) -> None:
-        """Send what is left, for at most FLUSH_SECONDS, as neither the SDK nor its exporter keeps to a limit."""
+        """Send the spans that are left, in at most FLUSH_SECONDS: neither SDK nor exporter keeps to a limit."""
         closing = threading.Thread(target=self._batches.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(FLUSH_SECONDS)

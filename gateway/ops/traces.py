@@ -21,10 +21,10 @@ PROTOCOL = "http/protobuf"
 
 
 def receiver(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the URL that spans are posted to, or None. Raises ConfigError for settings that cannot be met."""
+    """Return the URL to which spans are posted, or None. Raises ConfigError for settings that cannot be met."""
 
     def said(name: str) -> str:
-        """Return the variable for traces, else that for all signals. Empty counts as unset, as in the specification."""
+        """Return the variable for traces, or else that for all signals; by the specification, empty counts as unset."""
         return environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}", "") or environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")
 
     exporter = environ.get("OTEL_TRACES_EXPORTER", "") or "otlp"
@@ -48,7 +48,7 @@ def receiver(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def start() -> Spans | None:
-    """Return the exporter of spans, or None where there are no traces. Raises ConfigError."""
+    """Return the exporter of spans, or None if there are no traces. Raises ConfigError."""
     if receiver() is None:
         return None
     from .spans import Spans

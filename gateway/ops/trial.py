@@ -1,8 +1,8 @@
 """The trials of `hitherto doctor`: short new prompts, sent to replicas, and checks of what must follow from them.
 
 An engine must count the same tokens as the gateway, publish the blocks it stored as KV events that the gateway can
-place, and find them again when the prompt is sent once more. Where replicas have roles, one prompt is prefilled on one
-and decoded on another, for each kind of pair.
+place, and find the blocks again when the prompt is sent once more. Where replicas have roles, one prompt is prefilled
+on one replica and decoded on another, for each kind of pair.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from replicas.served import base_names
 
 # Endpoints that compute a prompt, and the field that holds it: for models that generate, embed or score.
 ASKED_AT = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/classify": "input", "/pooling": "input"}
-UNTOLD_TOKENS = 1024  # tokens looked up in slower tiers without any event of theirs: pieces have at most 256
-WIDER = 8  # most GPUs that share a block: vLLM before 0.32 reports one GPU's share, and events whole blocks
+# Tokens looked up in slower tiers from which these should have sent events: they store pieces of at most 256 tokens
+UNTOLD_TOKENS = 1024
+WIDER = 8  # most GPUs that share a block: vLLM before 0.32 reports the size of one GPU's part, and events whole blocks
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
 JOIN_SECONDS = 1.0  # a publisher without replay sends nothing before its first event
 ANSWER_SECONDS = 60.0  # a loaded engine may queue the trial
@@ -52,7 +53,7 @@ LOG = "the engine's own log says more"
 
 
 def turns(count: int) -> list[dict[str, str]]:
-    """Return a conversation of `count` questions with answers to all but the last."""
+    """Return a conversation of `count` questions, with answers to all but the last question."""
     messages = [{"role": "system", "content": "You are a careful assistant. " + " ".join(WORDS)}]
     for number in range(count):
         messages.append({"role": "user", "content": f"Question {number}: what is {number} plus two?"})
@@ -66,12 +67,12 @@ def new_prompt(block_size: int) -> str:
 
 
 class Trial:
-    """One replica to try, its engine, and the files that make the gateway's tokens of its model."""
+    """One replica to try, with its engine, and the files by which the gateway makes tokens of its model."""
 
     def __init__(self, engine: Engine, replica: Replica, files: ModelFiles):
         self.engine, self.replica, self.files = engine, replica, files
         self.pipeline, self.served = files.pipeline, files.served
-        self.told: Blocks = UNTOLD  # its block format, as its events show it
+        self.told: Blocks = UNTOLD  # the replica's block format, as its events show it
         self.remedies = replica.dialect.remedies
 
     @property
@@ -84,7 +85,7 @@ class Trial:
 
     @property
     def may_be_wider(self) -> bool:
-        """Whether blocks may have several times the reported tokens, and the context has room for some of them."""
+        """Whether blocks may have several times the reported tokens, and the context has room for some such blocks."""
         replica = self.replica
         told = replica.scrape.attention_block_size if replica.scrape is not None else None
         return not told and (replica.max_model_len or 0) > 8 * WIDER * self.block_size
@@ -128,7 +129,7 @@ class Trial:
         return self.replica.store_as(told.size, told.ahead, told.parts) and known != (self.block_size, told.ahead)
 
     def hashes(self, text: str) -> Sequence[int]:
-        """Return the hashes of that prompt's blocks, whichever endpoint took it."""
+        """Return the hashes of this prompt's blocks, which do not depend on the endpoint."""
         assert self.pipeline is not None
         self.pipeline.block_size, self.pipeline.looks_ahead = self.block_size, self.replica.looks_ahead
         return self.pipeline.prepare(COMPLETIONS, json.dumps({"prompt": text}).encode()).hashes
@@ -183,7 +184,7 @@ async def _trial(trial: Trial) -> AsyncIterator[Finding]:
 
 
 async def _same_tokenizer(trial: Trial) -> Finding:
-    """Compare the engine's ids of fixed texts with the gateway's, then adopt its way of reading the files."""
+    """Compare the engine's ids of fixed texts with the gateway's, then read the tokenizer's files in its way."""
     subject, pipeline = f"tokenizer {trial.id}", trial.pipeline
     assert pipeline is not None
     try:
@@ -204,8 +205,8 @@ async def _same_tokenizer(trial: Trial) -> Finding:
 async def _engine_tokens(trial: Trial, messages: list[dict[str, str]]) -> Any:
     """Return the engine's token ids of a conversation.
 
-    They come from /tokenize. Where a template is not used for chats, /tokenize may show what the template would give,
-    so there a one-token answer reports the ids of its prompt.
+    They come from /tokenize. Where engines do not use the template for chats, /tokenize may show what the template
+    would give, so the ids are taken from the answer to a real chat of one token.
     """
     asked: dict[str, Any] = {"model": trial.model, "messages": messages}
     if trial.pipeline is not None and trial.pipeline.tokenizes_chats:
@@ -214,9 +215,9 @@ async def _engine_tokens(trial: Trial, messages: list[dict[str, str]]) -> Any:
 
 
 async def _same_tokens(trial: Trial) -> Finding:
-    """Compare the engine's tokens of a conversation with the gateway's, and then the fixed chats.
+    """Compare the engine's tokens of a conversation with the gateway's, and then those of the fixed chats.
 
-    By these chats engines are compared when a gateway adopts them.
+    A gateway compares engines by the fixed chats when it adopts them.
     """
     subject, messages, day, differs = f"tokens {trial.id}", turns(2), None, ""
     pipeline, of_engine = trial.pipeline, (trial.engine.way.session, trial.replica.url, trial.model)
@@ -258,7 +259,7 @@ async def _same_tokens(trial: Trial) -> Finding:
 
 
 async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncIterator[Finding]:
-    """Send the prompt while listening; its blocks must arrive, and be the ones the gateway would look for."""
+    """Send the prompt while listening; its blocks must arrive, and be the ones that the gateway would look for."""
     subject, cachemap, replica = f"events {trial.id}", CacheMap(64 * 2**20), trial.replica
     slot = cachemap.attach(trial.id, replica.num_blocks, True)
     intake = EventIntake(
@@ -326,7 +327,7 @@ def _silent(trial: Trial, source: EventSource) -> Finding:
 
 
 def _cached(reply: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return how many prompt tokens an answer reports as cached, and how many there were."""
+    """Return how many prompt tokens an answer reports as cached, and how many prompt tokens there were."""
     usage = reply.get("usage") or {}
     return (usage.get("prompt_tokens_details") or {}).get("cached_tokens"), usage.get("prompt_tokens")
 
@@ -346,7 +347,7 @@ def _cached_tokens(trial: Trial, path: str, reply: dict[str, Any]) -> Finding:
 async def _until(true: Callable[[], bool], seconds: float) -> bool:
     """Return whether `true()` became true within this many seconds in which the event loop ran.
 
-    While the loop is stalled, it reads no events.
+    Time in which the loop is stalled does not count, since no events are read then.
     """
 
     async def become() -> None:
@@ -361,7 +362,7 @@ async def _until(true: Callable[[], bool], seconds: float) -> bool:
 
 
 class Pair:
-    """A prefiller and a decoder between which the gateway would make two legs of a request."""
+    """A prefiller and a decoder between which the gateway would split a request into two legs (prompt and answer)."""
 
     def __init__(self, first: Trial, second: Trial, transfer: Transfer):
         self.id, self.first, self.second, self.transfer = first.id, first, second, transfer
@@ -434,7 +435,7 @@ async def _in_turn(pair: Pair) -> Finding:
 
 
 async def _first_leg(pair: Pair, trial: Trial) -> Any:
-    """Return the transfer's parameters out of the answer to a first leg. Raises Refused, Locked and ValueError."""
+    """Return the parameters of the transfer from the answer to a first leg. Raises Refused, Locked and ValueError."""
     leg = pair.transfer.first_body(COMPLETIONS, pair.body)
     assert leg is not None
     return pair.transfer.parameters(orjson.dumps(await trial.post(COMPLETIONS, orjson.loads(leg))))
@@ -462,7 +463,7 @@ async def _at_once(pair: Pair) -> Finding:
 
 
 async def _relayed(pair: Pair) -> Finding:
-    """Send one request to the proxy before the decoder, which has the prompt computed itself."""
+    """Send one request to the proxy in front of the decoder, which has the prompt computed itself."""
     second, replica, transfer = pair.second, pair.first.replica, pair.transfer
     header, at = transfer.header.decode(), f"{bracketed(replica.address or replica.host)}:{replica.port}"
     try:

@@ -1,7 +1,7 @@
 """The gateway's state for people and for Prometheus, collected from all parts of the gateway.
 
-`View.status()` is shown by the status page, `GET /status` and `/readyz`; `View.reading()` is what a scrape adds to the
-counters. Both only read. Tokens and blocks are counts, times are seconds.
+`View.status()` is shown by the live page, `GET /status` and `/readyz`; `View.reading()` returns what a scrape shows
+besides the counters. Both only read. Tokens and blocks are counts, times are seconds.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _SCRAPED = {
 class View:
     """The state of one gateway. Set `draining` when the gateway stops taking new work.
 
-    `slots`: replica id -> its slot in the map. `intakes`: replica id -> its EventIntake, for those with events. Both,
-    like `replicas`, are the gateway's own dicts and may change at any time.
+    `slots`: by replica id, its slot (number) in the map. `intakes`: by replica id, its EventIntake, for replicas with
+    events. Both, like `replicas`, are the gateway's own dicts and may change at any time.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class View:
         self.models: Models | None = None  # what is known of each model
         self.served_by: Callable[[str], frozenset[str]] = lambda id: (
             frozenset()
-        )  # names that it reported last, also while it is down
-        self.expected_back: Callable[[], Mapping[str, float]] = dict  # name -> seconds since a pod of it went
-        self.gone: Callable[[], Iterable[str]] = tuple  # names that no replica has served since a pod of them went
-        self.slow: Callable[[str], dict[str, Any] | None] = lambda id: None  # of a replica: see `recent.pace`
+        )  # names of the models that a replica reported last, also while it is down
+        self.expected_back: Callable[[], Mapping[str, float]] = dict  # model -> seconds since a pod that served it went
+        self.gone: Callable[[], Iterable[str]] = tuple  # models that no replica has served since a pod of them went
+        self.slow: Callable[[str], dict[str, Any] | None] = lambda id: None  # a replica's entry from `recent.pace`
         self.shared_ledger: Any = None  # SharedLedger, with Redis
         self.background: Any = None  # Background, whose failures are shown
         self.policies: Any = None  # FaultRecord of the operator's own policies
@@ -214,11 +214,11 @@ class View:
         return [f"some of its chats are matched as text: {why}"] if why else []
 
     def _intake(self, replica: Replica) -> Any:
-        """Return the replica's intake of events, or None if they came from an engine that is gone."""
+        """Return the replica's intake of events, or None if the events came from an engine that is gone."""
         return self.intakes.get(replica.id) if replica.state in ENGINE_THERE else None
 
     def reading(self) -> Reading:
-        """Return the values for `Metrics.read_from`."""
+        """Return the values that are read at each scrape; to be passed to `Metrics.read_from`."""
         ids, stats = list(self.replicas), self.cachemap.stats()
         loads = {id: self._load(id) for id in ids}
         reading: dict[str, Any] = {
@@ -335,7 +335,7 @@ def counted(
 ) -> dict[str, Any]:
     """Return the counted part of a status, of one process or of several together.
 
-    `replicas`: the status's entries. `waiting`: see `_admission`.
+    `replicas`: the status's entries of replicas; `waiting`: by class, the number of requests that wait now.
     """
     return {
         "totals": {
@@ -409,7 +409,7 @@ def _admission(metrics: Metrics, waiting: Mapping[str, int]) -> list[dict[str, A
 def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the counted part of each replica's status.
 
-    For all at once, as each call goes through the series of all replicas.
+    It is returned for all replicas at once, since each call goes through the series of all of them.
     """
     counters = {
         "requests": metrics.replica_requests,

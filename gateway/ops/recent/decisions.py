@@ -1,7 +1,7 @@
 """A sample of decisions as they are made, with their reasons.
 
-`arm` installs the sampler as the observer of decisions, and it removes itself after the next one. So a few decisions a
-second are explained, however many are made, and the others cost nothing more.
+`arm` installs the sampler as the observer of decisions, and the sampler removes itself after the next decision. So a
+few decisions a second are explained, however many are made, and the others cost nothing more.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger("hitherto.admin")
 SPAN = 900.0  # seconds that samples are kept
 MOST_DECISIONS = 120
 MOST_BLOCKS = 2048  # blocks kept per prompt, for the tree of prefixes
-MOST_BYTES = 4 * 2**20  # of all samples
+MOST_BYTES = 4 * 2**20  # most bytes of all samples together
 LEAST_PAUSE, SHARE = 0.5, 0.005  # seconds between two samples, and the share of the event loop that they may take
-TEXT_CHARS, TEXT_BYTES = 2000, 256 * 2**10  # kept of a prompt's text; the largest body that is parsed for it
+TEXT_CHARS, TEXT_BYTES = 2000, 256 * 2**10  # characters kept of a prompt's text; the largest body parsed for them
 
 
 class Sample(NamedTuple):
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
 
 class Sampler:
-    """The sampler of one gateway's decisions. `texts`: whether the beginning of prompts is kept."""
+    """The sampler of one gateway's decisions. `texts`: whether the beginnings of prompts are kept."""
 
     def __init__(self, placing: Placing, texts: bool = False) -> None:
         self._placing, self._texts = placing, texts
@@ -63,7 +63,7 @@ class Sampler:
         self._next = 0.0
 
     def arm(self, now: float) -> None:
-        """Observe the next decision, if the last sample is long enough ago."""
+        """Observe the next decision, if the last sample was taken long enough ago."""
         if now >= self._next:
             self._placing.onlooker = self
 
@@ -71,7 +71,7 @@ class Sampler:
         self._placing.onlooker = self._placing.shadows
 
     def see(self, asker: Asker, evaluation: Evaluation, ways: Callable[[], Sequence[Ways]]) -> Acted | None:
-        """Sample this decision, as a `placing.Onlooker`."""
+        """Sample this decision, as the observer of decisions (`placing.Onlooker`)."""
         self.disarm()
         begun, told = perf_counter(), None
         try:

@@ -1,8 +1,8 @@
 """The growth of the counters in the last 15 minutes, in slots of 5 s for the gateway and of 20 s for each replica.
 
-Requests pay nothing for it: their counters are looked at once a second, and their growth since the last look is added
-to the current slot. Slots begin at whole multiples of the wall clock, so that those of several workers can be added up.
-They take 102 kB, and 26 kB for each replica.
+Requests pay nothing for it: once a second the counters are looked at, and their growth since the last look is added to
+the present slot. Slots begin at whole multiples of the wall clock, so that the slots of several workers can be added
+up. They take 102 kB for the gateway, and 26 kB for each replica.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from policies.admission import REFUSED
 from ..gains import Gains
 from ..metrics import Metrics, quantile
 
-SLOT, SLOTS = 5, 180  # seconds, and how many: 15 minutes
-REPLICA_SLOT, REPLICA_SLOTS = 20, 45  # of each replica
+SLOT, SLOTS = 5, 180  # seconds of a slot, and how many slots: 15 minutes
+REPLICA_SLOT, REPLICA_SLOTS = 20, 45  # the same for the slots of each replica
 MINUTE = 60  # seconds: the window shown first
 PIECE = 64  # series added between two yields
 POINT = 3  # slots per point of a curve
@@ -26,7 +26,7 @@ ERRORS = ("5xx", "cut")
 # Reasons of refusals that the page has a line for, and the column of each. 401: a key unknown to the gateway.
 REJECTED = {"engines_full": "full", "engines_unauthorized": "unauthorized", "401": "keyless"}
 
-_BOUNDS = Metrics.ttft_seconds.bounds  # of all three histograms
+_BOUNDS = Metrics.ttft_seconds.bounds  # the bounds of all three histograms that are read
 _BUCKETS = len(_BOUNDS) + 2  # with the count above the last bound, and the sum
 TTFT, E2E = slice(0, _BUCKETS), slice(_BUCKETS, 2 * _BUCKETS)
 # Columns with sums over a slot, then columns with the greatest value within it.
@@ -67,6 +67,10 @@ class Figures:
         self.since = now
 
     def look(self, now: float, inflight: int, queued: int, waiting: int) -> None:
+        """Add what the counters grew by since the last look.
+
+        `inflight`, `queued`, `waiting`: requests sent and not ended, in the gateway's queue, and in engines' queues.
+        """
         for _ in self.pieces(now, inflight, queued, waiting):
             pass
 
@@ -93,7 +97,7 @@ class Figures:
             row[AT[name]] = max(row[AT[name]], value)
 
     def _turn(self, now: float) -> None:
-        """Clear the slots that begin."""
+        """Clear the slots that have begun since the last look."""
         slot, replica_slot = int(now // SLOT), int(now // REPLICA_SLOT)
         for one in range(max(self._slot + 1, slot - SLOTS + 1), slot + 1):
             self._rows[one % SLOTS] = 0.0
@@ -125,13 +129,13 @@ class Figures:
         }
 
     def _latest(self, seconds: int) -> dict[str, np.ndarray]:
-        """Return the sums over the last seconds, by replica."""
+        """Return the sums over the last `seconds`, by replica."""
         first = self._replica_slot - seconds // REPLICA_SLOT + 1
         places = [slot % REPLICA_SLOTS for slot in range(first, self._replica_slot + 1)]
         return {id: rows[places].sum(axis=0) for id, rows in self._replicas.items()}
 
     def written(self, seconds: int) -> dict[str, tuple[float, float]]:
-        """Return by replica the tokens after the first that it wrote in the last seconds, and the time it took."""
+        """Return by replica how many tokens after the first ones it wrote in the last `seconds`, and its time for them."""
         rows = self._latest(seconds)
         return {id: (float(row[AT["decode_tokens"]]), float(row[AT["decode_seconds"]])) for id, row in rows.items()}
 
@@ -151,7 +155,7 @@ def _always(*columns: int | slice) -> Callable[[tuple[str, ...]], Columns]:
     return lambda labels: found
 
 
-# Metrics, and the columns that their gains are added to. The first label of a replica's metric is its id.
+# Metrics, and the columns to which their growth is added. The first label of a replica's metric is the replica's id.
 _TOKENS: dict[str, Callable[[tuple[str, ...]], Columns]] = {
     "prompt_tokens": _always(AT["prompt"]),
     "predicted_cached_tokens": _always(AT["predicted"]),
@@ -201,9 +205,10 @@ def _added(each: Iterable[Mapping[str, Row]]) -> dict[str, Row]:
 
 
 def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return figures of the last minute and of the whole window, for the gateway and each replica, and curves.
+    """Return what is shown of the data that `kept` returned, at the wall clock's time `now`.
 
-    None stands for a figure of which nothing was observed.
+    These are figures of the last minute and of the whole window, for the gateway and each replica, and curves. None
+    stands for a figure of which nothing was observed.
     """
     rows = np.zeros((SLOTS, WIDTH))
     for slot, row in kept["rows"].items():

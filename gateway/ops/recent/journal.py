@@ -1,7 +1,7 @@
 """The journal of the fleet and the gateway: states, drains, replicas added and removed, events, repairs, failures.
 
-Changes of state are reported to it; everything else is found by a look once a second at the state and the counters,
-compared with the look before. So nothing is recorded twice, and requests pay for none of it.
+Changes of state are reported to the journal; everything else is found once a second by comparing state and counters
+with the last look at them. So nothing is recorded twice, and requests pay for none of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from replicas.lifecycle import State
 
 MOST_ENTRIES, MOST_CHARS = 300, 400
-AGAIN_SECONDS = 60.0  # within which a repetition is counted, not recorded again
+AGAIN_SECONDS = 60.0  # within which the repetition of an entry is counted, not recorded again
 
 GOOD, WARN, BAD, PLAIN = "good", "warn", "bad", "plain"
 LEVELS = {State.READY: GOOD, State.DEGRADED: WARN, State.LEAVING: WARN, State.DRAINING: WARN, State.FAILED: BAD}
@@ -23,7 +23,7 @@ FAILURES = (State.FAILED, State.DEGRADED)
 
 @dataclass(slots=True)
 class Entry:
-    """An event. `at` and `since` are seconds of the wall clock: when it happened last, and first."""
+    """An event. `at`, `since`: when it happened last and first, in seconds of the wall clock; `times`: how often."""
 
     number: int
     at: float
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Failure:
-    """The last thing that went wrong with a replica.
+    """The last thing that went wrong with a replica, at the wall clock's time `at`.
 
     `why_down`: why the replica itself is down, which is shown before the requests that fail because of it; "" if only a
     request failed.
@@ -72,7 +72,7 @@ class Journal:
         return True
 
     def failed(self, now: float, replica: str, why: str, of_request: bool = False) -> None:
-        """Record a failure of a replica, or of a request there (`of_request`)."""
+        """Record a failure of a replica or, with `of_request`, of a request there."""
         why = why.partition("; asked again")[0]  # true only until the replica is back
         known = self.failures.get(replica)
         if not of_request:
@@ -91,14 +91,14 @@ class Journal:
 
 
 class Look:
-    """A comparison with the look before: of numbers that grow, and of words that change."""
+    """A comparison with the last look: of numbers that grow, and of words that change."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, float] = {}
         self._words: dict[object, str] = {}
 
     def grown(self, numbers: Mapping[Any, float]) -> dict[Any, float]:
-        """Return by how much numbers grew since the last look; a new one counts in full."""
+        """Return by how much numbers grew since the last look; a new number counts in full."""
         grown = {key: by for key, value in numbers.items() if (by := value - self._numbers.get(key, 0.0)) > 0}
         for key in [key for key in self._numbers if key not in numbers]:
             del self._numbers[key]
@@ -106,7 +106,7 @@ class Look:
         return grown
 
     def changed(self, words: Mapping[Any, str]) -> dict[Any, str | None]:
-        """Return the former words of the keys whose word changed, None for a new key."""
+        """Return by key the former word where it has changed since the last look, None for a new key."""
         changed = {key: self._words.get(key) for key, word in words.items() if self._words.get(key) != word}
         self._words = dict(words)
         return changed

@@ -1,7 +1,7 @@
 """The replicas that write slower than the others of their model, judged by the answers that they delivered.
 
 Routing learns of such a replica within a few answers and then avoids it, but tries it again every few seconds. So a
-small share of requests keeps taking many times as long, and no mean over the fleet shows it.
+small share of requests keeps taking many times as long, and no mean over the fleet shows that.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-TIMES = 3.0  # as long per token as the others: more than different batch sizes explain
-LEAST_TOKENS = 64.0  # per replica and window: with fewer, one odd answer would decide
+TIMES = 3.0  # a replica is slow if it takes so many times as long: more than different batch sizes explain
+LEAST_TOKENS = 64.0  # tokens that a replica must write within a window: with fewer, one odd answer would decide
 
 
 class Written(NamedTuple):
-    """The tokens after the first ones that a replica wrote within a window, and the seconds they took."""
+    """The tokens after the first ones that a replica wrote within a window, and the seconds that they took."""
 
     tokens: float
     seconds: float
@@ -27,7 +27,7 @@ class Written(NamedTuple):
 class Slow(NamedTuple):
     """A replica that is slow: how many times as long as the others it takes per token, and since when.
 
-    `each` and `others` are seconds per token; `since` is the wall clock's time.
+    `each`, `others`: seconds per token of this replica and of the others; `since`: the wall clock's time.
     """
 
     times: float
@@ -37,7 +37,7 @@ class Slow(NamedTuple):
 
 
 class Pace:
-    """The comparison of replicas: call `look` with what each one wrote; `slow` holds those that are slow now."""
+    """The comparison of replicas: call `look` with what each one wrote; `slow` has those that are slow now."""
 
     def __init__(self) -> None:
         self.slow: dict[str, Slow] = {}
@@ -47,8 +47,9 @@ class Pace:
     ) -> list[str]:
         """Compare the replicas of each group with each other, and return those that were slow and no longer are.
 
-        `windows`: by replica tokens and seconds, the shortest window first. Each replica is judged by the first one in
-        which it wrote enough; one that wrote too little in all of them keeps its last verdict while it is in a group.
+        `windows`: by replica the tokens that it wrote and the seconds that they took, the shortest window first. Each
+        replica is judged by the first window in which it wrote enough; a replica that wrote too little in all of them
+        keeps its last verdict while it is in a group.
         """
         found: dict[str, Slow] = {}
         recovered = []
@@ -80,7 +81,7 @@ def _judged(id: str, windows: Collection[Mapping[str, tuple[float, float]]]) -> 
 
 
 def status(slow: Slow | None, now: float) -> dict[str, Any] | None:
-    """Return the entry of a replica's status on its slowness, with a sentence that follows the replica's name."""
+    """Return the entry of a replica's status about its slowness, with a sentence to follow the replica's name."""
     if slow is None:
         return None
     seconds = max(0.0, now - slow.since)

@@ -1,4 +1,4 @@
-"""The tree of the prefixes that most of the sampled prompts share, with the replicas that hold each of them now."""
+"""The tree of the prefixes that most of the sampled prompts share, with the replicas that hold each prefix now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ Holders = Callable[[int, Sequence[int]], list[str]]
 
 
 class Group(NamedTuple):
-    """A group of samples that share all blocks up to `end`; `path` leads to the node whose children they are."""
+    """A group of samples that share all blocks up to block `end`.
+
+    `path`: the ids of the tree's nodes above this group; `text_from`: characters of the samples' text that belong to
+    these.
+    """
 
     samples: list[Sample]
     end: int
@@ -27,10 +31,10 @@ class Group(NamedTuple):
 
 
 def tree(samples: Iterable[Sample], holders: Holders) -> dict[str, Any]:
-    """Return the nodes, the most shared first, parents before their children.
+    """Return the nodes, the most shared prefix first, parents before their children.
 
-    `holders` returns which replicas of a space hold these blocks. A node's `path` holds the ids of the nodes above it,
-    `tokens` counts from the prompt's start, and `share` is of all samples.
+    `holders`: returns which replicas of a space (one model's tokens and blocks) hold all these blocks. A node's `path`
+    has the ids of the nodes above it, its `tokens` count from the prompt's start, and its `share` is of all samples.
     """
     samples = list(samples)
     nodes, order = [], count()

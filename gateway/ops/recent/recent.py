@@ -1,7 +1,7 @@
 """The last 15 minutes of one gateway: figures, sampled decisions, hot prefixes, a journal.
 
 `follow` looks once a second at the state of the gateway. `kept` returns what a process has recorded, and `told` what is
-shown of it, for one gateway or for several workers together.
+shown of these records, for one gateway or for several workers together.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ARM_SECONDS, LOOK_SECONDS = 0.5, 1.0
 TREE_SECONDS = 4.0  # between two computations of the tree of prefixes
 WELL, BEGINNING = ("live", "ready", "joined"), ("connecting",)  # states of event streams, the gateway and Redis
 MOST_SHOWN = 60  # decisions, and entries of the journal
-SAME_SECONDS = 5.0  # within which entries of several workers are one event
+SAME_SECONDS = 5.0  # within which equal entries of several workers count as one event
 WINDOW_SECONDS = 900.0
 MOST_TENANTS = 100  # refused tenants recorded per look: a gateway may have 20,000 tenants
-PACE_SECONDS = (60, 300)  # windows for comparing replicas: the second if too little was written in the first
+PACE_SECONDS = (60, 300)  # windows for comparing replicas: the second one if too little was written in the first
 log = logging.getLogger("hitherto.replicas")
 
 
@@ -54,7 +54,8 @@ class Recent:
         self.figures = Figures(view.metrics, time())
         self._errors, self._heals, self._failures, self._words = Look(), Look(), Look(), Look()
         self._refusals = Look()
-        self._refused: deque[tuple[float, dict[tuple[str, str], float]]] = deque()  # by tenant and kind of limit
+        # By second: how many requests were refused, by tenant and kind of limit
+        self._refused: deque[tuple[float, dict[tuple[str, str], float]]] = deque()
         self._pace = Pace()
         view.slow = lambda id: status(self._pace.slow.get(id), time())
         self._known: set[str] = set()
@@ -77,7 +78,7 @@ class Recent:
             pass
 
     def _pieces(self, now: float) -> Iterator[None]:
-        """Take one look; at each yield the event loop may run other work."""
+        """Look at the gateway once; at each yield the event loop may run other work."""
         view = self._view
         loads = [view.ledger.own(id)[0] for id in view.replicas]
         waiting = sum(one.scrape.waiting or 0 for one in view.replicas.values() if one.scrape)
@@ -92,7 +93,7 @@ class Recent:
     # --- what happened
 
     def replica_changed(self, replica: Replica, old: State, new: State) -> None:
-        """Record a change of state, for `Fleet.on_change`."""
+        """Record a replica's change of state; to be called by `Fleet.on_change`."""
         now = time()
         self._meet(now, replica.id)
         self.journal.note(now, "state", f"{old} → {new}: {replica.reason}", replica.id, LEVELS.get(new, PLAIN))
@@ -100,7 +101,7 @@ class Recent:
             self.journal.failed(now, replica.id, replica.reason)
 
     def control_changed(self, event: Mapping[str, Any]) -> None:
-        """Record a step of the overload control, for `OverloadControl.on_change`."""
+        """Record a step of the overload control; to be called by `OverloadControl.on_change`."""
         self.journal.note(event["at"], "control", event["text"], level=WARN if event["taken"] else GOOD)
 
     def _meet(self, now: float, replica: str) -> None:
@@ -204,7 +205,7 @@ class Recent:
         }
 
     def _refused_tenants(self) -> list[dict[str, Any]]:
-        """Return the tenants that their limits refused most in the last 15 minutes, and the last time of each."""
+        """Return the tenants whose limits refused most requests in the last 15 minutes, and when that was last."""
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for at, refused in self._refused:
             for key, by in refused.items():
@@ -227,8 +228,9 @@ class Recent:
 def holders(backends: Iterable[Any], space: int, held: Sequence[int], blocks: int) -> list[str]:
     """Return the ids of the replicas of a space that hold at least `blocks` blocks.
 
-    The space is compared because two models with one tokenizer have the same hashes. Replicas whose engine is gone are
-    left out: the map keeps their blocks in case the engine was only out of reach, but nobody can use them now.
+    `held`: by slot of the prefix map, how many blocks its replica holds. The space (one model's tokens and blocks) is
+    compared because two models with one tokenizer have the same hashes. Replicas whose engine is gone are left out: the
+    map keeps their blocks in case the engine was only out of reach, but nobody can use them now.
     """
     there = (one for one in backends if one.candidate.space == space and one.replica.state in ENGINE_THERE)
     return [one.id for one in there if held[one.slot] >= blocks]
@@ -258,9 +260,9 @@ def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _merged_journals(several: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the journals, in which each worker has an entry of the same event at a replica.
+    """Merge the journals of several workers, each of which has an entry of the same event at a replica.
 
-    Such entries become one, counted as often as the worker that saw it most.
+    Such entries become one, counted as often as the worker counted it that saw it most.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in (entry for journal in several for entry in journal):

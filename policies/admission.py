@@ -224,7 +224,7 @@ class Admission:
     def _degraded(self, asked: Question, reason: str) -> Verdict | None:
         """Send a request with a capped answer where its limits are met that way, unless a higher class waits there.
 
-        Return None if its answer cannot be capped, or not where it fits.
+        Return None if its answer cannot be capped, or if no way suits it even with a capped answer.
         """
         floor = self._floor(asked.ticket)
         quotes = asked.offers.capped(floor)
@@ -360,10 +360,10 @@ class Admission:
         return Verdict(REFUSED, reason, (), ttft - (limit if limit is not None else 0.0))
 
     def sent(self, ticket: Ticket, quote: Quote, costs: Costs, tokens: float, now: float, replica: str = "") -> None:
-        """Record that a request is sent in the way of this quote.
+        """Record that a request is sent, with its predicted latency `quote`.
 
         `costs`: those of the replica that writes its answer; `tokens`: of KV cache that it will hold there; `replica`:
-            the name of the one that computes its prompt.
+        the name of the one that computes its prompt.
         """
         ticket.ttft, ticket.costs = now - ticket.since + quote.ttft, costs
         ticket.learned = costs.group.ttft.count >= _LEARNED

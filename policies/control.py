@@ -365,7 +365,8 @@ class Control:
     def _is_held(self, name: str) -> bool:
         """Return whether steps taken for a class are kept although nothing certain is known about its pressure.
 
-        They are not for a class that is shed itself: that it asks for nothing says nothing.
+        They are not kept for a class that is shed itself, since its requests are refused and its pressure can't be
+        known.
         """
         return 0 < self._unsure[name] <= HOLD and name not in self.taken_from(SHED)
 

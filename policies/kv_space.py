@@ -74,7 +74,7 @@ class BadModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """`count` layers that keep the same tokens: all of them (`window` None), or the last `window` tokens."""
+    """`count` layers that keep the same tokens: all tokens (`window` None), or the last `window` ones."""
 
     count: int
     window: int | None = None

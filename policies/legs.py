@@ -78,7 +78,7 @@ class Ways(NamedTuple):
         return self._replace(prefillers=prefillers, decoders=decoders, among=among) if prefillers and decoders else None
 
     def taken(self, choice: LegChoice | None) -> LegChoice | None:
-        """Return a rule's choice, or None if its pair may not be taken."""
+        """Return the legs that a rule has chosen, or None if the rule chose none or their pair may not be taken."""
         if choice is None or self.among is None or (choice.prefiller.replica, choice.decoder.replica) in self.among:
             return choice
         return None

@@ -62,7 +62,7 @@ def best_legs(
     among: Collection[Place],
     must: bool = False,
 ) -> LegChoice | None:
-    """Return the legs that the rule takes among these pairs, or None; with `must`, the cheapest legs."""
+    """Return the legs that the gateway's rule takes among these pairs, or None; with `must`, the cheapest legs."""
     found = two_legs.ways(router, whole, pairings, now)
     return two_legs.choose_among(router, [only for one in found if (only := one.only(among)) is not None], must)
 

@@ -47,11 +47,11 @@ class _Factor:
     tried: float = 0.0  # when the last transfer began
 
     def expected(self, base: float, now: float) -> float:
-        """Return the value now, forgotten since the last observation or the last beginning of a transfer."""
+        """Return the present value; forgetting began at the last observation or the last beginning of a transfer."""
         return self._kept(base, now - max(self.at, self.tried))[0]
 
     def aged(self, base: float, now: float) -> float:
-        """Return the value now, forgotten since the last observation, whatever transfers began since."""
+        """Return the present value; forgetting began at the last observation, whatever transfers began since."""
         return self._kept(base, now - self.at)[0]
 
     def _kept(self, base: float, age: float) -> tuple[float, float]:

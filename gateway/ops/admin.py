@@ -89,7 +89,7 @@ class Gateway(Protocol):
         """Return the state of the gateway as JSON data."""
 
     def differs(self, replica: str, keys: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return what `CacheMap.differs` returns for a replica. Raises KeyError if it has no blocks in the map."""
+        """Return what `CacheMap.differs` returns for a replica. Raises KeyError if it has no slot in the map."""
 
     def requests_at(self, replicas: Collection[str]) -> list[str]:
         """Return the ids of this process's requests at these replicas, known or removed."""

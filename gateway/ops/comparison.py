@@ -171,7 +171,7 @@ class TokenizerComparison:
         self._comparing[replica.engine] = self._run(self._compare(replica, engine))
 
     def set_apart(self) -> set[str]:
-        """Return the engines whose tokens differ from those of the other engines compared here."""
+        """Return the engines whose tokens differ from those of the other engines that this object has compared."""
         compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
         other = {
             id

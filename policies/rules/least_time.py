@@ -185,10 +185,10 @@ class Habits:
         return held > 0 and (shortest is None or held >= shortest - 2 * demand.block_size)
 
     def future(self, streams: float, recent: float) -> float:
-        """Return how many streams the followers of a beginning conversation will meet, per unit of `recent` choices.
+        """Return how many streams the later requests of a beginning conversation will meet, per unit of `Load.recent`.
 
         `streams`, `recent`: the sums of `Load.decoding` and `Load.recent` over all replicas. By Little's law a
-        replica's share of all streams is its share of the choices, which is steadier than its present streams.
+        replica's share of all streams is its share of the recent choices, which is steadier than its present streams.
         """
         p = self.p_continuation
         p -= p / _LATELY  # counting this request, which begins one

@@ -135,7 +135,7 @@ class Figures:
         return {id: rows[places].sum(axis=0) for id, rows in self._replicas.items()}
 
     def written(self, seconds: int) -> dict[str, tuple[float, float]]:
-        """Return by replica how many tokens after the first ones it wrote in the last `seconds`, and its time for them."""
+        """Return by replica how many tokens after the first ones it wrote in the last `seconds`, and their time."""
         rows = self._latest(seconds)
         return {id: (float(row[AT["decode_tokens"]]), float(row[AT["decode_seconds"]])) for id, row in rows.items()}
 

@@ -1,1 +1,1 @@
-"""HTTP/1.1 on both sides: parser, pool, flow control. Knows no LLMs."""
+"""HTTP/1.1 towards clients and replicas: parser, connection pool, flow control. Nothing here is specific to LLMs."""

@@ -1,8 +1,8 @@
-"""The client side: connections parse and collect requests, and write responses as bytes.
+"""The client side: connections that parse and collect requests, and write responses as bytes.
 
-One `Downstream` is one client connection. Requests are handed over whole, one at a time and in order (HTTP/1.1
-pipelining): the next one waits until the exchange in progress calls `finish`. A client's errors are answered here, in
-their place in that order.
+One `Downstream` is one client connection. It passes complete requests to the handler, one at a time and in order
+(HTTP/1.1 pipelining): the next request waits until the exchange (the object that answers the present one) calls
+`finish`. A client's protocol errors are answered here, in the same order.
 """
 
 from __future__ import annotations
@@ -39,31 +39,32 @@ from .sockets import has_data, has_left, reset_when_closed
 
 log = logging.getLogger("hitherto.wire")
 
-# Pieces of a body from this size on are kept separately and joined once: 4 MB take 0.1 ms, compared with 1 to 4 ms in a
-# growing buffer. Smaller ones are appended to a buffer: kept separately, 2-byte chunks would take 20 times their size.
+# Pieces of a body of at least this size are kept separately and joined once: for 4 MB that takes 0.1 ms, appending to a
+# buffer 1 to 4 ms. Smaller pieces are appended: kept separately, 2-byte chunks would take 20 times their size.
 WHOLE = 4096
 # Allowed bytes of chunk sizes and extensions per byte of a body: a one-byte chunk with its size in eight digits has 12.
 FRAMING_PER_BYTE = 16
-# A read (256 kB at most) is parsed in pieces, the rest waits as bytes while a request waits: 256 kB of pipelined
-# requests with 200 headers each would become 14 MB and hold up the loop for 0.1 s. Within a body a piece may be larger.
+# A read (256 kB at most) is parsed in pieces of this size. While parsed requests wait for their turn, the rest of the
+# read stays unparsed: parsing 256 kB of pipelined requests with 200 headers each would take 14 MB, and 0.1 s of the
+# event loop. Within a body a piece may be larger.
 PIECE, BODY_PIECE = 4096, 65536
 
 
 class Handler(Protocol):
     """The handler of complete requests.
 
-    `pulse` detects when the event loop was stalled; the `sweep` after a stall is left out.
+    `pulse`: detects stalls of the event loop; the `sweep` right after a stall is skipped.
     """
 
     pulse: Pulse
 
     def handle(self, client: Downstream, request: Request) -> None:
-        """Answer `request`: at once with `client.reply`, or later as `client.exchange`."""
+        """Answer `request`: at once with `client.reply`, or later by an object that it sets as `client.exchange`."""
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
-        """Return the headers and the body of an error that the connection itself answers with.
+        """Return the headers and the body of an error with which the connection itself answers.
 
-        `target` is b"" if none was read.
+        `target`: the request's target, b"" if it was not read.
         """
 
     def sweep(self, now: float) -> None:
@@ -71,10 +72,7 @@ class Handler(Protocol):
 
 
 class Clients:
-    """The state that all connections of one server share.
-
-    That is the handler, the limits, the bytes held in all, and the check of heads.
-    """
+    """The state that all connections of one server share: handler, limits, bytes of requests in memory."""
 
     __slots__ = ("handler", "limits", "head_fault", "origins", "room", "on_full", "held", "draining", "closed")  # fmt: skip
 
@@ -83,7 +81,7 @@ class Clients:
         self.origins: Origins | None = None  # the pages that may use this server
         self.room: Room[Downstream] = Room()
         self.on_full: Callable[[], None] = lambda: None  # called when a connection is refused for lack of files
-        self.held = 0  # bytes of requests, see `Limits.requests_bytes`
+        self.held = 0  # bytes of all requests in memory, limited by `Limits.requests_bytes`
         self.draining = False  # new requests are refused by the handler, and each connection ends with its answer
         self.closed = False  # a connection that is accepted now is closed at once
 
@@ -99,9 +97,9 @@ class Downstream(asyncio.Protocol):
         "refused", "expects", "again", "framing", "raw", "parsed", "bare_chunk", "completed", "rated", "rated_at",
         # the request being answered, and those behind it
         "exchange", "current", "waiting", "ends_by_close",
-        # what came behind them and is not parsed yet: the bytes of `rest` from `rest_at` on
+        # bytes received after these requests and not parsed yet: those of `rest` from `rest_at` on
         "rest", "rest_at",
-        # bytes of all these, and of the one being answered, as they are counted in `clients`
+        # bytes of all these requests, and of the one being answered, as counted in `clients.held`
         "held", "answering",
         "stranger",  # the last request had no valid API key
         "crowded",  # there was no room for this connection when it came
@@ -119,11 +117,11 @@ class Downstream(asyncio.Protocol):
         self.writing_paused = False
         self.refused = False
         self.again = b""
-        self.known: KnownHead | None = None  # of the last request
+        self.known: KnownHead | None = None  # the last request's head
         self.read: Request | None = None  # parsed from the bytes at hand
         self.told = 0  # bytes of the current read that the parser has reported
         self.raw: bytes | bytearray = b""  # the reads with the current head, or the current trailers
-        self.parsed = 0  # the offset in it at which the last reported part of a request ended
+        self.parsed = 0  # the offset in `raw` at which the last reported part of a request ended
         self.bare_chunk = False  # no data of the last chunk came yet, so it may be the end of the body
         self.completed = False  # a request ended in the current read
         self.exchange: Responder | None = None
@@ -217,7 +215,7 @@ class Downstream(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _feed(self, data: bytes, at: int = 0) -> None:
-        """Parse `data` from `at` on, while requests may wait; after a request, other connections get a turn."""
+        """Parse `data` from offset `at` on. Keep what is left when two requests wait, or when a long read held one."""
         begun = at
         while not (self.refused or self.closing):
             end = at + (BODY_PIECE if self.reading and self.head_done else PIECE)
@@ -266,7 +264,7 @@ class Downstream(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _parse(self, data: bytes) -> int:
-        """Parse `data`, and return the end of a head that offers to upgrade the connection, or 0 if all was parsed."""
+        """Parse `data`; return the offset at which a head that offers to upgrade the connection ends, or 0."""
         if self.raw:
             self.raw += data
         else:
@@ -291,8 +289,9 @@ class Downstream(asyncio.Protocol):
     def _count_untold(self, size: int) -> None:
         """Limit the bytes that the parser buffers without a callback.
 
-        It reports a line only once complete, and chunk extensions never. In a read in which a request ended it is not
-        known which request they belong to; such a read has at most 256 kB.
+        The parser reports a line only once it is complete, and never reports chunk extensions. In a read in which a
+        request ended, unreported bytes are not counted, since they may belong to either of two requests; such a read is
+        at most 256 kB. `size`: unreported bytes of the last read.
         """
         limit = self.clients.limits.head_bytes
         if self.completed:
@@ -358,7 +357,7 @@ class Downstream(asyncio.Protocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _is_http(self) -> bool:
-        """Return whether the request line is HTTP's: the parser accepts those of RTSP and ICE as well."""
+        """Return whether the request line is one of HTTP; the parser also accepts those of RTSP and ICE."""
         line = b"%b %b HTTP/" % (self.parser.get_method(), self.target)
         at = self.parsed  # the previous request ends here; only blank lines may follow
         while self.raw[at] in b"\r\n":
@@ -428,7 +427,7 @@ class Downstream(asyncio.Protocol):
         self._take(request, held)
 
     def _take(self, request: Request, held: int) -> None:
-        """Begin the request, or let it wait. `held`: how many of its bytes are counted already."""
+        """Begin the request, or let it wait. `held`: how many of its bytes `clients.held` counts already."""
         if not self._fits(more := request.size + len(request.body) - held):
             self._hold(-held)
             return self._refuse_more(request)
@@ -448,24 +447,24 @@ class Downstream(asyncio.Protocol):
     def _fits(self, size: int) -> bool:
         """Return whether this client may make the gateway hold `size` more bytes.
 
-        It may if as much then remains for the others, so that a few large clients always leave room for many small
-        ones.
+        It may if the budget then has at least as many free bytes as this client holds, so that a few large clients
+        always leave room for many small ones.
         """
         return self.held + self.clients.held + 2 * size <= self.clients.limits.requests_bytes
 
     # --- for the handler and its exchanges
 
     def serve_stranger(self) -> None:
-        """Mark the sender as one without a valid API key, from whom no further requests are kept ahead.
+        """Mark the client as one without a valid API key: requests that it sends ahead of answers are not kept.
 
-        If an answer waits to be read by the client, the current one is the last.
+        If the client has not read an earlier answer completely, the connection ends after the current request.
         """
         self.stranger = True
         if self.current is not None and self.transport.get_write_buffer_size():
             self.current.keep_alive = False
 
     def reply(self, status: int, body: bytes, headers: Headers) -> None:
-        """Answer the current request with a whole response of the gateway's own."""
+        """Answer the current request with a complete response that the gateway itself makes."""
         request = self.current
         assert request is not None
         close = not request.keep_alive or self.clients.draining
@@ -487,7 +486,7 @@ class Downstream(asyncio.Protocol):
             self.current.body = b""
 
     def finish(self, keep_alive: bool = True) -> None:
-        """End the current request, which is answered: go on with the next, or close."""
+        """End the current request, whose answer is written: begin the next one, or close the connection."""
         request, self.current, self.exchange = self.current, None, None
         self._hold(-self.answering)
         self.answering = 0
@@ -511,7 +510,7 @@ class Downstream(asyncio.Protocol):
     def break_off(self) -> None:
         """Close the connection now, and drop what is not sent.
 
-        It is reset where a close would mark the end of the response.
+        Where the client would take a close for the end of the response, the connection is reset instead.
         """
         if self.ends_by_close and self.busy:
             reset_when_closed(self.transport)
@@ -531,7 +530,7 @@ class Downstream(asyncio.Protocol):
             self._failed(error)
 
     def failed(self, exchange: Responder, error: Exception) -> None:
-        """Handle an error of the code that answers a request."""
+        """Handle an exception in the code that answers a request."""
         if self.exchange is exchange:
             self._failed(error)
         else:
@@ -585,7 +584,7 @@ class Downstream(asyncio.Protocol):
     def _refuse(self, status: int, message: str, request: Request | None = None) -> None:
         """Stop reading from the client, and answer with this error once its earlier requests are answered.
 
-        `request`: the refused one, if it was read to its end.
+        `request`: the refused request if it was read completely, else None.
         """
         if self.refused or self.closing:
             return
@@ -624,7 +623,7 @@ class Downstream(asyncio.Protocol):
             self.transport.write_eof()
 
     def _close(self) -> None:
-        """Close once everything is sent, or nothing was for `keep_alive_seconds`."""
+        """Close the connection once everything is sent, or once nothing could be sent for `keep_alive_seconds`."""
         self.closing = self.refused = True
         self._hold(self.answering - self.held)
         self.waiting.clear()
@@ -634,9 +633,9 @@ class Downstream(asyncio.Protocol):
         self.transport.close()
 
     def end(self) -> None:
-        """Close a connection on which nothing is being answered, as the server ends.
+        """Close this connection, on which nothing is being answered, at the server's end.
 
-        A refused one closes by itself, see `_answer_refusal`.
+        A connection whose request was refused closes by itself, see `_answer_refusal`.
         """
         if self.reading:
             self._refuse(503, "the server is shutting down")

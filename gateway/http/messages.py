@@ -30,7 +30,7 @@ ABSOLUTE = re.compile(rb"^[a-zA-Z][\w+.-]*://[^/?]*")
 # The longest head that a connection keeps: idle connections keep theirs, and a client may have thousands.
 KNOWN_BYTES = 8 * 1024
 
-# The most headers of such a head: as objects, short ones take 50 times their bytes.
+# The most headers of a head that a connection keeps: as objects, short headers take 50 times their bytes.
 KNOWN_HEADERS = 64
 
 # Approximate memory of a small request besides its body, and of each header besides its bytes: a pair, two strings, an
@@ -46,7 +46,7 @@ FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host"))
 UPGRADE = frozenset((b"upgrade", b"http2-settings"))
 
 LENGTH_DIGITS = (
-    20  # of a Content-Length; the parser accepts any number of leading zeros, `int` no more than 4,300 digits
+    20  # most digits of a Content-Length; the parser accepts any number of leading zeros, `int` at most 4,300 digits
 )
 
 STATUS_LINE = {s.value: b"HTTP/1.1 %d %s\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
@@ -59,11 +59,11 @@ class Limits:
     head_bytes: int = 64 * 1024
     header_count: int = 200
     body_bytes: int = 64 * 1024 * 1024
-    # Of all clients together, for requests that are received, wait, are prepared, or have no byte of an answer yet.
+    # For the requests of all clients that are being received, wait, are being prepared, or have no byte of an answer.
     requests_bytes: int = 512 * 1024 * 1024
     head_seconds: float = 10.0
     body_seconds: float = 300.0
-    body_gap_seconds: float = 30.0  # intervals in which `body_rate` bytes a second, or the rest, must come
+    body_gap_seconds: float = 30.0  # in each such interval a body must come at `body_rate` bytes a second or more
     body_rate: int = 512
     keep_alive_seconds: float = 75.0
     linger_seconds: float = 2.0  # after a refusal: the longest pause of a client whose further bytes are discarded
@@ -79,9 +79,10 @@ def origin_form(target: bytes) -> bytes:
 
 
 class Responder(Protocol):
-    """The object that answers a request, notified of its connection's state.
+    """The object that answers a request, which the client's connection calls.
 
-    `client_gone`: the client left. `cut`: the server ends first. `pause`, `resume`: the client cannot or can keep up.
+    `client_gone`: the client has left. `cut`: the server ends before the answer does.
+    `pause`: the client reads more slowly than the answer comes. `resume`: the client has caught up.
     """
 
     def client_gone(self) -> None: ...
@@ -119,14 +120,14 @@ class Request:
     def set_headers(self, headers: Headers) -> None:
         """Set the headers, whose names are in lower case.
 
-        Content-Length is left out: the body has it, and the same head may come again with another one.
+        Content-Length is left out: the body shows it, and `KnownHead` combines the other headers with other bodies.
         """
         self.headers = [one for one in headers if one[0] != b"content-length"]
         self._named = dict(reversed(self.headers))  # the first of each name
         self._kept: dict[frozenset[bytes], bytes] = {}
 
     def header(self, name: bytes) -> str | None:
-        """Return the first header of that (lower-case) name."""
+        """Return the value of the first header with this (lower-case) name, or None."""
         value = self._named.get(name)
         return None if value is None else value.decode("latin-1")
 
@@ -135,14 +136,14 @@ class Request:
         return not names.isdisjoint(self._named)
 
     def end_to_end(self, drop: frozenset[bytes]) -> bytes:
-        """Return the header lines that are sent on to the replica, see `end_to_end`."""
+        """Return the header lines to forward to the replica, without the names in `drop`; computed once."""
         kept = self._kept.get(drop)
         if kept is None:
             kept = self._kept[drop] = end_to_end(self.headers, drop)
         return kept
 
     def again(self, body: bytes) -> Request:
-        """Return another request with this head, which shares what was computed from the head."""
+        """Return a request with this head and another body; it shares what was computed from the head."""
         other: Request = object.__new__(Request)
         other.method, other.target, other.path, other.headers = self.method, self.target, self.path, self.headers
         other.http10, other.keep_alive, other._named, other._kept = (
@@ -156,7 +157,7 @@ class Request:
 
 
 class Refusal:
-    """An answer of the connection itself to a request that cannot be read to its end.
+    """An error with which the connection itself answers a request, instead of passing it to the handler.
 
     `headers`: the request's headers, as far as they were read.
     """
@@ -174,8 +175,8 @@ class Refusal:
 class KnownHead:
     """The bytes of a request's head, and the request parsed from them.
 
-    A client repeats its head on a connection, except for the body's length, and for equal bytes the parser gives the
-    same result. Skipping it saves 14 us of 124 a request, with the header lines for the replica kept as well.
+    A client usually repeats its head on a connection, except for the body's length, and the parser gives the same
+    result for equal bytes. Skipping it, and keeping the header lines for the replica, saves 14 of 124 us per request.
     """
 
     __slots__ = ("_before", "_after", "_request")
@@ -187,7 +188,7 @@ class KnownHead:
     def of(cls, data: bytes, request: Request) -> KnownHead | None:
         """Return the head of `data`, from which `request` was parsed; None if it cannot be reused.
 
-        `data` must be exactly one request, with its length in digits.
+        It can be reused if `data` is exactly one request, with a Content-Length in digits.
         """
         end = data.find(b"\r\n\r\n") + 4
         if end > KNOWN_BYTES or len(request.headers) > KNOWN_HEADERS:
@@ -203,7 +204,7 @@ class KnownHead:
         return cls(data[: length.start(1)], data[length.end(1) : end], request.again(b""))
 
     def read(self, data: bytes) -> Request | None:
-        """Return the request in `data` if it is exactly one with this head, else None."""
+        """Return the request in `data` if that is exactly one request with this head, else None."""
         before = self._before
         if not data.startswith(before):
             return None
@@ -255,7 +256,7 @@ def without_upgrade(headers: Headers) -> Headers:
 
 
 def end_to_end(headers: Headers, drop: frozenset[bytes] = HOP_BY_HOP) -> bytes:
-    """Return the header lines without hop-by-hop headers, those that `Connection` names, and `drop`."""
+    """Return the header lines to forward: without the names in `drop`, and without those that `Connection` names."""
     named = connection_tokens(headers) - FRAMING
     return b"".join(
         [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in drop and name not in named]
@@ -270,9 +271,9 @@ def response(
     head_only: bool = False,
     close: bool = False,
 ) -> bytes:
-    """Return a whole response of the gateway's own.
+    """Return the bytes of a complete response.
 
-    `head_only` states the length of the body but leaves it out (HEAD).
+    `head_only`: state the length of the body but leave the body out (HEAD).
     """
     lines = [STATUS_LINE[status]]
     lines += [b"%b: %b\r\n" % h for h in headers]

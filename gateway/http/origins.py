@@ -1,4 +1,4 @@
-"""The pages of other sites that browsers let use this server (CORS, in the Fetch standard; `--allow-origin`)."""
+"""Which other sites' pages may use this server from a browser (CORS, in the Fetch standard; `--allow-origin`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .messages import Headers, Request
 
 ANY = "*"
-PREFLIGHT_SECONDS = b"600"  # for which a browser caches a preflight's answer, the same as engines send
+PREFLIGHT_SECONDS = b"600"  # how long a browser caches the answer to a preflight; engines send the same value
 METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 
 
@@ -29,7 +29,7 @@ class Origins:
         self._all, self._allowed, self._exposed = ANY in allowed, frozenset(allowed), exposed
 
     def headers(self, origin: str | None) -> Headers:
-        """Return the CORS headers of a response. `origin`: that of the page, if a browser sent one."""
+        """Return the CORS headers of a response. `origin`: the request's Origin header, or None."""
         found: Headers = [] if self._all else [(b"vary", b"Origin")]
         if (allowed := self._allowed_as(origin)) is not None:
             found += (b"access-control-allow-origin", allowed), (b"access-control-expose-headers", self._exposed)
@@ -41,7 +41,7 @@ class Origins:
     def preflight(self, request: Request) -> tuple[int, bytes, Headers] | None:
         """Return the answer to a preflight request, or None for any other request.
 
-        The headers of `headers` are not in it, since all answers get them.
+        The answer lacks the headers that `headers` returns, which are added to every answer.
         """
         origin = request.header(b"origin")
         if request.method != "OPTIONS" or origin is None or request.header(b"access-control-request-method") is None:

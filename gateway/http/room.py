@@ -17,7 +17,7 @@ log = logging.getLogger("hitherto.wire")
 # may use half of the reserve, and refused connections that are not closed yet a quarter.
 MOST_RESERVED = 8192
 FEWEST_FILES = 4096  # 1,500 streams; the usual hard limit is 524,288 or more
-OWN_FILES = 30  # a gateway's own with three replicas, counted on Linux: log, listening sockets, probes and KV events
+OWN_FILES = 30  # files of a gateway with three replicas, counted on Linux: log, listening sockets, probes, KV events
 # Limit of TLS handshakes under way: each takes 55 kB, and one whose client is silent ends after `head_seconds`.
 MOST_HANDSHAKES = 4096
 LOOKS = 64  # idle connections checked beyond those to close; nearly always the first can be closed
@@ -40,8 +40,8 @@ C = TypeVar("C", bound=Connection)
 class Room(Generic[C]):
     """The share of the process's open files that one server's connections may use.
 
-    When it is used up, a new connection closes the one that has been idle longest. If none is idle, the new one is
-    refused with an answer, since at the limit itself the event loop would reset it without one.
+    When the share is used up, a new connection closes the one that has been idle longest. If none is idle, the new one
+    is refused with a 503; at the process's own limit the event loop would reset it without an answer.
     """
 
     __slots__ = ("connections", "handshakes", "idle", "refused", "_others", "_skip", "_said_at")
@@ -51,7 +51,7 @@ class Room(Generic[C]):
         self.handshakes: dict[asyncio.Task[None], None] = {}  # TLS handshakes under way, the oldest first
         self.idle: OrderedDict[C, None] = OrderedDict()  # connections without a request, the longest idle first
         self.refused: OrderedDict[C, None] = OrderedDict()  # the oldest first
-        self._others = 0  # files of the process that are no client's, as `keep` counted them
+        self._others = 0  # open files that are not clients' connections, as last counted by `keep`
         self._skip = 0
         self._said_at = float("-inf")
 
@@ -65,7 +65,7 @@ class Room(Generic[C]):
         return min(MOST_HANDSHAKES, _reserved() // 2)
 
     def enter(self, client: C) -> bool:
-        """Add a new connection; return False if no file is free for it, so that its first request is to be refused."""
+        """Add a new connection; return False if no file is free for it, in which case its first request is refused."""
         self.connections.add(client)
         if self.admit(client):
             self.idle[client] = None
@@ -76,7 +76,7 @@ class Room(Generic[C]):
         return False
 
     def admit(self, client: C) -> bool:
-        """Return whether a file is free for this connection, also when it was refused before."""
+        """Return whether a file is free for this connection, new or refused before; may close an idle one."""
         if self._short_by() > 0 and not self._make_room(1):
             return False
         self.refused.pop(client, None)
@@ -140,9 +140,9 @@ class Room(Generic[C]):
 
 
 def too_few(files: int) -> str:
-    """Return for how few streams this limit of open files is enough, or "" if it is FEWEST_FILES or more.
+    """Return a sentence on how few streams this limit of open files allows; "" if it is FEWEST_FILES or more.
 
-    A stream has a connection to its client and one to its replica.
+    Each stream has a connection to its client and one to its replica.
     """
     if files == resource.RLIM_INFINITY or files >= FEWEST_FILES:
         return ""
@@ -151,7 +151,7 @@ def too_few(files: int) -> str:
 
 
 def _reserved(files: int | None = None) -> int:
-    """Return how many descriptors of this limit clients leave free; None: of the process's own limit."""
+    """Return how many descriptors clients must leave free. `files`: the limit, None for this process's limit."""
     if files is None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_RESERVED if files == resource.RLIM_INFINITY else min(files // 4, MOST_RESERVED)

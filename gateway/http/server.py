@@ -1,4 +1,4 @@
-"""The HTTP server: it accepts clients, enforces deadlines, and drains at its end."""
+"""The HTTP server: it accepts clients, enforces deadlines, and at its end waits for answers in progress (drain)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SWEEP_SECONDS = 0.25
 # A sweep checks only a part of many connections: 10,000 at once stalled the event loop for 3.4 ms and took 1.6 % of a
 # core. All are checked within 16 sweeps, 4 s, and at least 64 in each sweep; the shortest deadline is 2 s.
 SWEEPS_TO_SEE_ALL, SEEN_AT_LEAST = 16, 64
-FLUSH_SECONDS = 2.0  # for the last bytes of answers, when the server ends
-SHUTDOWN_SECONDS = 3600.0  # limit of a TLS connection's close: the rest is sent and the client answers
+FLUSH_SECONDS = 2.0  # to send the last bytes of answers when the server ends
+SHUTDOWN_SECONDS = 3600.0  # limit for closing a TLS connection: the rest is sent, and the client answers the close
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files to its hard limit: the usual 1,024 allow 370 streams."""
+    """Raise the process's limit of open files to the hard limit; the usual 1,024 files are enough for 370 streams."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -52,7 +52,7 @@ class Server:
 
     def __init__(self, handler: Handler, limits: Limits = Limits()):
         self.clients = Clients(handler, limits)
-        self._unseen: list[Downstream] = []  # in this round of sweeps
+        self._unseen: list[Downstream] = []  # connections not yet checked in this round of sweeps
         self._part = 0
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -79,10 +79,10 @@ class Server:
         return self.clients.draining
 
     async def start(self, host: str, port: int, shared: bool = False, tls: ssl.SSLContext | None = None) -> int:
-        """Listen, and return the port (0 asks for a free one). Raises OSError if it is taken.
+        """Listen on `host` and `port` (0: any free port), and return the port. Raises OSError if it is taken.
 
-        `shared`: other processes listen on it as well, and the kernel spreads connections over all of them. `tls`: the
-        context for clients that must use TLS.
+        `shared`: other processes listen on the same port, and the kernel spreads connections over all of them.
+        `tls`: the context if clients must use TLS, else None.
         """
         loop = asyncio.get_running_loop()
 
@@ -96,7 +96,7 @@ class Server:
         return bound
 
     def shake_hands(self, client: socket.socket, tls: ssl.SSLContext) -> None:
-        """Begin the TLS handshake of an accepted connection, and cancel the oldest handshake beyond the limit."""
+        """Begin the TLS handshake of an accepted connection; if too many are under way, cancel the oldest one."""
         room = self.clients.room
         if room.handshakes and len(room.handshakes) >= room.most_handshakes:
             oldest = next(iter(room.handshakes))
@@ -157,9 +157,9 @@ class Server:
         return sum(connection.busy for connection in self.connections)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new work (the handler answers 503), and let exchanges end for up to `seconds`.
+        """Refuse new requests (the handler answers 503), and wait up to `seconds` for answers in progress.
 
-        Idle connections stay: a client that sends on one gets its 503, not a reset.
+        Idle connections stay open: a client that sends a request on one gets a 503, not a reset.
         """
         self.clients.draining = True
         self._drained_by = monotonic() + seconds
@@ -167,7 +167,7 @@ class Server:
             await asyncio.sleep(0.02)
 
     def hurry(self) -> None:
-        """End a drain now."""
+        """Make a running `drain` return now."""
         self._drained_by = 0.0
 
     async def end(self) -> int:

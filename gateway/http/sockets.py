@@ -38,7 +38,7 @@ def _events(transport: asyncio.Transport, asked: int) -> int:
 
 
 def _socket(transport: asyncio.Transport) -> socket.socket:
-    """Return the socket below a connection. Raises OSError if uvloop has closed it, and then reports none."""
+    """Return a connection's socket; raises OSError if it is closed, in which case uvloop reports None."""
     found: socket.socket | None = transport.get_extra_info("socket")
     if found is None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -46,7 +46,7 @@ def _socket(transport: asyncio.Transport) -> socket.socket:
 
 
 def reset_when_closed(transport: asyncio.Transport) -> None:
-    """Have the close reset the connection, so that the peer cannot take a partial response for complete.
+    """Make the close reset the connection, so that the peer cannot take a partial response for complete.
 
     Bytes that are not sent yet are dropped.
     """
@@ -67,8 +67,8 @@ def ask_when_silent(transport: asyncio.Transport) -> None:
 def has_unacknowledged(transport: asyncio.Transport) -> bool:
     """Return whether the peer's kernel has not acknowledged all bytes that were sent to it.
 
-    If so, nobody there can have read all of them. This can be asked after a reset, too. Bytes that the peer's kernel
-    received and nobody read do not show.
+    If so, the peer's process cannot have read all of them. The result is valid after a reset, too. It does not show
+    bytes that the peer's kernel acknowledged and its process did not read.
     """
     try:
         (left,) = _BYTES.unpack(fcntl.ioctl(_socket(transport).fileno(), termios.TIOCOUTQ, bytes(_BYTES.size)))

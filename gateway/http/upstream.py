@@ -1,7 +1,7 @@
 """The replica side: pooled connections whose response bytes pass through untouched.
 
-A parser watches the response only for where its head ends, where the message ends, and whether the connection may be
-kept. The bytes themselves, chunk framing included, go to the sink as they came.
+A parser reads along only to find where the response's head ends, where the message ends, and whether the connection may
+be reused. The bytes themselves, chunk framing included, go to the sink (the response's receiver) as they came.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ log = logging.getLogger("hitherto.wire")
 # vLLM (uvicorn) closes a connection that is idle for 5 s; a request sent on it later may be lost.
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 5.0
-# A kernel resets a connection whose process closed it, or ended, before reading everything, and does so at once if the
-# whole request had arrived. Later resets may come from proxies and timeouts, after the request has run.
+# A reset this soon after a request was sent shows that the request was not read: a kernel resets a connection at once if
+# its process closed it, or ended, before reading everything. Later resets may come from proxies and timeouts, after the
+# request has run.
 UNREAD_SECONDS = 0.25
 HEAD_BYTES = 64 * 1024
 # The parser buffers a trailer line until it ends, without a callback. So after each SEARCH_BYTES of a chunked response,
@@ -42,8 +43,8 @@ NEWLINE = 0x0A
 class UpstreamError(Exception):
     """A failure of the replica: no connection, closed early, or not HTTP.
 
-    `kind`: the label in metrics. `unread`: as far as is known, the replica accepted the connection and closed it before
-    it can have read the whole request.
+    `kind`: the label in metrics.
+    `unread`: as far as is known, the replica closed the connection before it can have read the whole request.
     """
 
     def __init__(self, kind: str, message: str, *, unread: bool = False):
@@ -54,7 +55,8 @@ class UpstreamError(Exception):
 class Sink(Protocol):
     """The receiver of a response. Calls come in the order head, data*, end; or lost, once, at any point.
 
-    If the head does not give the body's end, `closed` comes for `end`: the replica closed the connection, or died.
+    If the head does not tell where the body ends, `closed` comes in place of `end`: the answer is complete, or the
+    replica died.
     """
 
     def connected(self, upstream: Upstream) -> None: ...
@@ -66,7 +68,12 @@ class Sink(Protocol):
 
 
 class Head:
-    """A response head as received. `block(extra)` is what the client gets."""
+    """A response head.
+
+    `raw`: its bytes as received; `headers`: parsed, with names in lower case.
+    `until_close`: the body ends with the connection.
+    `clean`: `raw` may go to the client as it is, without hop-by-hop headers to remove.
+    """
 
     __slots__ = ("raw", "headers", "until_close", "clean")
 
@@ -92,7 +99,7 @@ class Head:
         self.headers = [*self.headers, header]
 
     def without_chunks(self) -> Head:
-        """Return this head for a body that ends with the connection."""
+        """Return this head for the same body without chunked framing, which ends with the connection."""
         headers = [header for header in self.headers if header[0] != b"transfer-encoding"]
         return Head(self.raw, headers, True, False)
 
@@ -110,7 +117,7 @@ class Head:
         return Head(b"%b%b\r\n" % (status_line, end_to_end(headers)), headers, False, True)
 
     def block(self, extra: bytes) -> bytes:
-        """Return the status line and the headers with `extra` lines, without hop-by-hop ones, with the blank line."""
+        """Return the head as a client gets it: with the header lines `extra`, without hop-by-hop headers."""
         if self.clean:
             return b"%b%b\r\n" % (self.raw[:-2], extra)
         status_line = self.raw[: self.raw.index(b"\r\n") + 2]
@@ -194,9 +201,9 @@ class Upstream(asyncio.Protocol):
         self.parser = httptools.HttpResponseParser(self)
 
     def eof_received(self) -> None:
-        """Abort, as a replica that has closed its side will not answer any more.
+        """Close the connection now, as a replica that has closed its side will not answer any more.
 
-        A close by the event loop would first wait until somebody reads the rest of the request.
+        The event loop's own close would first wait until the rest of the request is read.
         """
         if self.sink is not None:
             self.unread = not self.head_done and has_unacknowledged(self.transport)
@@ -290,7 +297,7 @@ class Upstream(asyncio.Protocol):
         return self.unseen >= 0 or self._has_lines(data)
 
     def _has_lines(self, data: bytes) -> bool:
-        """Return whether lines still end, after more bytes than pass unseen; `data` is the last of them."""
+        """Return whether line ends still come, after SEARCH_BYTES without a search. `data`: the last read of these."""
         if self.length is not None or not self.framed or b"\n" in data:
             self.granted += SEARCH_BYTES - self.unseen
             self.unseen = SEARCH_BYTES
@@ -391,7 +398,7 @@ Check = Callable[[], Awaitable[UpstreamError | None]]
 class Pool:
     """The connections to one address of one replica.
 
-    The last used is taken first; the others become idle and are closed.
+    The most recently used one is taken first, so that connections beyond those needed become idle and are closed.
     """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, certified: str):
@@ -419,7 +426,7 @@ class Pool:
         return None
 
     def connect(self, sink: Sink, check: Check) -> None:
-        """Open a connection, and call `sink.connected` or `sink.lost`. `check` is awaited once it is open."""
+        """Open a connection, and call `sink.connected` or `sink.lost`. `check` may reject the open connection."""
         task = asyncio.get_running_loop().create_task(self._open(check))
         self._connecting.add(task)
         # A callback, not the coroutine's own end: one cancelled before it began would report nothing.
@@ -498,7 +505,7 @@ class Pool:
             task.cancel()
 
     def retire(self) -> None:
-        """Close the pool of a replica that moved: connections in use or being opened are used once and not kept."""
+        """Close the pool of a replica whose address changed; connections in use are closed once they are released."""
         self.closed = True
         while self.idle:
             upstream, _ = self.idle.popitem()

@@ -215,7 +215,7 @@ class Downstream(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _feed(self, data: bytes, at: int = 0) -> None:
-        """Parse `data` from offset `at` on. Keep what is left when two requests wait, or when a long read held one."""
+        """Parse `data` from offset `at` on; keep the rest once two requests wait or a long read completed one."""
         begun = at
         while not (self.refused or self.closing):
             end = at + (BODY_PIECE if self.reading and self.head_done else PIECE)
@@ -246,7 +246,7 @@ class Downstream(asyncio.Protocol):
             self._refuse_more()
 
     def _read_on(self) -> None:
-        """Parse what has come, then read on, if few enough requests wait."""
+        """Parse the bytes that were kept, then resume reading, if at most one request waits."""
         if self.closing or not self.reading_paused or len(self.waiting) > 1:
             return
         self.active_at = self.read_begun = monotonic()

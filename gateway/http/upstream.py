@@ -29,9 +29,9 @@ log = logging.getLogger("hitherto.wire")
 # vLLM (uvicorn) closes a connection that is idle for 5 s; a request sent on it later may be lost.
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 5.0
-# A reset this soon after a request was sent shows that the request was not read: a kernel resets a connection at once if
-# its process closed it, or ended, before reading everything. Later resets may come from proxies and timeouts, after the
-# request has run.
+# A reset this soon after a request was sent shows that the request was not read: a kernel resets a connection at once
+# if its process closed it, or ended, before reading everything. Later resets may come from proxies and timeouts, after
+# the request has run.
 UNREAD_SECONDS = 0.25
 HEAD_BYTES = 64 * 1024
 # The parser buffers a trailer line until it ends, without a callback. So after each SEARCH_BYTES of a chunked response,
@@ -415,7 +415,7 @@ class Pool:
         self._connecting: set[asyncio.Task[Upstream | UpstreamError]] = set()
 
     def acquire(self) -> Upstream | None:
-        """Return an idle connection that the replica will not close under a request, or None."""
+        """Return a connection not idle for so long that the replica might close it under a request, or None."""
         now = monotonic()
         while self.idle:
             upstream, _ = self.idle.popitem()

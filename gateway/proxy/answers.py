@@ -122,12 +122,12 @@ _TYPES = (b"text/event-stream", b"application/json", b"application/octet-stream"
 
 
 def media_type(content_type: bytes) -> str:
-    """Return a content type for a message."""
+    """Return a content type as text for an error message."""
     return content_type.decode("latin-1")[:100] or "no content type"
 
 
 def foreign_head(status: int, content_type: bytes) -> bool:
-    """Return whether no engine answers a prompt with this head; without a content type its body decides."""
+    """Return whether a head shows that no engine answered the prompt; without a content type only the body can."""
     return 200 < status < 400 or (
         status in FOREIGN_STATUSES and bool(content_type) and not content_type.startswith(_TYPES)
     )
@@ -150,7 +150,7 @@ class Sight(Enum):
 def begins(label: str, data: bytes, streams: bool) -> bool:
     """Return whether the first bytes show that an answer has begun; if not, `look` tells why.
 
-    Called for each answer, and done with one search for nearly all.
+    This is called for each answer; for nearly all of them it needs one search.
     """
     if not streams:
         return data.find(MEMBERS.get(label, b"")) >= 0
@@ -191,7 +191,7 @@ def has_begun(label: str, tail: bytes) -> bool:
 
 
 def output_events(label: str, data: bytes, first: bool) -> int:
-    """Return how many output events begin in a read of a stream; one search.
+    """Return how many output events begin in a read of a stream, by one search.
 
     `first`: no output event came before, so a chunk with only a role may be among them.
     """
@@ -202,7 +202,7 @@ def output_events(label: str, data: bytes, first: bool) -> int:
 
 
 def next_number(pieces: Iterable[bytes]) -> int:
-    """Return the sequence number after a response stream's last bytes; 0 if they have none."""
+    """Return the next sequence number of a response's stream, by its last bytes; 0 if these show none."""
     events = (line for line in reversed(b"".join(pieces).splitlines()) if line.startswith(b"data:"))
     for line in islice(events, MOST_UNNUMBERED):
         try:
@@ -227,7 +227,7 @@ def _unframed(data: bytes) -> bytes:
 
 
 def _joined(data: bytes) -> bytes:
-    """Return a piece of a body without the framing within its events."""
+    """Return a piece of a body without the chunked framing inside its events."""
     if data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):
         return _BETWEEN_CHUNKS.sub(b"", data)
     return data
@@ -327,8 +327,8 @@ class Beginning:
 def says_anything(stream: bytes) -> bool:
     """Return whether a stream has any event other than pings and its end.
 
-    An engine may end its stream without one, and so may a proxy whose engine fails, so its absence does not show that
-    something other than an engine answers at the address.
+    An engine may end its stream without such an event, and so may a proxy whose engine fails. So its absence does not
+    show that something other than an engine answers at the address.
     """
     return _SAYS.search(_BETWEEN_CHUNKS.sub(b"", stream)) is not None
 
@@ -347,7 +347,7 @@ def has_other_event(data: bytes) -> bool:
 def keep_alives_end(data: bytes, chunked: bool) -> int:
     """Return how many of a stream's first bytes are nothing but comments and pings.
 
-    They end at a complete event and, if the body is chunked, at a complete chunk.
+    The counted bytes end with a complete event and, if the body is chunked, with a complete chunk.
     """
     if not chunked:
         return len(_KEEP_ALIVES.match(data)[0])  # type: ignore[index]  # it matches the empty string
@@ -370,11 +370,11 @@ def speaks_api(tail: bytes, whole: bool) -> bool:
 
 
 def has_end(label: str, tail: bytes, streams: bool, content_type: bytes, whole: bool) -> bool:
-    """Return whether an answer with this tail may be complete, where only the end of its connection ended it.
+    """Return whether an answer that only the end of its connection ended may be complete, by its last bytes (`tail`).
 
     A stream must have its API's last event, or an error, and JSON its last bracket; other bodies cannot be checked.
 
-    `whole`: this is all of the answer; otherwise it is taken for JSON that begins with a bracket.
+    `whole`: `tail` is all of the answer; otherwise JSON is assumed to begin with a bracket.
     """
     if streams:
         tail = _without_comments(tail)
@@ -415,7 +415,7 @@ def _ends_with_last_event(label: str, tail: bytes) -> bool:
 def first_error(data: bytes, streams: bool) -> int:
     """Return `error_status` of the first bytes of a body, which may still have their chunked framing.
 
-    A chunk whose data is `d` or `da` (the beginning of `data:`) looks like a chunk's size, and is not one.
+    A chunk whose data is `d` or `da` (the beginning of `data:`) looks like a chunk's size, but is not one.
     """
     if streams and data.count(b"\r\n") != 2 * data.count(b"\n\r\n"):
         data = _unframed(data)
@@ -500,7 +500,7 @@ def _level(bare: bytes) -> int:
 def read_usage(tail: bytes, depth: int = 1) -> Usage:
     """Return the token counts in the last bytes of an answer (JSON or the last events of a stream).
 
-    `depth`: the number of objects around the usage.
+    `depth`: the number of JSON objects that contain the usage.
     """
     tail = _joined(tail[-MOST_SEARCHED:])
     open_objects, end = 0, len(tail)
@@ -514,8 +514,8 @@ def read_usage(tail: bytes, depth: int = 1) -> Usage:
     return NOTHING
 
 
-# The same for a read whose escapes are replaced, and which may end within a string. Without groups, since a replacement
-# with groups takes ten times as long.
+# Like `_TEXT` and `USAGE`, for a read whose escapes are replaced and which may end within a string. No groups, since a
+# replacement with groups takes ten times as long.
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _PLAIN_TEXT = re.compile(rb'(?<!"usage)(?!%b)"[^"]*+"?' % USAGE.pattern)
 _CUT_KEY = re.compile(rb'"usage"\s{0,8}(?::\s{0,8})?\Z')
@@ -545,7 +545,7 @@ class UsageSearch:
         self._level = self._found_at = 0
 
     def feed(self, data: bytes) -> None:
-        """Add the next read; the first one contains a usage, and begins anywhere before that."""
+        """Add the next read; the first one must contain a usage, and may begin anywhere before it."""
         if self._usage is not None and len(self._usage) < USAGE_BYTES:
             self._usage += data[: USAGE_BYTES - len(self._usage)]
         data = self._rest + _joined(data)
@@ -561,14 +561,14 @@ class UsageSearch:
             self._level += 1 + _level(behind)
 
     def usage(self, depth: int) -> Usage:
-        """Return the usage of the complete answer; `depth` as in `read_usage`."""
+        """Return the usage of the complete answer. `depth`: the number of JSON objects that contain the usage."""
         if self._usage is None or self._level != self._found_at - depth:
             return NOTHING
         return counts_of(self._usage)
 
 
 def counts_of(data: bytes, at: int = 0) -> Usage:
-    """Return the counts of the usage object that begins before `at`, as far as it is there."""
+    """Return the counts of a usage object, which may be cut. `at`: the offset after its opening brace."""
     end, level = len(data), 1
     for brace in _BRACE.finditer(data, at):
         level += 1 if brace[0] == b"{" else -1

@@ -1,4 +1,4 @@
-"""A replica as the proxy sees it: its load and costs, its part of the map, its connections."""
+"""A replica as the proxy sees it: its load and costs, its part of the map of cached blocks, its connections."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from replicas.event_source import EventSource
     from replicas.pairing import Traits
 
-# An observation costs 15 to 20 us, and at a hundred a second a coefficient follows any change. Bursts are learned
-# completely: the first of a batch alone, or the last alone, would show an emptier replica than there is.
+# Costs are learned from one answer per LEARN_SECONDS on average, and LEARN_AT_ONCE in a burst. An observation takes 15
+# to 20 us, and at a hundred a second a coefficient follows any change. Bursts are learned completely: the first answer
+# of a batch alone, or the last alone, would show an emptier replica than there is.
 LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
 # Headers that the gateway writes itself: bodies are collected and sent with their length.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect", b"x-request-id"}
@@ -82,9 +83,9 @@ class Backend:
     ):
         """Create the state.
 
-        `candidate`: the replica in the router.
-        `prove(id)`: has its watcher check now which process listens there; returns whether an engine answered.
-        `hidden`: names of client headers that are not forwarded to it.
+        `candidate`: the replica as the router sees it.
+        `prove(id)`: has the replica's watcher check now which process listens; returns whether an engine answered.
+        `hidden`: names of client headers that are not forwarded to this replica.
         """
         self.replica = replica
         self.id = replica.id
@@ -125,9 +126,10 @@ class Backend:
     async def _check(self, incarnation: str) -> UpstreamError | None:
         """Return why a new connection must not be used, or None.
 
-        The last check of who listens at an address holds as long as a connection to that process is open. After that
-        one has closed, the watcher first checks models, version and process again. What answered then was there while
-        this connection was open, so the check is valid even if the engine has closed this connection meanwhile.
+        The watcher's last check of which process listens at the address is valid as long as the watcher's connection to
+        that process is open. Once that has closed, the watcher first checks models, version and process again. The
+        process that then answers was there while the new connection was open, so that check is valid even if the engine
+        has closed the new connection meanwhile.
         """
         replica = self.replica
         answered = replica.is_proven or await self.prove(self.id)
@@ -144,7 +146,7 @@ class Backend:
         return None
 
     def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
-        """Return the header lines of every request to it, and the names of client headers that are not forwarded."""
+        """Return the header lines of every request to this replica, and names of client headers not to forward."""
         ours, transfer = {**self.replica.headers, **self.replica.credentials}, self.replica.transfer
         chosen = {name.lower().encode(): value.encode() for name, value in ours.items()}
         lines = b"".join(b"%b: %b\r\n" % header for header in chosen.items())
@@ -166,7 +168,7 @@ class Backend:
             self.pool = self._new_pool()
 
     def adapters_moved(self) -> list[str]:
-        """Return the adapters whose names stand for another folder than at the last call, even if absent meanwhile."""
+        """Return the adapters that are loaded from another folder than when last reported, even if absent meanwhile."""
         told = self.replica.adapter_roots
         moved = [name for name, root in told.items() if self.adapter_roots.get(name, root) != root]
         self.adapter_roots |= told
@@ -176,12 +178,12 @@ class Backend:
 
     @property
     def traits(self) -> Traits:
-        """The properties that decide with which others it can exchange caches."""
+        """The properties that decide with which other replicas this one can exchange KV caches."""
         return self.replica.traits
 
     @property
     def is_finer(self) -> bool:
-        """Whether its engine also finds parts of the blocks that prompts are hashed in."""
+        """Whether the engine's cache hits may end within the blocks in which prompts are hashed."""
         page, (size, _) = self.replica.page_size, self.event_format or (0, 0)
         parts = self.stored_as.parts if self.replica.finds_parts else 0
         return 0 < parts < size or (page is not None and page < size)
@@ -190,16 +192,16 @@ class Backend:
         return self.replica.serves(model)
 
     def may_learn(self, now: float) -> bool:
-        """Return whether to learn from an answer now, and count it if so."""
+        """Return whether to learn costs from an answer now, and count the answer if so."""
         if self.learn_at > now:
             return False
         self.learn_at = max(self.learn_at, now - LEARN_SECONDS * LEARN_AT_ONCE) + LEARN_SECONDS
         return True
 
     def listen(self, intake: EventIntake | None, begin: Callable[[], None], background: Background) -> None:
-        """Follow the events of `intake` from now on, after calling `begin`.
+        """Follow the KV events of `intake` (None: of none) from now on, after calling `begin`.
 
-        Both wait until the intake before has ended, since until then it may write to the same slot of the map.
+        Both wait until the previous intake has ended, since until then it may write to the same slot of the map.
         """
         self.intake = intake
 
@@ -219,7 +221,7 @@ class Backend:
             self.listening.cancel()
 
     def stop(self, then: Callable[[], None] = lambda: None) -> None:
-        """Close connections and stop listening; `then` is called once nothing writes to its slot of the map."""
+        """Close connections and stop following KV events; call `then` once nothing writes to the slot of the map."""
         self.gone = True
         self.pool.close()
         self._stop_listening(then)

@@ -1,23 +1,23 @@
 """The rules by which an error answer is attributed to the replica or to the request. Pure.
 
-One answer cannot tell: an engine answers 500 when its core is dead, and also if a client's chat template raises. The
-next replica's answer decides:
+One answer does not show whose fault it is: an engine answers 500 when its core is dead, and also if a client's chat
+template raises. The next replica's answer decides:
 
-  it answers the request                   the first replica is at fault, and that counts against it
+  it answers the request                   the first replica is at fault, and the error counts against it
   it refuses the request (400, 413, 422)   the request is at fault
-  it fails the request in the same way     the request is at fault: it counts against neither, and no third is tried
+  it fails the request in the same way     the request is at fault: neither replica is blamed, and no third is tried
 
 The same holds for 401, 403 and 404: a client's key or model may be wrong, or the replica's own configuration. A replica
 that refuses every request within a millisecond would otherwise look idle and get all of them.
 
-A replica that is full (429 and 503) is no evidence about the request, so two full ones do not agree, and it is not
-unhealthy. It is tried last for the time of its `Retry-After` (`Backend.full_until`).
+A full replica (429, 503) is not unhealthy, and no evidence about the request: two full replicas do not show that the
+request is at fault. A full replica is tried last for the time of its `Retry-After` (`Backend.full_until`).
 
 Where no other replica could be tried, nothing is known, and nothing counts against the replica. Each such failure is
 reported to the replica's watcher, which probes the engine after a few (`replicas.health`, rule 6).
 
-Two broken engines agree as well. So an engine that has failed MOST_AGREED requests in a row is no witness: what it
-fails is tried on a third replica, until it has answered a request again.
+Two broken engines also fail a request in the same way. So an engine that has failed MOST_AGREED requests in a row is no
+witness: requests that it fails are tried on a third replica, until it has answered a request again.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL) - OVERLOADE
 
 
 class UnattributedError(NamedTuple):
-    """An error answer that is not attributed yet.
+    """An error answer of which it is not known yet whose fault it is.
 
-    Ranks of one `engine` are one witness; `witness` is False for an engine that has failed too many requests in a row.
+    `kind`: of failure (`retries`). Ranks of one `engine` count as one witness.
+    `witness`: False if the engine has failed too many requests in a row.
     """
 
     replica: str
@@ -63,7 +64,7 @@ class Record:
 
 
 def agree(unattributed_errors: Sequence[UnattributedError]) -> bool:
-    """Return whether the last error says of the request what another engine has said."""
+    """Return whether another engine has failed the request in the same way as the last error shows."""
     *before, last = unattributed_errors
     return any(one.engine != last.engine and _alike(one.kind, last.kind) for one in before)
 
@@ -73,7 +74,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def settled(unattributed_errors: Sequence[UnattributedError]) -> bool:
-    """Return whether two witnesses agree, so that no third replica has to be tried."""
+    """Return whether two engines that are witnesses failed the request alike, so that no third one is tried."""
     return unattributed_errors[-1].witness and agree(
         [*(one for one in unattributed_errors[:-1] if one.witness), unattributed_errors[-1]]
     )

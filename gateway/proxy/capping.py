@@ -25,7 +25,7 @@ _ESCAPED = re.compile(rb'"(?:[a-z_]|\\u00[0-7][0-9A-Fa-f])+"')
 
 
 def capped(body: bytes, path: str, tokens: int) -> bytes:
-    """Return the body, a JSON object posted to a path of `LIMITS`, with this limit in place of its own."""
+    """Return `body`, a JSON object posted to a path of `LIMITS`, with its answer limited to `tokens`."""
     named = _named(body)
     limits, limit = LIMITS[path], b"%d" % tokens
     members = dict.fromkeys([name for name in limits if name in named] or limits[:1], limit)
@@ -33,7 +33,7 @@ def capped(body: bytes, path: str, tokens: int) -> bytes:
 
 
 def _named(body: bytes) -> set[bytes]:
-    """Return which of the limiting members' names occur in a body, at any depth."""
+    """Return which names of members in `LIMITS`, and of `min_tokens`, occur in a body, at any depth."""
     names = {name for limits in LIMITS.values() for name in limits} | {LEAST}
     found = {name for name in names if b'"%b"' % name in body}
     if _ESCAPE in body:

@@ -21,8 +21,8 @@ class Chunks:
 
     A chunk is returned as it comes, whatever its size, except for its last byte, which waits for the line end after it.
 
-    `left`: bytes of the present chunk that are not returned yet.
-    `rest`: bytes read of these, or of a line.
+    `left`: how many bytes of the present chunk are not returned yet.
+    `rest`: bytes that were read and not returned, of the present chunk or a line.
     `ended`: whether the last chunk has begun.
     """
 
@@ -77,8 +77,8 @@ def unchunked(data: bytes) -> bytes:
 class ChunkDecodingSink:
     """A sink in front of another one that removes chunked framing.
 
-    Requests of HTTP/1.0 clients are sent as HTTP/1.1 too: in HTTP/1.0 the end of a stream and the death of its engine
-    look alike.
+    Requests of HTTP/1.0 clients are sent to replicas as HTTP/1.1: in HTTP/1.0 the end of a stream and the death of its
+    engine look alike.
     """
 
     __slots__ = ("_sink", "_chunks")

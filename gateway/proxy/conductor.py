@@ -83,7 +83,7 @@ AWAITING, ANSWERING, ANSWERED, FINISHED = (
 )
 CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED, AttemptEvent.FINISHED
 
-# The event that ends an exchange whose client has no byte yet, by whether a replica may have the request.
+# The event that ends an exchange whose client has no byte yet, by the exchange's state.
 REFUSING = {
     ExchangeState.PREPARING: ExchangeEvent.REFUSED,
     ExchangeState.PLACING: ExchangeEvent.REFUSED,
@@ -106,7 +106,7 @@ class Judge:
         self._eligible, self._settling, self._retries = eligible, settling, retries
 
     def head(self, exchange: Exchange, attempt: Attempt) -> UpstreamError | None:
-        """Return why an answer with this head is not passed to the client, or None if it may be."""
+        """Return why an answer with this head is not passed to the client; None if it may be passed."""
         status, head = attempt.status, attempt.response_head
         content_type = head.get(b"content-type") or b""
         attempt.streams = content_type.startswith(b"text/event-stream")
@@ -201,8 +201,8 @@ class Judge:
     def may_retry(self, exchange: Exchange, attempt: Attempt, kind: str = "") -> bool:
         """Return whether a failed attempt may be replaced by another one.
 
-        That takes a retry that is left, and another replica, or this one if it can compute a prompt whose cache it
-        could not fetch.
+        There must be a retry left, and another replica, or the same one if it is a decoder that could not fetch the
+        prompt's cache, since it can compute the prompt. `kind`: of failure.
         """
         left = attempt.could_not_fetch(kind) or bool(self.others(exchange, attempt))
         return exchange.attempts_used < self._retries and left
@@ -235,7 +235,7 @@ class Judge:
 
 
 def _is_plain(exchange: Exchange, attempt: Attempt, data: bytes) -> bool:
-    """Return whether this begins an answer in one piece without an error, as nearly all do; two searches decide."""
+    """Return whether a non-streamed answer begins here without an error, as nearly all do; two searches decide."""
     return (
         not attempt.streams
         and data.find(MEMBERS.get(exchange.label, b"")) >= 0
@@ -249,13 +249,13 @@ def _foreign(what: str) -> UpstreamError:
 
 
 class Conductor:
-    """The runner of exchanges: an event changes an exchange's state by the tables, and the action follows here."""
+    """The runner of exchanges: by the tables, it sets an exchange's state after an event and runs the action."""
 
     def __init__(
         self, placing: Placing, judge: Judge, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics, added: Added,
         *, retries: int, traces: Traces | None, discreet: bool,
     ):  # fmt: skip
-        """Create a conductor; with `discreet`, errors name no replica, since clients are tenants who may share it."""
+        """Create a conductor. `discreet`: errors name no replicas, since clients are tenants, who may share them."""
         self.placing, self.judge, self.settling = placing, judge, settling
         self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
         self._retries, self._traces, self.discreet = retries, traces, discreet
@@ -281,7 +281,7 @@ class Conductor:
         act(self, exchange, detail)
 
     def refuse_unanswered(self, error: Callable[[], ApiError]) -> int:
-        """Answer every exchange whose client has no byte yet with an error; return their number."""
+        """Answer with `error()` every exchange whose client has no byte of an answer yet; return their number."""
         unanswered = [(one, event) for one in self.under_way if (event := REFUSING.get(one.state)) is not None]
         for exchange, event in unanswered:
             exchange.run_isolated(self.dispatch, exchange, event, error())
@@ -346,7 +346,7 @@ class Conductor:
             self.on_body(attempt, body)
 
     def on_body(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
-        """Judge the bytes of a body that has not begun to be relayed."""
+        """Judge bytes of a body of which nothing was relayed yet. `whole`: with them the body is complete."""
         exchange = attempt.exchange
         first = self.judge.first(exchange, attempt, data, whole)
         if isinstance(first, bytes):
@@ -357,7 +357,8 @@ class Conductor:
     def pass_keep_alives(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         """Forward comments and pings that were held back, so that the client's connection stays alive.
 
-        With nothing else in the stream, another replica can still answer, and a failure is reported within the stream.
+        While the client has nothing else of the stream, another replica can still answer. A failure is from then on
+        reported within the stream.
         """
         head, data = attempt.response_head, attempt.withheld
         if (
@@ -401,7 +402,7 @@ class Conductor:
         self.dispatch(exchange, ANSWERED, data)
 
     def failed(self, attempt: Attempt, error: UpstreamError) -> None:
-        """End a failed attempt, and dispatch what its failure is to the exchange."""
+        """End a failed attempt, and dispatch the event and the properties of its failure to the exchange."""
         if attempt.backend.replica.ends and attempt.state is not ANSWERING and error.kind in CRASHES:
             error = UpstreamError(LEFT, f"ends: {error}")
         # A pooled connection may time out under the request, which is no evidence against the replica.
@@ -529,7 +530,7 @@ class Conductor:
                 self.placing.place(exchange)
 
     def _hand_over(self, exchange: Exchange, _: Any) -> None:
-        """Settle the first leg and send the second one, whose engine fetches the prompt's cache from the first's."""
+        """Settle the first leg and send the second one, whose engine fetches the prompt's cache from the prefiller."""
         first, legs = exchange.attempts[-1], exchange.legs
         assert legs is not None
         self.settling.handed_over(exchange, first, legs)
@@ -658,7 +659,7 @@ class Conductor:
         exchange.client.reply(error.status, error.body(exchange.request.path, self.discreet), headers)
 
     def _abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
-        """End an exchange whose client has left (`cut` is None) or is cut off for this reason."""
+        """End an exchange whose client has left. `cut`: why the gateway itself ends it at shutdown, else None."""
         attempt = exchange.attempt
         if attempt is not None and attempt.state is ANSWERING and self._has_all(exchange, attempt):
             attempt.end_as(ATTEMPT_FINISHED)
@@ -699,7 +700,7 @@ class Conductor:
 def _end_stream(client: Downstream, event: bytes, chunked: bool) -> None:
     """End a stream with this event and a complete HTTP message.
 
-    Closing the connection would fail the next request of a client that keeps connections.
+    A `chunked` stream's connection is kept: closing it would fail the client's next request on it.
     """
     client.write(framed(event) + END_OF_BODY if chunked else event)
     client.finish(keep_alive=chunked)

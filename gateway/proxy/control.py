@@ -1,8 +1,8 @@
-"""The control loop of overload: it measures classes per window, and limits lower ones for higher ones.
+"""Overload control: lower service classes are limited while higher ones miss the limits on their latencies.
 
-`policies.Control` decides, with one instance per model's replicas; this module has the clock, the metrics and the
-events. The sweep calls `look`. `status` returns the state and the last events (`/status`, `control`); `on_change` feeds
-the journal of the live page.
+Latencies are judged once per time window. `policies.Control` decides, with one instance for the replicas of each model
+("fleet"); this module has the clock, the metrics and the events. The server's sweep calls `look`. `status` returns the
+state and the last events (`/status`, `control`); `on_change` feeds the journal of the live page.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ MORE, ENOUGH = "more replicas are needed: limits are missed", "no more replicas 
 class Fleet:
     """One model's replicas under overload control.
 
-    `names`: the model labels in metrics that were requested there, adapters included.
+    `names`: the model labels, in metrics, of requests to these replicas, adapters included.
     `base`: the label of their base model, "" if unknown.
     """
 
@@ -87,7 +87,7 @@ class Fleet:
 
 
 class Gained:
-    """The growth of the answers' histograms since the last look, by class and model."""
+    """The growth of the answers' histograms since the last call of `look`, by class and model."""
 
     def __init__(self, histograms: Sequence[Histogram]) -> None:
         self._of = [(Gains(), one) for one in histograms]
@@ -135,7 +135,7 @@ class OverloadControl:
         metrics.read_from(self.reading)
 
     def follow(self, admission: Admission, name: str, base: str = "") -> None:
-        """Note that requests for the model label `name` are admitted there, by replicas of the model `base`."""
+        """Note that `admission` admits requests for the model label `name`, to replicas of the base model `base`."""
         fleet = self._fleets.get(admission)
         if fleet is None:
             fleet = self._fleets[admission] = Fleet(admission, Control(self._classes, admission.observes))
@@ -143,7 +143,7 @@ class OverloadControl:
         fleet.base = base
 
     def keep(self, admissions: Iterable[Admission], models: Set[str]) -> None:
-        """Drop other admission instances than these, and other model labels."""
+        """Drop all admission instances and model labels except these."""
         self._fleets = {one: self._fleets[one] for one in admissions if one in self._fleets}
         for fleet in self._fleets.values():
             fleet.names = fleet.names & models or fleet.names
@@ -151,8 +151,8 @@ class OverloadControl:
     def look(self, now: float) -> None:
         """Judge the window if it is over; `now` in monotonic seconds.
 
-        That takes 3 ms of CPU for 256 series of each histogram, and as much when its last third begins. All fleets have
-        the same window, so each series is read once.
+        Judging takes 3 ms of CPU for 256 series of each histogram, and as much when the window's last third begins. All
+        fleets have the same window, so each series is read once.
         """
         if now < self._until:
             if self._late is None and now >= self._until - LATELY * self._window:
@@ -238,7 +238,7 @@ class OverloadControl:
         }
 
     def reading(self) -> dict[str, Any]:
-        """Return the gauges for `Metrics.read_from`; of fleets with the same name, the worst."""
+        """Return the gauges for `Metrics.read_from`; for fleets with the same name, the worst values."""
         level: dict[str, int] = {}
         ratio: dict[tuple[str, str], float] = {}
         wanted: dict[str, int] = {}

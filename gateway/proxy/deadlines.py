@@ -1,6 +1,6 @@
-"""Deadlines of requests under way, which the sweep checks now and then.
+"""Deadlines of requests in progress, which the server's sweep checks a few times a second.
 
-A replica is only blamed for time in which this process itself ran: each deadline is measured by `Pulse.ran`.
+A replica is only blamed for time in which this process itself ran: each deadline is measured with `Pulse.ran`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMMENT_SECONDS = 1.0
 # once they are sent, no other replica can answer, because it would announce another id. Clients and proxies give up
 # after 10 to 60 s of silence.
 KEEP_ALIVE_SECONDS = 5.0
-# Seconds that a request without a first byte stays at a replica in this state while that shows no sign of computing.
+# Seconds that a request without a first byte stays at a replica in this state that shows no sign of computing.
 PATIENCE = {State.DEGRADED: 10.0, State.LEAVING: STANDS_STILL, State.FAILED: 0.0}
 FIRST_LEG_SECONDS = 10.0  # from the head of a first leg's answer, sent after the prefill, to the end of its few bytes
 LOST_SILENCE = 10.0  # seconds without a byte after which a stream from a lost replica is given up
@@ -129,9 +129,9 @@ class Deadlines:
     def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
         """Return whether an unanswered request should move from a lost or unhealthy replica to a ready one.
 
-        Its work is then done again, so slowness alone is no reason, and an engine whose counters move computes,
-        whatever it answers to probes. A request that was moved once is moved again only from a replica that is failed
-        or leaving.
+        The other replica repeats all work, so slowness alone is no reason to move a request. An engine whose counters
+        change is computing, even if it fails its probes. A request under which a replica has crashed or hung before is
+        moved again only from a replica that has failed or is leaving.
         """
         state = attempt.backend.replica.state
         moves_again = state in (State.FAILED, State.LEAVING) or exchange.crashes == NO_CRASHES
@@ -147,7 +147,7 @@ class Deadlines:
     def _stood_still(self, attempt: Attempt, now: float) -> float:
         """Return for how many seconds the replica has had the request and shown no sign of computing.
 
-        For one that is leaving this is known only while its metrics can still be read.
+        For a replica that is leaving, this is known only up to the last time at which its metrics could be read.
         """
         replica, since = attempt.backend.replica, attempt.sent_at
         if replica.state is State.FAILED:
@@ -159,8 +159,8 @@ class Deadlines:
     def _silence(self, attempt: Attempt, now: float) -> float:
         """Return after how many seconds without a byte a stream is given up.
 
-        That is shorter for a lost replica: an engine that was asked to stop may have ended its core and wait for its
-        connections to close, which never happens if nobody closes them.
+        The time is shorter for a lost replica, one that has failed, or is leaving and stands still: an engine that was
+        told to stop may have ended its core and wait for its clients to close their connections.
         """
         state = attempt.backend.replica.state
         lost = state is State.FAILED or (

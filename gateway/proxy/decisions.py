@@ -1,8 +1,8 @@
 """Decisions for another proxy (`/decide`): a request is placed and counted here, and forwarded by the caller.
 
-The caller reports what an `Exchange` learns from its own sockets: the first byte and the end. Load is counted from the
-choice on, so later choices see it. Each report renews a lease; a request without a report within its lease is taken off
-the ledger, so a caller that dies leaves nothing behind.
+The caller reports what an `Exchange` learns from its own sockets: the first byte and the end of the answer. Load is
+counted from the choice on, so later choices see it. Each report renews a lease; a request without a report within its
+lease is taken off the load ledger, so that a caller that dies leaves no load behind.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Decisions:
     ) -> dict[str, Any]:
         """Choose a replica for a request and reserve its load.
 
-        `path`, `body`, `headers`: of the client's request.
-        `exclude`: ids of replicas that have failed it.
+        `path`, `body`, `headers`: those of the client's request.
+        `exclude`: ids of replicas that have failed the request.
         `lease`: seconds until the first report.
 
         Returns the decision as JSON data. Raises ApiError for the client's faults, and if no replica can take the
@@ -157,7 +157,7 @@ class Decisions:
         return self._told(leased, attempt)
 
     def _leave_queue(self, leased: Leased) -> None:
-        """Drop a request from the queue once it has a replica or needs none; before, it may have to be placed again."""
+        """Drop a request from the queue, once it needs no replica any more; until then it may be placed again."""
         if self._placing.queue is not None:
             self._placing.queue.forget(leased)
 
@@ -186,7 +186,7 @@ class Decisions:
         }
 
     def _in_order(self, leased: Leased, chosen: Backend) -> list[str]:
-        """Return the ids of the replicas that the gateway itself would try, in order."""
+        """Return the ids of the replicas that the gateway itself would try for this request, in order."""
         order = [chosen.id]
         try:
             targets = self._proxy.eligible.targets(leased.prompt, (*leased.tried, chosen))
@@ -242,7 +242,7 @@ class Decisions:
         self._after(leased.seconds, self._ran_out, leased)
 
     def _after(self, seconds: float, call: Callable[[Leased], None], leased: Leased) -> None:
-        """Call back once this process has run for this many seconds; while it was held up, no report was read."""
+        """Call `call(leased)` once this process has run for `seconds`; it reads no reports while it is stalled."""
         timer = asyncio.get_running_loop().call_later(seconds, self._due, seconds, monotonic(), call, leased)
         leased.timers[call] = timer
 

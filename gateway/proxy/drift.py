@@ -1,11 +1,11 @@
 """The check of a replica's part of the map against the cached tokens that its engine reports. Pure.
 
 Two sources are compared with the predictions. A response that reports its cached tokens is compared at once. Responses
-that do not (streams whose clients did not request usage, engines without the flag) are still in the engine's counters
-of prompt tokens looked up and found; their growth is compared with the predictions for the requests sent meanwhile.
+that do not (streams whose clients did not request usage, engines without the flag) still count in the engine's metrics
+of prompt tokens looked up and found; the growth of these is compared with the predictions made in the same time.
 
-If answers differ by the same number of tokens, whatever was predicted, that is how the engine looks up its cache, for
-example that it recomputes the last block: the map is right and is kept. `offset` has that number.
+If answers differ from their predictions by the same number of tokens (`offset`), whatever was predicted, the cause is
+how the engine looks up its cache, for example that it recomputes the last block: the map is right and is kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Drift:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new window, after a heal or a new incarnation."""
+        """Begin a new window, after the map was rebuilt ("healed") or the replica's process was replaced."""
         self._new_window()
         self._promised = self._prompts = self._silent = 0
         self._silent_prompts = [0, 0]
@@ -58,12 +58,12 @@ class Drift:
         return self._offset if self._steady >= STEADY else 0
 
     def reported(self, predicted: int, cached: int, tokens: int, fetched: int = 0, block_size: int = 0) -> bool:
-        """Compare a response that reported its cached tokens; return whether the map has drifted and must heal.
+        """Compare a response that reported its cached tokens; return whether the map has drifted and must be rebuilt.
 
         `predicted`: cached tokens that were predicted.
         `cached`: the reported ones, in all tiers.
         `tokens`: prompt tokens.
-        `fetched`: those of the predicted ones that are in slower tiers.
+        `fetched`: predicted tokens that are in slower tiers.
         `block_size`: tokens per block.
         """
         self._promised += max(0, cached - fetched)  # the engine's counters include it, except for fetched tokens
@@ -86,8 +86,8 @@ class Drift:
     def _explained(self, block_size: int) -> int:
         """Return how many tokens of the window's error come from one offset that most of its answers share.
 
-        An offset of one block is always believed. Another one only if it came with different predictions: where each
-        answer was predicted the same, an equal error may also mean that the map is wrong about that one prompt.
+        An offset of one block is always believed. Another one is believed only if it came with different predictions:
+        if all predictions were equal, equal errors may also mean that the map is wrong about that one prompt.
         """
         error, predicted = max(self._offsets.items(), key=lambda one: len(one[1]), default=(0, []))
         steady = 2 * len(predicted) > self._telling and (abs(error) == block_size or len(set(predicted)) > 1)
@@ -108,7 +108,7 @@ class Drift:
     def aside(self) -> None:
         """Ignore the engine's counters until they are next compared, after a response that cannot be compared.
 
-        For example, the report on a request with several prompts may be about another one than the prediction.
+        For example, the report on a request with several prompts may be about another prompt than the prediction.
         """
         self._aside = True
 
@@ -124,10 +124,10 @@ class Drift:
         """Compare the engine's scraped totals; return whether the map has drifted.
 
         `queries`, `hits`: tokens looked up and found.
-        `idle`: no request is in flight there that the engine may have counted.
+        `idle`: the engine has no request in flight that it may have counted.
 
-        The totals are only judged when idle, and if the engine looked up just the prompts known here: they include
-        other clients' requests and aborted ones.
+        The totals are only judged if the engine is idle and has looked up exactly the prompts known here, since the
+        totals include aborted requests and other clients' requests.
         """
         if hits is None or not idle:
             return False

@@ -1,7 +1,8 @@
 """A client's request, from its last byte in to the last byte of its answer out, and its attempts.
 
-An attempt is one leg of an exchange, to one replica: the sink of its upstream connection, with what was sent and
-received there. The conductor decides what follows from each call.
+An attempt sends the request to one replica; if the request is split into a prefill leg and a decode leg, each leg is an
+attempt. The attempt is also the sink (receiver) of its upstream connection: it writes the answer to the client, or
+passes it to the conductor, which decides what follows.
 
 An exchange is driven by calls from the client's side, from preparation and placing, and from the sweep that checks
 deadlines. Each call becomes an event; the table in `states` names the action, and the conductor runs it. Nothing waits
@@ -66,7 +67,7 @@ class AttemptHandler(Protocol):
 
 
 class Attempt:
-    """An attempt to have a request answered by one replica; the sink of its upstream connection."""
+    """An attempt to have a request answered by one replica; receives what comes on its upstream connection."""
 
     __slots__ = (
         # arguments of __init__
@@ -144,7 +145,7 @@ class Attempt:
         self.predicted_ttft = 0.0
 
     def could_not_fetch(self, kind: str) -> bool:
-        """Return whether this is a second leg that failed as engines do when they cannot fetch the prompt's cache."""
+        """Return whether this is a second leg whose `kind` of failure engines show if they cannot fetch the cache."""
         return self.leg is Leg.DECODE and kind in TRANSFER_FAILED
 
     def advance(self, event: AttemptEvent) -> None:
@@ -160,7 +161,7 @@ class Attempt:
             upstream.drop()
 
     def repeat(self, *, new_connection: bool = False, unread: bool = False, without_ids: bool = False) -> Attempt:
-        """Return the next attempt, to the same replica and on the same reservation.
+        """Return a new attempt at the same replica, which uses the same reserved load.
 
         `new_connection`: use no pooled connection.
         `unread`: the replica cannot have read the whole request on this attempt's connection.
@@ -203,7 +204,7 @@ class Attempt:
             self.conductor.on_body(self, data)
 
     def count_events(self, data: bytes) -> None:
-        """Count output events from these first bytes on, since no usage will report the number of tokens."""
+        """Count output events, beginning in these first bytes, since no usage will report the number of tokens."""
         label = self.exchange.label
         self.mark, self.events = OUTPUT_MARKS.get(label, ANY_EVENT), output_events(label, data, True)
 
@@ -212,9 +213,9 @@ class Attempt:
         self.conductor.on_complete(self)
 
     def closed(self) -> None:
-        """Take the end of the connection for the end of the answer, or for a failure if the answer is incomplete.
+        """Treat the end of the connection as the end of the answer, or as a failure if the answer is incomplete.
 
-        A replica closes its connection after a body without a length, and when it dies.
+        A replica closes its connection after a body without a length, and also when it dies.
         """
         head, seen = self.response_head, self.withheld or b"".join(self.tail)
         whole = bool(self.withheld) or (self.pieces <= TAIL and not self.pauses)
@@ -237,9 +238,9 @@ class Attempt:
 class MeteredAttempt(Attempt):
     """An attempt whose tokens are counted, for a tenant's limits or the usage log.
 
-    In streams, output events are counted, each a token or a few, however many a read has: not all clients ask for
-    usage, and one that leaves gets none. In answers in one piece, and in responses, usage is searched for in every
-    read: vLLM may write a prompt's log probabilities, its token ids and the client's user string after it.
+    In streams, output events are counted, each of which has a token or a few: not all clients request usage, and a
+    client that leaves early gets none. In non-streamed answers, and at `/v1/responses`, usage is searched for in every
+    read: vLLM may write a prompt's log probabilities, its token ids and the client's user string after the usage.
     """
 
     __slots__ = ()
@@ -290,8 +291,8 @@ def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
 def time_per_token(attempt: Attempt, tokens: int) -> float | None:
     """Return the seconds per output token (TPOT) of a stream, or None if they cannot be measured.
 
-    They cannot for a short answer, one whose client did not keep up, one that was resumed, and one whose first token
-    was seen late.
+    They cannot be measured for a short answer, if the client did not keep up, if the stream was resumed, or if its
+    first token was seen late.
     """
     if not attempt.streams or tokens <= LEAST_OUTPUT or attempt.pauses or attempt.is_continued or attempt.seen_late:
         return None
@@ -307,11 +308,11 @@ class Legs:
     `unsent`: the first leg's reservation, until the answer begins, where an engine sends that leg itself.
     `first`: the first leg while it runs at the same time as the second one, which is then the last attempt.
     `computed_at`: when the first leg was complete, in monotonic seconds.
-    `computing`: the predicted seconds of the first leg where the second one waits for it.
+    `computing`: the predicted seconds of the first leg, if the second one waits for it.
     `parameters`: the transfer parameters from the first leg's answer, valid until `until` (monotonic seconds).
     `cached`: prompt tokens that the first leg was predicted to find in its cache.
-    `moved`: prompt tokens that the decoder lacks; `moving`: the predicted seconds of their transfer; `moved_in`: the
-    measured ones, or None.
+    `moved`: prompt tokens whose cache the decoder lacks.
+    `moving`: the predicted seconds of their transfer; `moved_in`: the measured seconds, or None.
     `usage`: the usage of the first leg's answer.
     """
 
@@ -435,7 +436,7 @@ class Exchange:
         self.error: Exception | None = None
 
     def meter(self) -> None:
-        """Count the tokens of its answer; called before its first attempt is created."""
+        """Have the tokens of the answer counted; called before the first attempt is created."""
         self.metered, self.attempt_type = True, MeteredAttempt
 
     @property
@@ -445,18 +446,18 @@ class Exchange:
 
     @property
     def tells_response(self) -> bool:
-        """Whether its answer is a response (`/v1/responses`), whose last event repeats the whole answer."""
+        """Whether the answer is a response (`/v1/responses`), whose last event repeats the whole answer."""
         return self.label == "responses" or self.response is not None
 
     @property
     def beginning(self) -> Attempt:
-        """The attempt with which its answer began: the last one, or the first one of a stream that was resumed."""
+        """The attempt with which the answer began: the last one, or the first one of a stream that was resumed."""
         record = self.stream_record
         return self.attempts[-1 if record is None or not record.breaks else record.first]
 
     @property
     def answered_with(self) -> int:
-        """The status that the client was sent, the gateway's or the replica's; 0 before."""
+        """The status that the client was sent, by the gateway or a replica; 0 if it was sent none yet."""
         return self.status or (self.beginning.status if self.attempts else 0)
 
     @property
@@ -466,24 +467,24 @@ class Exchange:
 
     @property
     def needs_replica(self) -> bool:
-        """Whether it is waiting for a replica to be chosen."""
+        """Whether the request is waiting for a replica to be chosen."""
         if self.state is ExchangeState.RESUMING:
             return self.attempts[-1].state is AttemptState.ENDED
         return self.state is ExchangeState.PLACING
 
     @property
     def is_continued(self) -> bool:
-        """Whether its last attempt resumes what another replica began."""
+        """Whether the last attempt resumes a stream that another replica began."""
         return self.stream_record is not None and self.stream_record.breaks > 0
 
     @property
     def unanswered(self) -> Attempt | None:
-        """The last attempt, if it was sent and nothing of its answer has gone to the client."""
+        """The last attempt, if it was sent and nothing of its answer has gone to the client; else None."""
         attempt = self.attempt
         return attempt if attempt is not None and attempt.state is AttemptState.AWAITING else None
 
     def run_isolated(self, step: Callable[..., None], *given: object) -> None:
-        """Call `step`; an exception in it, a bug in the gateway, ends this request alone."""
+        """Call `step`; if it raises, which is a bug in the gateway, only this request ends."""
         try:
             step(*given)
         except Exception as error:
@@ -498,7 +499,7 @@ class Exchange:
     def forget_body(self) -> None:
         """Free the body, which will not be sent again.
 
-        Others may refer to this request for long: the client's side until the answer ends, a queue until its turn.
+        Other objects may keep the request for long: the client's side until the answer ends, a queue until its turn.
         """
         self.request.body = b""
         if self.legs is not None:
@@ -536,7 +537,7 @@ class Exchange:
     # --- called by preparation, placing and the queue
 
     def prepared(self, prompt: Prompt | None) -> None:
-        """Place the request: its prompt is known, or it has none that is read."""
+        """Place the request after its preparation. `prompt`: None if the gateway reads no prompt of it."""
         if self.state is PREPARING:
             self.prompt = prompt
             if prompt is not None:
@@ -570,7 +571,7 @@ class Exchange:
 
     @property
     def size(self) -> int:
-        """The bytes that it holds while it waits."""
+        """The bytes of the request's body, which stay in memory while it waits."""
         return len(self.request.body)
 
     def header(self, name: bytes) -> str | None:
@@ -588,8 +589,8 @@ class Exchange:
     def exhausted(self, why: str, again: bool = True, **options: Any) -> ApiError:
         """Return the error for a request whose last attempt has failed.
 
-        The status is 503 where the last engine was shutting down or took no request, since it comes back or is
-        replaced, and 502 otherwise. `again`: whether the client may retry; `options` go to `ApiError`.
+        The status is 503 if the last engine was shutting down or took no request, since it comes back or is replaced,
+        and 502 otherwise. `why`: the message; `again`: whether the client may retry; `options`: passed to `ApiError`.
         """
         attempt = self.attempts[-1]
         error = attempt.error
@@ -638,14 +639,14 @@ class Added:
     """The header lines that the gateway adds to a replica's answer.
 
     `replica`: add the id of the replica.
-    `cached_tokens`: add the number of prompt tokens that it was predicted to hold.
+    `cached_tokens`: add the number of prompt tokens that the replica was predicted to have cached.
     """
 
     def __init__(self, replica: bool, cached_tokens: bool):
         self._replica, self._cached_tokens = replica, cached_tokens
 
     def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
-        """Return the lines for this answer; `last`: the connection ends with it."""
+        """Return the lines for this answer; `last`: the client's connection ends with it."""
         lines = b"" if attempt.response_head.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % exchange.id
         if attempt.streams and attempt.response_head.get(b"x-accel-buffering") is None:
             lines += NO_BUFFERING
@@ -673,8 +674,8 @@ MOST = 12
 class Batcher(Generic[Item]):
     """A batch of items that arrive in one event-loop iteration, worked on stage by stage, at most `MOST` at a time.
 
-    A busy loop wakes up to a dozen requests. Taken one by one, each would find the core's caches full of the kernel's
-    code and of the other stages, instead of its own.
+    An iteration of a busy loop has up to a dozen requests. Handled one by one, each stage would find the core's caches
+    full of the code of the kernel and of other stages, instead of its own.
     """
 
     __slots__ = ("_work", "_items")

@@ -1,8 +1,8 @@
 """Latencies of answers by class and model: TTFT, ITL, TPOT and total time, tokens, and the time in each phase.
 
 Updated at a request's first token and at its end (`python -m bench.figures`), and for a stream under way by the sweep,
-four times a second, never per token. Without classes, limits and `--slo-figures` there is no `Figures`, and requests
-cost nothing for it.
+four times a second, never per token. Without classes, limits and `--slo-figures` there is no `Figures` object, and
+these metrics cost requests nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Figures:
     """The latency metrics of answers."""
 
     def __init__(self, metrics: Metrics, class_of: Callable[[Exchange], str] | None = None):
-        """Create the metrics; `class_of` returns the class of a request, None puts all in one class."""
+        """Create the metrics. `class_of`: returns the class of a request; None puts all requests in one class."""
         self._metrics = metrics
         self.class_of = class_of or (lambda exchange: DEFAULT_CLASS.name)
         self.models: dict[str, None] = {}  # values of the label
@@ -81,8 +81,8 @@ class Figures:
     def passing(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         """Observe the inter-token latencies of a stream since `seen_at`, when the sweep last saw new reads.
 
-        The sweep comes every `SWEEP_SECONDS`. Time beyond that was a pause, observed as one gap: a mean over the reads
-        that came after it would hide a pause that the client saw.
+        The sweep comes every `SWEEP_SECONDS`. Time beyond that was a pause, which is observed as one gap: a mean over
+        the reads after it would hide a pause that the client saw.
         """
         pieces = attempt.pieces - max(attempt.seen_pieces, 1)  # without the first one
         if pieces > 0 and attempt.streams and attempt.prompt is not None and not attempt.pauses and attempt.first_at:

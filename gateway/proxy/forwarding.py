@@ -1,23 +1,24 @@
 """Forwarding of token ids in place of text, to replicas that were shown to make the same ids themselves.
 
-An engine that is sent ids cannot notice that they are wrong: if the gateway's template or tokenizer differs from its
-own, or the gateway has a bug, it would answer a prompt that nobody wrote. So nothing is forwarded that the engine has
-not confirmed, and confirmations are void when the gateway makes ids in another way. Bodies are sorted into kinds
-(`prompt.forward.kind_of`: template, tools or none, shape of the content).
+An engine that is sent ids cannot notice that they are wrong: if the gateway's template or tokenizer differs from the
+engine's, or the gateway has a bug, the engine would answer a prompt that nobody wrote. So ids are only forwarded after
+the engine has confirmed such ids, and confirmations are void once the gateway makes ids in another way. Bodies are
+sorted into kinds (`prompt.forward.kind_of`: template, tools or none, shape of the content).
 
 - The first body of a kind only makes the kind known, since a kind that never comes again is not worth a check.
-- Then CONFIRMATIONS different bodies are sent to a replica as received. Once each is answered, the replica is asked
-  about it again, for one token and for the ids that it made. The prompt is cached by then, so this costs it a
-  rendering. Those ids must equal the gateway's.
+- Then CONFIRMATIONS different bodies are sent to a replica as received. Once a body is answered, the gateway sends it
+  again, for one token and for the ids that the replica makes of it, which must equal the gateway's. The prompt is
+  cached by then, so the replica only has to render it.
 - From then on bodies of that kind are forwarded as ids, and one in CHECK_EVERY is sent as received and checked.
 - Wherever usage is reported, it must count the gateway's number of tokens.
 
-The first difference ends forwarding for the whole model, on all replicas: the cause cannot be seen from here, and if it
-is the gateway it concerns every replica. It begins again, with nothing confirmed, once the replica that differed is
-removed or is another process. If the client steers the rendering of the body, by template variables for instance, the
-difference ends forwarding for the body's kind only. A body of no kind is never forwarded, and ends it for none: the
-other kinds were confirmed each, and one client's bodies must not end it for all. A replica that does not accept ids, or
-does not report those that it makes, gets text at that path until it is another process.
+The first difference ends forwarding for the whole model, on all replicas: its cause cannot be seen from here, and a
+fault of the gateway concerns every replica. Forwarding begins again, with nothing confirmed, once the replica that
+differed is removed or is another process. If the client steers the rendering of the body, by template variables for
+instance, the difference ends forwarding for the body's kind only. A body that belongs to no kind is never forwarded,
+and a difference in it ends nothing: each other kind was confirmed by itself, and one client's bodies must not end
+forwarding for all. A replica that does not accept ids, or does not report the ids that it makes, gets text at that path
+until it is another process.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ MadeAlike = Callable[[str, "Prompt"], None]
 
 
 class TokenIdForwarding:
-    """The choice between a prompt's text and its ids."""
+    """The choice between sending a prompt's text and sending its token ids."""
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class TokenIdForwarding:
     ):
         """Create the state; with `wanted` False nothing is forwarded as ids.
 
-        `made_by(replica)`: returns the number of the present tokenization for a replica; confirmations of others are
-        void.
+        `made_by(replica)`: returns the number of the present tokenization for a replica; confirmations under another
+        number are void.
         """
         self.metrics, self.wanted, self._backends, self._made_by = metrics, wanted, backends, made_by
         self.made_otherwise, self.made_alike = made_otherwise, made_alike
@@ -93,9 +94,10 @@ class TokenIdForwarding:
         self._may_warn_at = 0.0
 
     def body(self, attempt: Attempt, prompt: Prompt, body: bytes, first: bool) -> bytes:
-        """Return the body to send: with ids, or as received, as on any attempt but the first.
+        """Return the body to send: with token ids in place of its text, or as received.
 
-        Ids that are not needed again are freed: they are as large as the body, and the answer may take minutes.
+        `first`: whether this is the first attempt; later ones get the body as received. Ids that are not needed again
+        are freed: they are as large as the body, and the answer may take minutes.
         """
         backend = attempt.backend
         if prompt.also is not None:
@@ -120,7 +122,7 @@ class TokenIdForwarding:
         return body
 
     def settled(self, attempt: Attempt, prompt: Prompt, request: Request, usage: Usage) -> None:
-        """Compare the usage of a complete answer with status 200, and check its body if one is due."""
+        """Compare a complete answer's usage with the prompt; check the request's body if that is due. Status is 200."""
         backend = attempt.backend
         if not self.wanted or prompt.path not in PATHS:
             return

@@ -67,8 +67,8 @@ class KnownModels:
     def gone(self) -> list[str]:
         """Return the names that no replica has served since a pod of them was removed.
 
-        A replica that is away, drained or shutting down serves no new request, so it does not count, and an operator's
-        removal of it changes nothing.
+        A replica that is away, drained or shutting down serves no new request, so it does not count as serving a name,
+        and removing it by hand changes nothing.
         """
         return sorted(self._gone.difference(self._now))
 
@@ -91,7 +91,7 @@ class KnownModels:
         }
 
     def resume(self, since_pod_went: Mapping[str, float], gone: Iterable[str]) -> None:
-        """Take over what another process knew of removed pods, as `handed_on` returns it."""
+        """Take over what another process knew of removed pods: two members of what its `handed_on` returned."""
         now = monotonic()
         self._pod_went = {name: now - seconds for name, seconds in since_pod_went.items()} | self._pod_went
         self._gone.update(name for name in gone if name in self._pod_went)
@@ -105,8 +105,9 @@ class KnownModels:
     def is_away(self, model: str) -> bool:
         """Return whether a model is not served now, but may come back.
 
-        So it is if a replica that is not ready served it before or is required to serve it, or a pod of it was removed
-        lately. A drained replica counts only if it has served the model: a drain is then a step of an upgrade.
+        It may come back if a replica that is not ready served it before or is required to serve it, or if a pod that
+        served it was removed lately. A drained replica counts only if it has served the model: a drain is then a step
+        of an upgrade.
         """
         return (
             self._has_served(model)
@@ -117,8 +118,8 @@ class KnownModels:
     def no_replica_error(self, model: str | None, tenant: Tenant | None) -> ApiError:
         """Return the error for a model that is not served now.
 
-        It says that the model does not exist, that no replica of it is ready, or that one may still serve it. For a
-        tenant it names only models that the tenant may use.
+        The error says that the model does not exist, that no replica of it is ready, or that one may still serve it. To
+        a tenant it names only models that the tenant may use.
         """
         known = self._now or frozenset().union(*self._served.values())  # while all are away, what they served
         if model is not None and known and model not in known and not self.is_away(model):
@@ -156,8 +157,8 @@ class KnownModels:
 def unknown_model_error(model: str, known: Collection[str], untold: Sequence[str]) -> ApiError:
     """Return the error for a model that no replica is known to serve.
 
-    A 404 is final to clients, so the status is 503 while replicas have not reported their models; `untold` describes
-    these.
+    A 404 is final to clients, so the status is 503 while replicas have not reported their models.
+    `known`: names that are served. `untold`: descriptions of the replicas that have not reported theirs.
     """
     served = f"served here: {', '.join(sorted(known)) or 'none'}"
     if untold:

@@ -1,9 +1,10 @@
 """The effect of a failed leg on the other leg of its request.
 
-Of consecutive legs only one is under way, and the other is just a reservation. Of simultaneous legs one computes while
-the other waits for it at its own replica. Where one of these fails before the client has a byte, the other is dropped,
-so that its engine frees the blocks, and the request is placed again. After that, a failure of the first leg does not
-end the answer, since the client gets nothing of that leg.
+Of two legs that run one after the other, only one is under way, and the other is just a reservation. Of two legs that
+run at the same time, the prefill leg computes while the decode leg waits for the cache at its own replica. If one of
+these fails before the client has a byte, the other is dropped, so that its engine frees the blocks, and the request is
+placed again. Once the client has a byte, a failure of the prefill leg does not end the answer, since the client gets
+nothing of that leg.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LegEnds:
         self._conductor, self._settling, self._metrics = conductor, settling, metrics
 
     def what_failed(self, exchange: Exchange, attempt: Attempt, error: UpstreamError, failed: Failed) -> Failed | None:
-        """Return the failure of a leg as its exchange sees it; None if the exchange goes on."""
+        """Return a leg's failure with what it means for the exchange; None if the exchange goes on in spite of it."""
         legs = exchange.legs
         if legs is None:
             return failed
@@ -50,7 +51,7 @@ class LegEnds:
         )
 
     def failed(self, exchange: Exchange, attempt: Attempt, kind: str, following: Next) -> None:
-        """Settle a failed leg, given what follows it."""
+        """Account for a leg that failed in this way (`kind`), given what follows for the request."""
         legs, leg = exchange.legs, attempt.leg
         if legs is None or leg is None:
             return
@@ -71,10 +72,10 @@ class LegEnds:
                     self._settling.release(placement)
 
     def _first_failed(self, exchange: Exchange, first: Attempt, error: UpstreamError, stale: bool) -> bool:
-        """Settle a failed first leg that ran at the same time as the second; return whether the exchange fails.
+        """Handle a failed first leg that ran at the same time as the second; return whether the exchange fails.
 
-        If it does, the first leg becomes its last attempt. `stale`: it was sent on a pooled connection that may have
-        timed out.
+        If the exchange fails, the first leg becomes its last attempt. `stale`: the leg was sent on a pooled connection
+        that may have timed out.
         """
         legs, attempts = exchange.legs, exchange.attempts
         assert legs is not None

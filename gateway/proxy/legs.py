@@ -1,8 +1,9 @@
 """Requests in two legs: one replica computes the prompt (prefill), another writes the answer (decode).
 
-The first leg is the request for one token, not streamed. Its answer is kept, and its transfer parameters go into the
-second leg, whose answer the client gets. The Router prices pairs of replicas (`policies.legs`), the engine's dialect
-writes the bodies (`Transfer`), and `retries` has the rules for failures.
+The first leg is the client's request, but for one token and not streamed. Its answer is not relayed; the KV transfer
+parameters in it go into the second leg, whose answer the client gets. A request that is not split into legs "stays
+whole". The Router prices pairs of replicas (`policies.legs`), the engine's dialect writes the bodies (`Transfer`), and
+`retries` has the rules for failures.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ STALLS_TIMES, STALLS_SECONDS = 10.0, 10.0
 
 
 class Kind(NamedTuple):
-    """Replicas that exchange caches by the same transfer, each prefiller with each decoder."""
+    """A group of replicas in which each prefiller can give its cache to each decoder, by the same KV transfer."""
 
     transfer: Transfer
     prefillers: list[Backend]
@@ -79,7 +80,7 @@ def _by_transfer(backends: Iterable[Backend]) -> dict[Transfer, list[Backend]]:
 
 
 def _sentence(remedy: str) -> str:
-    """Return a remedy with a capital first letter."""
+    """Return the text of a remedy with a capital first letter."""
     return remedy[0].upper() + remedy[1:]
 
 
@@ -135,7 +136,7 @@ class Roles:
         self._said = wrong
 
     def pressed(self, model: str | None) -> None:
-        """Log that prefill replicas get whole requests of a model, since no others are left."""
+        """Log that prefill replicas get a model's requests in one leg, since no other replicas are left."""
         if model not in self._pressed:
             self._pressed.add(model)
             log.warning("only replicas with role=%s are left for %s: they get whole requests",
@@ -163,16 +164,17 @@ class Eligible(Protocol):
 
 
 class LegPlan(NamedTuple):
-    """A choice of replicas for two legs, before their load is reserved."""
+    """A choice of replicas for two legs, before load is reserved. `first_body`: the first leg's request body."""
 
     chosen: legs.LegChoice
     transfer: Transfer
     first_body: bytes
 
     def to_decide(self, whole: Evaluation) -> tuple[Evaluation, Evaluation]:
-        """Return the two evaluations for the shared ledger.
+        """Return the two evaluations for the shared ledger. `whole`: the evaluation of the request in one leg.
 
-        The first lets it choose among equally near prefillers; the second only reserves the decoder.
+        By the first, the ledger chooses among prefillers that differ by their load alone; the second only reserves the
+        decoder.
         """
         demand, choice, chosen = whole.demand, whole.choice, self.chosen
         near = chosen.near or (chosen.prefiller,)
@@ -185,7 +187,7 @@ class LegPlan(NamedTuple):
         )
 
     def among(self, near: Sequence[Candidate], decided: tuple[Decision, Decision] | None) -> LegPlan:
-        """Return the plan with the prefiller that the shared ledger chose."""
+        """Return the plan with the one of the `near` prefillers that the shared ledger chose (`decided`)."""
         if decided is None:
             return self
         return self._replace(chosen=self.chosen._replace(prefiller=near[decided[0].index]))
@@ -198,7 +200,7 @@ class LegPlacing:
         self._eligible, self._router, self._metrics = eligible, router, metrics
 
     def plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
-        """Return the request's legs if two are chosen over one, else None; nothing is reserved yet."""
+        """Return a plan for two legs if these are chosen over one, else None; reserves nothing."""
         made = self._plan(exchange, evaluation, now)
         self._metrics.leg_choices.inc("apart" if made is not None else "whole")
         return made
@@ -228,7 +230,7 @@ class LegPlacing:
         return self._pairings(exchange.prompt, exchange.tried)
 
     def look_into(self, exchange: Exchange) -> None:
-        """Mark a request as whole if no first leg can be made of its body, before admission judges it by two legs."""
+        """Mark a request to stay whole if no first leg can be made of its body; called before admission judges it."""
         prompt, body = exchange.prompt, exchange.request.body
         sides = self._eligible.sides(prompt.model or None) if prompt is not None else None
         if prompt is None or prompt.path not in PATHS or sides is None or len(body) > MOST_BYTES:
@@ -254,7 +256,7 @@ class LegPlacing:
         now: float,
         decided: tuple[Decision, Decision] | None = None,
     ) -> None:
-        """Reserve both replicas and add the first leg's attempt.
+        """Reserve both replicas and add the attempt of the first leg, or those of the legs that are sent at once.
 
         `decided`: the shared ledger's decisions for both legs, or None.
         """
@@ -284,7 +286,7 @@ class LegPlacing:
     def choose(
         self, prompt: Prompt, evaluation: Evaluation, now: float
     ) -> tuple[legs.LegChoice | None, legs.LegChoice | None]:
-        """Return the legs that a request would get, or else the cheapest that it would not get; reserves nothing."""
+        """Return (the legs that a request would get, None) or (None, the cheapest legs or None); reserves nothing."""
         ways = two_legs.ways(self._router, evaluation, self._pairings(prompt, ()), now)
         chosen, cost = two_legs.choose_among(self._router, ways), legs.price(self._router.policy)
         if chosen is not None or cost is None:
@@ -292,7 +294,7 @@ class LegPlacing:
         return None, legs.best(legs.cheapest(cost, one) for one in ways)
 
     def _pairings(self, prompt: Prompt | None, tried: tuple[Backend, ...]) -> list[Pairing]:
-        """Return prefillers and decoders for a prompt, one pair of lists for each group that exchanges caches."""
+        """Return (prefillers, decoders) for a prompt, one pair of lists for each group that exchanges caches."""
         if prompt is None or prompt.path not in PATHS:
             return []
         if prompt.previous_response is not None or prompt.several or prompt.copies != 1:
@@ -309,7 +311,7 @@ class LegPlacing:
         ]
 
     def patience(self, exchange: Exchange, second: Attempt) -> float:
-        """Return the seconds from the sending of a second leg after which its transfer counts as stalled."""
+        """Return the seconds after the sending of a second leg at which its KV transfer counts as stalled."""
         held = exchange.legs
         assert held is not None
         computed = max(0.0, held.computed_at - second.sent_at)
@@ -318,7 +320,7 @@ class LegPlacing:
     def fetching(self, held: Legs) -> float:
         """Return the seconds that a decoder is predicted to wait for the prompt's cache.
 
-        That includes the prompt's computation where both legs run at the same time.
+        The seconds include the prompt's computation where both legs run at the same time.
         """
         return held.moving + held.computing
 
@@ -356,7 +358,7 @@ class LegPlacing:
 
 
 def second_leg(exchange: Exchange, now: float) -> None:
-    """Add the attempt of the second leg, on the decoder that is reserved."""
+    """Add the attempt of the second leg, on the reserved decoder."""
     held = exchange.legs
     assert held is not None and held.placement is not None and exchange.prompt is not None
     placement, held.placement = held.placement, None

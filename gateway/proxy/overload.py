@@ -8,7 +8,7 @@ from policies import Classes, Rules
 
 
 class Overload(NamedTuple):
-    """The configuration; `tenant_header` names the header with a request's tenant, None for a single tenant."""
+    """The configuration. `tenant_header`: the request header with the tenant's name; None: the API key names it."""
 
     classes: Classes
     rules: Rules

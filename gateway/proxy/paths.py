@@ -1,12 +1,12 @@
 """The paths of engines that clients may reach.
 
 Engines serve more than inference on their one port: vLLM has `/pause`, `/scale_elastic_ep` and `/load_lora_adapter`
-there, in development mode also `/sleep`, `/collective_rpc` and `/reset_prefix_cache`, most of them without a key. A
-client of the gateway gets what vLLM's documentation ("Online Serving") offers to clients, and what the operator adds
-with `--allow-path`. Operators reach everything else at `/replicas/ID/engine/PATH` of the admin side.
+there, in development mode also `/sleep`, `/collective_rpc` and `/reset_prefix_cache`, most of them without a key.
+Clients of the gateway reach the paths that vLLM's documentation ("Online Serving") offers to clients, and those that
+the operator adds with `--allow-path`. Operators reach all others at `/replicas/ID/engine/PATH` of the admin side.
 
 Paths are compared as the client wrote them, before any decoding. An engine decodes `%73leep` and may resolve `..`, so
-where a path is allowed by its beginning, its rest must be free of both.
+where `--allow-path` names only the beginning of a path, its rest may contain neither.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ UNREAD_PROMPTS = frozenset((
     "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone",
     "/inference/v1/generate", INVOCATIONS,
 ))  # fmt: skip
-# All such paths, with those at which engines compute no prompts.
+# All paths outside PROMPT_PATHS, including those at which engines compute no prompts.
 OTHER_PATHS = UNREAD_PROMPTS | frozenset((
     "/v1/chat/completions/render", "/v1/chat/completions/derender",
     "/v1/completions/render", "/v1/completions/derender",
     "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/render",
     MODELS, "/health", "/version", "/tokenizer_info", "/ping",
 ))  # fmt: skip
-# Paths whose answers decode no tokens. A path that --allow-path adds may be anything, so it is none of them.
+# Paths whose answers decode no tokens. A path that --allow-path adds may do anything, so it is not one of these.
 WRITES_NOTHING = NO_PREFILL | OTHER_PATHS - UNREAD_PROMPTS | {EMBEDDINGS} | frozenset((
     "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 ))  # fmt: skip
@@ -46,7 +46,7 @@ STORED_RESPONSE = re.compile(
 )
 # Paths of the gateway's admin side, which clients may request on the wrong port.
 ADMIN_PATHS = ("/metrics", "/replicas", "/explain", "/decide", "/status", "/recent", "/livez", "/readyz")
-LIKE_A_SLIP = 0.9  # similarity of a misspelt path: /v1/chat/completions with a letter missing has 0.98
+LIKE_A_SLIP = 0.9  # least similarity of a misspelt path: /v1/chat/completions with a letter missing has 0.98
 # The rest of a path that was allowed with `/*`.
 PLAIN_REST = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[\w.~:@!$&'()+,=-]+(?:/|\Z))*", re.ASCII)
 
@@ -64,7 +64,7 @@ def check_allowed(path: str) -> str:
 
 
 class AllowedPaths:
-    """The paths that clients may reach: the inference API, and `extra` as `--allow-path` takes it."""
+    """The paths that clients may reach: the inference API, and `extra`, the values of `--allow-path`."""
 
     def __init__(self, extra: Sequence[str] = ()):
         self._exact = OTHER_PATHS | PROMPT_PATHS.keys() | {path for path in extra if not path.endswith("/*")}
@@ -85,7 +85,7 @@ def model_in(path: str) -> str | None:
 def refusal(path: str, discreet: bool) -> str:
     """Return the error message for a path outside the allow-list.
 
-    `discreet`: clients are tenants; what operators can do is not mentioned.
+    `discreet`: clients are tenants, so the message does not mention what operators can do.
     """
     shown = path[:200]
     said = f"{shown} is not part of the inference API, so this gateway does not send it to an engine"

@@ -1,4 +1,4 @@
-"""Eligibility of replicas for a request, and the choice among them, made here or in the ledger that gateways share."""
+"""Which replicas may get a request, and the choice among them, made here or in the load ledger that gateways share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Eligibility:
-    """The replicas that may get a request."""
+    """The replicas that may get a request, by its model, their state, role and context length."""
 
     def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica]):
         """Create the registry; `replicas` are all known ones, `backends` those that have been ready once."""
@@ -45,9 +45,9 @@ class Eligibility:
         self.names: dict[str, str | None] = {}  # served name -> base model of an adapter, None for a base model
         self.adapters: frozenset[str] = frozenset()
         self._ready: dict[str | None, Targets] = {}
-        self._with_room: dict[tuple[str | None, int], Targets] = {}  # of models whose replicas differ in context
+        self._with_room: dict[tuple[str | None, int], Targets] = {}  # by model and least context
         self.roles = Roles()
-        self.pulls: Pulls | None = None  # notified when replicas change
+        self.pulls: Pulls | None = None  # is notified when replicas change
         self._sides: dict[str | None, Sides] = {}
         self._slow: dict[str | None, Targets] = {}
         self.spills = False  # whether some replica is of a slow pool
@@ -133,19 +133,19 @@ class Eligibility:
         return found
 
     def when_full(self, backend: Backend, until: float) -> None:
-        """Try a replica that refused a request as one too many last until this time, in monotonic seconds."""
+        """Mark a replica that refused a request as full: it is tried last until this time, in monotonic seconds."""
         backend.full_until = max(backend.full_until, until)
         self.full_until = max(self.full_until, until)
         self._stays_full_until = 0.0
 
     def not_full(self, backends: list[Backend], now: float) -> list[Backend]:
-        """Return the backends that have not said that they are full, or all if they all have."""
+        """Return the backends that are not marked as full now, or all of them if all are."""
         if now >= self.full_until:
             return backends
         return [one for one in backends if now >= one.full_until] or backends
 
     def but_full(self, targets: Targets, now: float) -> Targets:
-        """Return the targets that have not said that they are full, or all if they all have.
+        """Return the targets that are not marked as full now, or all of them if all are.
 
         The result is cached for as long as the same replicas are full: building its arrays for each request to 256
         replicas takes 1.2 ms.
@@ -165,12 +165,12 @@ class Eligibility:
         return found
 
     def is_unknown(self, model: str) -> bool:
-        """Return whether replicas are ready and have reported their models, and this is none of them."""
+        """Return whether models are known, and no replica serves this one now or is expected to serve it again."""
         known = model in self.names or not (model and self.names) or self.known.is_away(model)
         return not known and not self._taking(model)
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
-        """Return the replicas that take whole requests; slow pools and prefillers only where there are no others."""
+        """Return the replicas for requests in one leg; slow pools and prefillers only where there are no others."""
         passed_over = frozenset(tried)
         left = [one for one in self.backends.values() if one not in passed_over and one.serves(model)]
         if self.spills and _in_best_state(quick := [one for one in left if not one.replica.spill]):
@@ -210,9 +210,9 @@ class Eligibility:
     def _least_context(self, model: str | None, prompt: Prompt) -> int:
         """Return the least context length, in tokens, of the replicas that a prompt may be sent to.
 
-        It is the shortest that has room for prompt and answer, else the longest, whose replicas refuse the request in
-        their own words. It does not depend on which replicas are ready: one that is too small would refuse for good
-        what another could answer later.
+        This is the shortest context with room for prompt and answer, else the longest, whose replicas then refuse the
+        request with their own message. It does not depend on which replicas are ready: a replica with too short a
+        context would refuse for good a request that another one could answer later.
         """
         contexts = self.models.routes.contexts.get(model) or self.models.routes.contexts[None]
         wanted = prompt.tokens + (prompt.max_tokens or 1)
@@ -248,12 +248,12 @@ def _in_best_state(backends: list[Backend]) -> list[Backend]:
 
 
 def _by_role(backends: list[Backend]) -> list[Backend]:
-    """Return the replicas for whole requests; prefillers only where there are no others."""
+    """Return the replicas for requests in one leg; prefillers only where there are no others."""
     return _in_best_state([one for one in backends if one.replica.role != PREFILL]) or _in_best_state(backends)
 
 
 class Asker(Protocol):
-    """A client of placement: an exchange, or a request that the gateway does not forward itself."""
+    """A request that asks for a replica: an exchange, or a request that another proxy forwards (`decisions`)."""
 
     @property
     def prompt(self) -> Prompt | None: ...
@@ -264,11 +264,11 @@ class Asker(Protocol):
 
     @property
     def response(self) -> str | None:
-        """The id of the stored response that it refers to."""
+        """The id of the stored response that the request refers to, or None."""
 
     @property
     def tried(self) -> tuple[Backend, ...]:
-        """The replicas that it must not get."""
+        """The replicas that must not get the request."""
 
     @property
     def attempt_type(self) -> type[Attempt]:
@@ -280,7 +280,7 @@ class Asker(Protocol):
 
     @property
     def needs_replica(self) -> bool:
-        """Whether it is still waiting for a replica."""
+        """Whether the request is still waiting for a replica."""
 
     def add_attempt(self, attempt: Attempt) -> None:
         """Add an attempt for which a replica was chosen and load reserved."""
@@ -290,14 +290,14 @@ class Asker(Protocol):
 
     @property
     def tenant(self) -> Tenant | None:
-        """The tenant of its API key."""
+        """The tenant of the request's API key, or None."""
 
     @property
     def size(self) -> int:
-        """The bytes that it holds while it waits."""
+        """The bytes of memory that the request takes while it waits."""
 
     def held(self) -> None:
-        """Note that it waits in the queue, since there is no room for it now."""
+        """Note that the request waits in the queue, since no replica has room for it now."""
 
     def called(self, place: Callable[[Asker], None]) -> None:
         """Place the request again after its wait in the queue, with `place`."""
@@ -308,11 +308,11 @@ class Asker(Protocol):
     def unplaced(self, error: ApiError) -> None: ...
 
     def run_isolated(self, step: Callable[..., None], *given: object) -> None:
-        """Call `step`; an exception in it, a bug in the gateway, ends this request alone."""
+        """Call `step`; if it raises, which is a bug in the gateway, only this request ends."""
 
 
 class Gate(Protocol):
-    """Admission control: whether a request is placed now, see `queue.Queue`."""
+    """Admission control, which places, queues or refuses each request; `queue.Queue` implements it."""
 
     def admit(self, asker: Asker, evaluation: Evaluation, now: float) -> Evaluation | None:
         """Return the evaluation to place the request by, or None if it was queued or refused."""
@@ -321,16 +321,13 @@ class Gate(Protocol):
         """Check the queued requests soon: there may be room for them, or no replica left."""
 
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
-        """Drop the queues and figures of other spaces (number -> name) and model names than these."""
+        """Drop the queues of prompt spaces not in `spaces` (number -> name), and figures of models not in `models`."""
 
     def await_replica(self, asker: Asker, error: ApiError, now: float) -> bool:
-        """Queue or refuse a request that no replica can take now; return whether that was done.
-
-        Where it was not, the request waits no longer, and the caller reports the error.
-        """
+        """Queue a request that no replica can take now; return False if the caller is to answer it with `error`."""
 
     def forget(self, asker: Asker) -> None:
-        """Drop a request that has ended or needs no replica any more."""
+        """Drop a request that has ended or does not need a replica any more."""
 
 
 Acted = Callable[[Went], None]  # called with the chosen replica of an observed request, see `Onlooker`
@@ -342,9 +339,10 @@ class Onlooker(Protocol):
     def see(self, asker: Asker, evaluation: Evaluation, ways: Callable[[], Sequence[legs.Ways]]) -> Acted | None:
         """Observe a request that is about to be placed by this evaluation.
 
-        The evaluation is valid until the next one is made, or, where replicas have roles, until `ways` is called; that
-        returns the pairs of replicas for two legs. The callable returned, if any, is called once the request has been
-        placed.
+        Returns a callable to be called with the choice once the request has been placed, or None.
+
+        `evaluation`: valid until the next evaluation is made or `ways` is called.
+        `ways`: returns the pairs of replicas for two legs, where replicas have roles.
         """
 
 
@@ -367,10 +365,10 @@ class Placing:
         self.pulls = eligible.pulls = Pulls(eligible.backends, router, metrics)
         self.shared: SharedLedger | None = None  # with Redis
         self.queue: Gate | None = None  # where requests are admitted by class or limit
-        self._found: list[Asker] | None = None  # placed requests of the present batch; None outside of one
+        self._found: list[Asker] | None = None  # placed requests of the present batch; None outside of a batch
 
     def begin_batch(self) -> None:
-        """Hold back placed requests until `end_batch`."""
+        """Keep back requests that are placed from now on; `end_batch` sends them."""
         self._found = []
 
     def end_batch(self) -> None:
@@ -380,7 +378,7 @@ class Placing:
             asker.run_isolated(asker.placed)
 
     def demand(self, prompt: Prompt | None, now: float, path: str = "") -> Demand:
-        """Return what a request demands of a replica; `path` matters only for one without prompt."""
+        """Return a request's demand, from which policies compute its costs. `path` is used only without a prompt."""
         if prompt is None:
             return Demand(tokens=0, draw=random(), writes=path not in WRITES_NOTHING)
         return demand_of(prompt, now, random())
@@ -388,7 +386,8 @@ class Placing:
     def place(self, asker: Asker) -> None:
         """Choose a replica for a request and reserve its load in one step, here or in the shared ledger.
 
-        Calls `asker.placed` or `asker.unplaced`, at once or when the shared ledger has answered.
+        Calls `asker.placed` or `asker.unplaced`, at once or when the shared ledger has answered, or `asker.held` if the
+        request has to wait in the queue.
         """
         begun, now = perf_counter(), monotonic()
         if now > self.pulse.late_at:  # the loop was held up: account for it before judging any replica late
@@ -463,7 +462,7 @@ class Placing:
         plan: LegPlan,
         decided: tuple[Decision, Decision] | None,
     ) -> None:
-        """Go on with the shared ledger's decision for both legs, as `_decided` does for one."""
+        """Go on with the shared ledger's decision for both legs; place the request again if a replica has left."""
         waiting = exchange.needs_replica
         there = waiting and self.legs.are_there(plan.chosen)
         if decided is not None and not there:
@@ -550,7 +549,7 @@ class Placing:
 
 
 def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand:
-    """Return what a prompt demands of a replica.
+    """Return a prompt's demand, from which policies compute its costs.
 
     `now`: monotonic seconds.
     `draw`: a random number in [0, 1) for policies that choose by chance.

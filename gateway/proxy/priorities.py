@@ -1,9 +1,10 @@
 """The priority of a request's class, sent to its engine, so that requests waiting there keep the order of the classes.
 
-Engines take a priority in the body, or in a header where an API's body has no member for it; the dialect knows which on
-which path. A lower number goes first: the highest class has 0, which engines also assume for requests that name none,
-and a lower class has as much more as its priority is less. An engine that does not schedule by priority ignores it. The
-client's own priority is replaced, since it would override the classes.
+Engines take a priority in the body, or in a header where an API's body has no member for it; the engine's dialect says
+which of them at which path. Engines serve lower numbers first: the highest class is sent as 0, which they also assume
+for requests without a priority, and each lower class as the difference between the highest class's priority and its
+own. An engine that does not schedule by priority ignores it. A client's own priority is replaced, since it would
+override the classes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ decode = msgspec.json.Decoder(_Body).decode
 def has_priority(body: bytes) -> bool:
     """Return whether a JSON object may have a priority of its own.
 
-    Bodies that are long, or that only engines take for JSON, are just searched for the name.
+    A body that is too long to parse, or that is not valid JSON, counts as having one if it contains the name.
     """
     if NAMED not in body and not any(letters in body for letters in ESCAPED):
         return False
@@ -57,9 +58,9 @@ def has_priority(body: bytes) -> bool:
 
 
 def encoding_refusal(request: Request) -> ApiError | None:
-    """Return why a request is refused into whose body no priority can be written, or None.
+    """Return the error for a request into whose body no priority can be written; None if one can.
 
-    Its engine would use the client's own priority.
+    Forwarded as it is, the request might have a priority of its own.
     """
     if not takes_members(request) or in_utf8(request.body):
         return None
@@ -67,7 +68,7 @@ def encoding_refusal(request: Request) -> ApiError | None:
 
 
 class Priorities:
-    """The writer of the priorities of `classes` into requests; `class_of` returns a request's class."""
+    """The writer of class priorities into requests; `class_of` returns a request's class, one of `classes`."""
 
     def __init__(self, class_of: Callable[[Exchange, Prompt], QosClass], classes: Sequence[QosClass]):
         self._class_of, self._highest = class_of, max(one.priority for one in classes)

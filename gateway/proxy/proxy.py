@@ -1,7 +1,7 @@
-"""The proxy: preparation, placing, the conductor and settling, put together.
+"""The proxy, put together from the preparation of prompts, the choice of replicas, forwarding and accounting.
 
-It answers the gateway's own paths (`/v1/models`, `/v1/models/NAME`, `/health`) and makes an `Exchange` of every other
-request.
+It answers the gateway's own paths (`/v1/models`, `/v1/models/NAME`, `/health`) itself. Every other request becomes an
+`Exchange`, which is forwarded to a replica.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ TAKES_LONG = TakesLong()  # in place of a prompt that takes too long for the eve
 Prepared = tuple[Prompt | ApiError | TakesLong | None, float]
 # Headers of the HTTP layer's own answers, by status.
 HEADERS_OF = {503: [(b"retry-after", b"1")], 401: CHALLENGE}
-GATEWAY_SIGN = GATEWAY.encode(), __version__.encode()  # tells other gateways that this is no engine
+GATEWAY_SIGN = GATEWAY.encode(), __version__.encode()  # shows other gateways that this is not an engine
 SAID_EVERY = 60.0  # seconds between two warnings that prompts of a path are not known exactly
 SESSION_WORDS = frozenset(name.encode() for name in SESSION_HEADERS)
-FILES_SECONDS = 10.0  # how long after its begin a request waits for the tokenizer that its limits are counted with
+FILES_SECONDS = 10.0  # most seconds that a request waits for the tokenizer that counts its tokens for tenants' limits
 READ_ONLY = (b"allow", b"GET, HEAD, OPTIONS")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -108,7 +108,7 @@ class Preparation:
             self._beside(exchange)
 
     def begin_other(self, exchange: Exchange) -> None:
-        """Prepare a request whose prompt is not read; only the model that it names is."""
+        """Prepare a request whose prompt the gateway does not read; at most the model's name is read from the body."""
         request = exchange.request
         if request.method != "POST" or exchange.response is not None:
             self._ready(exchange, None)
@@ -181,7 +181,7 @@ class Preparation:
     async def prompt(self, path: str, body: bytes, headers: Mapping[str, str], from_tenant: bool = False) -> Prompt:
         """Prepare the prompt of a request that the gateway does not send itself.
 
-        `from_tenant`: refuse what tenants may not request. Raises ApiError, and whatever else goes wrong.
+        `from_tenant`: refuse what tenants may not request. Raises ApiError, or any exception that preparation raises.
         """
         prompt = await self._prompt(path, body, headers, from_tenant)
         if self._eligible.is_unknown(prompt.model):  # the model may have been loaded just now
@@ -217,7 +217,7 @@ class Preparation:
         return await self.long.submit(len(body), prepare)
 
     def _together(self, exchanges: list[Exchange]) -> None:
-        """Prepare and place a batch stage by stage: of a dozen, a request takes a third less CPU time than alone."""
+        """Prepare and place a batch stage by stage: in a batch of 12, a request takes a third less CPU than alone."""
         event_loop.holds, event_loop.until = True, perf_counter() + LOOP_SECONDS
         try:
             prepared = [
@@ -249,8 +249,8 @@ class Preparation:
     ) -> None:
         """Run `work` in a thread, and `then` with its result on the event loop.
 
-        Until its turn comes only the exchange holds the body, so a request whose client leaves is freed, and not worked
-        on.
+        Until a thread begins the work, only the exchange refers to the request's body: if the client leaves, the body
+        is freed, and the work is left out.
         """
 
         def ended(thread: asyncio.Future[Any]) -> None:
@@ -263,7 +263,7 @@ class Preparation:
         thread.add_done_callback(ended)
 
     def _prepare(self, exchange: Exchange) -> Prepared:
-        """Prepare a prompt; it may run in a thread, so it changes no shared state."""
+        """Prepare a prompt. This may run in a thread, so it must not change shared state."""
         begun, request = perf_counter(), exchange.request
         if event_loop.holds and begun > event_loop.until:
             return TAKES_LONG, 0.0
@@ -329,7 +329,7 @@ class Preparation:
     ) -> None:
         """Wait for the model's tokenizer, at most `seconds`, which is the rest of FILES_SECONDS.
 
-        Until it is loaded, a tenant's prompt tokens can only be estimated, at about half their number.
+        Until the tokenizer is loaded, a tenant's prompt tokens can only be estimated, at about half their number.
         """
         done, _ = await asyncio.wait(files, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not done:
@@ -338,7 +338,7 @@ class Preparation:
             self._beside(exchange)
 
     def _count(self, prompt: Prompt) -> None:
-        """Count a prompt that is not known completely."""
+        """Count a prompt whose tokens the gateway does not know completely; log it at most every SAID_EVERY seconds."""
         if prompt.media:
             self._metrics.media_prompts.inc(prompt.media)
         if prompt.declined and self._eligible.ready_for(prompt.model or None):
@@ -350,7 +350,7 @@ class Preparation:
     async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
         """Refresh the model list once and prepare the prompt again.
 
-        The name may be a LoRA adapter loaded since, which has its own block hashes.
+        The requested name may be a LoRA adapter loaded since the last refresh; an adapter has its own block hashes.
         """
         await self._newcomers.asked()
         if self._eligible.is_unknown(prompt.model):
@@ -394,17 +394,18 @@ class Proxy:
 
         `retries`: retries per request.
         `request_timeout`: seconds until the first byte of an answer; `idle_timeout`: seconds between two reads of one.
-        `response_headers`: name the replica in a response header; `cached_tokens_header`: and its predicted cached
-        tokens.
+        `response_headers`: add a response header with the replica's id.
+        `cached_tokens_header`: add one with the number of prompt tokens predicted to be in the replica's cache.
         `replicas`: all known replicas, by id.
-        `on_traffic`, `on_end`: as in `Settling`; `usage_log` is an `on_end` that needs the tokens of all answers.
+        `on_traffic`, `on_end`: callbacks of `Settling`; `usage_log`: an `on_end` that needs the tokens of all answers.
         `ask_models`: reads the model lists of all engines.
         `tokenize_once`: forward token ids to replicas that have confirmed them.
         `shadows`: policies to compare with the acting one.
         `allow_paths`: values of `--allow-path`.
         `keys`, `metering`, `overload`, `traces`: None where these features are off.
         `slo_figures`: measure latencies by class and model even without `overload`.
-        `continue_streams`: "never", or resume streams, with records of at most `continue_budget` bytes in all.
+        `continue_streams`: "never", or another value to resume streams whose replica failed.
+        `continue_budget`: bytes that the records for this may take in all.
         """
         self.models, self.router, self.metrics = models, router, metrics
         self.pulse = pulse or Pulse()
@@ -485,11 +486,11 @@ class Proxy:
         self.conductor.draining = True
 
     def refuse_unanswered(self) -> int:
-        """Answer every request whose client has no byte yet with 503; return their number."""
+        """Answer 503 to every request whose client has no byte of an answer yet; return the number of requests."""
         return self.conductor.refuse_unanswered(_shutting_down)
 
     def end_streams(self) -> int:
-        """End all streams with an error event; see `Conductor.end_streams`."""
+        """End all streams with an error event, at shutdown; return their number."""
         return self.conductor.end_streams()
 
     # --- replicas come and go
@@ -500,7 +501,7 @@ class Proxy:
         self.changed()
 
     def remove(self, replica: str) -> Backend | None:
-        """Remove a replica; its slot in the map is detached once nothing writes to it any more."""
+        """Remove a replica; its slot in the map of cached blocks is freed once nothing writes to the slot any more."""
         backend = self.backends.pop(replica, None)
         if backend is not None:
             slot = backend.slot
@@ -510,7 +511,7 @@ class Proxy:
         return backend
 
     def changed(self) -> None:
-        """Update what depends on the replicas' states, models and spaces."""
+        """Update what depends on the replicas' states, models and prompt spaces (`gateway.spaces`)."""
         self.eligible.changed()
         self.forwarding.look()
         if self.figures is not None:
@@ -525,7 +526,7 @@ class Proxy:
         return self.pulse.ran(self.oldest_unanswered().get(replica, now), now)
 
     def requests_at(self, replicas: Collection[str]) -> list[str]:
-        """Return the ids of the requests that are with one of these replicas, known or removed."""
+        """Return the ids of the requests that one of these replicas has; the replicas may have been removed."""
         return [
             exchange.id.decode("latin-1")
             for exchange in self.exchanges
@@ -533,7 +534,7 @@ class Proxy:
         ]
 
     def oldest_unanswered(self) -> dict[str, float]:
-        """Return when the oldest unanswered prompt was sent, in monotonic seconds by replica."""
+        """Return for each replica when its oldest unanswered prompt was sent, in monotonic seconds."""
         oldest: dict[str, float] = {}
         for exchange in self.exchanges:
             if exchange.prompt is not None and (attempt := exchange.unanswered) is not None:
@@ -610,7 +611,7 @@ class Proxy:
     def _own_answer(
         self, request: Request, tenant: Tenant | None
     ) -> Callable[[Downstream, Request, Tenant | None], None] | None:
-        """Return the function that answers a request of the gateway's own paths, or None."""
+        """Return the function that answers a request for one of the gateway's own paths; None for other requests."""
         if (
             request.path.endswith("/")
             and request.path not in self.allowed_paths
@@ -686,10 +687,10 @@ class Proxy:
         client.reply(307, b"", [(b"location", path.rstrip(b"/") + mark + query)])
 
     def _list_models(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
-        """Answer with the served models, which the caller has checked to be known.
+        """Answer with the list of served models; called only while at least one is known.
 
-        An empty list would be taken for an answer. Without names the answer is 503 until a replica is ready; a replica
-        that does not report its models without an API key is sent the client's request.
+        A client would believe an empty list. While no model is known, the request is therefore forwarded: the answer is
+        503 until a replica is ready, and a replica that reports its models only for an API key answers it itself.
         """
         names = [name for name in sorted(self.eligible.names) if tenant is None or tenant.may_use(name)]
         data = [self._described(name) for name in names]
@@ -712,7 +713,7 @@ class Proxy:
         }  # fmt: skip
 
     def _no_model(self, name: str, method: str, tenant: Tenant | None) -> ApiError:
-        """Return the error for a model that is not listed."""
+        """Return the error for `/v1/models/NAME` where no such model is listed."""
         if method not in ("GET", "HEAD"):
             return ApiError(405, f"{method} is not supported for {MODELS}/NAME", headers=[READ_ONLY])
         if self.eligible.names or not self.eligible.ready_for(None):

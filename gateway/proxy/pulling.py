@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Pulls:
-    """The replicas that can pull prefixes from each other."""
+    """The replicas that can pull the cache of prompt prefixes from each other."""
 
     def __init__(self, backends: Mapping[str, Backend], router: Router, metrics: Metrics):
         self._backends, self._router, self._metrics = backends, router, metrics
@@ -34,7 +34,7 @@ class Pulls:
         self._peers: list[Backend] = []
 
     def changed(self) -> None:
-        """Find the replicas that can pull again, after replicas or their states changed."""
+        """Update the list of replicas that can pull, after replicas or their states changed."""
         self._peers = [
             one
             for one in self._backends.values()
@@ -64,7 +64,7 @@ class Pulls:
         return how is not None and prompt.path in PATHS and backend.replica.takes_rank(prompt.path)
 
     def body(self, exchange: Exchange, placement: Placement) -> bytes | None:
-        """Return the body that makes a replica pull; None sends the client's own body, and nothing is pulled."""
+        """Return the body that makes a replica pull, or None to send the client's own body and pull nothing."""
         pull = placement.pull
         assert pull is not None
         source = self._backends.get(pull.source)
@@ -79,7 +79,7 @@ class Pulls:
     def failed(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """Handle a failure before the first byte that the pull may have caused.
 
-        The pair is left out for a while, and the request is repeated without a pull.
+        This pair of replicas is not used for pulls for a while, and the request is repeated without one.
         """
         pull = attempt.placement.pull
         if pull is not None and kind in PULL_FAILED:

@@ -1,8 +1,9 @@
-"""The queue in front of the replicas: requests are sent where there is room, wait, or are refused with a Retry-After.
+"""The queue in front of the replicas: a request is sent if a replica has room, else waits or gets a Retry-After.
 
-`policies.Admission` decides, with one instance per prompt space; this module has the clock, the requests and the
-metrics. A waiting request has no attempt, so it reserves no load, and it is placed by the state at the time when it
-leaves the queue. Retries do not wait again. Without classes and limits there is no queue, and `Placing.queue` is None.
+`policies.Admission` decides, with one instance ("fleet") for the replicas of each prompt space (`gateway.spaces`), and
+one `Ticket` per request; this module has the clock, the requests and the metrics. A waiting request has no attempt, so
+it reserves no load, and it is placed by the replicas' load when it leaves the queue. Retries do not wait again. Without
+classes and limits there is no queue, and `Placing.queue` is None.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Queue:
         self._names: Mapping[int, str] = {}  # prompt space -> base model
         self._tickets: dict[Asker, tuple[Admission, Ticket]] = {}
         self.control: OverloadControl | None = None
-        self._notes: dict[Asker, bytes] = {}  # the note for a client that gets less than it requested
+        self._notes: dict[Asker, bytes] = {}  # the note for a client whose answer is degraded
         self._looks = False  # a check is scheduled or under way
         self._under_way: Iterator[None] | None = None
         self._again = False  # check again after that, since something has changed meanwhile
@@ -99,9 +100,9 @@ class Queue:
         return self._judge(asker, *known, evaluation, now)
 
     def await_replica(self, asker: Asker, error: ApiError, now: float) -> bool:
-        """Hold or refuse a request while no replica can take it, which `error` explains.
+        """Queue or refuse a request that no replica can take now, for the reason in `error`.
 
-        Returns False where the queue does neither; the caller then answers with `error`.
+        Returns False where the caller is to refuse it, with `error`.
         """
         known, may_come = self._tickets.get(asker), error.status == 503 and error.code is None
         if known is None:
@@ -163,7 +164,7 @@ class Queue:
         return None
 
     def _pairings(self, asker: Asker) -> Sequence[Pairing]:
-        """Return the pairs of prefiller and decoder that may serve this request; none where it must stay whole."""
+        """Return the prefillers and decoders that may serve this request in two legs; none if it stays in one leg."""
         placing = self._placing
         if not placing.eligible.roles.any or not isinstance(asker, Exchange):
             return ()
@@ -180,7 +181,7 @@ class Queue:
         self._notes[asker] = b"max_tokens=%d" % tokens
 
     def note(self, exchange: Exchange, attempt: Attempt) -> bytes:
-        """Return the header line for an answer that was degraded, or nothing."""
+        """Return the header line for an answer that was degraded, b"" for others."""
         note = self._notes.get(exchange)
         if note is SLOW_POOL and not attempt.backend.replica.spill:
             return b""  # a retry or the shared ledger has chosen another replica
@@ -208,12 +209,12 @@ class Queue:
         )
 
     def class_of(self, exchange: Exchange) -> str:
-        """Return the name of a prompt's class."""
+        """Return the name of the service class of a request with a prompt."""
         assert exchange.prompt is not None
         return self.qos_of(exchange, exchange.prompt).name
 
     def qos_of(self, exchange: Exchange, prompt: Prompt) -> QosClass:
-        """Return a request's class, the one of its ticket if it has one."""
+        """Return a request's service class: its ticket's, if it has a ticket."""
         known = self._tickets.get(exchange)
         return known[1].qos if known is not None else self._class(exchange, prompt)
 
@@ -224,7 +225,7 @@ class Queue:
         return fleet
 
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
-        """Drop the admission state of other prompt spaces than these, once no request waits there.
+        """Drop the admission state of prompt spaces that are not in `spaces`, once no request waits there.
 
         `spaces`: prompt space -> base model.
         `models`: the model labels in metrics.
@@ -290,7 +291,7 @@ class Queue:
             fleet.held_up(seconds)
 
     def _newcomer_waits(self) -> None:
-        """Schedule the checks after a request began to wait; others may have been displaced by it."""
+        """Schedule checks after a request began to wait, which may have displaced others from the queue."""
         if self._space.untold:
             self.look()
         self._look_later()
@@ -323,7 +324,7 @@ class Queue:
     # --- requests that leave
 
     def leave(self, asker: Asker) -> None:
-        """Stop waiting: no replica can take the request. Its ticket is kept until its end, see `ended`."""
+        """Take a request that no replica can serve out of the queue; its ticket is kept until `ended` is called."""
         known = self._tickets.get(asker)
         if known is not None:
             self._leave_line(*known, REFUSED, NO_REPLICA)
@@ -332,7 +333,7 @@ class Queue:
     def forget(self, asker: Asker, decision: str = LEFT, reason: str = "client") -> None:
         """Drop a request that has ended or needs no replica any more.
 
-        `decision`, `reason`: the labels to count it with if it was still waiting.
+        `decision`, `reason`: the metric labels that count the request if it was still waiting.
         """
         known = self._take_ticket(asker)
         if known is not None:
@@ -434,7 +435,8 @@ def _left_late(exchange: Exchange, prompt: Prompt, ticket: Ticket) -> bool:
 def _is_judged(streams: bool, prompt: Prompt, limits: Slo) -> bool:
     """Return whether an answer can be compared with these limits.
 
-    The first token of a non-streamed answer is not seen, so that takes both limits and an answer made of tokens.
+    The first token of a non-streamed answer is not seen, so such an answer is only judged as a whole, where both limits
+    are set and its API generates tokens.
     """
     return limits != NO_LIMITS if streams else None not in limits and prompt.path in LIMITS
 
@@ -446,7 +448,7 @@ def _whole_limit(limits: Slo, tokens: int) -> float:
 
 
 class AddedByQueue(Added):
-    """The gateway's header lines, with the queue's note."""
+    """The header lines that the gateway adds to an answer, with the queue's note for a degraded answer."""
 
     def __init__(self, replica: bool, cached_tokens: bool, queue: Queue):
         super().__init__(replica, cached_tokens)
@@ -457,7 +459,7 @@ class AddedByQueue(Added):
 
 
 def _is_as_quoted(exchange: Exchange, attempt: Attempt, ticket: Ticket) -> bool:
-    """Return whether a request is answered by the replica that it was admitted to, with its prompt's size known.
+    """Return whether a request is answered by the replica for which it was admitted, and its prompt's size is known.
 
     Retries and the shared ledger may choose another replica, for which nothing was predicted.
     """
@@ -466,9 +468,9 @@ def _is_as_quoted(exchange: Exchange, attempt: Attempt, ticket: Ticket) -> bool:
 
 
 def _computed(asker: Asker) -> Prompt | None:
-    """Return the prompt that an engine computes for a request; None if it need not wait.
+    """Return the prompt that an engine computes for a request; None if there is none, so that it need not wait.
 
-    A prompt that is not read counts as one of no tokens, and takes its turn as a short one.
+    A prompt that the gateway does not read counts as one without tokens, and waits like a short one.
     """
     prompt = asker.prompt
     if prompt is not None:

@@ -1,7 +1,7 @@
-"""Errors of engines in the format of the API that the client called.
+"""The rewriting of engines' errors into the format of the API that the client called.
 
-vLLM answers whatever its own checks refuse with OpenAI's error object, even at Anthropic's paths, whose clients find no
-type and message in it.
+vLLM reports requests that its own checks refuse with OpenAI's error object, even at Anthropic's paths, whose clients
+find no type and message in that.
 """
 
 from __future__ import annotations

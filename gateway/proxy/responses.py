@@ -1,8 +1,8 @@
 """Stored responses (`/v1/responses`), which only the engine that made one can return, cancel or continue.
 
-The maker is noted when an answer passes. One that is not known here, since the answer passed another worker or gateway
-or was long ago, is found by trying: an engine without the response answers 404 before it computes anything, and the
-next one is tried.
+The engine that makes a response is noted when its answer is relayed. If it is not known here, since the answer went
+through another worker or gateway or was long ago, it is found by trying one engine after the other: an engine without
+the response answers 404 before it computes anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MADE = re.compile(rb'"id": ?"(?:([\w.:-]{1,%d})")?' % LONGEST_RESPONSE_ID)
 
 
 def referred_to(request: Request) -> str | None:
-    """Return the stored response that a request's path names; the one that its body continues is in its prompt."""
+    """Return the id of the stored response in a request's path, or None; an id in the body is read with the prompt."""
     named = STORED_RESPONSE.fullmatch(request.path)
     return named[1] if named else None
 
@@ -30,7 +30,7 @@ class Stored:
     """A stored response.
 
     `replica`: the id of the replica that has it.
-    `counted`: its prompt and output tokens that a tenant has been charged for, by whichever request returned them.
+    `counted`: its prompt and output tokens that the tenant has been charged for, in any request that returned them.
     """
 
     __slots__ = ("replica", "counted")
@@ -41,7 +41,7 @@ class Stored:
 
 
 class Responses:
-    """The MOST stored responses that were last requested."""
+    """The stored responses that were made or requested last, at most MOST."""
 
     def __init__(self) -> None:
         self._stored: dict[str, Stored] = {}
@@ -54,7 +54,7 @@ class Responses:
         """Return the stored response that an answer with status 200 creates or returns, or None.
 
         `about`: the id that the request refers to, or None.
-        `makes`: the answer may create one, which is new whatever had its id before.
+        `makes`: the answer may create a response, which replaces any known one with the same id.
         `begin`: the first bytes of the answer's body.
         """
         told = self._note(about, replica) if about is not None else None

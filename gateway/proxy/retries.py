@@ -1,12 +1,13 @@
 """The rules of what follows a failed attempt: tables, and one pure function over them.
 
-- A stale pooled connection, or a replica that did not accept token ids, is followed by one repetition at the same
-  replica, since neither is evidence against it. So is a connection closed before the request can have been read, if no
-  other replica is left: one of several processes behind the address may have ended. A connection is replaced only once.
+- After a stale pooled connection, or if a replica did not accept token ids, the request is repeated once at the same
+  replica, since neither is evidence against it. The same follows if the connection was closed before the request can
+  have been read and no other replica is left: one of several processes behind the address may have ended. A connection
+  is replaced only once.
 - Any other failure leads to another replica, as long as attempts and replicas are left.
-- A request under which two replicas crashed or hung gets no third one, since it may be the cause. A replica that closed
-  the connection before it can have read the whole request does not count as one. Nor does one that shuts down
-  gracefully, as in a rolling restart; its requests may go to any replica.
+- A request under which two replicas crashed or hung gets no third one, since the request may be the cause. A replica
+  that closed the connection before it can have read the whole request does not count. Nor does a replica that shuts
+  down gracefully, as in a rolling restart; its requests may go to any replica.
 - A request in two legs has two engines at once, perhaps on one machine. Two crashes are too many only where both
   engines were computing its prompt, or both were writing its answer.
 
@@ -14,13 +15,13 @@ Requests in two legs:
 
 - A first leg that fails is placed again without that replica. If the replica keeps no cache for others, or refuses the
   leg's body, the request stays whole, that is in one leg.
-- A second leg that was not sent goes to another decoder, with the same parameters while they are valid; an engine that
-  was sent it may have fetched the cache, or had it freed. After that the prompt is computed again, most likely by the
-  replica that still has it cached.
-- A failed transfer shows as an error of the second leg, and a stalled one as many times the predicted time without an
-  answer. From then on the request stays whole.
+- A second leg that was not sent goes to another decoder, with the same transfer parameters while these are valid. An
+  engine that was sent the second leg may have fetched the cache, or had it freed, so the prompt is computed again, most
+  likely by the replica that still has it cached.
+- A failed KV transfer shows as an error of the second leg, and a stalled one as many times the predicted time without
+  an answer. From then on the request stays whole.
 - Where both legs run at the same time, an engine also reports an error if the other one died, so it is not known which
-  of them failed: the pair is left out for a while, and neither replica is excluded.
+  of them failed: the two are not paired for a while, and neither replica is excluded.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-# Kinds of failure. Of the connection: it was not accepted, it was closed, the peer does not speak HTTP, the replica was
-# removed meanwhile, or it is another process by now.
+# Kinds of failure. Failures of the connection: it was not accepted, it was closed, the peer does not speak HTTP, the
+# replica was removed meanwhile, the replica is another process by now.
 CONNECT, CLOSED, PROTOCOL, REMOVED, REPLACED = "connect", "closed", "protocol", "removed", "replaced"
 # The gateway itself cannot open a connection, since it has no file descriptors left.
 OWN = "own"
-# Of time: an unhealthy replica sent nothing for too long; one that shuts down closed the connection or stopped sending;
-# a stream stalled; no byte came within the request's timeout.
+# Failures in time: an unhealthy replica sent nothing for too long; a replica that shuts down closed the connection or
+# stopped sending; a stream stalled; no byte came within the request's timeout.
 HUNG, LEFT, STALLED, TIMEOUT = "hung", "left", "stalled", "timeout"
-# Of the answer: an error within a status 200, an answer that no engine wrote, the engine aborted the request, it
-# accepts no token ids, another replica has the stored response that the request refers to.
+# Failures of the answer: an error within a status 200; an answer that no engine wrote; the engine aborted the request;
+# the engine accepts no token ids; another replica has the stored response that the request refers to.
 ERROR_ANSWER, FOREIGN_ANSWER, ABORTED, IDS, ELSEWHERE = "error answer", "foreign answer", "aborted", "ids", "elsewhere"
-# Of legs: the first leg's replica kept no cache for the second; a leg's body was refused; the second leg's replica
+# Failures of legs: the first leg's replica kept no cache for the second; a leg's body was refused; the second's replica
 # waits for a cache that does not come; a decoder that requests the prefill itself reports an error, which may be its
 # own or the prefill's.
 NOT_KEPT, LEG_REFUSED, TRANSFER_STALLED = "not kept", "leg refused", "transfer stalled"
@@ -120,27 +121,27 @@ class Next(Enum):
 
 
 class Failed(NamedTuple):
-    """The end of a failed attempt, as far as `after` depends on it."""
+    """The properties of a failed attempt on which `after` depends."""
 
     kind: str
     stale: bool = False  # on a pooled connection, before any byte of an answer
     repeated: bool = False  # it was already the repetition on a new connection
-    had_whole: bool = False  # the replica may have read the whole request on the connection before that
+    had_whole: bool = False  # the replica may have read the whole request on the connection before this attempt's
     handed_over: bool = False  # it was a second leg
     still_kept: bool = False  # it was a second leg whose parameters were valid
     computes: bool = True  # it was to compute the prompt, unlike a second leg
     writes: bool = True  # it was to write the answer, unlike a first leg
-    beside: bool = False  # it was a first leg while the second one waited for it, whose failure may be the cause
+    beside: bool = False  # it was a first leg for which the second one waited; that one's failure may be the cause
     unread: bool = False  # its connection was closed before the replica can have read the whole request
     alone: bool = False  # no other replica is left
     agreed: bool = False  # two engines have answered alike: the request is at fault
 
 
 def is_crash(failed: Failed) -> bool:
-    """Return whether the replica crashed or hangs with the whole request read.
+    """Return whether the replica crashed or hangs after it may have read the whole request.
 
-    An attempt that brought it nothing whole (refused, closed unread, or to another process) is a crash only if the
-    connection before it died with this request on it.
+    If it cannot have read it in this attempt (connection refused, closed unread, or to another process), this is a
+    crash only if the previous connection was lost after the replica may have read the request.
     """
     if failed.unread or failed.kind in (CONNECT, REPLACED):
         return failed.had_whole
@@ -168,8 +169,8 @@ NO_CRASHES = Crashes()
 def after(failed: Failed, used: int, crashes: Crashes, retries: int) -> Next:
     """Return what follows a failed attempt.
 
-    `used`: attempts that the request has used up before this one.
-    `crashes`: crashes under the request before this one.
+    `used`: attempts that the request had used up before the failed one.
+    `crashes`: crashes under the request before this failure.
     `retries`: the number of retries allowed after the first attempt.
     """
     if failed.kind == OWN:

@@ -1,6 +1,9 @@
-"""Accounting of answers: load that moves, learned costs, and predictions compared with what was delivered.
+"""Accounting of answers ("settling"): load, learned costs, health, and predictions compared with measurements.
 
-This module is the only caller of `Router.finish`.
+The reserved load changes as an answer begins and ends, costs are learned from its times, and success or failure is
+reported to the replica's health checks. The cached tokens that the engine reports are compared with the prediction; if
+they keep differing, the replica's part of the map (which replica caches which blocks) is rebuilt, or "healed". This
+module is the only caller of `Router.finish`.
 """
 
 from __future__ import annotations
@@ -92,11 +95,11 @@ OnEnd = Callable[[Exchange, str, Usage | None], None]
 
 
 def _of_copies(prompt: Prompt, predicted: int, cached: int | None, size: int, drops: bool) -> int:
-    """Return the cached tokens predicted for the sequence that usage reports, of several with the same prompt.
+    """Return the cached tokens predicted for the one of several sequences (`n`) of a prompt that usage reports on.
 
-    The first sequence finds what the replica held, the others all blocks but the last token's, which the first has
-    computed. A stream reports the first sequence, other answers the one that ended last; there the prediction that
-    agrees is taken.
+    The first sequence finds the blocks that the replica held. The others also find those that the first has computed,
+    all full blocks before the last token. A stream reports on the first sequence. Other answers report on the one that
+    ended last, which may be any, so for them the prediction that equals the report is returned.
 
     `predicted`: cached tokens predicted for the first sequence; `cached`: the reported ones.
     `size`: tokens per block.
@@ -124,12 +127,12 @@ class Settling:
     ):
         """Create the accounting.
 
-        `on_traffic(replica, kind, count)`: reports to health a failure of this kind, or `count` answers if `kind` is
-        None.
+        `on_traffic(replica, kind, count)`: reports a failure of this kind to the health checks, or, if `kind` is None,
+        `count` answers.
         `on_end(exchange, outcome, usage)`: called for every request that ends.
         `on_first(attempt, held_up)`: called for the first token of every stream.
-        `when_full(backend, until)`: called for a replica that refuses a request as one too many; `until` in monotonic
-        seconds.
+        `when_full(backend, until)`: called for a replica that refuses a request because it is full; `until` in
+        monotonic seconds.
         """
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
         self._on_traffic, self._on_end, self._on_first = on_traffic, on_end, on_first
@@ -137,22 +140,23 @@ class Settling:
         self.pulse, self._when_full = pulse or Pulse(), when_full
 
     def on_end(self, told: OnEnd) -> None:
-        """Add a callback for the end of each request, before the present ones."""
+        """Add a callback for the end of each request, called before the existing ones."""
         self._on_end = (told, *self._on_end)
 
     # --- reports to health
 
     def tell(self, backend: Backend, kind: str) -> None:
-        """Report a failure to health, after the answers counted before it."""
+        """Report a failure to the health checks, after the answers that came before it."""
         self.tell_answers()
         self._on_traffic(backend.id, kind, 1)
 
     def tell_answers(self, replica: str | None = None) -> None:
-        """Report to health how many requests were answered since the last call.
+        """Report to the health checks how many requests replicas have answered since the last call.
 
-        Reporting them one by one would cost six calls more per request. Called a few times a second and before a
-        failure for all replicas, since a failure is compared with the answers of the engine's other ranks and siblings,
-        and before a probe is evaluated, for its `replica` alone.
+        Reporting answers one by one would cost six more calls per request. Called for all replicas a few times a second
+        and before a failure is reported, which is compared with the answers of the engine's other ranks and siblings.
+
+        `replica`: report on this one alone, before a probe of it is evaluated.
         """
         backends = self._backends
         told = backends.values() if replica is None else [backends[replica]] if replica in backends else ()
@@ -164,7 +168,7 @@ class Settling:
     # --- failures
 
     def failed(self, backend: Backend | None, kind: str) -> None:
-        """Count a failure that is the replica's fault, and report it to health."""
+        """Count a failure that is the replica's fault, and report it to the health checks."""
         if backend is not None and not backend.gone:
             self.metrics.upstream_errors.inc(backend.id, kind)
             self.tell(backend, kind)
@@ -176,7 +180,7 @@ class Settling:
     def record_error(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """Record an error answer; the rules in `blame` decide whether the replica or the request is at fault.
 
-        A decoder that may only have missed the prompt's cache is no witness against the request.
+        A decoder that may only have failed to fetch the prompt's cache is no evidence against the request.
         """
         backend = attempt.backend
         witness = backend.record.is_witness and not attempt.could_not_fetch(kind)
@@ -189,7 +193,7 @@ class Settling:
                 self.tell(backend, UNCONFIRMED)
 
     def _attribute(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Attribute earlier errors now that another replica has answered the request, or refused it too."""
+        """Decide whose fault earlier errors were, now that another replica has answered or refused the request."""
         if attempt.status in REFUSALS or attempt.fault in REFUSALS:
             self._count(exchange.unattributed_errors, agreed=True)
         else:
@@ -216,7 +220,7 @@ class Settling:
         self.metrics.rejections.inc(code if error.status in (404, 503) and code else str(error.status))
 
     def abandon(self, attempt: Attempt, computed: bool) -> None:
-        """Release an attempt from whose answer nothing can be learned."""
+        """Release an attempt's load without learning from it. `computed`: its replica may have computed the prompt."""
         self._router.abandon(attempt.placement, computed=computed)
 
     def release(self, placement: Placement) -> None:
@@ -226,14 +230,14 @@ class Settling:
     # --- two legs
 
     def leg_ended(self, leg: Leg, kind: str = COMPLETE) -> None:
-        """Count how a leg ended, once for each leg; `kind` is that of a failure (`retries`), COMPLETE or ABANDONED."""
+        """Count how a leg ended; called once for each. `kind`: of failure (`retries`), or COMPLETE or ABANDONED."""
         outcome = LEG_OUTCOMES.get(kind, FAILED)
         self.metrics.legs.inc(leg.value, outcome)
         if outcome == FAILED:
             self.metrics.leg_failures.inc(leg.value, kind)
 
     def handed_over(self, exchange: Exchange, first: Attempt, legs: Legs) -> None:
-        """Settle a complete first leg; the costs of the prefill are learned here."""
+        """Account for a complete first leg, and learn the cost of its prefill."""
         backend, placement, prompt, usage = first.backend, first.placement, first.prompt, legs.usage
         assert prompt is not None and usage is not None
         backend.answers += 1
@@ -252,7 +256,7 @@ class Settling:
             backend.intake.request_finished(self._computed_blocks(backend, placement, prompt))
 
     def _transferred(self, second: Attempt, learns: bool) -> None:
-        """Learn the transfer's time from a second leg's first token, less the decoder's own time."""
+        """Learn how long the KV transfer took: a second leg's time to first token, less the decoder's own time."""
         legs, placement, seconds = second.exchange.legs, second.placement, second.first_at - second.sent_at
         if legs is not None:
             self.prefilled_elsewhere(legs, second.status == 200 and not second.fault)
@@ -262,10 +266,10 @@ class Settling:
         self._moved(legs, second, two_legs.moving_seconds(placement, seconds) - legs.computing, learns)
 
     def _transferred_whole(self, second: Attempt, legs: Legs, tokens: int, learns: bool) -> None:
-        """Learn the transfer's time from a non-streamed answer, less the decoder's time for its tokens.
+        """Learn how long the KV transfer took: a non-streamed answer's time, less the decoder's time for its `tokens`.
 
-        Whether to learn it is decided by predictions alone. Where the decoder takes most of the time, the rest is
-        mostly that prediction's error, and choosing by the measured rest would select the errors that are too large.
+        Predictions alone decide whether to learn it. Where decoding takes most of the time, the remainder is mostly the
+        error of the predicted decode time, and choosing by the measured remainder would select large errors.
         """
         seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
         writing = two_legs.writing_seconds(second.placement, tokens)
@@ -274,7 +278,7 @@ class Settling:
             self._moved(legs, second, moving, learns)
 
     def _moved(self, legs: Legs, second: Attempt, moving: float, learns: bool) -> None:
-        """Record the seconds of a transfer; learn from it only if its sender was ready throughout."""
+        """Record the seconds (`moving`) of a KV transfer; learn from them only if its sender was ready throughout."""
         legs.moved_in = max(0.0, moving)
         self.metrics.transfer_seconds.observe(second.backend.id, legs.moved_in)
         self.metrics.predicted_transfer_seconds.inc(second.backend.id, by=legs.moving)
@@ -283,9 +287,10 @@ class Settling:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving, second.first_at)
 
     def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
-        """Settle a first leg that an engine sent itself, or one that runs at the same time as the second.
+        """Account for a first leg that an engine sent itself, or that runs at the same time as the second leg.
 
-        The latter's answer comes soon after the second leg's first token, or is not needed any more.
+        If a first leg of the second kind is still running, it gets TRAILS_SECONDS to end, since its answer comes soon
+        after the second leg's first token; if the second leg failed, it is dropped now.
 
         `computed`: whether the second leg was answered, so that the prompt was computed.
         """
@@ -315,7 +320,7 @@ class Settling:
             self.leg_ended(Leg.PREFILL, ABANDONED)
 
     def transfer_failed(self, legs: Legs) -> None:
-        """Record that a transfer failed, so that the pair of replicas is left out for a while."""
+        """Record that a KV transfer failed, so that the pair of replicas is not chosen for a while."""
         self._router.transfers.failed(legs.prefiller.id, legs.decoder.id, monotonic())
 
     # --- the first byte
@@ -362,7 +367,7 @@ class Settling:
             self.first_token(attempt, exchange.begun)
 
     def came(self, attempt: Attempt) -> None:
-        """Count the reads of a stream since the last sweep; a read has a token, or a few where they come together."""
+        """Count a stream's reads since the last sweep as tokens; a read has one token, or sometimes a few."""
         if not attempt.first_at and attempt.streams:
             self.look_for_first(attempt.exchange, attempt, monotonic())
         if attempt.streams:
@@ -378,10 +383,10 @@ class Settling:
         self._router.first_token(attempt.placement, at, at - attempt.sent_at if learns else None)
 
     def still_unanswered(self, attempt: Attempt, now: float) -> None:
-        """Take a non-streamed answer's prefill as done after its predicted time.
+        """Assume that the prefill of a non-streamed answer is done after its predicted time.
 
-        After COMPUTES_SECONDS without an answer from a ready replica, its silence no longer counts as a sign that the
-        replica is late: a ready replica computes.
+        After COMPUTES_SECONDS without an answer, a request at a ready replica no longer makes the replica count as
+        late: a replica that stays ready is computing.
         """
         placement, waited = attempt.placement, self.pulse.ran(attempt.sent_at, now)
         if not attempt.streams and placement.computing and waited > placement.ttft:
@@ -402,7 +407,7 @@ class Settling:
             self.ended(exchange, "failed" if attempt.fault else "complete", usage)
 
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> Usage:
-        """Settle a complete answer: compare predictions with what was delivered; return its usage."""
+        """Account for a complete answer, whose last bytes are `tail`; return its usage."""
         prompt, backend = attempt.prompt, attempt.backend
         depth = 2 if attempt.streams and exchange.tells_response else 1
         usage = read_usage(tail, depth)
@@ -442,7 +447,7 @@ class Settling:
         return usage
 
     def _leg_answered(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> str:
-        """Return how a leg ended whose answer the client has, by the answer's head and first bytes."""
+        """Return how the second leg, whose answer the client has, ended, by the answer's head and first bytes."""
         if attempt.fault >= 500:
             return ABORTED if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]) else ERROR_ANSWER
         if attempt.status == 200 and not attempt.fault:
@@ -456,7 +461,7 @@ class Settling:
     ) -> tuple[int, str, bool] | None:
         """Return the failure that an answer's end shows, or None.
 
-        The failure is the status that it amounts to, its kind, and whether the prompt was computed.
+        A failure is (the status that it amounts to, its kind, whether the prompt was computed).
         """
         if attempt.streams and attempt.status == 200 and (fault := error_status(tail, True)):
             return fault, ERROR_ANSWER, not _began_as_error(attempt)
@@ -480,7 +485,7 @@ class Settling:
             and self.pulse.saw(attempt.first_at, now)
             and backend.may_learn(now)
         )
-        # A second leg's cache came from elsewhere, and the usage of a resumed stream covers the whole.
+        # A second leg's cache came from another replica, and the usage of a resumed stream covers the whole stream.
         whole = attempt.leg is None and not attempt.is_continued
         reported = cached if whole and tells_blocks and prompt.copies and not prompt.several else None
         # The length of an answer that the gateway capped is not known; learning from shorter ones alone would mislead.
@@ -509,10 +514,10 @@ class Settling:
             backend.intake.request_finished(self._computed_blocks(backend, placement, prompt))
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int, made: int, body: bytes) -> None:
-        """Record that the replica counted other prompt tokens than the gateway made.
+        """Record that the replica `counted` another number of prompt tokens than the gateway `made`.
 
-        For exact prompts this is counted each time and logged once per replica; a second such body of a kind makes that
-        kind inexact.
+        For prompts in mode "exact" this is counted each time and logged once per replica. After a second such body of a
+        kind, prompts of that kind no longer count as exact.
         """
         why = f"it counted {counted} tokens of a prompt of {made} at {prompt.path}"
         self._forwarding.made_otherwise(backend.id, prompt, body, why)
@@ -595,7 +600,7 @@ class Settling:
     def _looks_further(self, backend: Backend) -> bool:
         """Return whether the replica searches slower cache tiers whose contents it does not report.
 
-        What it finds beyond the prediction is then no evidence against the map.
+        If so, it is no evidence against the map that the replica finds more than predicted.
         """
         scrape = backend.replica.scrape
         return scrape is not None and bool(scrape.external_queries) and not self._router.map.holds_below(backend.slot)
@@ -604,7 +609,7 @@ class Settling:
         """Compare the engine's own scraped cache counters with the predictions.
 
         `queries`, `hits`: tokens looked up and found; None if not reported.
-        `idle`: no request is in flight there.
+        `idle`: no request is in flight at the replica.
         """
         size = backend.event_format[0] if backend.event_format else 0
         if backend.drift.counted(queries, hits, idle, size):
@@ -612,7 +617,7 @@ class Settling:
         self._follow_offset(backend, size)
 
     def _follow_offset(self, backend: Backend, size: int) -> None:
-        """Predict one block less, or one more, where all recent answers differed by that."""
+        """Predict one block less, or one more, from now on if all recent answers differed by one block."""
         offset, prefixes = backend.drift.offset, self._router.map
         if not offset or abs(offset) != size or backend.gone or prefixes.drops(backend.slot) == (offset > 0):
             return
@@ -624,7 +629,7 @@ class Settling:
     def follow_drop(self, backend: Backend) -> None:
         """Follow the engine's report of whether it recomputes the last block that it finds.
 
-        Answers may show otherwise later, see `_follow_offset`.
+        Answers may later show that the report is wrong (`_follow_offset`).
         """
         replica = backend.replica
         drops = replica.drops_block and not replica.looks_ahead
@@ -636,7 +641,7 @@ class Settling:
         self._router.map.drop(backend.slot, drops, backend.replica.looks_to_end)
 
     def heal(self, backend: Backend, why: str) -> None:
-        """Forget the blocks of a replica, and learn them again from its events or from scratch."""
+        """Clear a replica's part of the map, and learn its blocks again, from its KV events or from new requests."""
         self.metrics.heals.inc(backend.id)
         log.warning("replica %s: map rebuilt: %s", backend.id, why)
         backend.drift.reset()
@@ -686,7 +691,7 @@ class Settling:
 
 
 def seconds_full(head: Head) -> float:
-    """Return for how many seconds a replica that refuses requests as too many wants none, at most MOST_FULL_SECONDS."""
+    """Return for how many seconds a full replica wants no requests: its Retry-After, at most MOST_FULL_SECONDS."""
     told = (head.get(b"retry-after") or b"").decode("latin-1").strip()
     try:
         seconds = float(told)
@@ -699,14 +704,15 @@ def seconds_full(head: Head) -> float:
 
 
 def _began_as_error(attempt: Attempt) -> bool:
-    """Return whether a stream without a readable prompt was nothing but an error; the judge checks the others."""
+    """Return whether a stream began with an error though its prompt was not read; `Judge` checks the other streams."""
     return attempt.prompt is None and attempt.pieces <= TAIL and error_status(attempt.tail[0], True) > 0
 
 
 def _but_for_tail(backend: Backend, held: int, saved: int, size: int) -> int:
-    """Return `saved`, or `held` where they differ by a part of a block that only the engine knows.
+    """Return the reported cached tokens `saved`, or `held` if they differ by part of a block that only engines know.
 
-    Without the replica's own events, or with a copy of the map, the gateway knows complete blocks only.
+    `held`: the predicted cached tokens; `size`: tokens per block. Without the replica's own KV events, or with a copy
+    of the map, the gateway knows complete blocks only.
     """
     return held if backend.is_finer and abs(held - saved) < size else saved
 

@@ -1,11 +1,11 @@
 """Shadow mode: the decisions that other policies would have made, without acting on them.
 
-After each choice the shadows choose among the same candidates. If they choose another replica, its predicted prompt
-tokens to compute and seconds to the first and last token are compared with those of the replica chosen, by the learned
-costs (`least_time`'s terms `prefill` to `room`, then the decode steps of the expected output). A shadow has its own
-state, but caches and load are those that the acting policy made. So each figure is about one request that goes
-elsewhere while all others stay, not about a fleet under that policy: a policy that would pile requests up never meets
-its own pile.
+After each choice, every other policy (shadow) chooses among the same candidates. If a shadow chooses another replica,
+that replica is compared with the one chosen, by predictions from the learned costs: prompt tokens to compute, and
+seconds to the first and the last token (`least_time`'s terms `prefill` to `room`, then the decode steps of the expected
+output). A shadow has its own state, but caches and load are those that the acting policy made. So each figure is about
+one request that goes elsewhere while all others stay, not about replicas under that policy: a policy that would pile
+requests up on a replica never meets that pile.
 
 Where replicas have roles, a request has one leg or two, and both are compared in the same figures. `legs:RULE` is the
 acting policy with another rule for legs (`policies.leg_rules`); other policies are used with the gateway's own rule.
@@ -34,7 +34,7 @@ Went = int | legs.LegChoice  # the candidate of this index, or two legs
 
 
 class Seen(NamedTuple):
-    """The state that a decision was made from; `ways` are the evaluated pairs for two legs, of the same copies."""
+    """A copy of the state behind a decision. `ways`: the evaluated pairs for two legs, with the same copies."""
 
     demand: Demand
     candidates: list[Candidate]
@@ -45,7 +45,7 @@ class Shadows:
     """The shadow policies."""
 
     def __init__(self, names: Sequence[str], metrics: Metrics, acting: str = ""):
-        """Create the policies; `acting` is the policy in the settings, which `legs:RULE` combines with."""
+        """Create the policies. `acting`: the policy in the settings, to which `legs:RULE` gives another rule."""
         self.policies = {name: make(acting if name.startswith(LEGS) else name) for name in names}
         self._leg_rules = {name: make_leg_rule(name.removeprefix(LEGS)) for name in names if name.startswith(LEGS)}
         self._metrics = metrics
@@ -53,7 +53,7 @@ class Shadows:
     def see(
         self, asker: object, evaluation: Evaluation, ways: Callable[[], Sequence[legs.Ways]]
     ) -> Callable[[Went], None]:
-        """Copy the state of a decision; return a callback for its outcome, as `placing.Onlooker` describes."""
+        """Copy the state behind a decision; return a callback to be called with the choice once it is made."""
         seen = self.seen(evaluation.demand, evaluation.candidates)
         if found := ways():
             seen = _with_legs(seen, evaluation.candidates, found)
@@ -63,7 +63,7 @@ class Shadows:
         return Seen(demand, [_copy(one) for one in candidates])
 
     def acted(self, seen: Seen, went: Went) -> None:
-        """Compare the acting policy's choice in the next event-loop iteration."""
+        """Compare the acting policy's choice (`went`) with the shadows', in the next event-loop iteration."""
         asyncio.get_running_loop().call_soon(self.judge, seen, went)
 
     def judge(self, seen: Seen, went: Went) -> None:
@@ -100,7 +100,7 @@ def _copy(one: Candidate) -> Candidate:
 
 
 def _with_legs(seen: Seen, candidates: Sequence[Candidate], ways: Sequence[legs.Ways]) -> Seen:
-    """Return the state with copies of the pairs for legs; a replica that is a candidate too has the same copy."""
+    """Return the state with copies of the pairs for legs; a replica that is also a candidate has only one copy."""
     copies = {one.replica: copy for one, copy in zip(candidates, seen.candidates)}
 
     def of(side: Sequence[Candidate]) -> list[Candidate]:
@@ -116,7 +116,7 @@ def _replicas(seen: Seen, went: Went) -> tuple[str, ...]:
 
 
 def _price(seen: Seen, went: Went) -> tuple[int, float, float]:
-    """Return the prompt tokens to compute, and the predicted seconds to the first and the last token."""
+    """Return a choice's prompt tokens to compute, and its predicted seconds to the first and the last token."""
     demand = seen.demand
     if isinstance(went, int):
         candidate = seen.candidates[went]

@@ -1,21 +1,23 @@
-"""A load ledger in Redis that all gateways of a deployment share: choose and reserve in one step there.
+"""A load ledger in Redis that all gateways of a deployment share: one step there chooses a replica and reserves load.
 
     shared = SharedLedger(Ways(parse(url)), "default", ledger, policy.cost)
     shared.start()
     shared.decide(evaluation, answer)     # answer(Decision) or answer(None)
 
-Requests of one event-loop iteration are sent together, with what this gateway now has on the replicas where that has
-changed (`Ledger.moved`). One call of a script takes the changes, decides the requests one after the other, and returns
-the other gateways' load, which is added to the loads that policies see; heartbeats return it for all replicas. All load
-of a gateway is stored under its token. Whenever it is not certain what arrived (an error, an expired lease), the token
-is given up, which removes its load from the sums, and all outstanding load is counted again under a new one. Load that
-Redis loses, or that somebody damages, is repaired by heartbeats: each restates all outstanding load of the gateway and
-compares sums with their parts.
+The requests of one event-loop iteration are sent together, with this gateway's load on the replicas where that load has
+changed (`Ledger.moved`). One call of a script (`shared.lua`) stores the changes, decides the requests one after the
+other, and returns the other gateways' load, which is added to the loads that policies see. Heartbeats return that load
+for all replicas.
 
-No request waits for Redis beyond a deadline: after that it is placed by the local view, and what Redis reserved for it
-is undone. While Redis is away all decisions are local at once.
+Redis stores the load of a gateway under a token, a random name with a lease. Whenever it is not certain what arrived
+(after an error or an expired lease), the gateway gives its token up, which removes its load from the sums, and states
+all its outstanding load again under a new token. Load that Redis loses, or that somebody damages, is repaired by
+heartbeats: each restates all outstanding load of the gateway and compares sums with their parts.
 
-The rule is the same in both places: the script computes the policy's own cost formula from all gateways' load.
+No request waits for Redis beyond a deadline: a late request is placed by the local view, and what Redis reserved for it
+is undone. While Redis cannot be reached ("away"), all decisions are made here at once.
+
+The rule is the same in both places: the script computes the policy's own cost formula, from all gateways' load.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ DEADLINE = 0.002  # seconds that a request may wait for the shared decision; it 
 TICK = 0.0005  # seconds by which a timer may be early
 TURNS = 3  # event-loop iterations granted after the deadline: the loop may have been busy while the reply came
 LEASE = 3.0  # seconds after which a silent gateway's load is removed from the sums
-GATHER = 0.005  # seconds that changes wait for a decision to go with: a message of their own costs as much as one
+GATHER = 0.005  # seconds that changes wait for a decision to be sent with: a separate message costs as much as one
 BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' load may be
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
 MOST = 64  # candidates sent per request, the cheapest by the local view
 MOST_TOGETHER = 32  # requests in one call of the script, which takes 2 ms at most while others wait
-MOST_UNSENT = 16_000  # bytes of prefixes, per call and replica, that did not go there after all
+MOST_UNSENT = 16_000  # bytes, per call and replica, of prefixes of prompts that were not sent there after all
 _HEADER = struct.Struct("<20d")
 _LOAD = struct.Struct("<6d")
 _STANDING = struct.Struct("<7d")
@@ -78,7 +80,7 @@ LOG_SECONDS = 10.0  # between two equal log lines
 
 
 class _Heartbeat:
-    """A heartbeat on its way; `stated` is this gateway's outstanding load by the replicas' shared names."""
+    """A heartbeat on its way. `stated`: this gateway's outstanding load, by the replicas' names in all gateways."""
 
     __slots__ = ("done", "stated")
 
@@ -88,7 +90,7 @@ class _Heartbeat:
 
 
 class _Pending:
-    """A decision on its way; `answer` is None once the request has gone on without it."""
+    """A decision on its way. `answer`: its callback, None once that was called."""
 
     __slots__ = ("answer", "evaluation", "begun", "candidates", "chosen", "names", "overlaps", "lowers", "packed")
 
@@ -110,9 +112,9 @@ class _Pending:
 
 
 class _Both:
-    """The answer for the two legs of a request, given once when both are decided.
+    """One answer for the two legs of a request, given when the outcome of both decisions is known.
 
-    If one of them is not decided, the other one's reservation is undone.
+    If only one leg was decided, its reservation is undone.
     """
 
     __slots__ = ("_answer", "_undo", "_known")
@@ -154,16 +156,16 @@ class SharedLedger:
         deadline: float = DEADLINE,
         background: Background | None = None,
     ):
-        """Create the part; it joins after `start`.
+        """Create this gateway's part; it joins the shared ledger after `start`.
 
         `ways`: the connections to Redis.
-        `deployment`: the name of the deployment, whose keys all lie in one slot, so that one script can access them.
+        `deployment`: the name of the deployment. All its keys lie in one slot, so that one script can access them.
         `ledger`: the gateway's own load.
-        `cost`: the policy's cost formula, or None for a policy without one, whose choices are only counted.
+        `cost`: the policy's cost formula, or None for a policy without one, whose choices Redis only counts.
         `observe(outcome, seconds)`: called for each decision, with "shared", "late" or "away".
         `deadline`: seconds that a decision may take.
 
-        Several answers may come at once, between calls of `begin_answers` and `end_answers`.
+        Answers that come together are given between calls of `begin_answers` and `end_answers`.
         """
         self._deadline, self._cost = deadline, cost
         self.script = Script(f"local FAR = {FAR}\n{cost.lua() if cost is not None else _NO_COST}\n{_SCRIPT}")
@@ -176,12 +178,12 @@ class SharedLedger:
         self._scopes: dict[str, str] = {}
         self._queue: list[_Pending] = []
         self._open: deque[_Pending] = deque()  # the latest decisions, some of which may still wait
-        self._watch: asyncio.TimerHandle | None = None  # runs when the first of them is late
+        self._watch: asyncio.TimerHandle | None = None  # runs when the first of `_open` is late
         self._changed: set[str] = set()  # replicas on which the load differs from what this gateway last stated
         self._replicas: dict[str, list[str]] = {}  # shared name -> ids of replicas
-        self._unsent: dict[str, bytes] = {}  # shared name -> prefixes of prompts that did not go there after all
+        self._unsent: dict[str, bytes] = {}  # shared name -> prefixes of prompts that were not sent there after all
         self._targets: tuple[Sequence[Candidate], list[str]] = (), []  # the latest candidates, and their shared names
-        self._due: asyncio.TimerHandle | None = None  # sends changes by themselves
+        self._due: asyncio.TimerHandle | None = None  # sends changes without a decision
         self._pump: asyncio.Task[None] | None = None
         self._beats: asyncio.Task[None] | None = None
         self._heartbeat: _Heartbeat | None = None  # sent with the next batch
@@ -210,9 +212,10 @@ class SharedLedger:
         self._ask(evaluation, answer)
 
     def decide_legs(self, first: Evaluation, second: Evaluation, answer: AnswerBoth) -> None:
-        """Choose among the candidates of a first leg, and reserve the load of both legs, together.
+        """Choose among the candidates of a first leg, and reserve the load of both legs, in one message.
 
-        `second` has one candidate, which will hold the prompt when it begins. `answer` is called once, as in `decide`.
+        `second`: its one candidate will have the prompt's cache when the second leg begins.
+        `answer`: called once, with both decisions or with None, which leaves the choice made by the local view.
         """
         if not self.joined:
             self._observe("away", 0.0)
@@ -223,7 +226,7 @@ class SharedLedger:
         self._ask(second, both.told(1, second), second.demand.tokens - 1)
 
     def _ask(self, evaluation: Evaluation, answer: Answer, held: int | None = None) -> None:
-        """Queue a decision; `held` is the number of tokens that each candidate will hold, None for the present."""
+        """Queue a decision. `held`: cached prompt tokens that each candidate will have; None: those it has now."""
         demand, candidates, choice, *_ = evaluation
         chosen = self._among(choice, demand, candidates)
         if len(chosen) == len(candidates):
@@ -242,7 +245,7 @@ class SharedLedger:
         self._start_pump()
 
     def _names_of(self, candidates: Sequence[Candidate]) -> list[str]:
-        """Return the candidates' shared names; the same list for the same candidates, so that it is packed once."""
+        """Return the candidates' shared names, as the same list for the same candidates, so that it is packed once."""
         latest, names = self._targets
         if candidates is not latest:
             names = [self._name(one.replica) for one in candidates]
@@ -250,10 +253,10 @@ class SharedLedger:
         return names
 
     def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
-        """Return the indices of the candidates to decide among.
+        """Return the indices of the candidates among which Redis may choose.
 
-        A choice that is not the least of a cost is made here and only counted there. The script has the coefficients of
-        one kind of replica, so it is given those of the kind that is chosen here.
+        A choice that does not minimise a cost is made here, and Redis only counts it. The script gets the cost
+        coefficients of one group of replicas, so only candidates of the group that was chosen here are sent.
         """
         among = choice.among
         if self._cost is None or among is None:
@@ -267,19 +270,19 @@ class SharedLedger:
         return sorted(among, key=totals.__getitem__)[:MOST]
 
     def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int], tiers: bool) -> bytes:
-        """Return what the candidates hold of the prompt, packed.
+        """Return how many prompt tokens each candidate has cached, packed.
 
-        These are the tokens in their first tiers, and if any holds more, the tokens in slower tiers and those by their
-        worth.
+        These are its tokens in the first tier. If any candidate has more, the tokens of all in slower tiers follow, and
+        then the worth of these (`Cost.held`).
         """
         if self._cost is None or not tiers or not any(one.lower for one in candidates):
             return struct.pack(f"<{len(overlaps)}d", *overlaps)
         return struct.pack(f"<{3 * len(overlaps)}d", *chain(*zip(*map(self._cost.held, candidates), strict=True)))
 
     def _prefixes(self, demand: Demand, overlaps: Sequence[int]) -> tuple[bytes, bytes]:
-        """Return the packed lengths in blocks and hashes of the prefixes by which gateways learn where the prompt went.
+        """Return the prompt's prefixes, as packed lengths (in blocks) and packed hashes.
 
-        Prefixes that every candidate holds anyway are left out.
+        Other gateways learn from them where the prompt went. Prefixes that every candidate has cached are left out.
         """
         hashes = demand.hashes if demand.reads_cache else ()
         blocks = len(hashes)
@@ -294,7 +297,7 @@ class SharedLedger:
         return lengths, struct.pack(f"<{len(chosen)}Q", *chosen)
 
     def _name(self, replica: str) -> str:
-        """Return a replica's name in all gateways."""
+        """Return a replica's shared name, which is the same in all gateways."""
         name = self._scopes.get(replica)
         if name is None:
             name = self._scopes[replica] = scope(replica)
@@ -302,7 +305,7 @@ class SharedLedger:
         return name
 
     def _look(self) -> None:
-        """Go on without decisions that are late, after granting them a few event-loop iterations more."""
+        """Let requests go on without late decisions, after TURNS more event-loop iterations."""
         self._watch, overdue, decisions = None, [], self._open
         loop, since = asyncio.get_running_loop(), perf_counter() - self._deadline
         while decisions and (decisions[0].answer is None or decisions[0].begun <= since + TICK):
@@ -324,9 +327,9 @@ class SharedLedger:
         self.end_answers()
 
     def _decided(self, batch: Sequence[_Pending], decisions: Sequence[Decision]) -> None:
-        """Answer requests with the decisions of Redis; none for a request means a dead token or a failed script.
+        """Answer a batch with the decisions of Redis; there is none where the token had expired or the script failed.
 
-        An error in a callback concerns that request alone.
+        An exception in a callback concerns that request alone.
         """
         self.begin_answers()
         for pending, decision in zip(batch, chain(decisions, repeat(None))):
@@ -350,7 +353,7 @@ class SharedLedger:
     def undo(self, decision: Decision) -> None:
         """Undo a reservation, since the request went elsewhere or ended.
 
-        Other gateways' note that the replica will hold the prompt is removed with the next message.
+        The next message removes the note for other gateways that the replica will cache the prompt.
         """
         name = self._name(decision.replica)
         if decision.note and len(self._unsent.get(name, b"")) < MOST_UNSENT:
@@ -374,7 +377,7 @@ class SharedLedger:
             self._pump = asyncio.get_running_loop().create_task(self._send_all())
 
     async def _send_all(self) -> None:
-        """Send all that waits together; decisions and changes that come meanwhile go next."""
+        """Send all waiting decisions and changes in one message, then those that have come meanwhile."""
         while self.joined and (self._queue or self._heartbeat or (self._changed and self._due is None)):
             batch, self._queue = self._queue, []
             heartbeat, self._heartbeat = self._heartbeat, None
@@ -402,10 +405,10 @@ class SharedLedger:
     async def _send(
         self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]
     ) -> tuple[bool, tuple[dict[str, tuple[int, ...]], int, int], list[Decision]]:
-        """Send one message; return whether the token is alive, what the heartbeat told, and the requests' decisions.
+        """Send one message; return whether the token is alive, the heartbeat's reply, and the requests' decisions.
 
-        Raises what the script or the connection raised. Nothing else is under way under this token, so Redis must have
-        the load that is outstanding now once this is counted.
+        Raises what the script or the connection raised. No other message is under way with this token, so once this one
+        is counted, Redis must have the load that is outstanding now.
         """
         begin = ("EVALSHA", self.script.sha, 1, self._key)
         changed, self._changed = self._changed, set()
@@ -437,7 +440,7 @@ class SharedLedger:
         return alive, beaten, decisions
 
     def _turn(self, changed: Collection[str], batch: Sequence[_Pending]) -> list[Any]:
-        """Return the arguments of the script's `turn` after the token."""
+        """Return the arguments of the script's operation `turn` that follow the token."""
         replicas: dict[str, Candidate | None] = dict.fromkeys(map(self._name, changed))
         stated = b"".join([_LOAD.pack(*self._own(name)) for name in replicas])
         alike = {id(pending.names): pending for pending in batch}  # one for each list of candidates
@@ -483,7 +486,7 @@ class SharedLedger:
         return found
 
     def _compared(self, others: dict[str, tuple[int, ...]], parts: int, sums: int) -> None:
-        """Take what a heartbeat told: other gateways' load by the replicas' shared names, and how much was repaired."""
+        """Process a heartbeat's reply: other gateways' load by the replicas' shared names, and how much was repaired."""
         for replica in self._ledger.outstanding():
             if (counts := others.get(self._name(replica))) is not None:
                 self._ledger.others(replica, counts)
@@ -558,7 +561,7 @@ class SharedLedger:
         return await self.script(await self._ways.to(self._key), [self._key], list(arguments))
 
     def _lost(self, why: str) -> None:
-        """Give up the token: the others' load is unknown, and decisions are local until a new token is joined."""
+        """Give up the token: until a new one is joined, others' load is unknown, and decisions are made here."""
         now = asyncio.get_running_loop().time()
         if now - self._away_logged_at > LOG_SECONDS and (self.joined or why != self.reason):
             self._away_logged_at, self._log_when_joined = now, True
@@ -579,7 +582,7 @@ def _nothing() -> None: ...
 
 @lru_cache(1024)
 def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Return a function from a prompt's hashes to the last one (twice) and those that end _COUNTS[first:end] blocks."""
+    """Return a function that picks a prompt's last hash, twice, and its hashes after _COUNTS[first:end] blocks."""
     return itemgetter(-1, -1, *[count - 1 for count in _COUNTS[first:end]])
 
 

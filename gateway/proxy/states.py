@@ -8,21 +8,21 @@ An exchange is a client's request; an attempt is one leg of it, to one replica:
         |               | +-- failed ---+                    +--failed, timed out--> ENDED (cut)
         +-refused-> ENDED <- refused, exhausted, timed out
 
-Where requests are admitted by class or limit, one for which there is no room goes from PLACING to QUEUED (`held`), and
-back when it is its turn (`called`); it is then placed by the state of that moment.
+Where requests are admitted by class or limit, a request for which no replica has room goes from PLACING to QUEUED
+(`held`), and back when its turn comes (`called`); it is then placed by the replicas' load at that time.
 
     CONNECTING --connected--> AWAITING --answered--> ANSWERING --finished--> ENDED
 
 Where one replica computes the prompt and another writes the answer, an exchange has two legs, each an attempt. The
-answer to the first leg is kept and never relayed: that attempt goes from AWAITING to ENDED, the exchange stays TRYING
-(`handed over`), and the second leg is the attempt that answers.
+answer to the first leg is kept and never relayed: the first attempt goes from AWAITING to ENDED, the exchange stays
+TRYING (`handed over`), and the second leg is the attempt whose answer the client gets.
 
-Until the first byte of an answer has gone to the client, a failed attempt may be followed by another one; after that
-the exchange is cut, in a way that the client can notice. Where streams are resumed (`interrupted`), it goes from
-ANSWERING to RESUMING instead, where attempts follow each other as in TRYING, and back with the first byte of the rest;
-only a stream that no replica resumes is cut. `gone` (the client left) ends every state. An attempt ends when its
-replica's answer is complete, when it fails, and when its exchange no longer needs it (`dropped`). A pair that is not in
-its table cannot occur; if it does, it is a bug and raises.
+Until the first byte of an answer has gone to the client, a failed attempt may be followed by another one. After that, a
+failure ends the answer in a way that the client can notice: the exchange is cut. Where streams are resumed, the
+exchange goes from ANSWERING to RESUMING instead (`interrupted`). Attempts follow each other there as in TRYING, and the
+first byte of the rest leads back to ANSWERING; only a stream that no replica resumes is cut. `gone` (the client left)
+ends every state. An attempt ends when its replica's answer is complete, when it fails, and when its exchange no longer
+needs it (`dropped`). A pair of state and event that is not in the tables is a bug, and raises KeyError.
 
 Looking up a member of these classes takes 100 ns, a module's global 5 ns: modules that need a member for each request
 or read give it a name of their own.
@@ -36,7 +36,7 @@ BROKEN_OFF = frozenset(("aborted", "cut"))  # outcomes of an exchange that repla
 
 
 class Leg(Enum):
-    """The part of a two-leg exchange that an attempt is."""
+    """The two legs of a request: one replica computes the prompt (prefill), another writes the answer (decode)."""
 
     PREFILL = "prefill"
     DECODE = "decode"

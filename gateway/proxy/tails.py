@@ -1,4 +1,4 @@
-"""The part of a prompt's next block that is cached, for engines that find parts of a block."""
+"""The cached part of the block after a prompt's cached full blocks, for engines whose hits may end within a block."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TOKEN_BYTES = 4
 
 
 def add_tail(placement: Placement, backend: Backend, prompt: Prompt) -> None:
-    """Add the cached part of the next block to a placement's overlap.
+    """Add the cached part of the next block to a placement's overlap, the prompt tokens predicted to be cached.
 
-    The replica is chosen without it, since it is less than a block.
+    The choice of the replica ignores this part, since it is less than a block.
     """
     if not backend.is_finer or backend.intake is None or not prompt.token_ids or prompt.several or placement.lower:
         return

@@ -1,4 +1,4 @@
-"""The checks by which a replica's process is shown to make the same token ids, and what is known from them."""
+"""Checks that a replica's process makes the same token ids as the gateway, and what they have shown so far."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOTHING = msgspec.Raw(b"null")
 
 
 class Unanswered(Exception):
-    """The failure of a check that showed nothing either way."""
+    """The failure of a check that did not show whether the ids are the same."""
 
 
 class Different(Exception):
@@ -76,7 +76,7 @@ async def takes_ids(post: Post, path: str, model: str, first: bytes, around: tup
     """Send an engine one id in place of a text; return "", or what shows that it does not use the id.
 
     `first`: the id (uint32 LE).
-    `around`: the bytes around the ids in a chat's body, as in `with_ids`.
+    `around`: the bytes before and after the ids in a chat's body; None if such engines take no ids in chats.
 
     Raises Unanswered.
     """
@@ -166,7 +166,7 @@ class Forwarding:
         return "; ".join(f"{path}: {what}" for path, what in sorted(told.items())) or "not tried yet"
 
     def seen(self, path: str, name: str) -> BodyKind | None:
-        """Note a body of this kind; return the kind's state, or None for its first body."""
+        """Note a body of the kind `name`; return the kind's state, or None for the first body of the kind."""
         found = self.kinds.pop((path, name), None)
         self.kinds[path, name] = found or BodyKind()
         if len(self.kinds) > MOST_KINDS:

@@ -1,7 +1,7 @@
 """Exchanges as traces: a span for the request (SERVER), and a child span for each attempt (CLIENT).
 
 Names follow OpenTelemetry's semantic conventions; other attributes begin with `hitherto.`. Spans hold nothing of the
-content of requests and answers but the model's name and token counts.
+content of requests and answers except the model's name and token counts.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Traces:
     def _attempt(
         self, exchange: Exchange, attempt: Attempt, number: int, before: str | None, usage: Usage | None
     ) -> None:
-        """End an attempt's span; `before` is the kind of failure of the attempt before it."""
+        """End an attempt's span. `number`: retries before it; `before`: how the attempt before it failed, or None."""
         replica, kind = attempt.backend.replica, _kind(attempt)
         fault = exchange.fault if attempt is exchange.attempts[-1] else 0
         refused = (fault or attempt.status) >= 400
@@ -166,7 +166,7 @@ def _both_legs(exchange: Exchange) -> dict[str, Any]:
 
 
 def _name(exchange: Exchange) -> str:
-    """Return the span's name, which has as many values as there are endpoints, whatever clients request."""
+    """Return the span's name; names are as few as the endpoints, whatever paths clients request."""
     request = exchange.request
     method = request.method if request.method in METHODS else "HTTP"
     return f"{method} {request.path}" if exchange.label != "other" else method

@@ -1,16 +1,16 @@
-"""The record of a stream from which another replica can resume it, and the joining of the rest.
+"""The record of a stream, from which another replica can resume the stream if its replica fails.
 
-The stream is read event by event, and the client gets complete events only, so its part always ends with an event. Kept
-are the text that the client has and, where the engine reports them, the token ids of the prompt and of the answer.
-After a failure the rest comes in one of two ways:
+The stream is read event by event, and the client gets complete events only, so what it has always ends with an event.
+The record keeps the text that the client has and, where the engine reports them, the token ids of the prompt and of the
+answer. After a failure another replica writes the rest in one of two ways:
 
-- by ids: the next engine gets these ids as its prompt. Ids at the end whose text is incomplete (part of a character),
-  or that came together with others, are left for it to write again.
-- by repetition: the next engine gets the same request. Decoding has to be greedy, unless the client has no text yet.
+- by ids: its engine gets these ids as the prompt. The last ids are left out, and written again, if their text is
+  incomplete (part of a character) or if several came in one event.
+- by repetition: its engine gets the same request. Decoding has to be greedy, unless the client has no text yet.
 
-Text that the client has is compared with what comes, and left out. A difference ends the stream: nothing is ever joined
-to text that it does not continue. Streams are read as vLLM 0.28 and 0.32 write them; after an unknown event the stream
-can no longer be resumed, and its events are relayed unchanged.
+What the engine writes again is compared with the text that the client has, and not relayed. A difference ends the
+stream: nothing is ever joined to text that it does not continue. Streams are read as vLLM 0.28 and 0.32 write them;
+after an unknown event the stream can no longer be resumed, and its events are relayed unchanged.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Kind(Enum):
 class Event(NamedTuple):
     """An event of a stream.
 
-    `text`: its text, which stands in `holder[name]`.
+    `data`: its JSON object, None if it has none.
+    `text`: its text; `holder[name]`: where the text stands in `data`.
     `reason`: the engine's reason for the end of generation.
-    `ids`: the tokens of the text; `prompt_ids`: those of the prompt; None if not reported.
+    `ids`: the token ids of the text; `prompt_ids`: those of the prompt; None if not reported.
     """
 
     kind: Kind
@@ -83,7 +84,7 @@ END, BESIDE, STRANGE = Event(Kind.END), Event(Kind.BESIDE), Event(Kind.STRANGE)
 def read(label: str, raw: bytes) -> Event:
     """Parse an event of an API's stream.
 
-    `label`: the API (`Exchange.label`).
+    `label`: the API, such as "chat" (`Exchange.label`).
     `raw`: the event without the blank line after it.
     """
     raw = raw.removeprefix(BOM)
@@ -179,7 +180,7 @@ class StreamRecord:
     prompt: Prompt
     body: bytes = b""  # the request's, while it may be sent again
     keeps_body: bool = False
-    # The client's part: the first replica's head, that attempt's index, the number of output events.
+    # What the client has: the head of the first replica's answer, that attempt's index, the number of output events.
     head: Head | None = None
     chunked: bool = False
     first: int = 0
@@ -187,7 +188,8 @@ class StreamRecord:
     # The parsing of the present replica's answer: chunked framing (None without it), bytes of an incomplete event.
     chunks: Chunks | None = None
     part: bytearray = field(default_factory=bytearray)
-    # The client's part of the answer; `clean`: the number of ids, and of bytes of text (UTF-8), that correspond.
+    # The answer as far as the client has it. `clean`: the last numbers of ids, and of text bytes (UTF-8), that were
+    # seen to correspond.
     text: bytearray = field(default_factory=bytearray)
     ids: array[int] = field(default_factory=lambda: array("I"))
     prompt_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -196,13 +198,14 @@ class StreamRecord:
     names: tuple[Any, Any] | None = None  # the stream's id and its time of creation
     item: Any = None  # the id of a response's message
     number: int = -1  # the sequence number of a response's last event
-    passed: int = 0  # events before and after the text that the client has
+    passed: int = 0  # events that the client has of those that come before and after the text
     has_usage: bool = False
     reason: str | None = None  # why generation ended
     complete: bool = False
-    # Since the last failure: the way to resume; text that the client has and the present replica must still repeat; the
-    # number of events before and after the text that it wrote; the number of ids that it was given, whether it has
-    # shown that it uses them, and whether it has written new text; whether the client had the reason for the end.
+    # Since the last failure, `way`: how the stream is resumed; `skip`: text that the client has and the present replica
+    # must still repeat; `came`: events that this replica wrote before and after the text; `given`: the number of answer
+    # ids in its prompt; `proven`: it has shown that it uses them; `shown`: it has written new text; `knew_reason`: the
+    # client had the reason for the end.
     way: str = ""
     skip: bytearray = field(default_factory=bytearray)
     came: int = 0
@@ -218,7 +221,7 @@ class StreamRecord:
 
     @property
     def size(self) -> int:
-        """The bytes that the budget counts."""
+        """The bytes of memory that the budget for all records counts."""
         if self.is_unread:
             return len(self.part)
         held = OVERHEAD + len(self.body) + len(self.terms.kept) + (len(self.chunks.rest) if self.chunks else 0)
@@ -227,21 +230,21 @@ class StreamRecord:
 
     @property
     def is_unread(self) -> bool:
-        """Whether its events are relayed unread, since it cannot be resumed and has not been."""
+        """Whether events are relayed without being read: the stream cannot be resumed, and never was."""
         return bool(self.lost) and not self.breaks
 
     @property
     def received(self) -> str:
-        """The client's part of the answer, in words."""
+        """How much of the answer the client has, in words."""
         return f"{len(self.ids)} tokens" if self.ids else f"{len(self.text + self.skip)} bytes of text"
 
     # --- the stream of the first replica
 
     def begin(self, head: Head, first: int, body: bytes, keeps_body: bool) -> None:
-        """Begin with the first replica's head.
+        """Begin the record when the first replica's answer begins.
 
-        `first`: the index of its attempt.
-        `body`: the request's, kept until the client has text, and for longer with `keeps_body`.
+        `first`: the index of that replica's attempt.
+        `body`: the request's body, kept until the client has text, or to the end with `keeps_body`.
         """
         self.head, self.first, self.body, self.keeps_body = head, first, body, keeps_body
         self.read_from(head)
@@ -252,7 +255,7 @@ class StreamRecord:
         self.chunks, self.part = Chunks() if head.is_chunked else None, bytearray()
 
     def take(self, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """Return the client's part of a read, and the error that ends the replica's answer, if any."""
+        """Return what the client gets of a read, and the error that ends the replica's answer, or None."""
         try:
             body = data if self.chunks is None else self.chunks.feed(data)
         except ValueError as broken:
@@ -276,7 +279,7 @@ class StreamRecord:
         return self.framed(b"".join(out)), error
 
     def take_last(self) -> tuple[bytes, UpstreamError | None]:
-        """Take the end of the body as `take` does, whose last event may lack its blank line."""
+        """Process the end of the body as `take` does; the last event may lack the blank line after it."""
         self.chunks, part = None, bytes(self.part)
         passes = part and (self.is_unread or read(self.label, part).kind is not Kind.STRANGE)
         return self.take(b"\n\n") if passes else (b"", None)
@@ -286,11 +289,11 @@ class StreamRecord:
 
     @property
     def end(self) -> bytes:
-        """The bytes that end the client's body."""
+        """The bytes that end the body of the client's response."""
         return END_OF_BODY if self.chunked else b""
 
     def _events(self, data: bytes) -> list[bytes]:
-        """Split the body at the blank lines after its events, with line ends of one byte."""
+        """Return the events that a read of the body completes, with line ends of one byte; keep the rest in `part`."""
         part = self.part
         if part.endswith(b"\r"):
             del part[-1:]
@@ -310,7 +313,7 @@ class StreamRecord:
         return raw if self.terms.tells_ids else _TOKEN_IDS.sub(rb"\1null", raw)
 
     def _passed(self, raw: bytes) -> bytes:
-        """Return the client's part of an event; raises UpstreamError if the event ends the replica's answer."""
+        """Return what the client gets of an event; raises UpstreamError if the event shows that the replica failed."""
         if self.is_unread:
             return self._shown(raw + b"\n\n")
         event = read(self.label, raw)
@@ -341,7 +344,7 @@ class StreamRecord:
         return self._shown(raw + b"\n\n")
 
     def lose(self, reason: str) -> None:
-        """Free what another replica would need, since the stream can no longer be resumed."""
+        """Mark the stream as one that can no longer be resumed, and free what that would need. `reason`: in metrics."""
         self.lost, self.body, self.text = reason, b"", bytearray()
         self.ids = self.prompt_ids = array("I")
 
@@ -368,7 +371,7 @@ class StreamRecord:
             self.body = b""
 
     def _rename(self, data: dict[str, Any]) -> None:
-        """Give an event the ids and times of the stream's first events, by which the client knows it."""
+        """Give an event the ids and times of the stream's first events, by which the client knows the stream."""
         if self.label in ("chat", "completions"):
             self.names = self.names or (data.get("id"), data.get("created"))
             data["id"], data["created"] = self.names
@@ -392,7 +395,7 @@ class StreamRecord:
     # --- the rest of the stream, from another replica
 
     def _joined(self, event: Event) -> bytes:
-        """Return the client's part of an event from a replica that resumes the stream."""
+        """Return what the client gets of an event from a replica that resumes the stream."""
         kind, text = event.kind, event.text
         if not self.proven:
             self._prove(event)
@@ -431,9 +434,9 @@ class StreamRecord:
         return self._shown(write(self.label, event.data))
 
     def _prove(self, event: Event) -> None:
-        """Check that the engine went on from the ids that it was given; raises UpstreamError.
+        """Check that the engine continues from the ids in its prompt; raises UpstreamError if that is not shown.
 
-        An engine that does not use ids would answer a prompt that nobody wrote.
+        An engine that ignores the ids would answer a prompt that nobody wrote.
         """
         if event.prompt_ids:
             if event.prompt_ids != self.prompt_ids + self.ids:
@@ -460,25 +463,25 @@ class StreamRecord:
 
     @property
     def has_all_text(self) -> bool:
-        """Whether only the events after the text are missing, if ids are known."""
+        """Whether the text is complete, as the reason for the end or the number of known ids shows."""
         return self.reason is not None or (self.limit is not None and self.clean[0] >= self.limit > 0)
 
     @property
     def lacks_end(self) -> bool:
-        """Whether only the event that ends the stream is missing, after the reason and usage."""
+        """Whether the client has everything up to the reason for the end and usage, and lacks only the last event."""
         if self.reason is None or self.complete or self.skip or self.label in ("messages", "responses"):
             return False
         return self.has_usage or not self.prompt.include_usage
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the client has nothing of the answer but its announcement."""
+        """Whether the client has nothing of the answer except events that announce it."""
         has_ids = self.ids and self.terms.tells_ids
         return not (self.text or self.skip or self.has_usage or self.complete or self.reason is not None or has_ids)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the last replica wrote nothing that the client did not have."""
+        """Whether the last replica wrote no text that was new to the client."""
         return not (self.shown if self.breaks else self.text)
 
     def break_off(self, why: str, events: int) -> None:
@@ -487,7 +490,7 @@ class StreamRecord:
         self.chunks, self.part, self.came, self.shown = None, bytearray(), 0, False
 
     def go_by_ids(self) -> bytes:
-        """Resume by ids; return the prompt's and the answer's (uint32 LE), which the next engine gets as its prompt."""
+        """Prepare to resume by ids; return those of prompt and answer (uint32 LE), the next engine's prompt."""
         count, end = self.clean
         self.skip = self.text[end:] + self.skip
         del self.ids[count:], self.text[end:]
@@ -495,13 +498,13 @@ class StreamRecord:
         return (self.prompt_ids + self.ids).tobytes()
 
     def go_by_repetition(self) -> None:
-        """Resume by repetition: the next engine writes the whole answer, of which the client has a part or nothing."""
+        """Prepare to resume by repetition: the next engine also writes again what the client has."""
         self.skip, self.text = self.text + self.skip, bytearray()
         self.ids, self.prompt_ids, self.clean, self.given, self.proven = array("I"), array("I"), (0, 0), 0, True
         self.knew_reason, self.reason = self.knew_reason or self.reason is not None, None
 
     def closing_events(self) -> bytes:
-        """Return the events that a chat or completion lacks whose text is complete."""
+        """Return the last events of a chat's or completion's stream whose text is complete and that lacks them."""
         if self.complete:
             return b""
         object_ = "chat.completion.chunk" if self.label == "chat" else "text_completion"

@@ -1,8 +1,8 @@
 """Resumption of streams whose replica failed (`--continue-streams`).
 
-A stream's `StreamRecord` holds what its client has. This module decides whether a stream is recorded, within a budget
-of bytes, and how it is resumed. `Placing` chooses the other replica as for any request, with the prompt and the written
-ids as one longer prompt, so the replica that holds most of them is known.
+A stream's `StreamRecord` keeps what its client has. This module decides whether a stream is recorded, within a budget
+of bytes, and how it is resumed. `Placing` chooses the other replica as for any request: the prompt and the ids written
+so far are one longer prompt, so it is known which replica has most of it cached.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 MOST_BYTES = 2**22  # bytes of a body; parsing a larger one again would hold the event loop for milliseconds
 MOST_BREAKS = 8  # failures of replicas in one stream
 ASKS_IDS = b'"return_token_ids":true,'
-LOG_SECONDS, MOST_LINES = 10.0, 10  # at most so many log lines in that time: a dying engine has hundreds of streams
+LOG_SECONDS, MOST_LINES = 10.0, 10  # in ten seconds at most ten log lines: a dying engine has hundreds of streams
 LONGEST_ID = 200  # characters of a stream's id in the log, which the client may choose
 
 
 class ResumableAttempt(Attempt):
     """An attempt whose stream is recorded, so that another replica can resume it.
 
-    `asks_ids`: it requests token ids that its client did not request.
+    `asks_ids`: the gateway has the engine report token ids, which the client did not request.
     """
 
     __slots__ = ("asks_ids",)
@@ -52,7 +52,7 @@ class ResumableAttempt(Attempt):
 
     @property
     def is_continued(self) -> bool:  # type: ignore[override]
-        """Whether it resumes what another replica began."""
+        """Whether the attempt resumes a stream that another replica began."""
         return self.exchange.is_continued
 
     def data(self, data: bytes) -> None:
@@ -73,7 +73,7 @@ class ResumableAttempt(Attempt):
             self.conductor.on_complete(self)
 
     def write(self, data: bytes, error: UpstreamError | None = None) -> None:
-        """Relay the client's part of a read; `error` ends the attempt."""
+        """Relay `data`, what the client gets of a read; `error` ends the attempt."""
         self.pieces += 1
         if data:
             if self.exchange.metered:
@@ -93,10 +93,10 @@ class Resumer:
     def __init__(
         self, placing: Placing, settling: Settling, eligible: Eligibility, metrics: Metrics, budget: int, discreet: bool
     ):
-        """Create it.
+        """Create the resumer.
 
-        `budget`: bytes that all records together may hold.
-        `discreet`: errors name no replicas, as in `Conductor`.
+        `budget`: bytes that all records together may take.
+        `discreet`: errors name no replicas, since clients are tenants.
         """
         self._placing, self._settling, self._eligible, self._metrics = placing, settling, eligible, metrics
         self._budget, self._discreet = budget, discreet
@@ -125,7 +125,7 @@ class Resumer:
         self._count(record)
 
     def body(self, exchange: Exchange, attempt: Attempt, body: bytes) -> bytes:
-        """Return the body to send in place of this one."""
+        """Return the body to send: `body`, with a request for token ids where useful, or one for a stream's rest."""
         record = exchange.stream_record
         if record is None or (attempt.leg is not None and not attempt.streams):
             return body
@@ -142,10 +142,10 @@ class Resumer:
         return b"".join((body[:at], ASKS_IDS, body[at:]))
 
     def _may_have_ids(self, record: StreamRecord, attempt: Attempt) -> bool:
-        """Return whether this attempt's engine can report ids that are of use.
+        """Return whether this attempt's engine can report token ids from which the stream could be resumed.
 
-        They are of no use unless the gateway knows the prompt's tokens: the engine's prompt may hold more than ids,
-        such as images.
+        Ids are of no use unless the gateway itself knows the prompt's tokens: the engine's prompt may have more than
+        ids, such as images.
         """
         return (
             record.prompt.path in (CHAT, COMPLETIONS)
@@ -156,7 +156,7 @@ class Resumer:
         )
 
     def begun(self, exchange: Exchange, attempt: Attempt, data: bytes) -> tuple[bytes, UpstreamError | None]:
-        """Return the client's part of an answer's first bytes, and the error that ends the answer, if any."""
+        """Return what the client gets of an answer's first bytes, and the error that ends the answer, or None."""
         record, head = exchange.stream_record, attempt.response_head
         if record is None:
             return data, None
@@ -189,7 +189,7 @@ class Resumer:
     def taken(
         self, attempt: Attempt, record: StreamRecord, taken: tuple[bytes, UpstreamError | None]
     ) -> tuple[bytes, UpstreamError | None]:
-        """Account for a record's read, and return what it has taken of it."""
+        """Account for a read after `StreamRecord.take`, and return `taken`, the result of that call."""
         if record.shown and record.broke:
             self._metrics.continue_gap_seconds.observe(record.way, monotonic() - record.broke_at)
             self._log(record, f"replica {attempt.backend.id} resumed it")
@@ -206,7 +206,7 @@ class Resumer:
         record.counted = size
 
     def _drop(self, exchange: Exchange, record: StreamRecord, reason: str) -> None:
-        """Relay the answer unread from here on."""
+        """Drop the record: the answer is relayed unread from here on. `reason`: why, in metrics; "" if not counted."""
         exchange.stream_record = None
         self.kept -= record.counted
         exchange.attempt_type = MeteredAttempt if exchange.metered else Attempt
@@ -216,7 +216,7 @@ class Resumer:
     def settled(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         """Release the record at the end of a request, before other `on_end` callbacks.
 
-        They need the prompt and the event count of the whole stream.
+        These need the prompt and the event count of the whole stream, which are set here.
         """
         self._refused.pop(exchange, None)
         record = exchange.stream_record
@@ -273,7 +273,7 @@ class Resumer:
         return reason
 
     def _way(self, record: StreamRecord) -> tuple[str, str]:
-        """Return the way to resume a stream, or "" and the reason why there is none."""
+        """Return the way to resume a stream and "", or "" and the reason why there is no way."""
         terms, prompt = record.terms, record.prompt
         reason = terms.no_ids or ("" if record.prompt_ids and record.ids else "ids")
         if not reason and (prompt.media or len(record.prompt_ids) != prompt.tokens):
@@ -287,8 +287,8 @@ class Resumer:
     def _unlike(self, attempt: Attempt, way: str) -> tuple[Backend, ...]:
         """Return the replicas that cannot resume a stream.
 
-        These are the one that failed, those that make other ids of the prompt, and for a resumption by ids those that
-        do not accept or report ids.
+        These are the replica that failed, replicas that make other ids of the prompt, and, to resume by ids, replicas
+        that do not accept or report ids.
         """
         gone, label = attempt.backend, attempt.exchange.label
 
@@ -374,9 +374,9 @@ def is_open_ended(head: Head) -> bool:
 
 
 def rest_error(attempt: Attempt, opened: Head | None = None) -> UpstreamError | None:
-    """Return why an answer with this head cannot continue the client's, or None.
+    """Return why an attempt's answer, by its head, cannot continue the stream that the client has; None if it can.
 
-    `opened`: the head that the client has, if the rest is relayed unchanged.
+    `opened`: the head that the client has, if this answer is to be relayed unchanged.
     """
     head = attempt.response_head
     if attempt.status == 200 and attempt.streams and head.get(b"content-encoding") is None:

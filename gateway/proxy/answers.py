@@ -56,7 +56,7 @@ _ERROR_BODY = re.compile(_BEGINS.pattern + _ERROR_OBJECT)
 # HTTP's framing between two chunks, which may stand within an event; and a member that an error event has.
 _BETWEEN_CHUNKS = re.compile(rb"\r\n0*[0-9A-Fa-f]{1,8}(?:;[^\r\n]*)?\r\n")
 _ERROR_MEMBER = re.compile(rb'"error"\s*:\s*[{"]|:\s*"(?:error|response\.failed)"')
-ERROR_MARK, ERROR_WITHIN = b'rror"', 48  # bytes near the beginning of any non-streamed error, and within how many
+ERROR_MARK, ERROR_WITHIN = b'rror"', 48  # bytes that each non-streamed error has, and within how many of its first
 LONGEST_ERROR = 65_536  # bytes of one error event
 MOST_HELD_BACK = 2**18  # bytes before the first output; a response's announcement repeats the instructions
 LOOKED_AT_FREELY = 4096  # bytes held back, up to which parsing them at each read costs next to nothing
@@ -423,9 +423,9 @@ def first_error(data: bytes, streams: bool) -> int:
 
 
 def error_status(data: bytes, streams: bool) -> int:
-    """Return the HTTP status that an error within a 200 amounts to; 0 without one.
+    """Return the HTTP status that an error inside an answer with status 200 amounts to; 0 if there is no error.
 
-    `data`: the first or last bytes of a stream's body, or the first ones of another answer's.
+    `data`: the first or last bytes of a stream's body, or the first bytes of a non-streamed answer's body.
     """
     if not streams:
         return _status(data) if data.find(ERROR_MARK, 0, ERROR_WITHIN) >= 0 and _ERROR_BODY.match(data) else 0
@@ -519,11 +519,11 @@ def read_usage(tail: bytes, depth: int = 1) -> Usage:
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _PLAIN_TEXT = re.compile(rb'(?<!"usage)(?!%b)"[^"]*+"?' % USAGE.pattern)
 _CUT_KEY = re.compile(rb'"usage"\s{0,8}(?::\s{0,8})?\Z')
-USAGE_BYTES, USAGE_KEY_BYTES = 4096, 25  # bytes kept of a usage, which may count each turn, and of the key before it
+USAGE_BYTES, USAGE_KEY_BYTES = 4096, 25  # bytes kept of a usage, which may have counts per turn, and of its key
 
 
 def _cut_text(plain: bytes) -> bytes:
-    """Return the end of a string or key that the read cut, as far as the next read needs it."""
+    """Return the unfinished string or key at the end of a read, as far as the next read is parsed with it."""
     if plain.count(b'"') % 2:
         text = plain[plain.rfind(b'"') :]
         return text if len(text) <= USAGE_KEY_BYTES else b'"' + text[-1:].replace(b'"', b"")

@@ -95,12 +95,12 @@ class Backend:
         self.pool = self._new_pool()
         self.drift = Drift()
         self.record = Record()
-        self.answers = 0  # answered requests not yet reported to health
+        self.answers = 0  # answered requests not yet reported to the health checks
         self.forwarding = Forwarding()
         self.keeps_nothing: set[str] = set()  # paths at which it answered a first leg and kept no cache
         self.learn_at = 0.0  # no observation is due before this time, in monotonic seconds
         self.pace = 0.0  # mean seconds per token of non-streamed answers, prompt included; 0 before the first
-        # Monotonic seconds until which it is chosen only if all others are full: it refused a request as one too many.
+        # Monotonic seconds until which it is chosen only if all others are full, since it refused a request as full.
         self.full_until = 0.0
         self.source: EventSource | None = None  # the source of `intake`
         self.intake: EventIntake | None = None

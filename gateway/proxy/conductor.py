@@ -102,7 +102,7 @@ class Judge:
     """A judge of replicas' responses: relay them to the client, or retry the request elsewhere."""
 
     def __init__(self, eligible: Eligibility, settling: Settling, retries: int):
-        """Create a judge; `retries` is the number of retries per request, as in `retries.after`."""
+        """Create a judge. `retries`: the number of retries per request."""
         self._eligible, self._settling, self._retries = eligible, settling, retries
 
     def head(self, exchange: Exchange, attempt: Attempt) -> UpstreamError | None:
@@ -432,7 +432,7 @@ class Conductor:
     def _ends(self, replica: Replica, error: UpstreamError) -> bool:
         """Return whether the engine, which closed a connection and accepts none, is shutting down gracefully.
 
-        Before its state says so, its other connections show it: an engine that crashed would have closed them all.
+        Before the replica's state shows this, other open connections do: an engine that crashed would have closed all.
         """
         return replica.ends or (error.kind == CONNECT and self.holds(replica.engine))
 

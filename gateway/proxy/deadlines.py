@@ -17,8 +17,8 @@ from .figures import Figures
 from .retries import HUNG, NO_CRASHES, PREFILL_FAILED, STALLED, TIMEOUT, TRANSFER_STALLED
 from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
-# How long after a request was sent comments and pings that keep a connection alive are held back. Until then a failure
-# can be reported by a status; after that they are relayed as they come.
+# For this time after a request was sent, comments and pings that keep the connection alive are held back, so that a
+# failure can be reported by a status. Later ones are relayed as they come.
 COMMENT_SECONDS = 1.0
 # Keep-alives that follow an announcement (`response.created`, a chunk with only the role) are held for five seconds:
 # once they are sent, no other replica can answer, because it would announce another id. Clients and proxies give up

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 LEASE = 60.0  # seconds without a report, unless the caller requests another time
 LEASES = (1.0, 3600.0)
-# Seconds after a lease's end in which reports that came in time may still be read: this process may have been held up
-# for less than `Pulse` notices.
+# Seconds after a lease's end to read reports that arrived in time: this process may have stalled for too short a time
+# for `Pulse` to notice.
 GRACE = 0.25
 LEAST_LEFT = 0.1  # seconds; timers and the clock do not agree more exactly
 # Limits on decisions under way: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well.

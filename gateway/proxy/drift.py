@@ -54,7 +54,7 @@ class Drift:
 
     @property
     def offset(self) -> int:
-        """Tokens predicted but not found in each of the last answers; negative if found but not predicted."""
+        """Tokens that were predicted and not found in each of the last answers; negative if found and not predicted."""
         return self._offset if self._steady >= STEADY else 0
 
     def reported(self, predicted: int, cached: int, tokens: int, fetched: int = 0, block_size: int = 0) -> bool:

@@ -389,8 +389,8 @@ class Exchange:
         "legs", "stays_whole",
         # the record from which another replica can resume its stream; None without --continue-streams
         "stream_record",
-        # replicas that are not sent it again; the number of attempts used up; how many replicas went down or hung with
-        # it; error answers of which it is not known yet whether the replica or the request is at fault
+        # replicas that are not sent the request again; the number of attempts used up; how many replicas went down or
+        # hung with the request; error answers of which it is not known yet who is at fault, replica or request
         "tried", "attempts_used", "crashes", "unattributed_errors",
         # monotonic seconds; (stage, seconds) pairs of the gateway's own stages
         "begun", "prepared_at", "stages",
@@ -462,7 +462,7 @@ class Exchange:
 
     @property
     def fault(self) -> int:
-        """The status that an error within a replica's 200 amounts to, 0 without one."""
+        """The status that an error inside a replica's answer with status 200 amounts to; 0 if there is no error."""
         return self.attempts[-1].fault if self.attempts and not self.status else 0
 
     @property

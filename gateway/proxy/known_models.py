@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MODEL_NOT_KNOWN = "model_not_known"
 EXPECTED_SECONDS = 600.0  # how long a pod's replacement is expected, which has to be scheduled first
 MOST_NAMES = 4096  # models of removed pods that are kept, the latest ones
-TAKEN_OUT = (State.DRAINING, State.STOPPED)  # by an operator, or with its pod
+TAKEN_OUT = (State.DRAINING, State.STOPPED)  # taken out by an operator, or because its pod is removed
 UNTOLD = (State.STARTING, State.WARMING, State.FAILED)  # states in which a replica is expected to report its models
 
 
@@ -39,7 +39,7 @@ class KnownModels:
         self._gone: set[str] = set()  # names of removed pods that no replica has served since
 
     def changed(self, now: Collection[str]) -> None:
-        """Set the names that are served `now`."""
+        """Update the registry after replicas changed. `now`: the names that are served."""
         self._now = now
         self._gone.difference_update(now)
         reported = {id: frozenset(backend.replica.models) for id, backend in self._backends.items()}
@@ -79,7 +79,7 @@ class KnownModels:
     # --- handover to another worker process
 
     def handed_on(self) -> dict[str, Any]:
-        """Return the state for another process: the names by replica, and the arguments of `resume`."""
+        """Return the state for another process: "served", the names by replica, and the arguments of `resume`."""
         return {
             "served": {id: sorted(names) for id, names in self._served.items() if names},
             "since_pod_went": {

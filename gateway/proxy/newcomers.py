@@ -21,7 +21,7 @@ class Newcomers:
 
     def __init__(self, ask: Callable[[], Awaitable[None]]):
         self._ask = ask
-        self._next: asyncio.Future[None] | None = None  # the refresh that requests wait for since the last one began
+        self._next: asyncio.Future[None] | None = None  # the next refresh, for which requests wait
         self._asking: asyncio.Task[None] | None = None
 
     async def asked(self) -> None:

@@ -20,7 +20,7 @@ from replicas.spelling import closest
 from ..prompt.prompt import EMBEDDINGS, LONGEST_RESPONSE_ID, NO_PREFILL, PROMPT_PATHS
 
 MODELS = "/v1/models"
-INVOCATIONS = "/invocations"  # SageMaker's: of a completion or a chat
+INVOCATIONS = "/invocations"  # SageMaker's path for completions and chats
 # Paths of the inference API outside PROMPT_PATHS, which are routed by load alone. A POST to these computes prompts.
 UNREAD_PROMPTS = frozenset((
     "/v1/chat/completions/batch", "/v1/audio/transcriptions", "/v1/audio/translations",

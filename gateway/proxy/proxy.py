@@ -409,7 +409,7 @@ class Proxy:
         """
         self.models, self.router, self.metrics = models, router, metrics
         self.pulse = pulse or Pulse()
-        # After the event loop was held up, answers may wait to be read: replicas are not late before that.
+        # After a stall of the event loop, answers may wait to be read: until they are, no replica counts as late.
         self.pulse.on_held_up.append(lambda now, _: router.ledger.held_up(now))
         self.allowed_paths = AllowedPaths(allow_paths)
         self.eligible = Eligibility(models, router, replicas)
@@ -441,7 +441,7 @@ class Proxy:
                 overload, metrics, queue.look, lambda now: figures.unanswered(self.conductor.under_way, now)
             )
             added = AddedByQueue(response_headers, cached_tokens_header, queue)
-            # The queue's callbacks follow the figures', which ask it for the request's class.
+            # The queue's callbacks come after those of the figures, which ask the queue for the request's class.
             on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)
         self.preparation = Preparation(self.eligible, self.placing, Newcomers(ask_models), metrics, metering)
         self.forwarding = TokenIdForwarding(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SLO_HEADER = b"x-hitherto-slo"
 SLOW_POOL = b"slow pool"  # the note on an answer from a slow pool
-LOOK_SECONDS = 0.05  # between two checks while requests wait: deadlines pass, and other gateways' load ends
+LOOK_SECONDS = 0.05  # between two checks while requests wait: deadlines may pass, and other gateways' load may end
 MOST_RETRY_AFTER = 600  # seconds
 WHY = {
     "ttft": "its first token would come too late, after the {limit:g} s that it may take",
@@ -67,7 +67,7 @@ class Queue:
         self._notes: dict[Asker, bytes] = {}  # the note for a client whose answer is degraded
         self._looks = False  # a check is scheduled or under way
         self._under_way: Iterator[None] | None = None
-        self._again = False  # check again after that, since something has changed meanwhile
+        self._again = False  # check again after the present check, since something has changed meanwhile
         self._timer: asyncio.TimerHandle | None = None
         placing.pulse.on_held_up.append(self._held_up)
         placing.router.on_room(self.look)

@@ -30,7 +30,7 @@ class Stored:
     """A stored response.
 
     `replica`: the id of the replica that has it.
-    `counted`: its prompt and output tokens that the tenant has been charged for, in any request that returned them.
+    `counted`: tokens (input, cached, output) that the tenant was charged for it, in any request that returned it.
     """
 
     __slots__ = ("replica", "counted")

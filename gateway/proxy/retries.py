@@ -48,7 +48,7 @@ PREFILL_FAILED = "prefill failed"
 # The replica that resumed a stream produced text that does not continue what the client already received.
 DIFFERS = "differs"
 SHUT_DOWN = "shutting_down"  # the gateway shut down within an answer
-# Statuses after which any request is retried on another replica. 501 is none: no engine of the kind could serve it.
+# Statuses after which any request is retried on another replica; after a 501, no engine of the kind could serve it.
 RETRYABLE = frozenset((500, 502, 503, 504))
 # The kind reported to a replica's watcher for an error that may not be the replica's fault.
 UNCONFIRMED = "unconfirmed"

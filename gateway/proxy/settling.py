@@ -81,8 +81,8 @@ TRAILS_SECONDS = 10.0
 # A replica whose counters stand still while a request waits this long is no longer ready (`replicas.progress.STALLED`,
 # the time between two looks, and as long again for a probe).
 COMPUTES_SECONDS = 30.0
-# A replica that refuses a request as one too many is tried last for FULL_SECONDS, or for the time of its Retry-After,
-# at most MOST_FULL_SECONDS: it may have refused the API key of one client only.
+# A replica that refuses a request because it is full is tried last for FULL_SECONDS, or for the time of its
+# Retry-After, at most MOST_FULL_SECONDS: it may have refused the API key of one client only.
 FULL_SECONDS, MOST_FULL_SECONDS = 1.0, 60.0
 
 # Bounds for believable usage: UTF-8 bytes per character (a token has at least one byte), tokens that an engine may add
@@ -559,7 +559,7 @@ class Settling:
         if not prompt.copies or not tells_blocks or (prompt.several and cached is None):
             pass  # there is nothing to compare with
         elif cached is None:
-            backend.drift.unreported(placement.overlap, prompt.tokens)  # the engine counts what it fetches apart
+            backend.drift.unreported(placement.overlap, prompt.tokens)  # the engine counts fetched tokens separately
             told = counted is not None and prompt.path not in NEVER_TELL_CACHED
             if placement.pull is not None:
                 saved -= placement.pull.tokens  # it is not known whether they came

@@ -191,7 +191,7 @@ class SharedLedger:
         self._logged_at = self._away_logged_at = float("-inf")
         self._log_when_joined = True
         self.joined = False
-        # Loads repaired in Redis: parts that differed from this gateway's load, and sums from their parts
+        # Loads repaired in Redis: parts that differed from this gateway's load, and sums that differed from their parts
         self.repairs = {"part": 0, "sum": 0}
         self.reason = "not connected yet"
         self.begin_answers: Callable[[], None] = _nothing

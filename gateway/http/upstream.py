@@ -415,7 +415,7 @@ class Pool:
         self._connecting: set[asyncio.Task[Upstream | UpstreamError]] = set()
 
     def acquire(self) -> Upstream | None:
-        """Return a connection not idle for so long that the replica might close it under a request, or None."""
+        """Return a connection idle for less than IDLE_SECONDS, after which the replica may close it, or None."""
         now = monotonic()
         while self.idle:
             upstream, _ = self.idle.popitem()

@@ -1,1 +1,1 @@
-"""The path of one request: admit, choose a replica, forward, retry, settle."""
+"""The path of one request: admission, choice of a replica, forwarding, retries, accounting."""

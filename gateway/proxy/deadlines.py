@@ -160,7 +160,7 @@ class Deadlines:
         """Return after how many seconds without a byte a stream is given up.
 
         The time is shorter for a lost replica, one that has failed, or is leaving and stands still: an engine that was
-        told to stop may have ended its core and wait for its clients to close their connections.
+        told to stop may have ended its core and wait until its clients close their connections, as is then done here.
         """
         state = attempt.backend.replica.state
         lost = state is State.FAILED or (

@@ -1,4 +1,4 @@
-"""The check of a replica's part of the map against the cached tokens that its engine reports. Pure.
+"""The check of a replica's part of the map of cached blocks against the cached tokens that its engine reports. Pure.
 
 Two sources are compared with the predictions. A response that reports its cached tokens is compared at once. Responses
 that do not (streams whose clients did not request usage, engines without the flag) still count in the engine's metrics

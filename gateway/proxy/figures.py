@@ -1,8 +1,8 @@
 """Latencies of answers by class and model: TTFT, ITL, TPOT and total time, tokens, and the time in each phase.
 
-Updated at a request's first token and at its end (`python -m bench.figures`), and for a stream under way by the sweep,
-four times a second, never per token. Without classes, limits and `--slo-figures` there is no `Figures` object, and
-these metrics cost requests nothing.
+They are updated at a request's first token and at its end (`python -m bench.figures`), and for a stream under way by
+the sweep, four times a second, never per token. Without classes, limits and `--slo-figures` there is no `Figures`
+object, and these metrics cost requests nothing.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Preparation:
             self._beside(exchange)
 
     def begin_other(self, exchange: Exchange) -> None:
-        """Prepare a request whose prompt the gateway does not read; at most the model's name is read from the body."""
+        """Prepare a request whose prompt the gateway does not read; it reads the model's name from the body."""
         request = exchange.request
         if request.method != "POST" or exchange.response is not None:
             self._ready(exchange, None)

@@ -1,8 +1,8 @@
 """Prompt prefixes that a replica pulls from another replica's memory: which pairs can, the request's body, the outcome.
 
-`policies.pulls` has their cost and decides when they are worth it, and the engine's dialect writes the request
-(`PeerPull`). Replicas that take part name their side channel in their URL (`#peer=HOST:PORT`); without two of them
-nothing here is used.
+`policies.pulls` has the cost of a pull and decides when it is worth that, and the engine's dialect writes the request
+(`PeerPull`). The URL of each replica that takes part names its side channel (`#peer=HOST:PORT`); with fewer than two
+such replicas nothing here is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rewriting of engines' errors into the format of the API that the client called.
 
 vLLM reports requests that its own checks refuse with OpenAI's error object, even at Anthropic's paths, whose clients
-find no type and message in that.
+find no type and message in that object.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ changed (`Ledger.moved`). One call of a script (`shared.lua`) stores the changes
 other, and returns the other gateways' load, which is added to the loads that policies see. Heartbeats return that load
 for all replicas.
 
-Redis stores the load of a gateway under a token, a random name with a lease. Whenever it is not certain what arrived
-(after an error or an expired lease), the gateway gives its token up, which removes its load from the sums, and states
-all its outstanding load again under a new token. Load that Redis loses, or that somebody damages, is repaired by
-heartbeats: each restates all outstanding load of the gateway and compares sums with their parts.
+Redis stores the load of each gateway under a token, a random name with a lease, and for each replica the sum over all
+gateways. Whenever it is not certain what arrived (after an error or an expired lease), a gateway gives its token up,
+which removes its load from the sums, and states all its outstanding load again under a new token. Load that Redis
+loses, or that somebody damages, is repaired by heartbeats: each restates all outstanding load of the gateway and
+compares sums with their parts.
 
 No request waits for Redis beyond a deadline: a late request is placed by the local view, and what Redis reserved for it
 is undone. While Redis cannot be reached ("away"), all decisions are made here at once.
@@ -80,7 +81,7 @@ LOG_SECONDS = 10.0  # between two equal log lines
 
 
 class _Heartbeat:
-    """A heartbeat on its way. `stated`: this gateway's outstanding load, by the replicas' names in all gateways."""
+    """A heartbeat on its way. `stated`: this gateway's outstanding load, by the replicas' shared names."""
 
     __slots__ = ("done", "stated")
 
@@ -440,7 +441,10 @@ class SharedLedger:
         return alive, beaten, decisions
 
     def _turn(self, changed: Collection[str], batch: Sequence[_Pending]) -> list[Any]:
-        """Return the arguments of the script's operation `turn` that follow the token."""
+        """Return the arguments of the script's operation `turn` that follow the token.
+
+        `changed`: ids of replicas on which this gateway's load has changed; `batch`: the requests to decide.
+        """
         replicas: dict[str, Candidate | None] = dict.fromkeys(map(self._name, changed))
         stated = b"".join([_LOAD.pack(*self._own(name)) for name in replicas])
         alike = {id(pending.names): pending for pending in batch}  # one for each list of candidates
@@ -486,7 +490,7 @@ class SharedLedger:
         return found
 
     def _compared(self, others: dict[str, tuple[int, ...]], parts: int, sums: int) -> None:
-        """Process a heartbeat's reply: other gateways' load by the replicas' shared names, and how much was repaired."""
+        """Process a heartbeat's reply: other gateways' load by the replicas' shared names, and numbers of repairs."""
         for replica in self._ledger.outstanding():
             if (counts := others.get(self._name(replica))) is not None:
                 self._ledger.others(replica, counts)

@@ -1,6 +1,6 @@
 """The state machines of an exchange and its attempts, as pure tables without clock, sockets or replicas.
 
-An exchange is a client's request; an attempt is one leg of it, to one replica:
+An exchange is a client's request; an attempt sends it, or one leg of it, to one replica:
 
               prepared        placed           answered
     PREPARING -------> PLACING -----> TRYING ----------> ANSWERING --finished--> ENDED

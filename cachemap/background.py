@@ -1,7 +1,4 @@
-"""Background work that must not end unseen: loops that are restarted after a fault, and a record of all faults.
-
-`FaultRecord` also serves other work that continues after a fault.
-"""
+"""Background work that must not end unnoticed: loops that are restarted after a failure, and a record of failures."""
 
 from __future__ import annotations
 
@@ -21,25 +18,25 @@ LOG_SECONDS = 10.0  # between two tracebacks of one kind; failures in between ar
 
 @dataclass(slots=True)
 class Failures:
-    """The number of failures of one kind of work, and the last one."""
+    """The failures of one kind of work, such as one background loop."""
 
     count: int = 0
-    last: str = ""
-    at: float = 0.0  # monotonic
-    logged_at: float = float("-inf")
+    last: str = ""  # description of the last failure
+    at: float = 0.0  # time of the last failure, monotonic
+    logged_at: float = float("-inf")  # time when a failure was last logged, monotonic
 
 
 class FaultRecord:
-    """The faults of work that continues after them.
+    """A record of failures, for work that continues after a failure.
 
-    `failures` has an entry for every kind of work, failed or not, so that its counter exists before the first failure.
+    `failures` has an entry for every kind of work, failed or not, so that each kind's counter exists from the start.
     """
 
     def __init__(self) -> None:
         self.failures: dict[str, Failures] = {}
 
     def count(self, kind: str, last: str) -> Failures:
-        """Count a failure that the text `last` describes, and return the record of its kind."""
+        """Count a failure of this kind of work, described by `last`, and return the failures of that kind."""
         failures = self.failures.setdefault(kind, Failures())
         failures.count += 1
         failures.last, failures.at = last, monotonic()
@@ -51,7 +48,7 @@ class FaultRecord:
         return {kind: one.count for kind, one in self.failures.items()}
 
     def recent(self) -> dict[str, dict[str, Any]]:
-        """Return the failures of the last minutes by kind of work, for /status and the doctor."""
+        """Return the kinds of work that failed in the last RECENT_SECONDS, for /status and `hitherto doctor`."""
         now = monotonic()
         return {
             kind: {"failures": one.count, "last": one.last, "seconds_ago": round(now - one.at, 1)}
@@ -61,7 +58,7 @@ class FaultRecord:
 
 
 class Background(FaultRecord):
-    """The background work of one gateway."""
+    """The background tasks of one gateway, each restarted when it fails."""
 
     def spawn(
         self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], *, on_failure: Callable[[], None] = lambda: None
@@ -91,7 +88,7 @@ class Background(FaultRecord):
     def failed(self, kind: str, error: BaseException, subject: str = "") -> None:
         """Count and log a failure.
 
-        `subject` names what failed where the kind of work has several, such as a replica's id.
+        `subject`: the thing that the work was for, such as a replica's id, where one kind of work serves several.
         """
         failures = self.count(kind, f"{subject}: {_describe(error)}" if subject else _describe(error))
         if failures.at - failures.logged_at > LOG_SECONDS:

@@ -1,7 +1,7 @@
-"""Changes to what a replica is known to hold, in terms that mean the same in every map.
+"""Changes to the blocks that a replica is known to hold, in a form that other gateways' maps can apply.
 
-Blocks are named by their hash and by a tag derived from the engine's key: no text, no tokens, nothing specific to one
-process. So a change can be sent to other gateways as it is.
+A block is named by its hash and by its tag (the engine's own key of the block, mixed and shortened): no text, no
+tokens, nothing specific to one process. So gateways send changes to each other as they are.
 """
 
 import re
@@ -14,42 +14,43 @@ TIERS = ("gpu", "cpu", "disk", "remote")
 _GROUP = re.compile(r"group (\d{1,5}), last (\d{1,9})")
 _CHUNKS = re.compile(r"(cpu|disk|remote) in (own )?chunks of (\d{1,5})")
 
-# Flags in a group's index, which gateways exchange in 16 bits:
+# Flags in a cache group's index, which gateways exchange in 16 bits:
 STATES = 1 << 14  # the group is of Mamba layers
-PARTS = 1 << 15  # the group has prompts' ends within blocks of full attention
+PARTS = 1 << 15  # the group has the ends of prompts that lie within a block of full attention
 
 
 class CacheGroup(NamedTuple):
-    """A further KV cache group of an engine whose layers are not all alike.
+    """A KV cache group of an engine whose layers are not all alike, besides its first group of full attention.
 
-    Besides full attention's blocks, which are in tier "gpu", such an engine holds other blocks for the same tokens, and
-    drops them one by one. `last`: how many of a hit's last blocks must be held in this group (all, if the hit has
-    fewer). With a sliding window these are the blocks that the window reaches back over; for Mamba layers it is 1, as
-    the state after the last block says all; for a further group of full attention it is EVERY. `tier` is the group's
-    name in changes.
+    Such an engine keeps separate blocks for the same tokens in each group of layers, and evicts each group's blocks on
+    their own. The blocks of the first full-attention group are in tier "gpu".
+
+    `last`: how many blocks at the end of a hit must be held in this group (all blocks of a shorter hit). For a sliding
+    window these are the blocks that the window reaches back over; for Mamba layers `last` is 1, as the state after the
+    last block covers everything before it; for a further group of full attention it is EVERY.
     """
 
-    # The engine's index, with STATES or PARTS; it hides tuple.index, which is never called.
+    # The engine's index of the group, with STATES or PARTS; it hides tuple.index, which is never called.
     index: int  # type: ignore[assignment]
     last: int
 
     @classmethod
     def of_states(cls, index: int) -> "CacheGroup":
-        """Return a group of Mamba layers; its index is kept apart from those of other kinds."""
+        """Return a group of Mamba layers; a flag in its index tells it apart from groups of other layers."""
         return cls(index | STATES, 1)
 
     @classmethod
     def of_parts(cls, index: int, whole: int) -> "CacheGroup":
-        """Return the group of prompts' ends within blocks of full attention.
+        """Return the group that keeps the ends of prompts which lie within a (larger) block of full attention.
 
-        `whole` is the number of hashed blocks in one block of full attention. A hit may end at such an end if all
-        blocks before the one it lies in are held.
+        A hit may end at such a place if the replica holds all full-attention blocks before it. `whole`: how many of the
+        map's blocks make up one block of full attention.
         """
         return cls(index | PARTS, whole)
 
     @property
     def told_as(self) -> int:
-        """The index that the engine gives the group."""
+        """The index by which the engine itself names the group."""
         return self.index & ~(STATES | PARTS)
 
     @property
@@ -66,20 +67,21 @@ class CacheGroup(NamedTuple):
 
     @staticmethod
     def of(tier: str) -> "CacheGroup | None":
-        """Return the group that a change's tier names; None for any other tier."""
+        """Return the group whose `tier` this is; None for a tier that is no cache group."""
         found = _GROUP.fullmatch(tier)
         return CacheGroup(int(found[1]), int(found[2])) if found else None
 
 
 class ChunkTier(NamedTuple):
-    """A slower tier that finds a prompt's blocks in whole chunks of `blocks`, counted from the prompt's beginning.
+    """A tier slower than the GPU that finds a prompt's blocks only in whole chunks of several blocks.
 
-    Blocks after a prompt's last whole chunk are not found, even if a longer prompt's chunk contains them. `tier` is the
-    tier's name in changes.
+    Chunks are counted from the prompt's beginning; blocks after a prompt's last whole chunk are not found, even if a
+    longer prompt's chunk contains them.
 
-    A store below the engine finds chunks from a prompt's beginning on, whatever the engine holds. The engine's `own`
-    tier starts with the chunk in which its GPU hit ends, and fetches no less than one chunk of tokens; of its chunks
-    the map keeps only the last block, which stands for the whole.
+    `base`: the kind of memory. `blocks`: blocks in a chunk.
+    `own`: the tier is the engine's own. Its lookup starts with the chunk in which the GPU hit ends, and fetches no less
+    than one chunk of tokens; of each chunk the map keeps only the last block. Otherwise the tier is a store below the
+    engine (such as LMCache), whose lookup starts at the prompt's beginning, whatever the engine holds.
     """
 
     base: str  # one of TIERS, but not "gpu"
@@ -92,17 +94,17 @@ class ChunkTier(NamedTuple):
 
     @staticmethod
     def of(tier: str) -> "ChunkTier | None":
-        """Return the chunk tier that a change's tier names; None for any other tier."""
+        """Return the ChunkTier whose `tier` this is; None for a tier without chunks."""
         found = _CHUNKS.fullmatch(tier)
         return ChunkTier(found[1], int(found[3]), bool(found[2])) if found and int(found[3]) else None
 
 
 def outlives(tier: str) -> bool:
-    """Return whether blocks in this tier stay when an engine drops everything that it holds itself.
+    """Return whether blocks in this tier stay when an engine clears its own cache.
 
     vLLM's reset of its prefix cache leaves LMCache's chunks, and what is on disk or on other machines. Some resets
-    (sleep, pause, `reset_external`) empty its own host memory and others do not, with the same event: the memory counts
-    as emptied.
+    (sleep, pause, `reset_external`) also empty vLLM's own host memory, and others do not, but the event is the same:
+    host memory counts as emptied.
     """
     chunks = ChunkTier.of(tier)
     base, own = (tier, True) if chunks is None else (chunks.base, chunks.own)
@@ -113,32 +115,35 @@ EVERY = 10**9 - 1  # blocks, more than any prompt has
 
 
 class Store(NamedTuple):
-    """Blocks that the replica now holds; `heads` as in `CacheMap.store`.
+    """The addition of blocks to those that the replica holds, as one or more chains of consecutive blocks.
 
-    Without blocks it announces a cache group, so that the group is known before its first block.
+    A Store without blocks announces a cache group, so that the group is known before its first block.
     """
 
     tier: str  # one of TIERS, or the `tier` of a CacheGroup or ChunkTier
     hashes: np.ndarray
     tags: np.ndarray
-    heads: list[tuple[int, int]]
+    heads: list[tuple[int, int]]  # for each chain: the index of its first block, the hash of the block before it or 0
 
 
 class Remove(NamedTuple):
-    """Blocks of which the replica dropped one copy each."""
+    """The removal of one copy of each of these blocks."""
 
     tier: str
     tags: np.ndarray
 
 
 class Clear(NamedTuple):
-    """The loss of all blocks; without `below`, those in tiers that outlive the engine's own cache stay."""
+    """The loss of all blocks of a replica; without `below`, blocks in tiers that `outlives` names stay."""
 
     below: bool = True
 
 
 class Observe(NamedTuple):
-    """The switch between following the replica's events and modelling its cache; it starts from nothing."""
+    """The switch to following the replica's events, or (`observed` is False) to modelling its cache.
+
+    All blocks of the replica are forgotten.
+    """
 
     observed: bool
 
@@ -147,18 +152,19 @@ Change = Store | Remove | Clear | Observe
 
 
 class Contents(NamedTuple):
-    """All that a replica holds: hashes and tags by tier, least recently used first, and the copies beyond the first."""
+    """Everything that events reported of one replica."""
 
-    observed: bool
-    held: dict[str, tuple[np.ndarray, np.ndarray]]
-    copies: dict[tuple[str, int], int]
+    observed: bool  # the replica's events are followed
+    held: dict[str, tuple[np.ndarray, np.ndarray]]  # by tier: hashes and tags of the blocks, least recently used first
+    copies: dict[tuple[str, int], int]  # by tier and tag: how many copies of a block there are beyond the first
 
 
 def merged(changes: Iterable[Change], most: int = 1024) -> Iterator[Change]:
-    """Yield equivalent changes, merged to about `most` blocks each.
+    """Yield changes with the same effect, merged so that each has about `most` blocks.
 
-    Applying 400 small changes takes as long as 20,000 blocks in one. Removals come first, then stores. A block that is
-    stored twice, dropped twice, or dropped after it was stored starts new changes, as does another tier.
+    Applying 400 small changes takes as long as one change of 20,000 blocks. Of merged changes the removals come first,
+    then the stores. So a merge ends before a block that would be stored twice, removed twice, or removed after it was
+    stored, and before a change of another tier.
     """
     dropped: list[Remove] = []
     stored: list[Store] = []

@@ -1,8 +1,8 @@
 """Block hashing: the names under which the map knows blocks of tokens.
 
-A block's name is a 64-bit xxh3 of its token ids, seeded with the name of the block before it, so one number stands for
-the whole prefix up to and including the block. The first block's seed covers what must never be shared: the model, the
-block size, the LoRA adapter and the tenant's cache salt.
+A block's name, or hash, is a 64-bit xxh3 of its token ids, seeded with the name of the block before it, so one number
+stands for the whole prefix up to and including the block. The first block's seed is made of everything that blocks must
+agree in besides tokens to be shared: the model, the block size, the LoRA adapter and the tenant's cache salt.
 """
 
 from array import array
@@ -22,8 +22,8 @@ _LONG = 256  # characters of salt and adapter; longer ones are not cached: clien
 def chain_seed(model: str, block_size: int, adapter: str | None = None, cache_salt: str | None = None) -> int:
     """Return the u64 seed of a prompt's first block: two prompts share blocks only if all four arguments are equal.
 
-    Each field is written with its length, so that no two combinations give the same bytes. None and "" mean the same,
-    as they do to the engine.
+    Each argument is hashed together with its length, so that no two combinations give the same bytes. None and "" mean
+    the same, as they do to the engine.
     """
     short = len(adapter or "") + len(cache_salt or "") <= _LONG
     return (_seed if short else _seed.__wrapped__)(model, block_size, adapter, cache_salt)
@@ -37,11 +37,11 @@ def _seed(model: str, block_size: int, adapter: str | None, cache_salt: str | No
 
 
 def hash_blocks(tokens: bytes | memoryview, block_size: int, seed: int) -> list[int]:
-    """Return one u64 for each full block of `tokens` (uint32 little-endian ids), in order.
+    """Return the hash (u64) of each full block of `tokens` (uint32 little-endian ids), in order.
 
-    h[i] = xxh3_64(bytes of block i, seed = h[i-1]), with h[-1] = `seed`. To continue a prefix that is hashed already,
-    pass its last hash as `seed`. Tokens after the last full block are ignored, as the engine caches full blocks only. A
-    16-token block takes about 75 ns.
+    hash[i] = xxh3_64(bytes of block i, seed = hash[i-1]), where `seed` takes the place of hash[-1]. To continue a
+    prefix that is hashed already, pass the hash of its last block as `seed`. Tokens after the last full block are
+    ignored, as the engine caches full blocks only. A 16-token block takes about 75 ns.
     """
     width = block_size * TOKEN_BYTES
     if len(tokens) < width:
@@ -57,18 +57,19 @@ def hash_blocks(tokens: bytes | memoryview, block_size: int, seed: int) -> list[
 
 
 def covering(keys: Sequence[object], seed: int) -> int:
-    """Return the seed of a block that covers `keys` besides its tokens; `seed` is the hash of the block before it.
+    """Return the seed for hashing a block whose name covers extra keys, such as images, besides its tokens.
 
-    The key of a media item is [its identity, its offset from the block's start in tokens], as engines report it.
+    `keys`: the block's extra keys; a media item's key is [identity, offset from the block's start in tokens], as
+    engines report it. `seed`: the hash of the block before this one.
     """
     return xxh3_64_intdigest(repr(keys).encode("utf-8", "surrogatepass"), seed)
 
 
 def looking_ahead(hashes: Sequence[int], ahead: np.ndarray) -> list[int]:
-    """Return block names that also cover the tokens following each block.
+    """Return block names that also cover the tokens that follow each block.
 
-    `hashes` are of the blocks alone; `ahead` has a row of following tokens for each block. The result is an XOR, so
-    applying this function to a name returns the block's own hash.
+    `hashes`: the hash of each block alone; `ahead`: for each block a row with the tokens that follow it. A name is the
+    XOR of the hash with a mix of those tokens, so calling this function on the names returns the hashes.
     """
     names = np.array(hashes, np.uint64)
     for place in range(ahead.shape[1]):
@@ -82,9 +83,10 @@ def looking_ahead(hashes: Sequence[int], ahead: np.ndarray) -> list[int]:
 
 
 def named_ahead(hashes: Sequence[int], tokens: bytes | memoryview, block_size: int, ahead: int) -> array:  # type: ignore[type-arg]
-    """Return the names of a prompt's blocks that also cover the `ahead` tokens after each, for blocks that have them.
+    """Return block names that also cover the `ahead` tokens after each block of a prompt.
 
-    `hashes` are the blocks' own; `tokens` are the prompt's uint32 ids.
+    Blocks with fewer than `ahead` tokens after them get no name. `hashes`: the hash of each block alone; `tokens`: the
+    whole prompt's token ids as uint32.
     """
     ids = np.frombuffer(tokens, np.uint32)
     count = max(0, min((len(ids) - ahead) // block_size, len(hashes)))
@@ -93,7 +95,7 @@ def named_ahead(hashes: Sequence[int], tokens: bytes | memoryview, block_size: i
 
 
 class Span(NamedTuple):
-    """A media item in a prompt: `length` placeholder tokens from token `offset` on."""
+    """The place of a media item (such as an image) in a prompt: `length` placeholder tokens from token `offset` on."""
 
     identity: str
     offset: int
@@ -103,10 +105,10 @@ class Span(NamedTuple):
 def hash_with_media(
     tokens: bytes | memoryview, block_size: int, seed: int, spans: Sequence[Span], ahead: int = 0
 ) -> list[int]:
-    """Return the hashes of `hash_blocks`, where each block with placeholders of a media item covers that item too.
+    """Return block hashes like `hash_blocks`, but blocks with placeholders of a media item cover that item too.
 
-    `spans` are in order; one may begin at the last token of the one before it. With `ahead`, an item also counts for a
-    block if its placeholders are among the `ahead` tokens after the block.
+    `spans`: the prompt's media items in order; a span may begin at the last token of the span before it. With `ahead`,
+    a block also covers the items that have a placeholder among the `ahead` tokens after the block.
     """
     width = block_size * TOKEN_BYTES
     if len(tokens) < width:
@@ -128,24 +130,27 @@ def hash_with_media(
 
 
 class GuessedBlocks(array):  # type: ignore[type-arg]
-    """The names of a prompt's blocks, as array("Q"), of which only the first `known` are made of the engine's tokens.
+    """The names of a prompt's blocks, as array("Q"), for a prompt whose tokens the gateway knows only in part.
 
-    The others stand for what the engine makes of the rest of the prompt: equal names mean the same text and media, but
-    no event reports these names.
+    Only the first `known` names are made of the tokens that the engine will use. The other names are made of the text
+    and media of the rest of the prompt: equal names mean equal content, but no engine event reports these names.
     """
 
     known = 0
 
     @classmethod
     def of(cls, hashes: Sequence[int], known: int) -> "GuessedBlocks":
-        """Return these names, of which the first `known` are made of the engine's tokens."""
+        """Return these names as GuessedBlocks; the first `known` of them are made of the engine's tokens."""
         guessed = cls("Q", hashes)
         guessed.known = known
         return guessed
 
 
 def _without_zero(blocks: list[bytes], seed: int) -> list[int]:
-    """Return `hash_blocks` with 1 in place of 0, which marks an empty place in the table: one in 2**64 blocks."""
+    """Return the hashes of `hash_blocks` with 1 in place of 0, which marks an empty entry in the tables.
+
+    One in 2**64 blocks has the hash 0.
+    """
     return [seed := xxh3_64_intdigest(block, seed) or 1 for block in blocks]
 
 

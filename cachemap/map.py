@@ -1,8 +1,10 @@
-"""The cache map: for every replica, how much of a prompt it holds.
+"""The cache map: for every replica (engine), how many leading blocks of a prompt its KV cache holds.
 
-Confirmed blocks, which engines reported in events, are in block tables, one for each tier. Predicted blocks, those of
-prompts just routed, are kept apart and expire. A replica without events has neither; instead its cache is modelled.
-Replicas with events are modelled too, for the parts of prompts that no event reports (`GuessedBlocks`).
+What the map knows of a replica comes from one of three sources:
+confirmed blocks, which the engine reported in events: in block tables, one for each tier (GPU, host memory, disk ...);
+predicted blocks, those of prompts just routed to the replica: kept apart, and forgotten after some seconds;
+modelled blocks, where the engine publishes no events: a model of its cache, fed with the prompts routed to it.
+Replicas with events have a model too, for the parts of prompts that no event reports (`GuessedBlocks`).
 """
 
 from array import array
@@ -32,10 +34,11 @@ PIECE = 1024  # blocks stored at a time: enough to spread a call's cost, few com
 class Match:
     """How much of one prompt each replica holds.
 
-    `held` and `confirmed` are indexed by slot and count blocks from the prompt's start: `confirmed` by events, `held`
-    for any reason (confirmed, predicted or modelled). For a replica with several cache groups (see `CacheGroup`) both
-    count what is a hit in all groups. `lower` has, for the few slots that need it, the blocks after the held ones that
-    are in slower tiers, as runs of (tier, blocks) in the prompt's order.
+    `held`: for each slot, how many blocks from the prompt's start are confirmed, predicted or modelled.
+    `confirmed`: for each slot, how many blocks from the prompt's start events confirm.
+    `lower`: by slot, the blocks after the `held` ones that are in slower tiers, as runs of (tier, number of blocks) in
+    the prompt's order; a slot without such blocks is left out.
+    For a replica with several cache groups (`CacheGroup`) a block counts only if it is a hit in all groups.
     """
 
     __slots__ = ("confirmed", "held", "lower")
@@ -54,13 +57,13 @@ class _Replica:
     name: str
     model: EngineModel
     observed: bool
-    # Two requests that compute the same block leave two copies, and engines report each one stored and removed. The
-    # block is gone with the last copy. Here, by tier and tag, are the copies beyond the first.
+    # Two requests that compute the same block leave two copies of it, and engines report the storing and the removal
+    # of each. The block is gone with its last copy. `copies`: by tier and tag, how many copies beyond the first.
     copies: Counter[tuple[str, int]] = field(default_factory=Counter)
     journal: Callable[[Change], None] | None = None
 
     def fewer(self, tier: str, tag: int) -> bool:
-        """Remove one of the copies beyond the first; return whether there was one, so that the block stays."""
+        """Remove one copy of a block beyond the first; return whether there was one, so that the block stays."""
         beyond = self.copies.get((tier, tag), 0)
         if beyond > 1:
             self.copies[tier, tag] = beyond - 1
@@ -70,12 +73,12 @@ class _Replica:
 
 
 class CacheMap:
-    """The blocks that each replica is known, predicted or modelled to hold, within `budget_bytes`.
+    """The blocks that each replica is known, predicted or modelled to hold, within `budget_bytes` of memory.
 
-    Replicas are slots: small ints that index the lists in `Match` and are reused after `detach`. Hashes are nonzero u64
-    of `hash_blocks`. `now` is in seconds, monotonic. Methods that change a replica raise KeyError for a slot without
-    one. Not thread-safe. Every call is short: growth, eviction and the removal of a replica advance with each call, in
-    steps of at most some milliseconds (see bench/scale.py).
+    A replica goes by its slot: a small int that indexes the lists in `Match` and is reused after `detach`. A block goes
+    by its hash, a nonzero u64 from `hash_blocks`. Parameters called `now` are in seconds, monotonic. Methods that
+    change a replica raise KeyError if no replica has the slot. Not thread-safe. Every call is short: growth, eviction
+    and the removal of a replica advance with each call, in steps of at most some milliseconds (see bench/scale.py).
     """
 
     def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS):
@@ -85,7 +88,8 @@ class CacheMap:
         self._budget = Budget(budget_bytes - self._chain_budget)
         self._gpu = BlockTable(self._budget)
         self._lower: dict[str, BlockTable] = {}
-        self._tiers: list[ChunkTier] = []  # the tiers of `_lower`, nearest first; own chunks of 1 for those without
+        # The tiers of `_lower`, nearest first; a tier without chunks is entered as the engine's own with chunks of 1.
+        self._tiers: list[ChunkTier] = []
         self._groups = GroupTables(self._budget)
         self._routed = Routed(predicted_seconds, self._groups.of)
         self._replicas: list[_Replica | None] = []
@@ -99,8 +103,8 @@ class CacheMap:
     def attach(self, name: str, capacity_blocks: int | None, observed: bool) -> int:
         """Add a replica and return its slot.
 
-        `capacity_blocks` is its cache's size in blocks, None if unknown. `observed`: its events are followed; otherwise
-        its cache is modelled.
+        `capacity_blocks`: the size of the replica's cache in blocks, None if unknown.
+        `observed`: the replica's events are followed; otherwise its cache is modelled.
         """
         model = EngineModel(capacity_blocks or UNKNOWN_CAPACITY)
         replica = _Replica(name, model, observed)
@@ -133,7 +137,7 @@ class CacheMap:
         self._recount()
 
     def _recount(self) -> None:
-        """Recompute the lists of replicas and their shares of the budget for predicted and modelled blocks."""
+        """Recompute the lists of replicas, and what each may use of the budget for predicted and modelled blocks."""
         self._live = [(slot, replica) for slot, replica in enumerate(self._replicas) if replica]
         self._modelled = [(slot, one.model) for slot, one in self._live if not one.observed]
         self._observed = len(self._modelled) < len(self._live)  # predictions are only made for observed replicas
@@ -146,8 +150,9 @@ class CacheMap:
     def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
         """Return how much of the prompt with these block hashes each replica holds.
 
-        `most` is the number of blocks that can be hits, as the engine always computes the last token; None: all. It
-        matters only for replicas with several cache groups, or which drop the last block that they find.
+        `most`: how many of the prompt's blocks can be hits (None: all); the block with the last token cannot, as the
+        engine always computes that token. `most` matters only for replicas with several cache groups, and for replicas
+        that drop the last block of a hit (`drop`).
         """
         if self._observed:
             gpu = self._gpu.blocks
@@ -178,10 +183,10 @@ class CacheMap:
         return Match(held, confirmed, self._further(hashes, held) if self._lower else {})
 
     def drop(self, slot: int, drops: bool, to_end: bool = True) -> None:
-        """Set whether the replica recomputes the last block that it finds.
+        """Set whether the replica drops (recomputes) the last block of each hit.
 
-        Engines do that which speculate with the model's hidden states. `to_end`: with several cache groups, the replica
-        also looks for the block that ends with the prompt.
+        Engines that speculate with the model's hidden states do so. `to_end`: the replica has several cache groups, and
+        its lookup includes a block that ends exactly at the prompt's end.
         """
         self._replica(slot)
         if drops:
@@ -190,13 +195,15 @@ class CacheMap:
             self._dropping.pop(slot, None)
 
     def drops(self, slot: int) -> bool:
-        """Return whether the replica is taken to recompute the last block that it finds."""
+        """Return whether the replica was set by `drop` to recompute the last block of each hit."""
         return slot in self._dropping
 
     def _drop(self, hashes: Sequence[int], full: list[int], held: list[int], confirmed: list[int], most: int) -> None:
-        """Shorten hits in `held` and `confirmed` for replicas that drop the last block.
+        """Shorten hits, in place, for replicas that recompute the last block of a hit.
 
-        With several cache groups a hit may become shorter than that, so it is looked up again.
+        With several cache groups a hit may become shorter by more than one block, so it is looked up again. `full`: how
+        many leading blocks full attention holds, by slot; `held` and `confirmed`: as in `Match`, changed here; `most`:
+        how many of the prompt's blocks can be hits.
         """
         most = min(most, len(hashes))
         for slot, to_end in self._dropping.items():
@@ -211,24 +218,24 @@ class CacheMap:
                 confirmed[slot] = min(confirmed[slot], held[slot])
 
     def _in_all_groups(self, hashes: Sequence[int], full: list[int], most: int | None) -> list[int]:
-        """Reduce full attention's hit of each replica to what every KV cache group also holds."""
+        """Return each replica's hit, reduced from full attention's hit (`full`) to what all its cache groups hold."""
         held = full.copy()
         for slot, reach in self._groups.reach(hashes, full, len(hashes) if most is None else most).items():
             held[slot] = reach
         return held
 
     def _guess(self, hashes: GuessedBlocks, held: list[int]) -> None:
-        """Extend `held` over blocks that no event reports, in place.
+        """Extend `held`, in place, over the prompt's blocks that no event reports.
 
-        They are assumed to be where this prompt was sent before, while the known blocks before them are still there and
-        the replica's cache has room.
+        A replica is assumed to hold such blocks if this prompt was sent to it before, its model of the cache has not
+        evicted them since, and it still holds all known blocks before them.
         """
         for slot, replica in self._live:
             if replica.observed and held[slot] >= hashes.known:
                 held[slot] = max(held[slot], replica.model.reach(hashes))
 
     def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
-        """Return by slot the runs of blocks after the held ones that are in lower tiers."""
+        """Return `Match.lower`: by slot, the runs of blocks in slower tiers that follow the first `held` blocks."""
         wanted = u64(hashes)
         in_chunks: list[tuple[ChunkTier, list[int]]] = []
         tiers: list[tuple[str, list[int]]] = []  # each with the holders of every block, as bits by slot
@@ -259,25 +266,28 @@ class CacheMap:
         return lower
 
     def holds_below(self, slot: int) -> bool:
-        """Return whether the replica is known to hold anything in slower tiers."""
+        """Return whether events reported any block of this replica in a tier slower than the GPU."""
         return any(table.aliases[slot].count for table in self._lower.values())
 
     def chunk_tiers(self, slot: int) -> list[ChunkTier]:
-        """Return the slower tiers in which this replica has chunks."""
+        """Return the slower tiers that keep blocks in chunks and have some of this replica."""
         tables = zip(self._tiers, self._lower, self._lower.values(), strict=True)
         return [tier for tier, name, table in tables if name not in LOWER_TIERS and table.aliases[slot].count]
 
     def own_chunk(self, slot: int) -> int:
-        """Return the largest chunk, in blocks, that events reported in the replica's own slower tiers; 1 if none."""
+        """Return how many blocks the largest chunk has that events reported in the engine's own slower tiers, or 1."""
         tables = zip(self._tiers, self._lower.values(), strict=True)
         return max([tier.blocks for tier, table in tables if tier.own and table.aliases[slot].count], default=1)
 
     def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
         """Return how many tokens of a prompt's last block the engine does not count as found in a slower tier, or None.
 
-        The prompt ends with a whole block, the last of `hashes`, and its first `held` blocks are found elsewhere. An
-        engine always computes the last token; its own tiers count that token as found (0), a store below it does not
-        (1). None: no slower tier finds the block.
+        The result is 0 if the engine's own slower tier finds the block, 1 if only a store below the engine does, None
+        if no slower tier does. The difference is the prompt's last token: the engine computes it in any case, but
+        counts it as found in its own tiers and not in a store below.
+
+        `hashes`: the prompt's blocks; the prompt ends exactly with the last one. `held`: how many of its first blocks
+        are found on the GPU.
         """
         if slot not in self._groups.of:
             last = u64(hashes[-1:])
@@ -288,10 +298,10 @@ class CacheMap:
         return None
 
     def leading(self, tier: str, hashes: Sequence[int]) -> list[int]:
-        """Return for each slot how many leading blocks it is known to hold in this slower tier.
+        """Return for each slot how many leading blocks the replica is known to hold in this slower tier.
 
-        What it holds elsewhere does not count. Replicas with several cache groups have 0, as events do not say which
-        groups the tier holds.
+        Blocks that the replica holds only in other tiers do not count. A replica with several cache groups gets 0, as
+        events do not say which groups the tier holds.
         """
         most = [0] * len(self._replicas)
         for (base, chunk, own), table in zip(self._tiers, self._lower.values(), strict=True):
@@ -301,10 +311,10 @@ class CacheMap:
         return [0 if slot in self._groups.of else blocks for slot, blocks in enumerate(most)]
 
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> int:
-        """Note that a prompt with these blocks was just routed to this replica; return its number, for `take_back`.
+        """Note that a prompt with these blocks was just routed to this replica; return a number for `take_back`.
 
-        The number is 0 if nothing was predicted: the cache is modelled, or this follows `match` of the same list, which
-        is confirmed as a whole.
+        The number is 0 if no prediction was needed: the replica's cache is modelled, or the last call of `match` was
+        for this very list and all of its blocks are confirmed.
         """
         replica, (last, confirmed, most) = self._replica(slot), self._last
         if replica.observed and type(hashes) is GuessedBlocks:
@@ -320,9 +330,10 @@ class CacheMap:
         return 0
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
-        """Withdraw what `expect` noted under this number, as the replica refused the prompt.
+        """Withdraw what `expect` noted, as the replica refused the prompt.
 
-        `held` is the number of the prompt's blocks that were taken to be there before it.
+        `hashes`: the prompt's blocks. `held`: how many of them the map took the replica to hold before this prompt.
+        `number`: the result of `expect`.
         """
         replica = self._replica(slot)
         if replica.observed:
@@ -338,11 +349,11 @@ class CacheMap:
         tier: str = "gpu",
         heads: list[tuple[int, int]] | None = None,
     ) -> None:
-        """Record that the replica holds these blocks, under these keys of its own.
+        """Record that the replica holds these blocks, whose keys at the engine are `engine_keys`.
 
-        The blocks are one chain from a prompt's start, unless `heads` says where chains begin: (index of the first
-        block, hash of the block before it or 0), in order. Storing a known key again in a separate call increments the
-        block's copy count.
+        `heads`: if the blocks are more than one chain from a prompt's start, for each chain in order the index of its
+        first block and the hash of the block before it (0 at a prompt's start). Storing a known key again in a separate
+        call counts as one more copy of the block.
         """
         heads = heads or [(0, 0)]
         for start in range(0, len(hashes), PIECE):
@@ -356,7 +367,7 @@ class CacheMap:
     def add_group(self, slot: int, group: CacheGroup) -> None:
         """Record that the replica has this cache group besides full attention.
 
-        Its blocks are stored and removed under tier `group.tier`. The group is forgotten when the replica is cleared.
+        The group's blocks are stored and removed with `tier` set to `group.tier`. `clear` also forgets the group.
         """
         if group.tier not in self.groups(slot):
             self.change(slot, Store(group.tier, NO_BLOCKS, NO_BLOCKS, []))
@@ -367,17 +378,17 @@ class CacheMap:
         return self._groups.of.get(slot, {})
 
     def remove(self, slot: int, engine_keys: Sequence[int | bytes], tier: str = "gpu") -> int:
-        """Record that the replica dropped the blocks under these keys; return how many were known and are gone."""
+        """Remove one copy of the blocks with these engine keys; return how many blocks the replica no longer holds."""
         self._replica(slot)
         if not engine_keys or (tier != "gpu" and tier not in self._lower and tier not in self.groups(slot)):
             return 0
         return self.change(slot, Remove(tier, self._gpu.tags(engine_keys)))
 
     def change(self, slot: int, change: Change) -> int:
-        """Apply one change to what a replica is known to hold; return how many blocks a Remove ended.
+        """Apply one change to the blocks that a replica is known to hold.
 
-        All changes go through here, including those of `store`, `remove`, `clear` and `observed`, so maps that apply
-        the same changes in the same order hold the same.
+        Returns how many blocks a Remove took from the replica, else 0. All changes go through here, including those of
+        `store`, `remove`, `clear` and `observed`, so maps that apply the same changes in the same order are equal.
         """
         replica = self._replica(slot)
         if isinstance(change, Store) and not replica.observed:
@@ -422,26 +433,29 @@ class CacheMap:
         self._last = ([], [], None)
 
     def hold(self, more: int) -> bool:
-        """Count `more` bytes (negative: fewer) that decoding events takes; return False if they may not be used."""
+        """Count `more` bytes (negative: fewer) that the decoding of events keeps in memory.
+
+        Returns False, and counts nothing, if the budget has no room for them.
+        """
         return self._budget.hold(more)
 
     def record(self, slot: int, journal: Callable[[Change], None] | None) -> None:
-        """Call `journal` with every change to this replica from now on, before it is made; None ends that."""
+        """Call `journal` with each change to this replica from now on, before it is applied; None ends the calls."""
         self._replica(slot).journal = journal
 
     @property
     def tag_bits(self) -> int:
-        """The width of tags. Maps can exchange changes and contents if it is equal."""
+        """The width of tags in bits; only maps with equal widths can exchange changes and contents."""
         return self._gpu.tag_bits
 
     def held(self, slot: int) -> int:
-        """Return how many blocks events reported of this replica, in all tiers and cache groups."""
+        """Return how many blocks this replica holds by its events, in all tiers and cache groups."""
         lower = zip(self._tiers, self._lower.values(), strict=True)
         below = sum([table.aliases[slot].count * (tier.blocks if tier.own else 1) for tier, table in lower])
         return self._gpu.aliases[slot].count + below + self._groups.held(slot)
 
     def contents(self, slot: int) -> Contents:
-        """Return all that events reported of this replica."""
+        """Return all blocks that this replica holds by its events."""
         replica = self._replica(slot)
         tiers = {"gpu": self._gpu, **self._lower}
         held = {tier: table.contents(slot) for tier, table in tiers.items() if table.aliases[slot].count}
@@ -451,9 +465,9 @@ class CacheMap:
     def differs(self, slot: int) -> Callable[[Sequence[int | bytes]], tuple[list[int], list[int]]]:
         """Take a snapshot of the replica's GPU blocks; return a function that compares it with the engine's keys.
 
-        That function takes the keys of all blocks that the engine says it has there. It returns the positions of the
-        keys that the map does not know, and the hashes of the blocks that only the map has. For a million blocks the
-        snapshot takes 20 ms and the comparison 1.2 s; the comparison may run in a thread.
+        The returned function takes the keys of all blocks that the engine says it has on the GPU. It returns the
+        positions of the keys that the map does not know, and the hashes of the blocks that only the map has. For a
+        million blocks the snapshot takes 20 ms and the comparison 1.2 s; the comparison may run in a thread.
         """
         self._replica(slot)
         hashes, known = self._gpu.held(slot)
@@ -466,9 +480,9 @@ class CacheMap:
         return compare
 
     def become(self, slot: int, contents: Contents) -> Iterator[None]:
-        """Make a replica's part equal to `contents`, in steps of a millisecond.
+        """Change the replica's confirmed blocks to those of `contents`, in steps of a millisecond.
 
-        Between steps others may look things up. Only differences are touched, and nothing is journaled.
+        Between steps the map can be used. Only differences are touched, and the function set by `record` is not called.
         """
         replica = self._replica(slot)
         if replica.observed != contents.observed:
@@ -490,7 +504,7 @@ class CacheMap:
                 yield
 
     def resolve(self, slot: int, engine_keys: Sequence[int | bytes]) -> list[int]:
-        """Return the hashes of the replica's blocks under these keys, in any tier or group; 0 if unknown."""
+        """Return the hash of the replica's block for each engine key, in any tier or cache group; 0 if unknown."""
         self._replica(slot)
         tags = self._gpu.tags(engine_keys)
         hashes: np.ndarray = self._gpu.resolve(slot, tags)
@@ -502,26 +516,33 @@ class CacheMap:
         return known
 
     def clear(self, slot: int, below: bool = True) -> None:
-        """Forget the replica's blocks; without `below`, those in tiers that outlive its own cache stay."""
+        """Forget the replica's blocks; without `below`, blocks in tiers that outlive the engine's own cache stay."""
         self.change(slot, Clear(below or not self._outliving(slot)))
 
     def _outliving(self, slot: int) -> list[str]:
-        """Return the tiers with blocks of this replica that stay when its own cache is emptied."""
+        """Return the tiers whose blocks of this replica stay when the engine's own cache is cleared (`outlives`)."""
         return [tier for tier, table in self._lower.items() if table.aliases[slot].count and outlives(tier)]
 
     def observed(self, slot: int, observed: bool) -> None:
-        """Follow the replica's events from now on, or model its cache; a switch starts from nothing."""
+        """Follow the replica's events from now on, or model its cache; a switch forgets all of its blocks."""
         if self._replica(slot).observed != observed:
             self.change(slot, Observe(observed))
 
     def learn(self, slot: int, hashes: Sequence[int], predicted_blocks: int, reported_blocks: int) -> None:
-        """Correct the model of the replica's cache by the cached blocks that the engine reported for a prompt."""
+        """Correct the model of the replica's cache with the outcome of one prompt.
+
+        `hashes`: the prompt's blocks. `predicted_blocks`, `reported_blocks`: how many of them the map predicted, and
+        the engine reported, to be in the cache.
+        """
         replica = self._replica(slot)
         if not replica.observed or type(hashes) is GuessedBlocks:
             replica.model.learn(predicted_blocks, reported_blocks)
 
     def stats(self) -> dict[str, Any]:
-        """Return the map's sizes: `bytes` counts the tables and an estimate for predicted and modelled blocks."""
+        """Return counts for metrics: blocks by source and by slot, memory, evicted and refused blocks.
+
+        `bytes` counts the tables, and an estimate for predicted and modelled blocks.
+        """
         tables = (self._gpu, *self._lower.values(), *self._groups.tables.values())
         blocks = sum(table.blocks.index.count for table in tables)
         chained = len(self._routed) + sum(len(replica.model) for _, replica in self._live)
@@ -571,9 +592,10 @@ class CacheMap:
 
 
 def _in_own_chunks(slot: int, start: int, size: int, tiers: list[tuple[str, list[int]]]) -> list[tuple[str, int]]:
-    """Return the runs of blocks after the first `start` in the engine's own tiers of chunks of `size` blocks.
+    """Return the runs of blocks that the engine's own chunk tiers hold after the first `start` blocks.
 
-    `tiers` has for each tier the holders of each chunk, as bits by slot.
+    `size`: blocks in a chunk. `tiers`: for each tier its name, and for each chunk of the prompt the replicas that hold
+    it, as an int with a bit for each slot. The result is as in `Match.lower`.
     """
     runs: list[tuple[str, int]] = []
     for number in range(start // size, len(tiers[0][1])):

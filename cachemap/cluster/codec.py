@@ -1,7 +1,8 @@
-"""The encoding of deltas and snapshots: 13 bytes a block, 8 for its hash and 5 for its tag.
+"""The encoding of deltas and snapshots for Redis: 13 bytes a block, 8 for its hash and 5 for its tag.
 
-A delta has the changes since the one before it, after a head that names its writer and the engine's last batch. A
-snapshot is a JSON header followed, tier by tier, by hashes and tags, and by the copies beyond the first.
+A delta has the changes since the delta before it, after a head with its writer's term and the engine's last event batch
+that it includes. A snapshot is a JSON header, then for each tier the hashes and tags of the blocks, then the counts of
+copies of blocks beyond the first copy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TAG_BYTES = 5
 # Bytes in a piece of a snapshot. Allocators round large sizes up by as much as a fifth; 28 KiB is one of their sizes,
 # and this leaves room for Redis's own header.
 PIECE = 28 * 1024 - 64
-FIRST, RELOAD = 1, 2  # flags: a writer's first delta; a delta that only sends readers to the snapshot
+FIRST, RELOAD = 1, 2  # flags: a writer's first delta; a delta without changes that makes readers load the snapshot
 
 _HEAD = struct.Struct("<dIBqd")  # the server's time of arrival (added there), term, flags, sequence, engine's time
 _OPERATION = struct.Struct("<BBHI")  # kind, tier, heads, blocks
@@ -35,27 +36,27 @@ _STORE, _REMOVE, _CLEAR, _OBSERVED, _UNOBSERVED, _CLEAR_OWN = range(6)
 
 
 class Unreadable(ValueError):
-    """Data in Redis that cannot be used here; the message says why."""
+    """An error: data in Redis cannot be used here; the message says why."""
 
 
 class Damaged(Unreadable):
-    """Data in Redis that no gateway wrote; the leader can write it again."""
+    """An error: data in Redis is not what a gateway wrote; the leading gateway can write it again."""
 
 
 class Position(NamedTuple):
-    """The engine's last batch that is included: its number and the engine's time of it."""
+    """The last event batch of the engine that a delta, a snapshot or the map includes."""
 
-    sequence: int | None = None
-    timestamp: float = 0.0
+    sequence: int | None = None  # the batch's number; None: no batch yet
+    timestamp: float = 0.0  # when the engine sent the batch, by the engine's clock
 
 
 class Delta(NamedTuple):
-    """The changes since the delta before it, with their writer and the engine's last batch."""
+    """The changes to one replica's blocks since the delta before this one."""
 
-    at: float  # by the server's clock
-    term: int  # random, one for each period in which a gateway writes
-    flags: int
-    position: Position
+    at: float  # when the delta reached Redis, by the server's clock
+    term: int  # a random number for each period in which one gateway leads
+    flags: int  # FIRST, RELOAD
+    position: Position  # the engine's last event batch that the changes include
     changes: list[Change]
 
 
@@ -99,7 +100,7 @@ def decode_delta(data: bytes) -> Delta:
 
 
 def decode_entry(id: bytes, fields: dict[bytes, bytes]) -> tuple[int, Delta]:
-    """Return the number and the delta of a stream entry. Raises Damaged."""
+    """Return the number and the delta of a Redis stream entry. Raises Damaged."""
     number, _, rest = id.partition(b"-")
     if rest != b"0" or b"d" not in fields:
         raise Damaged(f"entry {id.decode()} is none that a gateway wrote")
@@ -143,7 +144,7 @@ def _changes(data: bytes, at: int) -> list[Change]:
 
 
 class Identity(NamedTuple):
-    """The settings that must be equal in all gateways for blocks to have the same names."""
+    """The settings that gateways must have in common for a block to have the same hash and tag in all of them."""
 
     model: str
     block_size: int
@@ -151,13 +152,13 @@ class Identity(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All that a replica is known to hold, up to delta `n`."""
+    """All that a replica is known to hold at one time."""
 
-    n: int  # number of the last delta it contains
-    term: int
-    position: Position
+    n: int  # the number of the last delta that it includes
+    term: int  # the term of the gateway that wrote it
+    position: Position  # the engine's last event batch that it includes
     contents: Contents
-    blocks: Blocks = UNTOLD  # the engine's block format, by its events
+    blocks: Blocks = UNTOLD  # the engine's block format, as its events showed it
 
 
 def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
@@ -183,7 +184,7 @@ def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
 def decode_snapshot(identity: Identity, pieces: list[bytes]) -> Snapshot:
     """Return the snapshot in these pieces.
 
-    Raises Unreadable if a gateway with other settings wrote it, Damaged if no gateway did.
+    Raises Unreadable if a gateway with other settings than `identity` wrote it, Damaged if no gateway wrote it.
     """
     body = b"".join(pieces[1:])
     try:
@@ -223,9 +224,9 @@ def decode_snapshot(identity: Identity, pieces: list[bytes]) -> Snapshot:
 
 
 def told_blocks(pieces: list[bytes]) -> Blocks:
-    """Return the engine's block format by a snapshot, UNTOLD if it has none.
+    """Return the engine's block format from the pieces of a snapshot, UNTOLD if it has none.
 
-    This also works for a snapshot that is unreadable here because of its block format.
+    This also works for a snapshot that `decode_snapshot` refuses because of its block format.
     """
     try:
         told = Blocks(*json.loads(pieces[0])["blocks"])

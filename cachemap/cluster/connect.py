@@ -6,8 +6,8 @@
     unix://[USER:PASSWORD@]/PATH[?db=DB]                     a server's socket on this machine
 
 Query parameters are redis-py's: those that begin with ssl_, sentinel_username and sentinel_password. Options that set
-how long a call may take or how replies are read (socket_timeout, protocol ...) are not allowed in a URL. Nothing here
-retries or waits long: the caller knows what to do without Redis.
+how long a call may take or how replies are read (socket_timeout, protocol ...) are not allowed in a URL. No function
+here retries a call or waits long: the callers work on without Redis.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ REFUSALS = (
     ("max number of clients", "it takes no more connections (maxclients)", "raise its maxclients, or see who holds so many"),
     ("nknown.*command", "it does not know that command", "run Redis 6.2 or later, with no command renamed or switched off"),
 )  # fmt: skip
-REFUSES = "Redis refuses"  # the start of what is said of the refusals above
+REFUSES = "Redis refuses"  # the start of a message about one of the refusals above
 REFUSED = b"refuses "  # the start of a `refusal` in ask.lua
 _SCRIPTED = re.compile(r"refuses (\S+(?: at \S+)?): (.*)", re.S)
 _SOURCE = re.compile(
@@ -87,7 +87,7 @@ _NUMBER = re.compile(r"\[Errno (\d+)\]")
 
 
 def describe(error: BaseException) -> str:
-    """Return a failure in plain words: what Redis refuses, at which key, why, and what to do."""
+    """Return an error of a call to Redis in plain words: what Redis refuses, at which key, why, and what to do."""
     if isinstance(error, BusyLoadingError):
         return in_words(f"LOADING {error}")  # redis-py removes the code
     if isinstance(error, MasterNotFoundError):  # redis-py appends a page on its connections
@@ -110,7 +110,7 @@ def _why(number: int) -> str:
 
 
 def in_words(said: str) -> str:
-    """Return an error message of a script or the server in plain words, as `describe` does."""
+    """Return an error message (`said`) of a script or of the server in plain words, with the remedy if known."""
     scripted = _SCRIPTED.search(said)
     what = f"{REFUSES} {scripted[1]}" if scripted else ""
     said = scripted[2] if scripted else said
@@ -123,7 +123,7 @@ def in_words(said: str) -> str:
 
 
 def _brief(said: str) -> str:
-    """Return the first sentence of a long message."""
+    """Return a message, shortened to its first sentence (200 characters at most) if it is longer than that."""
     return said if len(said) <= 200 else said.partition(". ")[0][:200]
 
 
@@ -131,10 +131,10 @@ SCHEMES = ("redis", "rediss")
 
 
 class Trouble(NamedTuple):
-    """The reason why something cannot be done in Redis, and whether Redis answered at all."""
+    """The reason why a task cannot be done in Redis."""
 
     why: str
-    answered: bool
+    answered: bool  # Redis answered, with an error
 
     @classmethod
     def of(cls, error: BaseException) -> Trouble:
@@ -146,11 +146,11 @@ class Place(NamedTuple):
 
     kind: str  # single, sentinel, cluster or unix
     hosts: list[tuple[str, int]]
-    master: str
+    master: str  # the name by which sentinels know the primary
     options: dict[str, Any]  # redis-py's connection options
 
     def __str__(self) -> str:
-        """Return the place without user and password, for logs."""
+        """Return the server's address without user and password, for logs."""
         if self.kind == "unix":
             return f"{self.options['path']} (unix socket)"
         hosts = ",".join(f"{host}:{port}" for host, port in self.hosts)
@@ -245,7 +245,7 @@ def _host(text: str, port: int) -> tuple[str, int]:
 def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
     """Return a client of one server, or of the primary that sentinels name (for a Cluster see `Ways`).
 
-    Each call may take `seconds`. Nothing is connected before its first use.
+    `seconds`: the longest time that a call may take. The client connects at its first call.
     """
     options = {
         "socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0),
@@ -279,9 +279,9 @@ class _Client(Redis):
 
 
 class _Sentinels(Sentinel):
-    """The sentinels, asked in turn: after a failure or a cancelled wait the next request starts with another one.
+    """The sentinels, asked in turn; after a failure or a cancelled wait the next request starts with another sentinel.
 
-    Two sentinels that hang take 2 s together, after which a gateway asks again.
+    If two sentinels hang, a request takes 2 s; the gateway then repeats it.
     """
 
     async def discover_master(self, service_name: str) -> Any:
@@ -309,9 +309,10 @@ class _Primary(_Client):
 
 
 class Ways:
-    """A Redis client for each key: one for all keys, or on a Cluster one for each shard.
+    """The Redis clients of a gateway: one client for all keys, or on a Cluster one for each shard.
 
-    redis-py's own cluster client closes the connections to all shards when one shard fails.
+    redis-py's own cluster client is not used, as it closes the connections to all shards when one shard fails.
+    `many`: the Redis is a Cluster. `failures`: how many calls failed so far.
     """
 
     def __init__(self, place: Place):
@@ -337,10 +338,9 @@ class Ways:
         raise RedisError(f"no node of the cluster serves slot {slot}")
 
     def failed(self) -> None:
-        """Note that a call failed, so that a Cluster's slots are read again.
+        """Note that a call of a client from `to` failed, so that a Cluster's slots are read again.
 
-        Whoever gets a client from `to` calls this if a call of it fails. A failover takes seconds, so the first answer
-        may still be the old one.
+        A failover takes seconds, so the slots may have to be read several times until they are right.
         """
         self.failures += 1
         if self.many:
@@ -365,10 +365,10 @@ class Ways:
         return self._asking
 
     async def _learn_slots(self) -> None:
-        """Read which node serves which slots from the first node that knows.
+        """Ask the nodes which node serves which slots, until one answers.
 
-        A node that was newly set up answers that no node serves anything, and is skipped. A node that is cut off gives
-        outdated slots, so the one that answered is asked last the next time.
+        A newly set up node answers that no node serves anything; such an answer is skipped. A node that is cut off from
+        the others gives outdated slots, so the node that answered is asked last the next time.
         """
         for node in list(dict.fromkeys([*self._nodes, *self._place.hosts])):
             with contextlib.suppress(*FAILURES):
@@ -398,8 +398,8 @@ def _slots(told: Any, host: str) -> list[tuple[int, int, list[tuple[str, int]]]]
 class Line:
     """A dedicated connection to the server of one key, for frequent requests.
 
-    Commands of one request go out as one write. A request and its reply take half of the CPU of redis-py's pipeline,
-    which borrows a connection each time.
+    All commands of a request go out in one write. A request and its replies take half the CPU time that they take with
+    redis-py's pipeline, which borrows a connection for each request.
     """
 
     def __init__(self, ways: Ways, key: str):
@@ -410,10 +410,10 @@ class Line:
         self.sent = False  # whether any of the last commands can have arrived
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Send commands and return their replies in order; raises the error of the first that fails.
+        """Send commands and return their replies in order; raise the error of the first command that fails.
 
-        One call at a time. The caller limits its time: redis-py's time limit for each write and each reply costs as
-        much as these do.
+        Make one call at a time, and limit its time yourself: redis-py's own time limits for each write and each reply
+        take as much CPU time as the write and the reply.
         """
         self.sent = False
         client = await self._ways.to(self._key)
@@ -442,9 +442,9 @@ class Line:
             raise
 
     def _is_doubtful(self, connection: AbstractConnection) -> bool:
-        """Return whether this connection may be closed, or another server may have the key by now.
+        """Return whether the server may have closed this connection, or may no longer be the one that has the key.
 
-        The first commands would be lost on it, though Redis answers others.
+        The next commands would be lost on such a connection, though Redis can be reached.
         """
         reader = connection._reader
         closed = reader is not None and (reader.at_eof() or reader.exception() is not None)
@@ -454,8 +454,9 @@ class Line:
 async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> tuple[list[Any], list[str]]:
     """Run XREAD; return [(stream, [(id, fields)])], and the names of keys that are not streams.
 
-    The server refuses the whole command for one such key, so these are found by halving, without waiting for news of
-    the others.
+    `after`: by stream name, the id after which to read. `count`: the most entries of a stream. `milliseconds`: how long
+    to wait for new entries. The server refuses the whole command for one key that is not a stream. Such keys are found
+    by repeating the command with half of the keys each, without waiting for new entries.
     """
     try:
         found = await client.execute_command(
@@ -496,9 +497,9 @@ def heed_cancellation() -> None:
 
 
 class Script:
-    """A Lua program with the functions that all scripts share (`ask.lua`) in front.
+    """A Lua script for the Redis server, with the functions that all scripts share (`ask.lua`) in front.
 
-    It is called by its SHA-1, so the server runs exactly this text; a server that does not have it is sent the text.
+    It is called by its SHA-1, so the server runs exactly this text; the text is sent to a server that does not have it.
     """
 
     def __init__(self, text: str):

@@ -1,13 +1,14 @@
-"""One replica's part of the shared map: from its events if this gateway leads, else from the leader.
+"""One replica's part of the shared map: from its events if this gateway leads, else from the leading gateway.
 
+A gateway has one of these roles for each replica:
     joining  nothing known yet
-    mirror   another gateway writes; its snapshot and deltas are applied here
-    writer   this gateway holds the lease: it follows the engine's events and publishes their changes
-    alone    no gateway leads, Redis is away, or its data is of another kind or of a later incarnation: this gateway
-             follows the events for itself
+    mirror   another gateway leads; the snapshot and the deltas that it writes to Redis are applied here
+    writer   this gateway leads (holds the lease): it follows the engine's events and writes their changes to Redis
+    alone    no gateway leads, Redis is away, or its data cannot be read or is of a later incarnation of the engine:
+             this gateway follows the events for itself
 
-The map is usable in every role. A change of role continues after the engine's last batch that is included: every delta
-carries that batch's number, and the batches after it are requested from the engine.
+The map is usable in every role. Each delta carries the number of the engine's last event batch that it includes. When
+the role changes, the gateway requests the batches after that one from the engine, and continues with them.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ TRIES = 5  # attempts to load: a snapshot may be replaced while its deltas are r
 
 
 class Absent(Exception):
-    """An error: nothing has been written about this replica."""
+    """An error: Redis has no data of this replica."""
 
 
 class Coordinator(Protocol):
-    """The part of SharedMap that a SharedIntake uses; it speaks to Redis for all replicas."""
+    """The part of SharedMap, which talks to Redis for all replicas, that a SharedIntake uses."""
 
     reloads: int
     takeovers: int
@@ -73,9 +74,9 @@ class Coordinator(Protocol):
 
 
 class SharedIntake:
-    """The intake of one replica in a shared map; `run` it until cancelled.
+    """The intake of one replica in a shared map, in place of an EventIntake; `run` it until cancelled.
 
-    `SharedMap.intake` makes it; its arguments are those of EventIntake.
+    `SharedMap.intake` makes it. Most arguments are those of EventIntake; `keys`: the replica's keys in Redis.
     """
 
     def __init__(self, shared: Coordinator, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
@@ -104,10 +105,10 @@ class SharedIntake:
         self.journal: Journal | None = None
         self.led_at = shared.now()  # when a gateway was last known to lead
         self.mirror_at = 0.0  # when data of other gateways may be read again
-        self.unled_at: float | None = None  # since when a newer incarnation is named that no gateway leads
+        self.unled_at: float | None = None  # since when Redis has named a newer incarnation that no gateway leads
         self.head = 0  # the last delta in Redis, as of the last look
         self.claim_at = 0.0  # when the lease may be claimed again
-        # The engine's events cannot be reached: gateways take turns in trying, and only the first time is logged.
+        # The engine's events cannot be reached: gateways try in turn, and only the first failure is logged.
         self.away = False
         self.stuck_at: float | None = None  # since when Redis answers but accepts no writes
         self._void = False
@@ -131,12 +132,12 @@ class SharedIntake:
 
     @property
     def unreachable(self) -> bool:
-        """Whether this gateway follows the engine's events and cannot reach them, so that any other may do better."""
+        """Whether this gateway tries to follow the engine's events and cannot reach them, though another one may."""
         return self._following is not None and self.engine.unreachable
 
     @property
     def stored_as(self) -> Blocks:
-        """The engine's block format: from its events in the writer, from the writer's snapshots in a mirror."""
+        """The engine's block format, as shown by its events (role writer) or by the leader's snapshots (mirror)."""
         return self.engine.stored_as
 
     def held_up(self) -> None:
@@ -163,22 +164,22 @@ class SharedIntake:
         return [*self.engine.problems, *([self.fault] if self.fault else [])]
 
     def __getattr__(self, name: str) -> Any:
-        """Return other attributes from the engine's own intake, as far as events were followed here."""
+        """Return any other attribute from the EventIntake, which knows only the events that were followed here."""
         if name == "engine":
             raise AttributeError(name)
         return getattr(self.engine, name)
 
     def resync(self) -> None:
-        """Request everything from the engine again, here or through the writer: the map is wrong about this replica."""
+        """Request everything from the engine again, here or through the leader: the map is wrong about this replica."""
         if self._following:
             self.engine.resync()
         else:
             self._shared.wish(self, RESYNC)
 
     def forget_adapter(self, name: str) -> None:
-        """Forget an adapter's blocks, as EventIntake does.
+        """Forget the replica's blocks, as the adapter's name now stands for another adapter.
 
-        A mirror gets what its leader forgets, and only remembers the adapter for when it leads itself.
+        A mirror waits for the leader to do this, and remembers the adapter for the time when it leads itself.
         """
         self.engine.void_adapter(name, self.position.sequence)
         if self._following:
@@ -210,14 +211,14 @@ class SharedIntake:
     # --- roles
 
     def want(self, role: str) -> None:
-        """Take a role, as SharedMap asks, which knows who holds the lease."""
+        """Take a role; SharedMap, which knows who holds the lease, calls this."""
         if self._settled and role in (self.role, self._wanted):
             return
         self._wanted, self._settled = role, False
         self._wake.set()
 
     def reload(self, why: str) -> None:
-        """Load the snapshot again, as what was applied here differs from what the others have."""
+        """Load the snapshot again, as this mirror may differ from the leader's map; `why`: the reason, for the log."""
         if self.mirroring:
             log.info("replica %s: the shared map is loaded anew: %s", self.replica, why)
             self.mirroring = False
@@ -226,7 +227,7 @@ class SharedIntake:
             self._wake.set()
 
     async def _turn(self) -> None:
-        """Take the wanted role; what fails is tried again when SharedMap next looks."""
+        """Take the wanted role; after a failure this is tried again when SharedMap next looks at the leases."""
         wanted = self._wanted
         try:
             if wanted == "writer":
@@ -254,9 +255,9 @@ class SharedIntake:
             await asyncio.sleep(FAULT_SECONDS)
 
     async def _lead(self) -> None:
-        """Lead with the lease, from what the last writer wrote or, without it, from the engine."""
+        """Lead: start from the data that the last leader wrote or, without such data, from the engine."""
         whole = True
-        if self._following is None:  # else this gateway's map follows the engine already, and is written as a whole
+        if self._following is None:  # else the map here follows the engine already, and its contents are written anew
             with contextlib.suppress(Absent, Unreadable):
                 await self._catch_up()
                 whole = False
@@ -270,7 +271,7 @@ class SharedIntake:
         self._become("writer", "this gateway follows its events for all")
 
     async def _catch_up(self) -> None:
-        """Apply everything that is written; only this gateway may add to it now."""
+        """Apply everything that the last leader wrote; by its lease only this gateway may write now."""
         if self.mirroring:
             self.take(await self._shared.read_deltas(self.keys, self.n))
         if not self.mirroring or self.n != self.head:
@@ -296,13 +297,13 @@ class SharedIntake:
         self._follow_events()
 
     def rename(self, keys: Keys) -> None:
-        """Use the keys of the incarnation that another gateway knows; this one could not tell its start time."""
+        """Use the keys of the incarnation that another gateway named, as this one did not learn its start time."""
         self._end_journal()
         self.keys, self.head = keys, 0
         self.reload("another gateway knows its incarnation")
 
     async def _begin_void(self) -> None:
-        """Forget everything about this incarnation, as another gateway knows a newer one."""
+        """Forget everything about this incarnation of the replica, as another gateway knows a newer one."""
         if not self._void:
             self._void = True
             self._end_journal()
@@ -329,10 +330,10 @@ class SharedIntake:
             self.fault, self._void = None, False
 
     def _tell(self, state: str, reason: str) -> None:
-        """Report the state of the events.
+        """Report the state of the events to `on_change`.
 
-        That they cannot be reached is reported once, until they come again. What is read while joining is history, not
-        a state.
+        Unreachable events are reported once, and again only after they have come. Nothing is reported while joining, as
+        the changes that are read then are old.
         """
         if state == "live" and self.away:
             self.away = False
@@ -361,7 +362,7 @@ class SharedIntake:
                 await asyncio.sleep(FAULT_SECONDS)
 
     async def _stop_following(self) -> None:
-        """Stop following the engine's events; on return nothing writes to the map on their behalf."""
+        """Stop following the engine's events; when this returns, the EventIntake no longer changes the map."""
         if self._following is not None:
             following, self._following = self._following, None
             following.cancel()
@@ -403,7 +404,7 @@ class SharedIntake:
         self._observed = snapshot.contents.observed
 
     def take(self, deltas: Iterable[tuple[int, Delta]]) -> None:
-        """Apply new deltas, in order."""
+        """Apply new deltas, each given with its number, in order."""
         try:
             for n, delta in deltas:
                 if not self.mirroring:
@@ -446,7 +447,7 @@ class SharedIntake:
         return self._map.held(self._slot)
 
     def snapshot(self, journal: Journal) -> Snapshot:
-        """Return what the map has of the replica after all changes that `journal` got."""
+        """Return all that the map has of the replica, which includes all changes that `journal` got."""
         self._written = self._blocks
         return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot), self.stored_as)
 
@@ -460,15 +461,15 @@ class SharedIntake:
         return self._or_expected(self.stored_as)
 
     def _or_expected(self, told: Blocks) -> Blocks:
-        """Return a block format; while no event has told one, the one that prompts are hashed in.
+        """Return a block format, with the block size that prompts are hashed in if no event has shown one yet.
 
-        Only for comparison: a gateway that read an expected format as a told one would take the engine's first event,
-        which may be the only one for a long time, for a single odd one.
+        The result is only for comparing formats. If a gateway took an expected block size for one that events showed,
+        it would take the engine's first event, which may be the only one for a long time, for a single odd one.
         """
         return told if told.size else told._replace(size=self._identity.block_size)
 
     def wrote(self, well: bool | None) -> None:
-        """Note whether Redis accepted what was written; None if it did not answer."""
+        """Note whether Redis accepted a write of this replica's data; None if Redis did not answer."""
         if well is not False:
             self.stuck_at = None
         elif self.stuck_at is None:
@@ -480,7 +481,7 @@ class SharedIntake:
 
 
 def _no_successor(n: int, term: int | None, number: int, delta: Delta) -> str:
-    """Return why this delta does not continue what is known up to number `n` of `term`; "" if it does."""
+    """Return why delta `number` does not continue delta `n` of `term`; "" if it does."""
     if number != n + 1:
         return f"deltas {n + 1} to {number - 1} are gone"
     if delta.flags & RELOAD:
@@ -491,7 +492,7 @@ def _no_successor(n: int, term: int | None, number: int, delta: Delta) -> str:
 
 
 def _gap(snapshot: Snapshot, deltas: Iterable[tuple[int, Delta]]) -> str:
-    """Return why these deltas cannot be applied to this snapshot one after the other; "" if they can."""
+    """Return why these numbered deltas cannot be applied to this snapshot one after the other; "" if they can."""
     n, term = snapshot.n, snapshot.term
     for number, delta in deltas:
         if why := _no_successor(n, term, number, delta):

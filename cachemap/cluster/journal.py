@@ -1,8 +1,9 @@
-"""The changes that a writer has not sent yet, and the size of the deltas sent since its last snapshot.
+"""The changes that the leading gateway has not written to Redis yet, and the size of what it wrote.
 
-No sockets, no clock. A snapshot is due when the deltas after the last one reach `TAIL` bytes a block: with 13 bytes a
-block in the snapshot itself, Redis keeps less than 16 bytes a block. The last `KEEP` bytes a block of deltas stay, so
-that a slow reader need not load the snapshot.
+A delta is the changes written at one time; a snapshot is all that the replica holds, in place of the deltas before it.
+A snapshot is due when the deltas after the last snapshot reach `TAIL` bytes for each block of the replica: with 13
+bytes a block in the snapshot itself, Redis keeps less than 16 bytes a block. The last deltas, `KEEP` bytes a block,
+stay beside a new snapshot, so that a slow reader need not load it. No sockets and no clock are used here.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ from cachemap.changes import Change
 from cachemap.cluster.codec import FIRST, Position, encode_change, encode_delta
 
 TAIL, KEEP = 2.6, 0.3
-LEAST_TAIL = 1 << 14  # bytes of deltas; fewer are not worth a snapshot
+LEAST_TAIL = 1 << 14  # bytes of deltas that do not make a snapshot due yet, however few blocks there are
 ENTRY = 40  # bytes of a delta besides its changes: its head and the stream's overhead
-MOST_PENDING = 1 << 20  # bytes; if more waits because the server is away, a snapshot is smaller
+MOST_PENDING = 1 << 20  # bytes of changes; if more wait because the server is away, a snapshot is smaller
 LONGEST_DELTA = MOST_PENDING + 64
 
 
 class Journal:
-    """The journal of one replica while this gateway writes it. `n` is the last delta known to be in Redis."""
+    """The journal of one replica while this gateway leads it.
+
+    `n`: the number of the last delta known to be in Redis.
+    `term`: a random number that marks all deltas of this journal, to notice two gateways that write at once.
+    `whole`: a snapshot must be written before any delta, as nothing in Redis can be continued.
+    """
 
     def __init__(self, n: int, whole: bool):
         self.n = n
         self.term = random.getrandbits(32)
-        self.whole = whole  # a snapshot must come before any delta, as nothing in Redis can be continued
+        self.whole = whole
         self._pending: list[bytes] = []
         self._bytes = 0
         self._flags = FIRST
@@ -43,15 +49,18 @@ class Journal:
             self.start_over()
 
     def start_over(self) -> None:
-        """Drop pending changes, and wait for a snapshot.
+        """Drop pending changes, as a snapshot must be written next.
 
-        Redis does not have what was last written there, or too much waits: only a snapshot helps.
+        The reason: Redis may lack what was last written, or too many changes wait.
         """
         self.whole = True
         self._pending, self._bytes = [], 0
 
     def seal(self, position: Position) -> bytes | None:
-        """Return the next delta, None if nothing changed. `sent` or `start_over` must follow."""
+        """Return the pending changes as the next delta, None if there are none.
+
+        `position`: the engine's last batch that the changes include. Call `sent` or `start_over` after the write.
+        """
         if self.whole or not self._pending:
             return None
         delta = encode_delta(self.term, self._flags, position, self._pending)
@@ -59,18 +68,18 @@ class Journal:
         return delta
 
     def sent(self, size: int) -> None:
-        """Note that the sealed delta, with `size` bytes, is in Redis."""
+        """Note that the delta from the last `seal`, with `size` bytes, is in Redis."""
         self._flags = 0
         self.n += 1
         self._tail.append((self.n, size + ENTRY))
         self.tail_bytes += size + ENTRY
 
     def due(self, blocks: int) -> bool:
-        """Return whether a snapshot must be written, with `blocks` blocks held."""
+        """Return whether a snapshot must be written, if the replica holds so many blocks."""
         return self.whole or self.tail_bytes > max(TAIL * blocks, LEAST_TAIL)
 
     def first_to_keep(self, blocks: int) -> int:
-        """Return the number of the oldest delta to keep beside a new snapshot."""
+        """Return the number of the oldest delta to keep beside a new snapshot of so many blocks."""
         size, first = 0, self.n + 1
         for number, bytes_ in reversed(self._tail):
             size += bytes_
@@ -85,7 +94,7 @@ class Journal:
             self.tail_bytes -= self._tail.popleft()[1]
 
     def anew(self, n: int) -> None:
-        """Start with the deltas after snapshot `n`, which was written now."""
+        """Note that a snapshot was written that replaces all deltas; the next delta has the number after `n`."""
         self.n, self._flags = n, 0
         self._tail.clear()
         self.tail_bytes = 0

@@ -1,8 +1,9 @@
-"""The part of a gateway that shares its cache map with others through Redis.
+"""The part of a gateway that shares its cache map with other gateways through Redis.
 
-Three loops, and no request waits for any of them: `_tend` looks at all leases once a second, `Writing` sends changes,
-and `_follow` (on a Cluster one for each lane) reads what others sent. Whatever Redis does, look-ups use this process's
-own map.
+For each replica, the gateway that holds the replica's lease (the leader) follows the engine's events and writes the
+changes. Three loops, and no request waits for any of them: `_tend` looks at all leases once a second, `Writing` writes
+this gateway's changes, and `_follow` (on a Cluster one for each lane) reads what other gateways wrote. Whatever Redis
+does, look-ups use this process's own map.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ TEND, LEAVE, READ = (Script((HERE / f"{name}.lua").read_text()) for name in ("te
 
 LEASE_SECONDS = 3.0
 LOOK_SECONDS = 1.0
-# How long no gateway may lead a named incarnation until its name counts as a mistake; restarts take 1 to 2 s to notice.
+# How long no gateway may lead the newest incarnation that Redis names until that name counts as a mistake; gateways
+# notice a restart within 1 to 2 s.
 UNLED_SECONDS = 9.0
 SETTLE_SECONDS = 0.05  # between claims while leases are free, so that gateways that start together share them
-POLL_MILLISECONDS = 250  # a read waits so long for new deltas; a member that joins is read after it
+POLL_MILLISECONDS = 250  # a read waits so long for new deltas; the deltas of a new member are read after that time
 STREAM_SECONDS = 5e-5  # pause between two reads, for each stream read
 PART = "shared map: one replica's part"  # a kind of background work
-LEASES, READS = "leases cannot be looked at", "deltas cannot be read"  # troubles, besides WRITES
+LEASES, READS = "leases cannot be looked at", "deltas cannot be read"  # tasks that `in_trouble` reports, with WRITES
 MOST_LOOKS = 128  # leases in one call, which blocks a server for about a millisecond
 # Bytes and members of a list or stream read at once; members longer than gateways write are not read at all.
 MOST_READ_BYTES, MOST_READ = 1 << 20, 500
@@ -69,7 +71,11 @@ def _looks(reply: Any, count: int) -> tuple[float, list[_Look]]:
 
 
 class SharedMap:
-    """The shared map: `start` it, make an `intake` for each replica with events; `stop` gives the leases back."""
+    """The shared map of one gateway: `start` it, make an `intake` for each replica with events, `stop` it at the end.
+
+    `place`: the Redis. `deployment`: a name that the gateways that share a map have in common.
+    `members`: the intakes of all replicas. `token`: this gateway's random name, which its leases carry.
+    """
 
     def __init__(self, place: Place, deployment: str, cache_map: CacheMap, background: Background | None = None):
         self.background = background or Background()
@@ -98,7 +104,7 @@ class SharedMap:
         self._spawn("publish", self._writing.run, self.abdicate)
 
     async def stop(self) -> None:
-        """Stop all loops and give the leases back, so that others take over at their next look."""
+        """Stop all loops and give the leases back, so that other gateways take over when they next look at them."""
         for task in self._tasks.values():
             task.cancel()
         for group in self.groups([one for one in self.members if one.journal]):
@@ -112,7 +118,11 @@ class SharedMap:
         await self.ways.aclose()
 
     def intake(self, slot: int, replica: str, incarnation: str, **arguments: Any) -> SharedIntake:
-        """Return an intake to use in place of an EventIntake, with its arguments."""
+        """Return an intake for one replica, to use in place of an EventIntake.
+
+        `replica`: the replica's address. `incarnation`: the id of the engine's present run. `arguments`: as for
+        EventIntake.
+        """
         return SharedIntake(self, self._map, slot, replica, Keys(self.deployment, replica, incarnation), **arguments)
 
     @property
@@ -122,7 +132,7 @@ class SharedMap:
 
     @property
     def usable(self) -> bool:
-        """Whether Redis answers and lets this gateway do everything it has to do there."""
+        """Whether Redis answers and lets this gateway do all its tasks."""
         return self._reached and not self._troubles
 
     @property
@@ -163,7 +173,7 @@ class SharedMap:
         self.look_soon()
 
     def leave(self, member: SharedIntake) -> None:
-        """Remove the member; nothing here touches its part of the map after this."""
+        """Remove a replica's intake; after this nothing here changes the replica's blocks in the map."""
         self.members.remove(member)
         if member.journal is not None and self._tasks:
             self.beside(self._give_back([member]))
@@ -171,7 +181,8 @@ class SharedMap:
     def stumbled(self, member: SharedIntake, error: BaseException) -> None:
         """Handle a failure of this gateway's own work on one replica; the other replicas are not affected.
 
-        The lease goes to a gateway that may do better. This one follows the events for itself and tries again later.
+        This gateway gives up the replica's lease, as another gateway may not fail. It follows the events for itself and
+        tries to share the map again later.
         """
         self.background.failed(PART, error, member.replica)
         member.fault = f"this gateway's part of the shared map failed: {type(error).__name__}: {error}"
@@ -179,10 +190,10 @@ class SharedMap:
         self._resign(member)
 
     def unreachable(self, member: SharedIntake) -> None:
-        """Give up the lease, as this gateway cannot reach the engine's events and another one may.
+        """Give up a replica's lease, as this gateway cannot reach the engine's events and another gateway may.
 
-        The lease goes before this gateway would publish that the replica is unobserved. It is not claimed again while
-        the events cannot be reached.
+        This happens before the map drops the replica's blocks, so that no delta tells other gateways to do so. The
+        lease is not claimed again while the events cannot be reached.
         """
         if member.journal is not None:
             if not member.away:
@@ -193,7 +204,7 @@ class SharedMap:
             self._resign(member)
 
     def abdicate(self) -> None:
-        """Give up all leases, as something failed here that all of them depend on."""
+        """Give up all leases, as the loop that writes for all of them failed."""
         for member in self.members:
             if member.journal is not None:
                 member.claim_at = self.now() + 3 * LEASE_SECONDS
@@ -207,14 +218,17 @@ class SharedMap:
         member.want("alone")
 
     def _follow_failed(self, lane: int) -> None:
-        """Reload all members of the lane, as deltas that were read may not have been applied."""
+        """Reload all mirrored replicas of a lane, as deltas that were read may not have been applied."""
         for member in self.members:
             if self.lane(member) == lane:
                 member.reload("reading the deltas failed")
 
     @contextlib.contextmanager
     def guard(self, member: SharedIntake, *, quietly: bool = False) -> Iterator[None]:
-        """Contain a failure of work on one replica in a loop over many."""
+        """Catch a failure of work on one replica, in a loop over many, and handle it.
+
+        `quietly`: only record the failure; otherwise the replica's lease is given up too (`stumbled`).
+        """
         try:
             yield
         except Exception as error:
@@ -231,7 +245,7 @@ class SharedMap:
         self._look.set()
 
     def wish(self, member: SharedIntake, what: bytes) -> None:
-        """Ask the replica's writer to do something: RESYNC or REWRITE."""
+        """Ask the replica's leader for something: RESYNC (read its events anew) or REWRITE (write its data anew)."""
         self.beside(self._wish(member.keys, what))
 
     async def _wish(self, keys: Keys, what: bytes) -> None:
@@ -244,7 +258,7 @@ class SharedMap:
         log.debug("redis: %s", error)
 
     def lag(self, at: float) -> None:
-        """Note the lag of a delta that reached Redis at `at`, in seconds by the server's clock."""
+        """Note how long ago a delta, applied here now, reached Redis; `at`: when, in seconds by the server's clock."""
         self._turn_lags()
         if math.isfinite(at):
             self._lags[0] = max(self._lags[0], self.now() + self._clock - at)
@@ -254,7 +268,7 @@ class SharedMap:
             self._lags, self._lags_until = [0.0, self._lags[0]], self.now() + 5
 
     async def read_snapshot(self, keys: Keys) -> list[bytes]:
-        """Return the pieces of one snapshot; none if there is none. Raises Damaged for a malformed piece."""
+        """Return the pieces of a replica's snapshot, [] if there is none. Raises Damaged for a malformed piece."""
         pieces: list[bytes] = []
         more = True
         while more:
@@ -265,7 +279,7 @@ class SharedMap:
         return pieces
 
     async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]:
-        """Return the deltas after number `after`. Raises Damaged for a malformed one."""
+        """Return a replica's deltas after number `after`, with their numbers. Raises Damaged for a malformed delta."""
         deltas: list[tuple[int, Delta]] = []
         more, begin = True, f"{after + 1}-0"
         while more:
@@ -275,7 +289,10 @@ class SharedMap:
         return deltas
 
     async def _read(self, key: str, kind: str, begin: int | str, longest: int) -> tuple[bool, list[Any]]:
-        """Return whether there is more, and what is at a key from `begin` on, as much as is read at once."""
+        """Return a part of the list or stream at a key, and before it whether there is more after that part.
+
+        `kind`: "list" or "stream". `begin`: the index or entry id to start at. `longest`: the most bytes of a member.
+        """
         found = await READ(await self.ways.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
         if isinstance(found, int):
             raise Damaged(f"a member of {found} bytes, where gateways write {longest} at most")
@@ -308,9 +325,9 @@ class SharedMap:
             self._look.clear()
 
     async def _tend_group(self, group: list[SharedIntake]) -> float:
-        """Look at a group's leases; return how soon to look again, in seconds.
+        """Look at, renew and claim the leases of some replicas; return how soon to look again, in seconds.
 
-        Redis is asked even without any replica: only that shows whether it is there.
+        Redis is called even if there is no replica, as only that shows whether it can be reached.
         """
         claims = self._to_claim(group)
         keys, arguments = [], [self.token, int(LEASE_SECONDS * 1000), KEEP_SECONDS]
@@ -318,7 +335,7 @@ class SharedMap:
             k = one.keys
             keys += [k.lease, k.head, k.wish, k.life, k.deltas, k.snapshot]
             arguments += [self._asks(one, claims), k.incarnation, k.replica]
-        # Deltas known to be written before the look must be there in its answer.
+        # Deltas known to be in Redis before this call must be counted in its answer.
         journals = [
             None if one.journal is None or one.journal.whole or one in self._writing.snapshots else one.journal
             for one in group
@@ -357,22 +374,28 @@ class SharedMap:
         return SETTLE_SECONDS if any(state == "free" for state, *_ in states) else LOOK_SECONDS
 
     def _asks(self, one: SharedIntake, claims: set[SharedIntake]) -> str:
-        """Return what to ask for this lease: look, claim or insist.
+        """Return what `tend.lua` shall do about this replica's lease: look, claim it if free, or insist.
 
-        A newer incarnation that no gateway leads is a mistake, or the engine's clock was set back when it restarted.
+        Insist means to claim it although Redis names a newer incarnation. If no gateway leads that incarnation, its
+        name is a mistake, or the engine's clock was set back when it restarted.
         """
         if one.unled_at is not None and self.now() - one.unled_at > UNLED_SECONDS:
             return "insist"
         return "claim" if one in claims else "look"
 
     def _to_claim(self, group: list[SharedIntake]) -> set[SharedIntake]:
-        """Return the leases to claim if they are free: those this gateway had, and some of the others."""
+        """Return the replicas whose leases to claim if free: those that this gateway leads, and some of the others."""
         others = [one for one in group if one.journal is None and self.now() >= one.claim_at and not one.unreachable]
         some = random.sample(others, min(len(others), max(4, len(others) // 4)))
         return {one for one in group if one.journal is not None} | set(some)
 
     def _judge(self, one: SharedIntake, state: str, head: int, before: int, wished: bool, life: str) -> None:
-        """Take the role that a lease's state implies. `before` is how many deltas were read before the look."""
+        """Take the role that the state of a replica's lease implies.
+
+        `state`, `head`, `wished`, `life`: the answer of `tend.lua`: the lease's state, the number of the last delta,
+        whether a gateway wants the events read anew, the newest incarnation. `before`: the number of the last delta
+        that this gateway had applied before the call.
+        """
         one.head = head
         one.unled_at = (one.unled_at or self.now()) if state == "unled" else None
         if state in ("ours", "held"):
@@ -403,7 +426,7 @@ class SharedMap:
             one.want("alone")
 
     def _give_up(self, one: SharedIntake) -> None:
-        """Give up a lease with which Redis accepts no deltas, so that every gateway follows the events itself."""
+        """Give up the lease of a replica whose deltas Redis refuses; every gateway then follows its events itself."""
         log.warning("replica %s: redis takes no more of it: every gateway follows its events itself", one.replica)
         one.claim_at, one.stuck_at = self.now() + 3 * LEASE_SECONDS, None
         self.beside(self._give_back([one]))
@@ -443,7 +466,7 @@ class SharedMap:
                 one.want("alone")
 
     def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None:
-        """Note that a task fails in a lane; the first trouble is logged."""
+        """Note that a task (LEASES, READS or WRITES) fails in a lane of Redis keys; the first trouble is logged."""
         self._reached |= trouble.answered
         if not self._troubles:
             log.warning("redis %s: %s%s: every gateway goes on with what it knows: %s",
@@ -451,14 +474,14 @@ class SharedMap:
         self._troubles[what, lane] = trouble
 
     def works(self, what: str, lane: int) -> None:
-        """Note that a task works in a lane."""
+        """Note that a task (LEASES, READS or WRITES) works in a lane of Redis keys."""
         if self._troubles.pop((what, lane), None) is not None and not self._troubles:
             log.info("redis %s is of use again", self.place)
 
     def _forget_troubles(self) -> None:
-        """Forget troubles with work that this gateway no longer has, as only doing it would show that it works again.
+        """Forget troubles with tasks that this gateway no longer has, as it would never notice that they work again.
 
-        After a refusal a lease is not claimed for a while, and the refusal stands as long.
+        After a refused write, the lease is not claimed for a while; until then the trouble is kept.
         """
         for what, lane in list(self._troubles):
             members = [one for one in self.members if self.lane(one) == lane]
@@ -507,7 +530,7 @@ class SharedMap:
     # --- the rest
 
     def groups(self, members: list[SharedIntake]) -> list[list[SharedIntake]]:
-        """Return the members in groups that one command can cover: on a Cluster those of one lane."""
+        """Return the members in groups that one command can cover: on a Cluster one group for each lane."""
         if not self.ways.many:
             return [list(members)] if members else []
         lanes: dict[int, list[SharedIntake]] = {}
@@ -528,7 +551,7 @@ class SharedMap:
         self._tasks[name] = self.background.spawn(kind, work, on_failure=on_failure)
 
     def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something in the background that no caller waits for."""
+        """Run a coroutine in the background; nobody waits for it, and failures are only counted."""
         task = asyncio.create_task(self._quietly(work))
         self._aside.add(task)
         task.add_done_callback(self._aside.discard)

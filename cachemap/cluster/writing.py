@@ -1,4 +1,7 @@
-"""Writes of a gateway that holds leases to Redis: deltas, and now and then a snapshot in their place."""
+"""Writes to Redis for the replicas whose leases this gateway holds.
+
+Changes are written as deltas; now and then a snapshot of all that a replica holds takes the place of its deltas.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ PUBLISH, COMMIT = Script((HERE / "publish.lua").read_text()), Script((HERE / "co
 
 BATCH_SECONDS = 0.02  # the changes of one or two engine steps are sent together
 PAUSE_SECONDS = 0.25  # after a snapshot that could not be written
-MOST_SNAPSHOTS = 4  # written at once: when a Redis comes back empty, all are due
-WRITES = "deltas and snapshots cannot be written"  # a trouble
+MOST_SNAPSHOTS = 4  # snapshots written at once: when a Redis comes back empty, all replicas' snapshots are due
+WRITES = "deltas and snapshots cannot be written"  # a trouble, as `SharedMap.in_trouble` reports it
 MOST_BYTES = 1 << 18  # bytes of deltas in one call, which blocks a server for less than a millisecond
 
 
 class Writers(Protocol):
-    """The part of SharedMap that Writing uses: the leases it holds, and its records of failures and troubles."""
+    """The part of SharedMap that Writing uses: the replicas' intakes, and the records of failures and troubles."""
 
     members: list[SharedIntake]
     token: str
@@ -44,7 +47,7 @@ class Writers(Protocol):
 
 
 class Writing:
-    """A loop that writes for all replicas whose leases this gateway holds; snapshots are written concurrently."""
+    """A loop that writes deltas for all replicas whose leases this gateway holds, with snapshots in tasks beside it."""
 
     def __init__(self, shared: Writers):
         self._shared = shared
@@ -54,7 +57,7 @@ class Writing:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(BATCH_SECONDS)
-            # An intake in the middle of a batch is left out: a written position always ends a batch.
+            # An intake in the middle of an event batch is left out: the position written with a delta ends a batch.
             writers = [
                 one
                 for one in self._shared.members
@@ -100,7 +103,7 @@ class Writing:
                 raise strange("publish.lua")
         except FAILURES as error:
             self._failed([one for one, *_ in batch], error)
-            results = [b"unknown"] * len(batch)  # they may have been written or not
+            results = [b"unknown"] * len(batch)  # the deltas may have been written or not
         for (one, journal, delta), result in zip(batch, results, strict=True):
             if result != b"unknown":
                 self._answered(one, result)
@@ -116,7 +119,7 @@ class Writing:
             self._shared.look_soon()
 
     async def _write_snapshot(self, one: SharedIntake, journal: Journal) -> None:
-        """Write a snapshot in place of most deltas so far, or of everything if what is in Redis cannot be continued."""
+        """Write a snapshot in place of most deltas so far, or of all if the data in Redis cannot be continued."""
         try:
             if one.journal is journal and not one.engine.applying:  # the lease may have gone before this began
                 await self._write(one, journal)

@@ -1,8 +1,8 @@
-"""The application of one replica's events to the map, without sockets or clocks.
+"""The application of one replica's KV cache events to the map, without sockets or clocks.
 
-The engine's own keys are opaque. Blocks are hashed again here from their tokens and their parent's hash, so that
-prompts and events give a block the same name whatever the engine hashes with. Runs of events of one kind reach the map
-in one call, as a call costs about 40 us and each further block in it 0.3 us.
+The engine names blocks by keys of its own, which are opaque here. Blocks are hashed again from their tokens and the
+hash of the block before, so that a block gets the same hash from an event as from a prompt, whatever the engine hashes
+with. Consecutive events of one kind reach the map in one call, as a call costs about 40 us and each block 0.3 us.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -28,7 +28,8 @@ from cachemap.events.records import (
 from cachemap.hashing import TOKEN_BYTES, chain_seed, covering, hash_blocks, looking_ahead
 from cachemap.map import CacheMap
 
-# Blocks in a chunk of a slower tier, or in what an engine calls a block: 65,536 tokens at 16 a block; 256 are usual.
+# The most blocks of the map in a chunk of a slower tier, or in one block of an engine: 65,536 tokens at 16 a block; 256
+# tokens are usual.
 MOST_CHUNK = 4096
 SEARCHED = 16  # pages visited one by one in the time that the map takes for one block
 LEAST_BLOCK = 64  # bytes of tokens counted as one block: 16 tokens
@@ -37,19 +38,22 @@ MOST_UNSIZED = 2048  # keys remembered for a tier until an event shows how many 
 
 
 class EventApplier:
-    """Applies events in order. `flush` must follow before the map is read.
+    """Applies the events of one replica in order. Call `flush` before you read the map.
 
-    Of an engine with several cache groups, prompts are found in the first group of full attention; `GroupEvents` has
-    the others.
+    An engine may have several cache groups (groups of like layers with blocks of their own). Prompts are looked up in
+    the first group of full attention, called the main group here; `GroupEvents` handles the other groups.
 
-    Counters, in blocks: `stored`, of the group that prompts are found in; `removed`; `orphans`, whose tokens or parent
-    are unknown, so that they have no name; `ignored`, which slower tiers keep for further cache groups or in chunks
-    that cannot be mapped, which are parts of a block, or whose format differs from what is known of the engine's
-    blocks. Where an engine's pages are smaller than blocks (`pages`), the latter two count pages. `fault` says why
-    nothing of this replica can be used, None while all is well.
+    Arguments besides those that prompts are hashed with (`model`, `block_size`):
+    `looks_ahead`: how many tokens after a block the block's name in prompts also covers;
+    `told`: the engine's block format as earlier events showed it.
 
-    `looks_ahead` is the number of tokens after a block that its name in prompts also covers; `told` is the engine's
-    block format as read from earlier events.
+    Attributes, counted in blocks (where the engine's pages are smaller than blocks, the last two count pages):
+    `stored`: blocks stored in the main group;
+    `removed`: blocks removed;
+    `orphans`: blocks left out because their tokens or the block before them are unknown, so that they have no hash;
+    `ignored`: blocks left out for another reason: slower tiers keep them for another cache group or in chunks that do
+    not consist of the map's blocks, they are parts of a block, or their format is not the engine's known one.
+    `fault`: why nothing of this replica can be used, None while all is well.
     """
 
     def __init__(
@@ -68,13 +72,13 @@ class EventApplier:
         self._twice: list[tuple[int | bytes, int, int]] = []
         self._tier = "gpu"
         self._work = 0  # blocks handled since the last step ended, besides those that `in_pieces` counts
-        self._main: int | None = None  # the group that prompts are found in; None until an event shows it
+        self._main: int | None = None  # the group that prompts are looked up in; None until an event shows it
         self._groups = GroupEvents(cache_map, slot, block_size, self._hashes_under, self._hashes_of)
         self.pages: Pages | None = None  # if the engine's pages are smaller than the map's blocks
         self._steps: Iterator[None] = iter(())  # the rest of the work on the last event
         self._chunks: dict[str, Chunks] = {}  # the chunks of stores below the engine, by tier
         self._own_chunk = 1  # blocks in a chunk of the engine's own slower tiers, as far as events showed
-        self._unsized: dict[str, dict[int | bytes, None]] = {}  # by tier, keys reported alone until that is known
+        self._unsized: dict[str, dict[int | bytes, None]] = {}  # by tier, keys reported before `_own_chunk` was known
         self.stored = 0
         self._removed = 0
         self._orphans = 0
@@ -88,13 +92,13 @@ class EventApplier:
 
     @property
     def stored_as(self) -> Blocks:
-        """The engine's block format, from these events and from those that other gateways read."""
+        """The engine's block format, as shown by the events applied here or by other gateways (`believe`)."""
         return Blocks(self._size.known, self._ahead.known, self._states.known)
 
     def believe(self, told: Blocks) -> None:
-        """Adopt the block format that another gateway read from events, until later events agree on another.
+        """Adopt the block format that another gateway read from events, until later events agree on another format.
 
-        A format that no engine has is not adopted.
+        An impossible format counts as unknown.
         """
         if told.ahead > MOST_AHEAD:
             told = UNTOLD
@@ -111,19 +115,20 @@ class EventApplier:
         return self._orphans + self._groups.orphans + (self.pages.orphans if self.pages is not None else 0)
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """Return how many of a prompt's tokens are held, of which the map knows the first `held` blocks.
+        """Return how many of a prompt's leading tokens the replica holds.
 
-        `tokens` are the uint32 ids that can be found; `hashes` and `seed` are of the prompt's chain.
+        `held`: how many leading blocks the map finds. `hashes`, `seed`: the hashes of the prompt's blocks and the seed
+        of the first one. `tokens`: the prompt's token ids (uint32), without those that can never be a hit.
         """
         return self.pages.reach(held, hashes, seed, tokens) if self.pages is not None else held * self._block_size
 
     def apply(self, events: list[Stored | Removed | Cleared]) -> None:
-        """Apply events in order; many at a time cost less each."""
+        """Apply events in order; the more events in a call, the less each of them costs."""
         for _ in self._applying(events):
             pass
 
     def applying(self, events: list[Stored | Removed | Cleared]) -> Iterator[None]:
-        """Apply events in order and flush, in steps of some milliseconds, between which others may read the map."""
+        """Apply events in order and flush, in steps of some milliseconds; between steps the map may be read."""
         for number, piece in enumerate(in_pieces(events)):
             if number:
                 yield
@@ -159,7 +164,7 @@ class EventApplier:
                 yield
 
     def _blocks_under_key(self, tier: str) -> int:
-        """Return how many keys of the map one key of the engine's stands for at most in a removal."""
+        """Return the most blocks of the map that one of the engine's keys can stand for in a removal."""
         if tier == "gpu":
             return self._groups.whole or 1
         tiers = self._map.chunk_tiers(self._slot)
@@ -171,7 +176,7 @@ class EventApplier:
             pass
 
     def flushing(self) -> Iterator[None]:
-        """Flush in steps of some milliseconds, between which others may read the map."""
+        """Hand all pending changes to the map in steps of some milliseconds; between steps the map may be read."""
         if self._groups.waiting and self._main is None and not self._map.held(self._slot):
             self.fault = "none of the engine's layers has full attention"  # only its blocks show what keys stand for
         if self._has_wide and not self.stored_as.parts:  # only an engine with smaller Mamba blocks may have such blocks
@@ -212,18 +217,18 @@ class EventApplier:
 
     @property
     def blind(self) -> list[str]:
-        """The tiers whose store does not report removals (`Chunks.blind`)."""
+        """The slower tiers whose store reports what it adds but not what it removes (`Chunks.blind`)."""
         return [tier for tier, chunks in self._chunks.items() if chunks.blind]
 
     def forget(self) -> None:
-        """Forget all blocks of the replica and everything pending; blind stores stay known as blind."""
+        """Forget all blocks of the replica and all pending changes, but not which stores report no removals."""
         self._forget_own()
         self._drop_chunks()
         self._forget_chunk_size()
         self._map.clear(self._slot)
 
     def let_go(self) -> None:
-        """Drop the state that only further events could keep up to date; the map keeps its blocks."""
+        """Drop the state here that would be outdated without further events; the map keeps its blocks."""
         self._drop_pages()
         self._drop_chunks()
         self._forget_chunk_size()
@@ -242,7 +247,7 @@ class EventApplier:
         self._own_chunk, self._unsized = 1, {}
 
     def _clear(self) -> None:
-        """Apply the loss of all that the engine holds itself; tiers that outlive it report their own removals."""
+        """Forget all that the engine held itself; blocks in tiers that outlive the engine's own cache stay."""
         self._flush()
         self._forget_own()
         self._unsized = {tier: keys for tier, keys in self._unsized.items() if outlives(tier)}
@@ -256,7 +261,7 @@ class EventApplier:
         self._groups.forget()
 
     def _look_up_parents(self, events: list[Stored | Removed | Cleared]) -> None:
-        """Resolve all parents that are in the map already in one call: each alone costs 12 us."""
+        """Look up the hashes of all parent blocks that are in the map in one call: a call for each costs 12 us."""
         parents = [
             event.parent
             for event in events
@@ -329,9 +334,9 @@ class EventApplier:
             self._groups.follow_soon()
 
     def _is_as_known(self, event: Stored) -> bool:
-        """Return whether an event has full attention's blocks in their known format, or parts of them.
+        """Return whether an event has full attention's blocks in their known format, or parts of such blocks.
 
-        A different format becomes the known one once further events agree on it. One that no engine has never does.
+        A different format becomes the known one once further events agree on it, unless it is impossible.
         """
         if event.looks_ahead > MOST_AHEAD:
             return False
@@ -359,8 +364,8 @@ class EventApplier:
     def _blocks_of(self, event: Stored) -> int:
         """Return how many blocks each chunk has in an event of the engine's own slower tier.
 
-        Some chunks are reported by key alone: the last block's, which is all that the map needs of them. Until an event
-        with tokens shows the chunk's size, they count as one block each.
+        Some events report a chunk by the key of its last block alone, which is all that the map needs. Until an event
+        with tokens shows how many blocks a chunk has, such chunks count as one block each.
         """
         if event.tokens:
             self._learn_chunk_size(event.together)
@@ -373,9 +378,9 @@ class EventApplier:
         return self._own_chunk
 
     def _learn_chunk_size(self, blocks: int) -> None:
-        """Set the size of chunks, in blocks, in the engine's own slower tiers.
+        """Set how many blocks a chunk has in the engine's own slower tiers.
 
-        Blocks that were reported by key alone before are stored again as such chunks.
+        Chunks that were reported by key alone so far, and stored as single blocks, are stored again with this size.
         """
         if blocks <= self._own_chunk:
             return
@@ -394,7 +399,7 @@ class EventApplier:
             self.stored += len(known) * (blocks - 1)
 
     def _store_together(self, event: Stored) -> None:
-        """Store chunks of several blocks, each as its last block."""
+        """Store chunks of several blocks in the engine's own slower tier, each under its last block."""
         ends = slice(event.together - 1, None, event.together)
         parent = 0 if event.parent is None else self._hash_of(event.parent)
         hashes = self._hashes_under(event.keys[ends])
@@ -407,7 +412,7 @@ class EventApplier:
         self.stored += len(event.keys) - len(hashes)
 
     def _is_main(self, event: Stored) -> bool:
-        """Return whether the event is of the group that prompts are found in, where that is not known yet."""
+        """Return whether the event is of the main group, while events have not shown yet which group that is."""
         if self._main is not None or event.kind != FULL_ATTENTION or self._groups.knows(event.group):
             return False
         if event.tier == "gpu":  # stores below the engine may not report the group
@@ -429,9 +434,10 @@ class EventApplier:
             self._groups.store(event)
 
     def _salt(self, event: Stored) -> Stored:
-        """Return Mamba's event with the tenant's salt, which only full attention's first block of the same step has.
+        """Return a Mamba event with the tenant's salt, which the engine sends with full attention's first block only.
 
-        If the salt is not known, the event loses its tokens, so that no tenant is predicted to find another's blocks.
+        If that block's event has not been seen, the result has no tokens, so that no tenant is predicted to find
+        another tenant's blocks.
         """
         if event.parent is not None or not event.tokens:
             return event
@@ -440,9 +446,9 @@ class EventApplier:
         return event._replace(tokens=b"") if self._salted else event
 
     def _cut(self, event: Stored) -> Stored | None:
-        """Return the event with its blocks cut to the size that prompts are hashed in.
+        """Return the event with its blocks cut to the size of the blocks that prompts are hashed in.
 
-        None if it is unknown which of the smaller blocks cover the event's extra keys.
+        None if it is unknown which of the smaller blocks the event's extra keys belong to.
         """
         extra, size = event.extra, self._block_size
         if extra and any(extra):
@@ -458,9 +464,9 @@ class EventApplier:
         return self._in_blocks(event._replace(extra=extra), keys)
 
     def _in_blocks(self, event: Stored, keys: Sequence[int | bytes]) -> Stored:
-        """Return an event of larger blocks in the size that prompts are hashed in, under these `keys`.
+        """Return an event of larger blocks with blocks of the size that prompts are hashed in.
 
-        Only the first of the event's extra keys are kept.
+        `keys`: the keys of the smaller blocks. Of the extra keys only those of the first block are kept.
         """
         ahead, size, count = event.looks_ahead, self._block_size, len(keys)
         lookahead = b""
@@ -505,7 +511,7 @@ class EventApplier:
         self._store_hashes(event.keys, self._hashes(event, parent), parent)
 
     def _store_pages(self, event: Stored) -> None:
-        """Store pages of an engine whose blocks are smaller than the map's, as the blocks that they complete."""
+        """Store an event of an engine whose blocks (pages) are smaller than the map's: the blocks that it completes."""
         if self.pages is None:
             self.pages = Pages(self._model, self._block_size, event.block_size, bool(event.ahead))
         if self.pages.pairs != bool(event.ahead):
@@ -532,7 +538,7 @@ class EventApplier:
                 yield
 
     def _store_chunks(self, event: Stored) -> None:
-        """Store chunks of a store below the engine, of one or more blocks each."""
+        """Store an event of a store below the engine, such as LMCache: chunks of one or more blocks each."""
         blocks, parts = divmod(event.block_size, self._block_size)
         chunks = self._chunks.get(event.tier)
         if chunks is None and 0 < blocks <= MOST_CHUNK and not parts:
@@ -557,7 +563,7 @@ class EventApplier:
             self.ignored += len(event.keys) * chunks.blocks
 
     def _found_with(self, event: Stored, chunks: Chunks) -> Iterator[Chunk]:
-        """Store an event's chunks, and yield those that are found with them."""
+        """Record an event's chunks in `chunks`; yield all chunks that a look-up now finds and did not find before."""
         before, width = event.parent, event.block_size * TOKEN_BYTES
         for number, key in enumerate(event.keys):
             parent = 0 if before is None else chunks.end(before) or self._hash_of(before)
@@ -577,7 +583,11 @@ class EventApplier:
     def _mapping(
         chunks: Chunks, changed: Iterator[Chunk | None], change: Callable[[str, list[Chunk]], None], tier: str
     ) -> Iterator[None]:
-        """Hand changed chunks to the map in steps of some milliseconds, as one chunk may change any number after it."""
+        """Hand changed chunks to the map in steps of some milliseconds.
+
+        One event may change any number of chunks: all that follow the one it names. `changed`: the chunks, with None
+        for work without a change. `change`: stores or removes some of them, with the tier, in the map.
+        """
         step = max(1, MOST_PIECE // chunks.blocks)
         while piece := list(islice(changed, step)):
             if told := [chunk for chunk in piece if chunk is not None]:
@@ -598,7 +608,7 @@ class EventApplier:
         return ChunkTier(tier, self._chunks[tier].blocks).tier
 
     def _store_hashes(self, keys: Sequence[int | bytes], hashes: list[int], parent: int) -> None:
-        """Store a chain of blocks; `parent` is the hash of the block before the first one, or 0."""
+        """Queue a chain of blocks for the map; `parent` is the hash of the block before the first one, or 0."""
         self.stored += len(hashes)
         if self._own.keys().isdisjoint(keys):
             self._begin(parent)
@@ -613,7 +623,10 @@ class EventApplier:
                 self._twice.append((key, self._own[key], above))
 
     def _store_known(self, event: Stored, blocks: int) -> None:
-        """Store blocks (or chunks of `blocks` each) that are reported by key alone, as on a copy to a slower tier."""
+        """Queue blocks reported by key alone, as when they are copied to a slower tier.
+
+        `blocks`: how many blocks each key stands for.
+        """
         for key, block in zip(event.keys, self._hashes_under(event.keys), strict=True):
             if not block:
                 self._orphans += blocks
@@ -623,7 +636,7 @@ class EventApplier:
                 self.stored += blocks
 
     def _begin(self, parent: int) -> None:
-        """Note that the next block follows `parent`; it begins a chain of its own unless that block was added last."""
+        """Begin a new chain for the next pending block, unless `parent` (a hash) is the last pending block."""
         if parent != self._tail or not self._own:
             self._heads.append((len(self._own), parent))
 
@@ -660,7 +673,7 @@ class EventApplier:
             self._flush()
 
     def _remove_chunks(self, event: Removed) -> list[int | bytes]:
-        """Remove the chunks under the event's keys; return the keys that no chunk has."""
+        """Remove the chunks with the event's keys from a slower tier; return the keys that may be of single blocks."""
         self._flush()
         unknown = list(event.keys)
         blind = (chunks := self._chunks.get(event.tier)) is not None and chunks.blind
@@ -680,7 +693,7 @@ class EventApplier:
         return own or self._map.resolve(self._slot, [key])[0]
 
     def _hashes_under(self, keys: Sequence[int | bytes]) -> list[int]:
-        """Return our hashes of the blocks under these keys in one call: each key alone costs 10 to 40 us."""
+        """Return the hash of the block with each engine key, 0 if unknown; a call for each key costs 10 to 40 us."""
         found = [self._own.get(key) or self._above.get(key) or 0 for key in keys]
         missing = [at for at, block in enumerate(found) if not block]
         if missing:
@@ -710,7 +723,10 @@ class EventApplier:
         return hash_blocks(tokens, self._block_size, seed)
 
     def _hashes_apart(self, tokens: bytes, extra: list[list[object]], seed: int) -> list[int]:
-        """Return the hashes of blocks of which some cover more than tokens, such as images (see `hash_with_media`)."""
+        """Return the hashes of blocks of which some cover extra keys, such as images (see `hash_with_media`).
+
+        `tokens`: of all blocks; `extra`: the extra keys of each block; `seed`: the seed of the first block.
+        """
         width = len(tokens) // len(extra)
         hashes: list[int] = []
         for i, keys in enumerate(extra):
@@ -740,7 +756,7 @@ def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored 
 
 
 def _blocks(event: Stored | Removed | Cleared) -> int:
-    """Return how many blocks an event reports, counting tokens where it has fewer keys than blocks."""
+    """Return how many blocks an event reports, estimated from its tokens if it has fewer keys than blocks."""
     if isinstance(event, Stored):
         return max(len(event.keys), len(event.tokens) // LEAST_BLOCK)
     return len(event.keys) if isinstance(event, Removed) else 0
@@ -751,7 +767,7 @@ def _has_states(event: Stored | Removed) -> bool:
 
 
 def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
-    """Split one event into several, each of which has whole chunks of blocks."""
+    """Yield an event as several smaller ones, without splitting a chunk of a slower tier."""
     count = len(event.keys)
     if isinstance(event, Removed):
         for start in range(0, count, MOST_PIECE):
@@ -782,10 +798,10 @@ def _has_media(keys: list[object]) -> bool:
 
 
 def _besides(keys: list[object] | None, adapter: str | None) -> list[object]:
-    """Return a block's extra keys without the adapter's name, which is in the chain's seed.
+    """Return a block's extra keys without the adapter's name, which the seed of the prompt's first block covers.
 
-    vLLM puts that name first (then media, then the cache salt), so only the first key can be it: a tenant's salt may
-    equal the adapter's name.
+    vLLM puts the adapter's name first, then media, then the cache salt. Only the first key is taken for the name, as a
+    tenant's salt may equal the adapter's name.
     """
     if not keys:
         return []

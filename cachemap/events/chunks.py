@@ -1,11 +1,12 @@
 """Chunks: the pieces of one or more blocks in which a store below the engine keeps its cache.
 
 LMCache is such a store, by default with 256 tokens a chunk. Its server reports each chunk that enters its host memory,
-with its tokens and the chunk before it, and each that leaves (`lmcache/v1/multiprocess/modules/kv_events.py` of 0.5.6).
-It looks a prompt up in whole chunks from the prompt's beginning, whatever the engine holds itself, and stops at the
-first one that it lacks: a chunk is found while it and all before it are held. Only found chunks go to the map, into a
-tier of their own (`ChunkTier`). The map's rule (blocks of slower tiers directly after those on the GPU, in such a tier
-up to the prompt's last whole chunk) then gives what LMCache delivers.
+with the chunk's tokens and the chunk before it, and each chunk that leaves
+(`lmcache/v1/multiprocess/modules/kv_events.py` of 0.5.6). It looks a prompt up in whole chunks from the prompt's
+beginning, whatever the engine holds itself, and stops at the first chunk that it lacks. So a chunk is called found
+while the store holds it and all chunks before it. Only found chunks go to the map, into a tier of their own
+(`ChunkTier`). The map counts blocks of slower tiers that directly follow those on the GPU, in a chunk tier up to the
+prompt's last whole chunk; this is what LMCache delivers.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ CHUNK_BYTES = 520  # a chunk, its key and its dict entries, without the 8 bytes 
 class Chunk:
     """A chunk of one tier.
 
-    `hashes` are of its blocks, chained from the prompt's beginning; `parent` is the hash of the block before them, or
-    0.
+    `hashes`: of its blocks, chained from the prompt's beginning. `parent`: the hash of the block before them, or 0.
+    `before`: the chunk before this one; `behind`: the chunks that follow this one, by key.
+    `held`: the store has the chunk. `found`: the store has this chunk and all chunks before it.
     """
 
     __slots__ = ("key", "hashes", "parent", "before", "behind", "held", "found")
@@ -41,22 +43,23 @@ class Chunk:
 
 
 def block_keys(key: Key, blocks: int) -> list[Key]:
-    """Return the keys that a chunk's blocks have in the map.
+    """Return the keys that a chunk's blocks have in the map; the last block has the chunk's own key.
 
-    The last one is the chunk's own. From it the map knows what the next chunk continues, also in a gateway that has
-    only another gateway's map.
+    Through that key the next chunk finds the block that it follows, even in a gateway that has only a copy of another
+    gateway's map.
     """
     base = int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key
     return [*((base + number * ODD) & U64 for number in range(1, blocks)), key]
 
 
 class Chunks:
-    """The chunks of one replica in one tier, each counted in the map's budget by `hold` (`CacheMap.hold`).
+    """The chunks of one replica in one tier, each counted in the map's memory budget by `hold` (`CacheMap.hold`).
 
-    `blind`: a chunk was reported that was held already, so nobody had reported its removal in between. LMCache's server
-    reports a chunk once until it is removed. Its connectors do not where they report what they stored themselves, and
-    they never report evictions (`CacheEngine.get_kv_events`; `_build_store_kv_events` where the server has no log).
-    What such a source holds is unknown, so nothing that it reports is kept until it reports a removal.
+    `blind`: the source of the events reports no removals. This shows when it reports a chunk that is held already.
+    LMCache's server reports a chunk only once until it is removed. But LMCache's connectors may report a chunk again if
+    they report what they stored themselves, and they never report evictions (`CacheEngine.get_kv_events`;
+    `_build_store_kv_events` where the server has no log). What the store of a blind source holds is unknown, so nothing
+    that it reports is kept until it reports a removal.
     """
 
     def __init__(self, blocks: int, hold: Callable[[int], bool]) -> None:
@@ -78,10 +81,11 @@ class Chunks:
         return chunk.hashes[-1] if chunk is not None else 0
 
     def store(self, key: Key, before: Key | None, parent: int, hashes: Sequence[int]) -> Iterator[Chunk] | None:
-        """Record that a chunk is held, after chunk `before`; return the chunks found with it, or None without room.
+        """Record that the store has a chunk; return the chunks that a look-up now finds, or None if memory is short.
 
-        `parent` is the hash of the block before `hashes`, or 0. Each returned chunk comes after the one it follows. A
-        chunk whose predecessor is unknown is taken to be found. The iterator must be used up before the next call.
+        `key`: the chunk's key. `before`: the key of the chunk before it. `parent`: the hash of the block before it, or
+        0. `hashes`: of its blocks. A chunk comes after the one that it follows in the result. A chunk is taken to be
+        found if the one before it is unknown. The caller must exhaust the iterator before the next call.
         """
         chunk = self._by_key.get(key)
         if chunk is None:
@@ -98,9 +102,10 @@ class Chunks:
         return _find(chunk) if chunk.before is None or chunk.before.found else iter(())
 
     def remove(self, keys: Iterable[Key]) -> Iterator[Chunk | None]:
-        """Record that these chunks are gone; yield all chunks no longer found, and None for each forgotten one.
+        """Record that these chunks are gone; yield all chunks that a look-up no longer finds.
 
-        A chunk is no longer found if one before it is gone. The iterator must be used up before the next call.
+        These include the chunks that follow a removed one. For each forgotten chunk, None is yielded, so that the
+        caller can count the work. The caller must exhaust the iterator before the next call.
         """
         for key in keys:
             chunk = self._by_key.get(key)
@@ -113,7 +118,7 @@ class Chunks:
                 yield from self._forget(chunk)
 
     def found(self) -> Iterator[Chunk]:
-        """Yield all chunks that a lookup finds, each after the one it follows."""
+        """Yield all chunks that a look-up finds, each after the chunk that it follows."""
         for chunk in self._by_key.values():
             if chunk.found and (chunk.before is None or not chunk.before.found):
                 yield from _with_those_behind(chunk)
@@ -124,9 +129,9 @@ class Chunks:
         self._by_key = {}
 
     def _forget(self, chunk: Chunk | None) -> Iterator[None]:
-        """Forget a removed chunk and removed ones before it; yield None for each.
+        """Forget a removed chunk, and removed chunks before it that nothing follows any more; yield None for each.
 
-        A removed chunk that others follow is kept: they are found again when it is stored again.
+        A removed chunk that other chunks follow is kept, so that they are found again when it is stored again.
         """
         while chunk is not None and not chunk.held and not chunk.behind:
             del self._by_key[chunk.key]
@@ -138,7 +143,7 @@ class Chunks:
 
 
 def _find(chunk: Chunk) -> Iterator[Chunk]:
-    """Mark this chunk and all held ones after it as found, and yield them."""
+    """Mark this chunk, and the held chunks that follow it without a gap, as found; yield them."""
     todo = [chunk]
     while todo:
         one = todo.pop()
@@ -148,7 +153,7 @@ def _find(chunk: Chunk) -> Iterator[Chunk]:
 
 
 def _with_those_behind(chunk: Chunk) -> Iterator[Chunk]:
-    """Yield this chunk and all found ones after it."""
+    """Yield this chunk and all found chunks that follow it."""
     todo = [chunk]
     while todo:
         one = todo.pop()
@@ -157,7 +162,7 @@ def _with_those_behind(chunk: Chunk) -> Iterator[Chunk]:
 
 
 def chains(chunks: Sequence[Chunk]) -> tuple[list[int], list[Key], list[tuple[int, int]]]:
-    """Return the hashes, keys and heads of these chunks' blocks, as `CacheMap.store` takes them."""
+    """Return the hashes, engine keys and `heads` with which `CacheMap.store` stores these chunks' blocks."""
     hashes: list[int] = []
     keys: list[Key] = []
     heads: list[tuple[int, int]] = []

@@ -1,11 +1,12 @@
-"""The events of an engine's further cache groups, on their way to the map.
+"""The events of an engine's cache groups other than the main one (full attention), on their way to the map.
 
-Engines name a block by the same key in all groups, and send its tokens only with the event of full attention. The
-events of one step come group by group, so an event that comes before that of full attention waits for it.
+A cache group is a set of like layers with blocks of their own. An engine names a block by the same key in all groups,
+and sends the block's tokens only with the event of full attention. The events of one engine step come group by group,
+so an event that comes before the one of full attention waits for it.
 
 Blocks of full attention can be larger than the blocks at whose ends Mamba's states are kept. Then the tokens in Mamba's
-own event say which prefix a state belongs to. A prompt can also end within a block of full attention; the key of that
-end is the same as that of Mamba's state there, which says what prefix it is.
+own event show which prefix a state belongs to. A prompt can also end within a block of full attention. The engine's key
+of that end is equal to the key of Mamba's state there, so Mamba's event shows which prefix it stands for.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -17,7 +18,7 @@ from cachemap.hashing import TOKEN_BYTES
 from cachemap.map import CacheMap
 
 Key = int | bytes
-# Groups of one replica, and the highest index of one. An engine may have as many groups as layers.
+# The most groups of one replica, and the highest index of a group. An engine may have as many groups as layers.
 MOST_GROUPS, MOST_INDEX = 64, STATES - 1
 MOST_PENDING = 2048  # blocks gathered before they go to the map
 # Blocks handled in one step, in 5 ms: a million blocks of one event held up all clients for 4.7 s. A call to the map
@@ -28,7 +29,7 @@ MOST_STEP = 1 << 19  # bytes of tokens in Mamba's event of a step in which a pro
 
 
 class GroupEvents:
-    """The events of one replica's further cache groups.
+    """The events of one replica's cache groups besides the main one.
 
     `told` returns our hashes of the blocks that the map has under given keys, or 0; `hashes_of` returns those of the
     last blocks of an event, after the block with a given hash (`EventApplier._hashes_of`). Counters, in blocks:
@@ -40,28 +41,29 @@ class GroupEvents:
         self._map, self._slot, self._block_size = cache_map, slot, block_size
         self._told, self._hashes_of = told, hashes_of
         self._parts: CacheGroup | None = None
-        self._beside: dict[Key, Stored] = {}  # by the key of a prompt's end that waits, Mamba's event of the same step
-        self._alone: list[Key] = []  # the ends for which that event has not come yet
+        # By the key of a waiting end of a prompt: Mamba's event of the same step, and the ends still without one.
+        self._beside: dict[Key, Stored] = {}
+        self._alone: list[Key] = []
         self._state: Stored | None = None  # the last event of Mamba
         # An event of Mamba, and our hashes of its blocks by their tokens: 0 where several have the same.
         self._ends: tuple[Stored | None, dict[bytes, int]] = None, {}
         self._known: dict[int, CacheGroup] = {}  # by the engine's index
-        self.waiting: list[Stored] = []  # events whose keys cannot be named yet
-        self.waiting_work = 0  # the work that these are, in blocks
+        self.waiting: list[Stored] = []  # events for whose keys no hashes are known yet
+        self.waiting_work = 0  # the work to apply the waiting events, in blocks
         self._storing: dict[str, dict[Key, int]] = {}  # by tier, key -> hash
         self._removing: dict[str, list[Key]] = {}
         self.removed = 0
         self.orphans = 0
 
     def knows(self, index: int) -> bool:
-        """Return whether the replica has this group besides full attention."""
+        """Return whether events showed that the replica has a group with this index besides the main one."""
         if index not in self._known:  # another gateway may have learned it
             groups = self._map.groups(self._slot).values()
             self._known |= {group.told_as: group for group in groups if not group.has_parts}
         return index in self._known
 
     def trouble(self, event: Stored) -> str | None:
-        """Return why an engine with this group cannot be followed, or None."""
+        """Return why the events of an engine with this event's group cannot be used, or None if they can."""
         sizes = sorted((event.block_size, self._block_size))
         parts = event.kind == MAMBA and sizes[0] > 0 and sizes[1] % sizes[0] == 0
         if event.block_size != self._block_size and not parts:
@@ -79,7 +81,7 @@ class GroupEvents:
         return None
 
     def store_part(self, event: Stored) -> None:
-        """Store the end of a prompt within a block of full attention, as `store` does."""
+        """Queue the end of a prompt that lies within a block of full attention."""
         self._wait(event)
         if self._state is not None and self._state.group < event.group:
             self._beside[event.keys[0]] = self._state
@@ -87,7 +89,7 @@ class GroupEvents:
             self._alone += event.keys
 
     def store(self, event: Stored) -> None:
-        """Queue blocks of a group; they reach the map with `follow`, `remove` or `flush`."""
+        """Queue the blocks of an event until `follow` finds their hashes."""
         if not self.knows(event.group):
             if event.kind == MAMBA:
                 self._known[event.group] = CacheGroup.of_states(event.group)
@@ -110,14 +112,14 @@ class GroupEvents:
         return FLUSH // 2 + len(event.keys) + len(event.tokens) // (self._block_size * TOKEN_BYTES * HASHED)
 
     def _blocks(self, window: int) -> int:
-        """Return how many blocks hold the tokens that the next token's window reaches back over."""
+        """Return how many blocks hold the tokens that a sliding window of `window` tokens reaches back over."""
         return min(EVERY, max(1, -(-(window - 1) // self._block_size)))
 
     # --- blocks of full attention with several hashed blocks each
 
     @property
     def whole(self) -> int:
-        """The number of hashed blocks in one block of full attention; 0 if they are the same."""
+        """How many hashed blocks (as prompts are hashed) make up one block of full attention; 0 if it is just one."""
         if self._parts is None:  # another gateway may have learned it
             self._parts = next((group for group in self._map.groups(self._slot).values() if group.has_parts), None)
         return self._parts.last if self._parts is not None else 0
@@ -127,14 +129,17 @@ class GroupEvents:
         return any(group.has_states for group in self._map.groups(self._slot).values())
 
     def learn_whole(self, index: int, blocks: int) -> None:
-        """Note that a block of full attention has `blocks` hashed blocks, and add the group of prompts' ends."""
+        """Note that a block of full attention has `blocks` hashed blocks, and add the group for prompts' ends.
+
+        `index`: the engine's index of the full-attention group.
+        """
         if blocks != self.whole:
             self._parts = CacheGroup.of_parts(index, blocks)
         if self._parts is not None:
             self._map.add_group(self._slot, self._parts)
 
     def remove_parts(self, keys: Sequence[Key]) -> None:
-        """Remove prompts' ends. Call `following` first."""
+        """Remove the ends of prompts with these keys. Exhaust `following` first."""
         if self._parts is not None:
             self._remove(self._parts.tier, keys)
 
@@ -148,9 +153,9 @@ class GroupEvents:
         return self._hashes_under([key])[0]
 
     def _hashes_under(self, keys: Sequence[Key]) -> list[int]:
-        """Return our hashes of the blocks under these keys, 0 where unknown.
+        """Return the hash of the block with each engine key, 0 where unknown.
 
-        Keys that are not pending are resolved in one call: each alone costs 10 to 100 us.
+        Keys that are not pending here are looked up in one call: a call for each costs 10 to 100 us.
         """
         pending = list(filter(None, self._storing.values()))
         found = [next((storing[key] for storing in pending if key in storing), 0) for key in keys]
@@ -160,7 +165,7 @@ class GroupEvents:
         return found
 
     def _named(self, event: Stored) -> Generator[None, None, list[tuple[Key, int]]]:
-        """Return each key of an event with our hash of its block, or 0 where the block is not known."""
+        """Return each key of an event with the hash of its block, 0 where unknown; yield between steps of the work."""
         known: list[tuple[Key, int]] = []
         for start in range(0, len(event.keys), MOST_PIECE):
             if start:
@@ -200,20 +205,20 @@ class GroupEvents:
         return found
 
     def follow(self) -> None:
-        """Name the blocks of all waiting events, once those of full attention are known.
+        """Find the hashes for all waiting events, once full attention's blocks are known, and queue them for the map.
 
-        Prompts' ends are named by Mamba's keys.
+        The hash of a prompt's end is found through Mamba's event.
         """
         for _ in self.following():
             pass
 
     def follow_soon(self) -> None:
-        """Call `follow` if little waits, and otherwise leave it to `following`."""
+        """Call `follow` if the waiting events are little work, and otherwise leave them to `following`."""
         if self.waiting_work <= MOST_PIECE:
             self.follow()
 
     def following(self) -> Iterator[None]:
-        """Do the work of `follow` in steps of some milliseconds."""
+        """Do the work of `follow` in steps of some milliseconds; between steps the map may be read."""
         work = 0
         for event in sorted(self.waiting, key=lambda one: one.kind == FULL_ATTENTION):
             tier = self._tier(event)
@@ -242,7 +247,7 @@ class GroupEvents:
         self._alone.clear()
 
     def remove(self, event: Removed) -> None:
-        """Remove blocks. Call `following` first."""
+        """Queue the removal of an event's blocks. Exhaust `following` first."""
         self._remove(self._known[event.group].tier, event.keys)
 
     def _remove(self, tier: str, keys: Sequence[Key]) -> None:
@@ -259,9 +264,9 @@ class GroupEvents:
             self._hand_over(tier)
 
     def _hand_over(self, tier: str) -> None:
-        """Hand a tier's pending changes to the map.
+        """Hand the pending changes of one group (its tier) to the map.
 
-        There are never both removals and stores: the earlier ones were handed over first.
+        Removals and stores are never pending together: the earlier kind is handed over before the other is queued.
         """
         if removing := self._removing.pop(tier, None):
             self.removed += self._map.remove(self._slot, removing, tier)
@@ -270,7 +275,7 @@ class GroupEvents:
             self._map.store(self._slot, list(storing.values()), list(storing), tier)
 
     def forget(self) -> None:
-        """Drop everything pending, and what is known of the engine's groups."""
+        """Drop all pending changes and waiting events, and what is known of the engine's groups."""
         self._known, self.waiting, self._storing, self._removing, self._parts = {}, [], {}, {}, None
         self.waiting_work = 0
         self._beside, self._alone, self._state = {}, [], None

@@ -1,8 +1,9 @@
-"""The intake of one replica's cache events, from its sockets into the map.
+"""The intake of one replica's KV cache events, from the engine's sockets into the map.
 
-Missed events are requested again: everything on connecting, the missing batches after a gap. If they cannot be had,
-what the replica holds is no longer known: it is cleared and filled again from new events. A replica that computes
-blocks but reports none is `unobserved`: its cache is modelled until events come.
+An engine publishes its events in numbered batches. The intake requests again (a replay) what it missed: everything on
+connecting, the missing batches after a gap. If the engine no longer has them, it is unknown what the replica holds: the
+map forgets the replica's blocks and starts again from new events. A replica that computes blocks but reports none is
+`unobserved`: its cache is modelled until events come.
 """
 
 import asyncio
@@ -22,8 +23,9 @@ from cachemap.map import CacheMap
 log = logging.getLogger("hitherto")
 
 RETRY_SECONDS = (1.0, 30.0)  # between requests for a replay of everything, doubling
-# How long an endpoint may neither answer nor refuse before it counts as unreachable, the first time and once it has
-# answered: a dead engine is noticed by then, and a broken connection is made again within a fraction of a second.
+# How long an endpoint may neither answer nor refuse before it counts as unreachable: LINK_SECONDS on the first attempt,
+# LINK_LOST_SECONDS after it has once answered. By then a dead engine is noticed, and a broken connection is made again
+# within a fraction of a second.
 LINK_SECONDS, LINK_LOST_SECONDS = 1.0, 5.0
 SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStored ...
 SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
@@ -33,8 +35,8 @@ SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 
 RECOVERIES, RECOVERY_SECONDS = 10, 10.0
 
 COMPLAINTS = 5
-# How long to wait for the id of a publisher that gives snapshots; live batches kept while a snapshot is awaited;
-# batches of a snapshot applied at a time.
+# How long to wait for the id of a publisher that gives snapshots; how many live batches are kept while a snapshot is
+# awaited; how many batches of a snapshot are applied at a time.
 PUBLISHER_SECONDS, MOST_SINCE, SNAPSHOT_PIECE = 3.0, 4096, 16
 # Bytes of such live batches: a busy engine sends about a tenth of this while its snapshot is awaited.
 MOST_SINCE_BYTES = 1 << 24
@@ -49,15 +51,17 @@ Numbered = tuple[int, Batch]
 class EventIntake:
     """The intake of one replica's events; `run` it until cancelled.
 
-    `endpoint` and `replay` are the ZMQ addresses of the engine's PUB and ROUTER sockets. `snapshot` is the address of a
-    socket that returns all that the engine holds, which is tried before `replay`. `topic` is the prefix that messages
-    must have; `decode` reads their payload. `model`, `block_size` and `looks_ahead` must be those that prompts are
-    hashed with. `told` is the engine's block format as read from earlier events. `page_size` is the size of parts of a
-    block that the engine finds too, None if it finds whole blocks only.
-
-    `on_change(state, reason)` is called when `state` changes or the replica's blocks had to be forgotten; states are
-    connecting, live, gap and unobserved. `on_unreachable()` is called when the engine's publisher cannot be reached,
-    before the map changes for it.
+    `endpoint`, `replay`: ZMQ addresses of the engine's PUB and ROUTER sockets.
+    `snapshot`: address of a socket that returns all that the engine holds; it is tried before `replay`.
+    `topic`: the prefix that a message's topic must have.
+    `decode`: turns a message's payload into a Batch.
+    `model`, `block_size`, `looks_ahead`: as prompts are hashed; `looks_ahead`: how many tokens after a block its name
+    also covers.
+    `told`: the engine's block format as earlier events showed it.
+    `page_size`: tokens in the smallest part of a block that the engine finds; None if it finds only whole blocks.
+    `on_change(state, reason)`: called when `state` changes or the replica's blocks had to be forgotten; states are
+    connecting, live, gap (batches were lost) and unobserved.
+    `on_unreachable()`: called when the engine's publisher cannot be reached, before the map is changed for that reason.
     """
 
     def __init__(
@@ -119,8 +123,8 @@ class EventIntake:
         self.unreadable = ""  # the reason for the last malformed batch
         self.too_long = 0  # connections that were closed because of what came over them
         self.passed_over = 0  # events that could not be read
-        self.complaints: list[str] = []  # the first few distinct reasons
-        self.last_seq: int | None = None
+        self.complaints: list[str] = []  # the first few distinct reasons why events could not be read
+        self.last_seq: int | None = None  # the number of the last batch applied
         self.lag_seconds: float | None = None  # of the last live batch, by the engine's clock and ours
 
     @property
@@ -129,11 +133,11 @@ class EventIntake:
 
     @property
     def stored_as(self) -> Blocks:
-        """The engine's block format, as in `EventApplier`."""
+        """The engine's block format, as shown by events read here or by other gateways."""
         return self._events.stored_as
 
     def believe(self, told: Blocks) -> None:
-        """Adopt a block format, as `EventApplier.believe` does."""
+        """Adopt the block format that another gateway read from events, until later events agree on another format."""
         self._events.believe(told)
 
     @property
@@ -142,34 +146,34 @@ class EventIntake:
 
     @property
     def orphans(self) -> int:
-        """The blocks left out because the block before them is unknown."""
+        """The number of blocks left out because the block before them is unknown."""
         return self._events.orphans
 
     @property
     def ignored(self) -> int:
-        """The blocks left out: those of slower tiers in chunks of another size, or for another cache group."""
+        """The number of blocks left out for another reason, such as blocks of slower tiers for another cache group."""
         return self._events.ignored
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """Return how many of a prompt's tokens are held, as `EventApplier.reach` does."""
+        """Return how many of a prompt's leading tokens the replica holds; parameters as in `EventApplier.reach`."""
         return self._events.reach(held, hashes, seed, tokens)
 
     @property
     def position(self) -> tuple[int | None, float]:
-        """The number of the last batch applied, None if there is none, and when it was sent."""
+        """The number of the last batch applied (None if there is none), and the time at which the engine sent it."""
         return self.last_seq, self._last_timestamp
 
     def resume(self, sequence: int | None, timestamp: float, observed: bool) -> None:
-        """Continue after this batch; to be called before `run`, with the map as the batch left it.
+        """Continue after batch `sequence`; call this before `run`, with the map as it was after that batch.
 
-        `observed`: the replica's events were followed. With pages smaller than blocks everything is requested again, as
-        the map does not have the pages.
+        `timestamp`: when the engine sent that batch. `observed`: the gateway that applied it followed the replica's
+        events. If the engine's pages are smaller than blocks, everything is requested again, as the map has no pages.
         """
         if self._pages:
             sequence = None
         self._want_replay()
         self.last_seq, self._last_timestamp = sequence, timestamp
-        # Twice: what is sent before our subscription has reached the engine is only in the second replay.
+        # Request a replay twice: batches sent before our subscription has reached the engine are only in the second.
         self._resuming = self._look_again = self._replay_wanted and sequence is not None
         if observed and self.state == "unobserved":
             self._change("connecting", "another gateway saw events")
@@ -180,17 +184,17 @@ class EventIntake:
 
     @property
     def unreplayed(self) -> bool:
-        """Whether a replay of the engine's events is wanted and has not come."""
+        """Whether the intake still waits for a replay of the engine's events."""
         return self._replay_wanted
 
     @property
     def blind(self) -> list[str]:
-        """The tiers whose store does not report removals, as in `EventApplier`."""
+        """The slower tiers whose store reports what it adds but not what it removes."""
         return self._events.blind
 
     @property
     def problems(self) -> list[str]:
-        """Messages about this engine's events that were not understood."""
+        """Messages for operators about events of this engine that were lost or not understood."""
         found = []
         if self.malformed:
             found.append(
@@ -218,7 +222,7 @@ class EventIntake:
             if self.last_seq is None and self.state == "connecting":
                 self._map.observed(self._slot, False)
             else:
-                self._linked = True  # another gateway got what is known from this publisher
+                self._linked = True  # another gateway got the map's present contents from this publisher
             try:
                 while True:
                     self._follow_link(inbox)
@@ -238,7 +242,7 @@ class EventIntake:
                 await self._unask()
 
     def _follow_link(self, inbox: Inbox) -> None:
-        """Follow whether the publisher can be reached; while it cannot, the replica's cache is modelled.
+        """Check whether the publisher can be reached; while it cannot, let the map model the replica's cache.
 
         A map that receives no evictions would promise blocks that are long gone.
         """
@@ -255,7 +259,7 @@ class EventIntake:
             self._unlink(f"{self._endpoint} cannot be reached: {_unreached(inbox)}")
 
     def _link(self) -> None:
-        """Follow the publisher's events from now on: it can be reached, for the first time or again."""
+        """Make the map follow the replica's events, as the publisher can be reached for the first time or again."""
         self._linked, self.unreachable, self._linked_at = True, False, _now()
         self._map.observed(self._slot, True)
         if self.state == "unobserved":
@@ -268,35 +272,34 @@ class EventIntake:
         self._unobserve(reason)
 
     def resync(self) -> None:
-        """Forget what the replica holds, and request everything again."""
+        """Forget the replica's blocks, and request everything from the engine again."""
         self._forget()
         self._want_replay()
 
     def forget_adapter(self, name: str) -> None:
-        """Forget all blocks, as the name now stands for another adapter, and ignore blocks stored under it so far.
+        """Forget all blocks of the replica, as this adapter name now stands for another adapter, and start again.
 
-        Events do not say which of the two adapters they mean, so a replay skips stores under that name up to the last
-        batch.
+        Events give only the name, so blocks that the replay reports as stored under it before now are skipped: they may
+        be of the former adapter.
         """
         self.void_adapter(name, self.last_seq)
         self.resync()
 
     def void_adapter(self, name: str, sequence: int | None) -> None:
-        """Ignore stores under the adapter's name up to batch `sequence` in a replay, without clearing the map."""
+        """Ignore blocks stored under this adapter name in batches up to `sequence`, without clearing the map."""
         if sequence is not None:
             self._void[name] = sequence
 
     def held_up(self) -> None:
-        """Restart the timeouts after this process was stalled: events of that time are still to be read."""
+        """Restart the timeouts after this process was stalled: events that came meanwhile are still to be read."""
         self._silent_requests = 0
         if self._linked:
             self._unlinked_at = _now()
 
     def request_finished(self, prompt_blocks: int) -> None:
-        """Note that a request finished with `prompt_blocks` full blocks that were new to the replica.
+        """Note that a request finished; `prompt_blocks` of its full blocks were new to the replica.
 
-        The replica must have reported blocks by now, or will soon; after several such requests without a report it is
-        unobserved.
+        The replica must report such blocks soon. After SILENT_REQUESTS requests without a report it is unobserved.
         """
         if prompt_blocks <= 0 or self.state == "unobserved":
             return
@@ -310,7 +313,7 @@ class EventIntake:
     async def _take(self, messages: list[list[bytes]]) -> None:
         """Apply live messages.
 
-        Another publisher id means another process of the engine, which holds nothing that the former one reported.
+        A new publisher id means a new process of the engine, which holds nothing that the former process reported.
         """
         if not self._linked:
             self._link()  # a message shows that the publisher is there
@@ -324,7 +327,7 @@ class EventIntake:
             await self._take_in_order(list(some))
 
     async def _take_in_order(self, messages: list[list[bytes]]) -> None:
-        """Apply what one publisher sent; after a gap, fetch what is missing first."""
+        """Apply live messages of one publisher; after a gap, first fetch the missing batches."""
         batches = await self._ours(messages)
         if self.state == "unobserved" and not self._events.fault and any(map(_stores, batches)):
             if self._recoveries_left() < 1:
@@ -353,15 +356,15 @@ class EventIntake:
             self._change("live", "events come")
 
     def _order(self, last: tuple[int | None, float], number: int, batch: Batch) -> Order:
-        """Return a batch's order relative to the last one.
+        """Return how batch `number` relates to the last one; `last`: the last batch's number and time.
 
-        A publisher that sends its id shows a restart by a new id, never by its numbers.
+        A publisher that sends its id shows a restart by a new id, never by the batch numbers.
         """
         order = classify(*last, number, batch.timestamp)
         return Order.STALE if order is Order.RESTART and self._publisher else order
 
     async def _ours(self, messages: list[list[bytes]]) -> list[Numbered]:
-        """Return the batches in messages of our topic."""
+        """Return the decoded batches of those messages that have this replica's topic."""
         ours = [frames for frames in messages if frames[0].startswith(self._topic)]
         if len(ours) < len(messages):
             self._foreign_topic = next(m[0] for m in messages if not m[0].startswith(self._topic))[:100]
@@ -426,10 +429,10 @@ class EventIntake:
             self._inbox.wake()
 
     async def _catch_up(self, last: int) -> None:
-        """Apply what came after the `last` batch.
+        """Request and apply the batches after batch `last`, which another gateway applied.
 
-        If the engine no longer has that batch, or has another one under its number, it is unknown what was missed, and
-        everything is requested again.
+        If the engine no longer has batch `last`, or has a different batch with this number, it is unknown what was
+        missed, and everything is requested again.
         """
         follows = False
         try:
@@ -453,7 +456,7 @@ class EventIntake:
             self._look_again, self._replay_at = False, _now() + RETRY_SECONDS[0]
 
     def _ask(self) -> None:
-        """Request all that the engine still has, without waiting for the answer.
+        """Request a snapshot or all recorded batches from the engine, without waiting for the answer.
 
         A busy engine that has just started may answer late; its live events are applied meanwhile.
         """
@@ -482,7 +485,11 @@ class EventIntake:
     async def _answered(
         self, record: AsyncGenerator[list[Numbered], None], begin: asyncio.Task[list[Numbered] | None]
     ) -> None:
-        """Start again from the replay once its first batches are there; without an answer, request it again later."""
+        """Rebuild the replica's blocks from the requested replay once its first batches are there.
+
+        `record`: the replay; `begin`: the task that waits for its first batches. Without an answer in time, the replay
+        is requested again later.
+        """
         if not begin.done():
             return
         told, since, self._since = self.last_seq, self._since, None
@@ -495,7 +502,7 @@ class EventIntake:
             if since and self.last_seq is not None:
                 await self._apply(_following(since, self.last_seq))
             if told is not None and self.last_seq is not None and told > self.last_seq:
-                # Live batches since the engine made its replay were forgotten with the rest.
+                # The live batches that came after the engine made its replay were applied, then forgotten above.
                 await self._replay_missing(told + 1)
         except TimeoutError:
             self._try_again_later()
@@ -504,9 +511,10 @@ class EventIntake:
         self._asked = None
 
     def _may_ask(self) -> bool:
-        """Return whether everything may be requested now.
+        """Return whether the replay may be requested now.
 
-        Before a snapshot is requested its publisher's id must be known; such publishers send a batch each second.
+        Before a snapshot is requested, the publisher's id must be known. Publishers that give snapshots send a batch
+        each second; if the id has not come after PUBLISHER_SECONDS, the request goes out anyway.
         """
         at = self._replay_at
         if self._snapshot_endpoint is not None and not self._publisher:
@@ -523,7 +531,7 @@ class EventIntake:
             self._change("live", reason)
 
     async def _replay_missing(self, number: int) -> bool:
-        """Apply what lies between the last batch and batch `number`; return whether that was all."""
+        """Fetch and apply the batches between the last one and batch `number`; return whether none is missing now."""
         if self._replay_endpoint is None or self.last_seq is None:
             return False
         try:
@@ -536,7 +544,7 @@ class EventIntake:
         return self.last_seq is not None and self.last_seq >= number - 1
 
     async def _everything(self) -> AsyncGenerator[list[Numbered], None]:
-        """Yield all that the engine holds, from its snapshot if there is one, else from its replay."""
+        """Yield batches that lead to all that the engine holds: its snapshot if there is one, else its replay."""
         if run := await self._taken():
             for at in range(0, len(run), SNAPSHOT_PIECE):
                 yield run[at : at + SNAPSHOT_PIECE]
@@ -548,9 +556,10 @@ class EventIntake:
             yield record
 
     async def _taken(self) -> list[Numbered]:
-        """Return the engine's snapshot as batches that all have the number of the last batch it includes.
+        """Return the engine's snapshot as batches, which all have the number of the last live batch that it includes.
 
-        [] if there is none to use: it is of another process, unreadable, or has blocks of an adapter's former name.
+        [] if there is no usable snapshot: it is of another process, unreadable, or may have blocks of an adapter whose
+        name now stands for another one.
         """
         if self._snapshot_endpoint is None or not self._publisher or self._void:
             return []
@@ -624,7 +633,7 @@ class EventIntake:
         self.last_seq, self._last_timestamp = None, 0.0
 
     def _observe(self) -> None:
-        """Follow events that come after all, starting from all that the engine still has."""
+        """Follow the events of a replica that was unobserved, starting with a replay."""
         self._map.observed(self._slot, True)
         self._forget()
         self._want_replay()
@@ -647,7 +656,7 @@ class EventIntake:
 
 
 def _following(batches: list[Numbered], last: int) -> list[Numbered]:
-    """Return the batches that follow number `last`, up to the first gap."""
+    """Return the batches with the numbers that directly follow `last`, up to the first gap."""
     found: list[Numbered] = []
     for one in batches:
         if one[0] == last + len(found) + 1:
@@ -656,7 +665,7 @@ def _following(batches: list[Numbered], last: int) -> list[Numbered]:
 
 
 def _unreached(inbox: Inbox) -> str:
-    """Return why the publisher cannot be reached, and what to do about it."""
+    """Return why the engine's publisher cannot be reached, and what an operator can do about it."""
     why = "nothing listens there" if inbox.refused else f"no ZMQ publisher answered within {LINK_SECONDS:g} s"
     return (
         f"{why}; let the gateway reach the engine's event port, "

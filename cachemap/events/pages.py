@@ -1,10 +1,10 @@
 """Pages: the blocks of an engine whose blocks are smaller than the map's.
 
-Some engines cache token by token, or in pages of a few tokens. The map still keeps blocks: a block counts while all its
-pages are held. `tail` returns how much of the block after the last whole one is held too.
+Some engines cache token by token, or in pages of a few tokens. The map still keeps larger blocks: it has a block while
+the engine holds all pages of the block. `Pages.tail` returns how much of the next, partly held block is held.
 
-Pages arrive in pieces of any size, each after a page that is known. A page that is dropped while others still follow it
-is kept as a gap in the chain until those go, or until it is stored again.
+An event reports any number of pages, which follow a page reported before. If a page is dropped while the engine holds
+pages after it, it is kept here as a gap in the chain until those pages are dropped or it is stored again.
 """
 
 from __future__ import annotations
@@ -36,19 +36,25 @@ MOST_SEARCHED = 1 << 13  # pages visited one by one in a step
 
 
 class Chain(NamedTuple):
-    """Blocks that are now whole, each the parent of the next; `parent` is the hash of the block before them, or 0."""
+    """Consecutive blocks of the map of which the engine now holds all pages."""
 
-    keys: list[int]
+    keys: list[int]  # for each block the engine's key of its last page
     hashes: list[int]
-    parent: int
+    parent: int  # the hash of the block before the first one, or 0 at a prompt's start
 
 
 class Pages:
-    """The pages of one replica. In the map a block goes by the engine's key of its last page.
+    """The pages of one replica. The map knows a block under the engine's key of the block's last page.
 
-    Pages have numbers from 1. A page's name stands for the prompt up to the page's end: inside a block names are
-    chained page by page from the block before, and the last page's name is the block's hash. With `pairs` a page is
-    found only if the token after it is equal too, so names are of pairs of tokens, including the last page's.
+    Each page has a number, from 1 on, which indexes the arrays below. A page also has a name, a hash that stands for
+    the prompt up to the page's end: within a block, each page's name is chained to that of the page before, and the
+    name of the last page is the block's hash.
+
+    `page_size`: tokens in a page.
+    `pairs`: the engine finds a page only if the token after it is equal too, so each page's name, the last one's
+    included, is made of pairs of a token and the next token.
+    `searched`: pages scanned so far to find those that come after a gap.
+    `orphans`: pages that were ignored because the page before them is unknown.
     """
 
     def __init__(self, model: str, block_size: int, page_size: int, pairs: bool = False):
@@ -129,9 +135,10 @@ class Pages:
     # --- look-ups
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """Return how many of a prompt's tokens are held, of which the map knows the first `held` blocks.
+        """Return how many of a prompt's leading tokens the engine holds, counted in pages.
 
-        `tokens` are the uint32 ids that can be found; `hashes` and `seed` are of the prompt's chain.
+        `held`: how many leading blocks the map finds. `hashes`, `seed`: the hashes of the prompt's blocks and the seed
+        of the first one. `tokens`: the prompt's token ids (uint32), without those that can never be a hit.
         """
         start = max(held - 1, 0) if self.pairs else held
         before, width = hashes[start - 1] if start else seed, self._block_size * TOKEN_BYTES
@@ -148,9 +155,10 @@ class Pages:
         return start * self._block_size + (int(missing[0]) if len(missing) else pages) * self.page_size
 
     def tail(self, before: int, tokens: bytes) -> int:
-        """Return how many of these tokens are held after the block with hash `before`, or after a chain's seed.
+        """Return how many of the tokens after the last held block are held, in whole pages of that next block.
 
-        It is at most one page less than a block: a whole block would be in the map.
+        The result is less than a block: a whole block would be in the map. `before`: the hash of the last held block,
+        or the seed of the prompt's first block. `tokens`: the token ids that follow (uint32).
         """
         names = hash_blocks(tokens[: self._last * self.page_size * TOKEN_BYTES], self.page_size, before)
         if not names:
@@ -163,9 +171,11 @@ class Pages:
     def _append(
         self, before: int, seed: int, tags: np.ndarray, tokens: np.ndarray, ahead: np.ndarray
     ) -> tuple[int, Chain]:
-        """Add new pages after page `before`, or at the start of a prompt whose chain starts from `seed`.
+        """Add consecutive new pages after page `before`, or (`before` is 0) at the start of a prompt.
 
-        Returns the number of the last page, and the blocks that are whole now.
+        Returns the number of the last page, and the blocks that are complete now.
+        `seed`: the seed of the prompt's first block. `tags`: the pages' keys, from `_tags`. `tokens`: a row of token
+        ids for each page. `ahead`: with `pairs`, for each page a row of the tokens that follow its tokens.
         """
         lead = self._begun(before)
         place, above = len(lead), int(self._parents[lead[0]]) if lead else before
@@ -201,7 +211,7 @@ class Pages:
         return int(numbers[-1]), Chain(tags.take(ends).tolist(), hashes[broken:], parent)
 
     def _begun(self, page: int) -> list[int]:
-        """Return the pages of the unfinished block that ends with this page; none if the page is a block's last."""
+        """Return the pages, up to this one, of the block that contains it; none if it is the last page of its block."""
         pages: list[int] = []
         if page and self._places[page] != self._last:
             for _ in range(int(self._places[page]) + 1):
@@ -291,7 +301,7 @@ class Pages:
     def _free(self, numbers: np.ndarray) -> Generator[None, None, np.ndarray]:
         """Forget the pages that no other page follows; return the rest, which are gaps now.
 
-        `numbers` are sorted, and none is held.
+        `numbers`: the pages' numbers, sorted; the engine holds none of them.
         """
         parents = self._parents.take(numbers)
         at = np.minimum(np.searchsorted(numbers, parents), len(numbers) - 1)
@@ -362,7 +372,7 @@ class Pages:
         self._named.drop(np.unique(self._named.find(names)))
 
     def _drop_twin(self, name: int) -> bool:
-        """Count one page fewer of a name that several pages share; return whether several share it."""
+        """Count one page fewer of those that share a name; return False if only one page had this name."""
         if name not in self._twins:
             return False
         self._twins[name] -= 1
@@ -372,7 +382,7 @@ class Pages:
 
 
 def _tags(keys: Sequence[Key]) -> np.ndarray:
-    """Return engine keys as the index takes them: 64 bits (of a digest the last 8 bytes), never 0."""
+    """Return engine keys as nonzero u64: an int's low 64 bits, or the last 8 bytes of a digest."""
     bits = (1 << 64) - 1
     return np.array(
         [(int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & bits or 1 for key in keys], U64
@@ -392,13 +402,13 @@ def _distinct(tags: np.ndarray) -> int:
 
 
 def _salt(event: Stored) -> str | None:
-    """Return the tenant's salt from the extra keys of the event's first page."""
+    """Return the tenant's cache salt, the last of the extra keys of the event's first page; None if there is none."""
     first = event.extra[0] if event.extra else None
     return first[-1] if first and isinstance(first[-1], str) else None
 
 
 def _roomy(table: Table, more: int) -> Table:
-    """Return the table to add `more` words to, after a step of growth where that is needed."""
+    """Return the table to use after a step of growth, if it must grow to take `more` words."""
     if table.wider is None and table.room < more + table.count // 8:
         table.widen(2 * (table.count + more))
     if table.wider is None:

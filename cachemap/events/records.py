@@ -1,8 +1,8 @@
-"""An engine's cache events as plain records.
+"""An engine's KV cache events as plain records, independent of the engine's wire format.
 
-The wire format is the engine's: whoever makes an `EventIntake` passes the decoder. A decoder ignores fields that it
-does not know, and skips events that it cannot read, one by one and with the reason: batch numbers must stay gapless,
-and a block that was not stored here is at worst a miss.
+The code that makes an `EventIntake` passes the engine's decoder. A decoder ignores fields that it does not know. It
+skips single events that it cannot read, and says why, rather than the whole batch: batch numbers must stay gapless, and
+a block that the map does not learn of is at worst a missed hit.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,19 @@ class EventError(ValueError):
 
 
 class Stored(NamedTuple):
-    """Full blocks that the engine now has, in order, each the parent of the next.
+    """Full blocks that the engine now holds, in order: each block is the parent of the next one.
 
-    In a cache group other than full attention blocks may be left out, even all. A MAMBA event has the tokens of a whole
-    step, and its last key stands for the state after the last of them.
+    In a cache group other than full attention some or even all blocks may be left out. A MAMBA event has the tokens of
+    a whole engine step, and its last key stands for the Mamba state after the last of these tokens.
     """
 
-    keys: Sequence[int | bytes]
-    parent: int | bytes | None  # None: the first block starts a prompt
+    keys: Sequence[int | bytes]  # the engine's own keys of the blocks
+    parent: int | bytes | None  # the engine's key of the block before the first one; None: the first starts a prompt
     tokens: bytes  # of all blocks together, uint32; empty when only moved between tiers, and with SLIDING_WINDOW
-    block_size: int
+    block_size: int  # tokens in a block
     tier: str
-    adapter: str | None
-    extra: list[list[object] | None] | None  # for each block, what its key covers besides tokens
+    adapter: str | None  # name of the LoRA adapter
+    extra: list[list[object] | None] | None  # for each block, what its key covers besides tokens (media, tenant's salt)
     group: int  # the engine's cache group: layers of one kind, with blocks of their own for the same tokens
     kind: str  # the kind of these layers: a constant above, or another that is not understood
     window: int | None = None  # SLIDING_WINDOW: tokens that each token attends to, itself included
@@ -40,12 +40,12 @@ class Stored(NamedTuple):
 
     @property
     def looks_ahead(self) -> int:
-        """The number of tokens after its block that a key also covers."""
+        """How many tokens after a block the block's key also covers."""
         return len(self.lookahead) // 4 // len(self.keys) if self.lookahead else 0
 
 
 class Blocks(NamedTuple):
-    """The block format of an engine, as its events report it."""
+    """The block format of an engine, as far as its events showed it."""
 
     size: int = 0  # tokens in a block of full attention; 0: not known yet
     ahead: int = 0  # tokens after a block that its name also covers
@@ -53,7 +53,10 @@ class Blocks(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """The tokens of a Mamba block, at whose end a hit may end, if it is smaller than full attention's; else 0."""
+        """The tokens in a Mamba block if it is smaller than a full-attention block, else 0.
+
+        Hits may then end after each Mamba block.
+        """
         return self.states if self.states < self.size else 0
 
 
@@ -66,10 +69,10 @@ MOST_TOLD = 8  # other numbers that are counted at a time
 
 
 class Agreed:
-    """One number of the block format, which a single odd event does not change.
+    """One number of an engine's block format, which a single odd event does not change.
 
-    The first event sets it. After that it changes once AGREEING events have reported the same other number, with none
-    in between that reported the known one.
+    The first event sets the number. Later it changes only once AGREEING events have reported the same other number, and
+    no event between them reported the known one.
     """
 
     __slots__ = ("known", "_is_heard", "_others")
@@ -79,9 +82,9 @@ class Agreed:
         self._others: dict[int, int] = {}
 
     def take(self, told: int, ends_others: bool = True) -> bool:
-        """Count the number that an event reports; return whether it is the known one.
+        """Take note of the number that an event reports; return whether it equals the known number (after any change).
 
-        `ends_others`: an event with the known number resets the counts of all other numbers.
+        `ends_others`: if the event reports the known number, the counts of all other numbers start again from 0.
         """
         if not self._is_heard:
             self.known, self._is_heard = told, True

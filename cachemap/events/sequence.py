@@ -1,10 +1,10 @@
-"""The order of event batches, by their numbers and timestamps."""
+"""The detection of lost, repeated and restarted event batches, by their numbers and timestamps."""
 
 from enum import Enum
 
 
 class Order(Enum):
-    """The relation of a batch to the last one applied."""
+    """How a batch of events relates to the last batch applied."""
 
     FIRST = "first"  # nothing was applied yet
     CONTIGUOUS = "contiguous"  # the one expected
@@ -14,11 +14,14 @@ class Order(Enum):
 
 
 def classify(last: int | None, last_timestamp: float, sequence: int, timestamp: float) -> Order:
-    """Return the order of batch `sequence`, sent at `timestamp` by the engine's clock, relative to the last one.
+    """Return how a batch relates to the last batch applied.
 
-    A number that is not above the last one is an old batch that came again or late, unless it was sent after the last
-    one: then the engine has restarted and its old blocks are gone. A restarted engine's first batch counts as old if
-    its timestamp equals the last one.
+    `last`, `last_timestamp`: number and time of the last batch applied; `last` is None if there is none.
+    `sequence`, `timestamp`: number and time of the new batch. Times are by the engine's clock.
+
+    A batch whose number is not above the last one came again or late, unless it was sent after the last one: then the
+    engine has restarted and its old blocks are gone. A restarted engine's first batch counts as old if its timestamp
+    equals the last one.
     """
     if last is None:
         return Order.FIRST

@@ -1,4 +1,4 @@
-"""Requests to an engine's sockets: the batches that it recorded, or all that it holds at once."""
+"""Requests to an engine's sockets: a replay of recorded event batches, or a snapshot of all that the engine holds."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -8,19 +8,20 @@ from typing import NamedTuple
 from cachemap.events.zmtp import WAKE_SECONDS, connected
 
 REPLAY_SECONDS = 2.0  # without an answer for so long, the replay socket counts as dead
-MOST_ANSWERS = 1000  # requests for one replay
+MOST_ANSWERS = 1000  # the most requests for one replay
 SNAPSHOT = b"snapshot"
 SNAPSHOT_SECONDS = 10.0  # a snapshot is one message with all the engine's blocks, of at most MOST_QUEUED bytes
 END = b"\xff" * 8  # the sequence number that ends a replay
 
 
 async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:
-    """Yield the batches that the engine still has from number `start` on, as lists of [..., sequence, payload].
+    """Yield the batches that the engine still has, from number `start` on.
 
-    Each list is what one event-loop iteration takes. Raises TimeoutError if the engine stops answering.
+    Each result is a list of batches, as many as one event-loop iteration takes; a batch is a list of ZMQ frames, of
+    which the last two are its number and its payload. Raises TimeoutError if the engine stops answering.
 
-    vLLM's socket silently drops what is more than 1,000 messages ahead of the network, even the end marker (its
-    high-water mark is ZMQ's default). So where numbers do not follow on, or the end does not come, the rest is
+    vLLM's socket silently drops messages that are more than 1,000 ahead of the network, even the end marker (its
+    high-water mark is ZMQ's default). So where a number is skipped, or the end marker does not come, the rest is
     requested again, up to MOST_ANSWERS times: each answer but the last has about 1,000 batches, and an engine keeps
     10,000 by default.
     """
@@ -47,7 +48,7 @@ async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]],
 
 
 def _following_on(batches: list[list[bytes]], number: int | None) -> list[list[bytes]]:
-    """Return the batches before the first gap; `number` is the one the first batch must have, or None for any."""
+    """Return the batches before the first gap; the first batch must have this number (None: any)."""
     for at, frames in enumerate(batches):
         if number is not None and _number(frames) != number:
             return batches[:at]
@@ -60,23 +61,26 @@ def _number(frames: list[bytes]) -> int:
 
 
 def publisher_of(frames: list[bytes]) -> bytes:
-    """Return the id of the process that sent a batch (it follows the sequence number), b"" if the engine sends none."""
+    """Return the id of the engine process that sent a batch, b"" if the engine sends none.
+
+    The id follows the batch's number in the same frame.
+    """
     return frames[-2][8:] if len(frames) > 1 else b""
 
 
 class Snapshot(NamedTuple):
-    """All that an engine holds, as batches of events up to number `sequence` of this publisher."""
+    """All that an engine holds, as batches of events."""
 
-    sequence: int
-    publisher: bytes
+    sequence: int  # the number of the last live batch that the snapshot includes
+    publisher: bytes  # the id of the engine process
     payloads: list[bytes]
 
 
 async def snapshot(endpoint: str) -> Snapshot | None:
-    """Request all that the engine holds; return None if it has no answer to that now.
+    """Request all that the engine holds; return None if the engine has no snapshot now. Raises TimeoutError.
 
-    Raises TimeoutError. The protocol is that of vLLM's proposal: one frame `snapshot`, answered by one message with the
-    number (signed, negative if there is no snapshot), the publisher's id and the batches.
+    The protocol is the one proposed for vLLM: the request is one frame `snapshot`; the answer is one message with the
+    number of the last batch (signed, negative if there is no snapshot), the publisher's id and the batches.
     """
     loop = asyncio.get_running_loop()
     with connected("DEALER", endpoint) as inbox:
@@ -95,7 +99,7 @@ async def snapshot(endpoint: str) -> Snapshot | None:
 
 
 async def _answer(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:
-    """Yield the batches of one answer to a request for a replay."""
+    """Yield the batches of the engine's answer to one request for a replay from batch `start` on."""
     loop = asyncio.get_running_loop()
     with connected("DEALER", endpoint) as inbox:
         inbox.send([b"", start.to_bytes(8, "big")])

@@ -1,7 +1,7 @@
-"""The subscriber's and the dealer's side of ZMTP 3.0, the protocol of ZMQ sockets (rfc.zeromq.org/spec/23), on asyncio.
+"""ZMTP 3.0, the protocol of ZMQ sockets (rfc.zeromq.org/spec/23), on asyncio, for sockets of type SUB and DEALER.
 
 libzmq limits the bytes of a frame and the number of messages, but not the frames of an unfinished message: a publisher
-could make this process keep any amount. Here everything that waits has a limit in bytes.
+could make this process keep any amount of data. Here all data that waits to be read has a limit in bytes.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from time import monotonic as _now
 from typing import cast
 
 WAKE_SECONDS = 1.0  # a lost wake-up costs at most this
-# What is taken in one event-loop iteration. A block is 50 to 90 bytes and 1.5 us of work, so 128 KiB take about 3 ms; a
-# batch alone takes 60 us.
+# The most that is taken in one event-loop iteration. A block is 50 to 90 bytes and 1.5 us of work, so 128 KiB take
+# about 3 ms; a batch alone takes 60 us.
 TURN_MESSAGES, TURN_BYTES, TURN_FRAMES = 64, 1 << 17, 1024
 # The most bytes of one frame, and of all frames that wait to be read or for the end of their message; a frame counts as
 # at least LEAST_FRAME bytes. The events of a prompt of a million tokens in blocks of 16 take 7.5 MB.
 MOST_FRAME, MOST_QUEUED, LEAST_FRAME = 1 << 23, 1 << 26, 1 << 10
-# Bytes of a command, and commands within a second; a peer sends one on connecting and one for each heartbeat.
+# The most bytes of a command, and commands within a second; a peer sends one on connecting and one for each heartbeat.
 MOST_COMMAND, MOST_COMMANDS = 1 << 12, 64
 RECONNECT_SECONDS = (0.1, 1.0)  # before a connection is made again, doubling until one is linked
 HANDSHAKE_SECONDS = 30.0
@@ -38,9 +38,11 @@ _PEERS = {"SUB": (b"PUB", b"XPUB"), "DEALER": (b"ROUTER", b"DEALER", b"REP")}
 class Inbox(asyncio.Protocol):
     """A connection to one endpoint, made again whenever it breaks, and the messages that came over it.
 
-    `kind` is the type of our socket, "SUB" or "DEALER". `linked`: the handshake is done. `refused`: the last attempt to
-    connect failed. `faults` counts linked connections that were closed because of what came over them: no ZMTP, or a
-    frame or message beyond the limits. Raises ValueError for a malformed endpoint.
+    `kind`: the type of our socket, "SUB" or "DEALER".
+    `linked`: the handshake is done.
+    `refused`: the last attempt to connect failed.
+    `faults`: how many linked connections were closed here because the peer broke the protocol or a limit.
+    Raises ValueError for a malformed endpoint.
     """
 
     def __init__(self, kind: str, endpoint: str):
@@ -127,7 +129,7 @@ class Inbox(asyncio.Protocol):
     # ---
 
     def _take_frames(self, data: bytes, transport: asyncio.Transport) -> int | None:
-        """Take whole frames, up to one event-loop iteration's worth; return their size in bytes.
+        """Take whole frames from `data`, as many as one event-loop iteration should; return how many bytes they were.
 
         None if the peer breaks the protocol or exceeds a limit.
         """
@@ -179,7 +181,7 @@ class Inbox(asyncio.Protocol):
         return at
 
     def _go_on(self, transport: asyncio.Transport) -> None:
-        """Take frames that were left for another event-loop iteration, or because too much waited."""
+        """Take frames that were left for another event-loop iteration, or because too many bytes waited to be read."""
         if transport is not self._transport or transport.is_closing():
             return
         self._halted = False
@@ -190,7 +192,7 @@ class Inbox(asyncio.Protocol):
             transport.resume_reading()
 
     def _obey(self, command: bytes, transport: asyncio.Transport) -> bool:
-        """Carry out a command; return False if the connection must end."""
+        """Carry out a ZMTP command of the peer; return False if the connection must end."""
         if (now := _now()) > self._second_ends:
             self._second_ends, self._commands = now + 1, 0
         self._commands += 1
@@ -209,7 +211,7 @@ class Inbox(asyncio.Protocol):
         return not command.startswith(_ERROR)
 
     def send(self, frames: list[bytes]) -> None:
-        """Send a message, now or once the connection is linked."""
+        """Send a message (a list of frames), now or once the connection is linked."""
         message = b"".join([_framed(one, _MORE) for one in frames[:-1]] + [_framed(frames[-1])])
         if self.linked and self._transport is not None:
             self._transport.write(message)
@@ -230,7 +232,7 @@ class Inbox(asyncio.Protocol):
         return messages
 
     async def changed(self, seconds: float) -> None:
-        """Return once messages may have come or `wake` was called, after at most `seconds`."""
+        """Wait until messages may have come or `wake` was called, at most `seconds`."""
         # not wait_for: in Python 3.11 it can swallow a cancellation
         alarm = asyncio.get_running_loop().call_later(seconds, self._changed.set)
         try:
@@ -246,7 +248,7 @@ class Inbox(asyncio.Protocol):
 
 @contextmanager
 def connected(kind: str, endpoint: str) -> Iterator[Inbox]:
-    """Open an inbox, and close it at the end."""
+    """Open an inbox for the time of a `with` block."""
     inbox = Inbox(kind, endpoint)
     try:
         yield inbox
@@ -272,9 +274,9 @@ def _socket_type(metadata: bytes) -> bytes:
 
 
 async def _connected_unix(path: str) -> socket.socket:
-    """Return a socket connected to a path, which starts with NUL in Linux's abstract namespace. Raises OSError.
+    """Return a socket connected to a path. Raises OSError.
 
-    uvloop itself refuses to connect to such names.
+    A path that starts with NUL is a name in Linux's abstract namespace, to which uvloop itself refuses to connect.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
@@ -287,7 +289,7 @@ async def _connected_unix(path: str) -> socket.socket:
 
 
 def _address(endpoint: str) -> tuple[str, int | None]:
-    """Return the host and the port, or a socket's path and None. Raises ValueError."""
+    """Return the host and port of a tcp:// endpoint, or the path and None of an ipc:// one. Raises ValueError."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" and rest:
         return ("\0" + rest[1:] if rest[0] == "@" else rest), None

@@ -1,1 +1,1 @@
-"""Which replicas hold which block: the block table, chains of predicted and modelled blocks, and longest match."""
+"""The map's data structures: tables of confirmed blocks, trees of predicted and modelled blocks, longest match."""

@@ -1,8 +1,8 @@
 """The block table of one tier: which replicas hold which block, at about 30 bytes a block.
 
-Reads go through `Blocks`, growth and eviction through `Capacity`; this module applies what engines' events report. A
-removal event carries only the engine's own key of a block, so each replica has a table of aliases: engine key to block
-number.
+A look-up reads `Blocks`; `Capacity` makes the table grow and evicts from it; this module applies the changes that
+engines' events report. A removal event carries only the engine's own key of a block, so each replica has a table of
+aliases, which maps the engine's key to the number that the block has in this table.
 """
 
 from collections import Counter
@@ -20,8 +20,8 @@ Heads = list[tuple[int, int]]
 class BlockTable:
     """The blocks of one tier and the replicas that hold them.
 
-    Replicas are slots (small ints); hashes and tags are uint64 arrays. Look-ups go through `blocks`; replicas are
-    attached, detached and cleared through `capacity`.
+    A replica goes by its slot (a small int). Arrays of hashes and of tags (see `tags`) are uint64. Look prompts up
+    through `blocks`; attach, detach and clear replicas through `capacity`.
     """
 
     def __init__(self, budget: Budget):
@@ -40,11 +40,13 @@ class BlockTable:
         return 64 - self.capacity.id_bits
 
     def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, heads: Heads) -> list[int]:
-        """Record that the replica holds these blocks under these tags; return the indices of those it held already.
+        """Record that the replica holds these blocks; return the indices of the blocks that it held already.
 
-        The blocks form chains: `heads` has, for each chain, the index of its first block and the hash of the block
-        before it (0 at the start of a prompt). Each returned index is one more copy of a block. If the blocks do not
-        fit, they are counted in `refused` and none is stored.
+        Each returned index means one more copy of a block with the same hash and tag. If the blocks do not fit into the
+        memory budget, none is stored and all are counted in `refused`.
+
+        `hashes`, `tags`: of each block. `heads`: for each chain of consecutive blocks, the index of its first block and
+        the hash of the block before it (0 at the start of a prompt).
         """
         numbers = self._settle(slot, hashes, heads)
         if numbers is None:
@@ -65,9 +67,10 @@ class BlockTable:
         return self.blocks.holders.has(self.blocks.sets.take(numbers), slot)
 
     def _store_again(self, slot: int, numbers: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
-        """Store blocks of which some tag or hash is known already or comes twice.
+        """Store blocks of which some tag or hash is known already or comes twice; return as `store` does.
 
-        `at` has each tag's place in the alias table, or -1.
+        `numbers`: the blocks' numbers. `packed`: for each block the alias word of its tag and number. `at`: the place
+        of each tag in the alias table, -1 if the tag is unknown.
         """
         alias, twins = self.aliases[slot], self.capacity.twins.setdefault(slot, Counter())
         known = at >= 0
@@ -102,7 +105,7 @@ class BlockTable:
         return hashes
 
     def _settle(self, slot: int, hashes: np.ndarray, heads: Heads) -> np.ndarray | None:
-        """Return the numbers of these blocks, entering unknown ones; None if they do not fit."""
+        """Return the numbers of these blocks, after adding unknown ones to the table; None if they do not fit."""
         if not self.capacity.fit(slot, len(hashes)):
             return None
         numbers = self.blocks.index.numbers(hashes)
@@ -148,9 +151,10 @@ class BlockTable:
         return self.blocks.hashes[numbers[order]], (words >> self._tag_shift)[order]
 
     def differing(self, slot: int, hashes: np.ndarray, tags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compare the replica's blocks with these hashes and tags.
+        """Compare the replica's blocks with the given ones.
 
-        Returns the indices of the given blocks that the replica does not hold, and the tags that it holds in addition.
+        Returns the indices of the given blocks that the replica does not hold, and the tags of the blocks that it holds
+        in addition.
         """
         alias = self.aliases[slot]
         at = alias.find(tags)
@@ -161,7 +165,7 @@ class BlockTable:
         return missing, alias.words[besides] >> self._tag_shift
 
     def tags(self, engine_keys: Sequence[int | bytes]) -> np.ndarray:
-        """Return engine keys as uint64 tags: mixed, cut to `tag_bits`, never 0."""
+        """Return a tag for each engine key: the key's bits mixed and cut to `tag_bits`, as uint64, never 0."""
         try:
             keys = u64(engine_keys)  # type: ignore[arg-type]  # tried first: most engines' keys are ints
         except (TypeError, OverflowError):  # bytes, or ints that are signed or longer
@@ -170,7 +174,7 @@ class BlockTable:
 
 
 def _fewer(counts: Counter[int], block: int) -> bool:
-    """Decrement the block's alias count; return whether any alias remains."""
+    """Remove one alias of a block beyond the first; return whether there was one, so that the block stays."""
     beyond = counts.get(block, 0)
     if beyond > 1:
         counts[block] = beyond - 1
@@ -180,5 +184,5 @@ def _fewer(counts: Counter[int], block: int) -> bool:
 
 
 def _key(key: int | bytes) -> int:
-    """Return an engine key as u64; of a digest the last 8 bytes, as vLLM shortens it."""
+    """Return an engine key as u64: an int's low 64 bits, or the last 8 bytes of a digest, as vLLM shortens it."""
     return (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & (1 << 64) - 1

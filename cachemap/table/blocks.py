@@ -1,8 +1,9 @@
-"""The blocks of one tier: their hashes, their holders and the epoch of their last use.
+"""The blocks of one tier: their hashes, the replicas that hold them, and when they were last used.
 
-A block is a number. Arrays indexed by that number have the block's hash, the number of its holder set and the epoch of
-its last use; an `Index` maps a hash to the number. Blocks that were stored together have consecutive numbers, so most
-of a prompt is found by one array comparison that starts at its first block's number, without a search.
+A block has a number. Arrays indexed by that number have the block's hash, the number of its holder set (the set of
+replicas that hold it, see `HolderSets`) and the epoch of its last use; an `Index` maps the hash to the number. Blocks
+that were stored together have consecutive numbers, so most of a prompt is found by one array comparison that starts at
+its first block's number, without a search.
 """
 
 from array import array
@@ -19,20 +20,24 @@ from cachemap.table.memory import zeros
 NO_BLOCKS = np.empty(0, U64)
 PIECE = 256  # blocks of a prompt in the first look-up; each further one takes as many as were found before,
 MOST = 4096  # up to this: larger arrays would be new memory each time
-EPOCHS = 64  # epochs in as many uses as the table has blocks, so ages resolve 1.6 % of its blocks
-OLDEST = 128  # the cap of ages, in epochs: as many uses as two tables have blocks; three would wrap in a byte
+# An epoch ends once a 64th of the table's blocks were used, so that ages differ by 1.6 % of the table.
+EPOCHS = 64
+OLDEST = 128  # the highest age, in epochs, reached after twice as many uses as the table has blocks; it fits in a byte
 DATED = 1 << 12  # blocks in a row whose ages are capped in the same epoch
 BYTES_BESIDE = 13  # bytes a block besides the index and the aliases: hash, set, epoch
 SHORT = 8  # blocks in an average run; with shorter runs, one look-up of the whole rest is quicker
 
 
 def u64(numbers: Iterable[int]) -> np.ndarray:
-    """Return ints of up to 64 bits as a uint64 array; through `array` this takes a third less time than numpy's way."""
+    """Return ints as a uint64 array; through `array` this takes a third less time than by numpy's own conversion."""
     return np.frombuffer(array("Q", numbers), U64)
 
 
 class Found:
-    """The numbers of a prompt's leading blocks, in pieces: slices where they are consecutive, arrays elsewhere."""
+    """The numbers of a prompt's leading known blocks, in pieces: a slice where numbers are consecutive, else an array.
+
+    `count`: blocks in all pieces together.
+    """
 
     __slots__ = ("count", "pieces")
 
@@ -54,7 +59,7 @@ class Found:
 
 
 class Blocks:
-    """The blocks of one tier and who holds them; at most `most` blocks, with memory taken as they come."""
+    """The blocks of one tier and the replicas that hold them; at most `most` blocks, with memory taken as they come."""
 
     def __init__(self, most: int):
         size = most + 1  # no block has the number 0
@@ -72,7 +77,7 @@ class Blocks:
         return self.ids.top * BYTES_BESIDE + self.index.nbytes + self.holders.nbytes
 
     def prefix(self, hashes: Sequence[int]) -> Found:
-        """Find the prompt's leading blocks that any replica holds, and mark them as used now."""
+        """Find the prompt's leading blocks that are in the table, each held by some replica; mark them as used now."""
         found, piece, number = Found(), PIECE, 0
         if not self.index.count:
             return found
@@ -89,10 +94,10 @@ class Blocks:
         return found
 
     def _lead(self, hashes: Sequence[int], wanted: np.ndarray, number: int, found: Found) -> int:
-        """Add the known leading blocks to `found`, run by run, starting at `number`, where the first block may be.
+        """Add the leading blocks that the table has to `found`, one run of consecutive numbers after the other.
 
-        Returns the number that the next block would have if all of these are known, else 0. `wanted` is `hashes` as an
-        array.
+        `hashes`: a piece of the prompt; `wanted`: the same as an array. `number`: a guess of the first block's number.
+        Returns a guess of the number of the block after this piece if the table has the whole piece, else 0.
         """
         at, end, runs, numbers = 0, len(wanted), 0, self.hashes
         while at < end:
@@ -114,7 +119,7 @@ class Blocks:
         return number
 
     def reach(self, found: Found, slots: int) -> list[int]:
-        """Return for each of `slots` replicas how many of the found leading blocks it holds without a gap."""
+        """Return for each of the first `slots` slots how many leading blocks of `found` the replica holds in a row."""
         lengths = [0] * slots
         mask, whole, held, last, at = self.holders.mask, -1, -1, -1, 0
         for piece in found.pieces:
@@ -157,7 +162,7 @@ class Blocks:
         return [masks[number] for number in sets]
 
     def holder_words(self, hashes: np.ndarray, word: int) -> np.ndarray:
-        """Return which of the 64 replicas from slot 64 * `word` on hold each block, as bits of a uint64."""
+        """Return for each block which of the 64 replicas from slot 64 * `word` on hold it, as bits of a uint64."""
         return self.holders.words(self.sets.take(self.index.numbers(hashes)), word)
 
     # ---- use ----
@@ -174,9 +179,9 @@ class Blocks:
         return ages
 
     def tick(self, used: int) -> None:
-        """Count uses, and start a new epoch once enough came.
+        """Count `used` more uses of blocks, and start a new epoch once a 64th of the table's blocks were used.
 
-        Each epoch caps the ages of one in 64 blocks at `OLDEST`, so that no age wraps in its byte.
+        Each new epoch caps the ages of another 64th of all blocks at `OLDEST`, so that no age overflows its byte.
         """
         self._used_in_epoch += used
         if self._used_in_epoch * EPOCHS < self.ids.top:
@@ -189,7 +194,10 @@ class Blocks:
             self.epochs[piece] = np.uint8(self.epoch) - ages
 
     def date(self, chain: np.ndarray, parent: int) -> None:
-        """Mark a chain as used now, but never as used later than its parent block."""
+        """Mark a chain as used now, or no later than its parent block was.
+
+        `chain`: the numbers of consecutive blocks; `parent`: the hash of the block before them, or 0.
+        """
         number = 0
         if parent and len(chain):
             number = chain.item(0) - 1  # usually the parent's number; 5 us quicker than the index
@@ -205,7 +213,7 @@ class Blocks:
     # ---- blocks come and go ----
 
     def enter(self, hashes: np.ndarray, end: int) -> np.ndarray:
-        """Give numbers below `end` to blocks that are absent, and return them; there must be room."""
+        """Add absent blocks to the table and return their numbers; there must be room for them below number `end`."""
         numbers = self.ids.take(len(hashes), end)
         self.hashes[numbers] = hashes
         known = self.index.insert(hashes, numbers)

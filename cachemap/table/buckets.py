@@ -1,17 +1,18 @@
 """A hash table of integer words in numpy arrays, the base of the block index and of the alias tables.
 
 Open addressing in buckets of eight words, so looking up many keys is one gather of rows and one comparison. A word has
-a tag (the key) in its high bits and a payload in the low `payload_bits`; the word 0 marks an empty place.
+a tag (the key that is looked up) in its high bits and a payload in the low `payload_bits`. A place is an index into the
+array of words; the word 0 marks an empty place.
 
-The choice of a tag's two buckets depends on a secret of this process. Tags derive from keys that engines report, and an
-engine that knew the choice could send keys that all fall into the same two buckets.
+Each tag has two buckets, chosen by secrets of this process. Tags derive from keys that engines report, and an engine
+that knew the choice could send keys that all fall into the same two buckets.
 
-A tag goes to its first bucket while fewer than `EASY` of its places are taken, then to the emptier of its first and
-second bucket. Only if both are full does it spill into the buckets that follow the second: at the load factor `FILL` 1
-word in 500 does, so a lookup takes two rounds even in a full table (linear probing took up to 35 rounds and 3 times the
-time). `passed` counts for each bucket the words that have it as their first bucket but lie elsewhere, `spilled` the
-words that went past it while spilling. A lookup continues only where these are above 0, and removals lower them again.
-There are no tombstones, so churn never degrades the table.
+A word goes to its first bucket while fewer than `EASY` of that bucket's places are taken, then to the emptier of its
+first and second bucket. Only if both are full does it spill into the buckets that follow the second: at the load factor
+`FILL` 1 word in 500 does, so a lookup takes two rounds even in a full table (linear probing took up to 35 rounds and 3
+times the time). For each bucket, `passed` counts the words that have it as their first bucket but lie elsewhere, and
+`spilled` the words that went past it while spilling. A lookup goes on to further buckets only where these counts are
+above 0, and removals lower them again. There are no tombstones, so churn never degrades the table.
 
 Growth is incremental: `widen` allocates a second table, each `go_on` moves some of the words there, and the second
 table replaces the first once it has all. Until then lookups use the first table, which stays complete, and changes go
@@ -51,9 +52,9 @@ ONE = np.uint8(1)  # has the array's own type: with an int, ufunc.at takes five 
 
 
 class Buckets:
-    """A set of tags, each with a payload. Methods work on places: indices into `words`.
+    """A set of nonzero tags, each with a payload.
 
-    Tags must be nonzero. Operations take and return arrays, and none of them moves a stored word.
+    Methods take and return arrays, mostly of places: indices into `words`. None of them moves a stored word.
     """
 
     __slots__ = (
@@ -85,13 +86,13 @@ class Buckets:
 
     @property
     def room(self) -> int:
-        """The number of words that still fit before the table is too full to be quick."""
+        """The number of words that still fit before the table is so full that look-ups become slow."""
         return int(len(self.words) * (FILL if self.wider is None else PACKED)) - self.count
 
     # ---- growth ----
 
     def widen(self, capacity: int) -> None:
-        """Begin to grow, or to shrink, to this capacity in words."""
+        """Begin to move the words to a new table, larger or smaller, with a capacity of so many words."""
         self.wider = self._like(capacity)
         self._laid = self._poured = 0
         spare = max(int(len(self.words) * PACKED) - self.count, 1)
@@ -101,9 +102,10 @@ class Buckets:
         return Buckets(capacity, int(self._payload_bits))
 
     def go_on(self, more: int) -> Buckets:
-        """Do the next step of growth, and return the table to use from now on.
+        """Do the next step of growth, and return the table to use from now on: this one, or the new one if it is done.
 
-        With `more` words added between steps, the steps are long enough to end growth before this table is full.
+        `more`: how many words the caller adds between two steps. Steps are so long that growth ends before this table
+        is full.
         """
         wider = self.wider
         if wider is None:
@@ -126,7 +128,7 @@ class Buckets:
         return wider if self._poured == len(self.words) else self
 
     def grown(self) -> Buckets:
-        """Finish growth at once, and return the new table."""
+        """Do all remaining steps of growth at once, and return the new table."""
         table = self.go_on(2 * len(self.words) + (len(self.wider.words) if self.wider is not None else 0))
         assert table.wider is None
         return table
@@ -160,9 +162,10 @@ class Buckets:
         return places
 
     def _find_spilled(self, tags: np.ndarray, buckets: np.ndarray) -> np.ndarray:
-        """Return the place of each tag after its second bucket, -1 where it is absent.
+        """Return the place of each tag among the buckets after its second one, -1 where the tag is absent.
 
-        All tags advance together: in a full table many come here, and one after the other 512 took 3 ms.
+        `buckets`: each tag's second bucket. All tags advance together: in a full table many have to be searched here,
+        and 512 of them one after the other took 3 ms.
         """
         places = np.full(len(tags), -1, np.int64)
         rows = np.arange(len(tags))
@@ -192,7 +195,10 @@ class Buckets:
         return ((tags * SECOND >> UPPER) % self._buckets).view(np.int64)
 
     def _hits(self, buckets: np.ndarray, tags: np.ndarray) -> np.ndarray:
-        """Return 8 * i + column for each bucket i that has tag i: at most one for each i."""
+        """Return the positions at which tags[i] lies in buckets[i], each as 8 * i + its column in the bucket.
+
+        For each i there is at most one.
+        """
         lines = self.rows.take(buckets, 0)
         if self._payload_bits:
             lines >>= self._payload_bits
@@ -204,8 +210,8 @@ class Buckets:
     def add(self, tags: np.ndarray, words: np.ndarray) -> np.ndarray:
         """Insert words whose tags are absent, and return their places.
 
-        Of several words with the same tag one is inserted, and all get its place. Raises ValueError if the words exceed
-        the table's size.
+        Of several words with the same tag one is inserted, and all get the place of that word. Raises ValueError if the
+        table has fewer free places than there are words.
         """
         if self.count + len(words) > len(self.words):
             raise ValueError("more words than there is room for")
@@ -222,10 +228,11 @@ class Buckets:
         return places
 
     def _race(self, words: np.ndarray, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Try to put each word in the first free place of its bucket; return the places, -1 for words that lost theirs.
+        """Put words into the first free place of their buckets, at most one word into each bucket.
 
-        Each word writes its index to the place that it wants, and the one that is read back wins. Words with the
-        winner's tag get its place too.
+        Returns each word's place, -1 for words that another word kept out of their bucket. To find out which word gets
+        a place, all that want it write their index there, and the index that is read back wins. Words with the winner's
+        tag get the winner's place.
         """
         at, spilled = self._emptier(tags, first)
         wanted = at << 3
@@ -248,7 +255,7 @@ class Buckets:
         return places
 
     def put(self, places: np.ndarray, words: np.ndarray) -> None:
-        """Overwrite the words at `places`; their tags must not change."""
+        """Overwrite the words at `places` with words of the same tags."""
         self.words[places] = words
         if self.wider is not None:
             both = places < self._poured
@@ -266,7 +273,7 @@ class Buckets:
         self.count -= len(places)
 
     def _emptier(self, tags: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Return the bucket each tag should go to at the present loads, and whether some tags spill."""
+        """Return the bucket that each tag should go to at the buckets' present loads, and whether any tag spills."""
         load = self.load.take(first)
         crowded = (load >= EASY).nonzero()[0]
         if not len(crowded):
@@ -287,9 +294,9 @@ class Buckets:
         return at, True
 
     def _count_passed(self, tags: np.ndarray, first: np.ndarray, ends: np.ndarray, step: int, spilled: bool) -> None:
-        """Add `step` to the counters of every bucket that a tag passes on its way to the bucket in `ends`.
+        """Add `step` to the counters of every bucket that a tag passes on the way to its bucket in `ends`.
 
-        `spilled`: some tags may have gone past their second bucket.
+        `first`: the tags' first buckets. `spilled`: some tags may lie beyond their second bucket.
         """
         away = (first != ends).nonzero()[0]
         if not len(away):
@@ -308,7 +315,7 @@ class Buckets:
 def distinct(places: np.ndarray) -> np.ndarray:
     """Return the places sorted and without duplicates.
 
-    For a few hundred places this takes a third of np.unique's time, and 3 us if they are sorted and distinct already.
+    For a few hundred places this takes a third of np.unique's time; if they are sorted and distinct already, 3 us.
     """
     if (places[1:] > places[:-1]).all():
         return places
@@ -319,17 +326,17 @@ def distinct(places: np.ndarray) -> np.ndarray:
 
 
 def ones(bits: np.unsignedinteger) -> np.unsignedinteger:
-    """Return a mask of so many low bits, of the same type as `bits`."""
+    """Return an integer whose low `bits` bits are 1, of the same type as `bits`."""
     return type(bits)((1 << int(bits)) - 1)
 
 
 def _places(buckets: np.ndarray, hits: np.ndarray) -> np.ndarray:
-    """Return the places of the hits that `_hits` found in these buckets, one for each."""
+    """Return one place for each bucket: where `_hits` found the tag in it (`hits`, in the same order)."""
     places = buckets << 3
     places += hits & 7
     return places
 
 
 def buckets_for(capacity: int) -> int:
-    """Return how many buckets hold `capacity` words at the load factor: an odd number (see `FIRST`)."""
+    """Return how many buckets hold `capacity` words at the load factor `FILL`: an odd number (see `FIRST`)."""
     return int(capacity / (8 * FILL)) + 1 | 1

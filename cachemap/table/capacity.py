@@ -1,7 +1,8 @@
-"""The memory of a block table: its growth within the byte budget, and eviction once that is used up.
+"""The memory of a block table: growth within the byte budget, and eviction once the budget is used up.
 
-Both advance a step with each call. The budget counts all arrays. When it is used up, the least recently used blocks are
-evicted, replica by replica. No block is younger than its parent, so eviction takes the ends of chains.
+Growth and eviction advance a step with each call that stores blocks. The budget counts all arrays. When it is used up,
+the least recently used blocks are evicted, replica by replica. No block was used later than the block before it in its
+chain, so eviction takes the ends of chains.
 """
 
 from collections import Counter, deque
@@ -14,12 +15,13 @@ from cachemap.table.buckets import FILL, Buckets, distinct
 from cachemap.table.index import Index
 from cachemap.table.memory import LARGE, give_back
 
-BESIDE = 4  # at most one byte in 4 is used outside the tables
+BESIDE = 4  # at most a quarter of the budget is used outside the tables
 SHED = 8  # a full table evicts one block in 8: with fewer, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks sampled to find the oldest epochs
 CHUNK = 1 << 15  # places of a replica scanned in a step of eviction
-# Epochs that an eviction pass may last. Ages are capped at OLDEST, so the later steps of a pass begun with that age
-# would evict blocks that its first steps had spared, and leave the blocks behind them.
+# Epochs that an eviction pass may last. A pass evicts blocks above an age, which rises with each epoch that begins
+# meanwhile. If it reached OLDEST, the cap of all ages, the later steps would evict blocks that the first steps would
+# have spared, and leave the blocks that follow them in their chains.
 MOST_PASS = 32
 LEFT = 1 << 11  # blocks of a detached or cleared replica handled in a step: 1 to 4 ms
 # The factor by which a table grows at most, as zeroing memory takes time; a factor of 4 moves twice as many words on
@@ -36,7 +38,10 @@ NUMBER_BITS = 28
 
 
 class Budget:
-    """The bytes allowed for all tables together, and for what is kept `beside` them to decode events."""
+    """The memory budget of all block tables together.
+
+    `total`: the allowed bytes. `beside`: bytes in use outside the tables, for decoding events.
+    """
 
     def __init__(self, total: int):
         self.total = total
@@ -48,10 +53,10 @@ class Budget:
         return self.beside + sum(table.nbytes for table in self.tables)
 
     def hold(self, more: int) -> bool:
-        """Count `more` bytes (negative: fewer) as used beside the tables; return False if they may not be used.
+        """Count `more` bytes (negative: fewer) as used outside the tables.
 
-        They may not exceed a quarter of the budget nor what is left of it: eviction frees places in the tables, not
-        bytes.
+        Returns False, and counts nothing, if the bytes outside the tables would exceed a quarter of the budget or what
+        is left of it. Eviction could not make room: it frees entries of the tables, not bytes.
         """
         if more > 0 and (self.beside + more > self.total // BESIDE or more > self.left):
             return False
@@ -64,9 +69,10 @@ class Budget:
 
 
 class Capacity:
-    """The memory of one block table, which grows and evicts.
+    """The memory of one block table: it makes room for blocks, by growth or by eviction.
 
-    `aliases` maps, for each replica, the engine's own key of a block to the block's number: one word of tag and number.
+    `aliases`: for each slot, a table that maps the engine's key of a block to the block's number. An entry is one word
+    of the key's tag and the number.
     """
 
     def __init__(self, budget: Budget):
@@ -75,15 +81,15 @@ class Capacity:
         self.id_bits = max(NUMBER_BITS, len(self.blocks.hashes).bit_length())
         self.aliases: dict[int, Buckets] = {}
         self._alias_bytes = 0
-        # A block may have several aliases: older engines do not report a tenant's salt, and an adapter may be loaded
-        # again under its name. By replica and block, the aliases beyond the first: the replica holds the block until
-        # the last alias is removed.
+        # A block may have several aliases (engine keys): older engines do not report a tenant's salt, and an adapter
+        # may be loaded again under its name. The replica holds the block until its last alias is removed. `twins`: by
+        # slot and block hash, the number of aliases beyond the first.
         self.twins: dict[int, Counter[int]] = {}
         self._capacity: dict[int, int] = {}
         self._share = 1.0  # the part of the replicas' capacities that the budget allows
         self._left: deque[np.ndarray] = deque()  # blocks of replicas that were detached or cleared
-        self._outgrown: deque[np.ndarray] = deque()  # arrays whose memory is being released,
-        self._given = 0  # and the bytes of the first that are
+        self._outgrown: deque[np.ndarray] = deque()  # arrays whose memory is being released, piece by piece
+        self._given = 0  # bytes of the first such array that are released already
         self._shedding: dict[int | None, Iterator[bool]] = {}  # eviction passes in progress, by slot or None for all
         self.evicted = 0
         budget.tables.append(self)
@@ -95,7 +101,7 @@ class Capacity:
     # ---- replicas ----
 
     def attach(self, slot: int, capacity: int) -> None:
-        """Make room for a replica; `capacity` is its cache's size in blocks (0 if unknown), and guides later growth."""
+        """Make room for a replica; `capacity`, its cache's size in blocks (0 if unknown), guides later growth."""
         self._set_alias(slot, Buckets(1, self.id_bits))
         self._capacity[slot] = capacity
         self._expect()
@@ -120,7 +126,8 @@ class Capacity:
     def clear(self, slot: int) -> None:
         """Forget all blocks of the replica.
 
-        Lookups no longer find them at once; blocks that no other replica holds are dropped with later calls.
+        Lookups stop finding them immediately. The memory of blocks that no other replica holds is freed step by step,
+        with later calls of `clean`.
         """
         alias = self.aliases[slot]
         numbers = alias.payloads(alias.words.nonzero()[0])
@@ -132,7 +139,7 @@ class Capacity:
         self.clean()
 
     def clean(self) -> None:
-        """Do the next step of the work that `clear` and growth left to do."""
+        """Free some of the memory that `clear` and growth left unused: the next step of that work."""
         if self._outgrown:
             self._given = give_back(self._outgrown[0], self._given)
             if not self._given:
@@ -153,11 +160,11 @@ class Capacity:
     # ---- growth ----
 
     def end(self) -> int:
-        """Return the first block number that the budget has no room for."""
+        """Return the first block number that does not fit: numbers below it do, by the budget and by the arrays."""
         return min(len(self.blocks.hashes), self.blocks.ids.top + max(self._budget.left - SLACK, 0) // BYTES_BESIDE)
 
     def fit(self, slot: int, more: int) -> bool:
-        """Make room for `more` blocks of this replica; return whether there is room."""
+        """Make room for `more` blocks of this replica, by growth or eviction; return whether there is room."""
         self.clean()
         self._shed_step(slot)
         self._shed_step(None)
@@ -194,7 +201,7 @@ class Capacity:
         return further
 
     def _widen_alias(self, slot: int, alias: Buckets, more: int) -> bool:
-        """Make room for `more` aliases, by growth or else by evicting the replica's oldest blocks.
+        """Make room for `more` aliases, by growth or else by evicting the replica's least recently used blocks.
 
         Returns whether there is room.
         """
@@ -227,14 +234,15 @@ class Capacity:
             self.blocks.index = index
 
     def _retire(self, table: Buckets) -> None:
-        """Queue the table's memory for release with later calls: for an index of 39 M words all at once takes 13 ms."""
+        """Queue the table's memory for release by later calls: releasing an index of 39 M words at once takes 13 ms."""
         self._outgrown += (array for array in table.arrays if array.nbytes >= LARGE)
 
     def _affordable(self, table: Buckets, more: int, expected: int) -> int:
-        """Return the capacity a full table should grow to; 0 if the budget allows no growth worth having.
+        """Return the capacity in words that a full table should grow to; 0 if the budget allows too little growth.
 
-        Old and new table exist together while the words move. The last growth therefore goes to the budget's limit at
-        once, while both still fit.
+        `more`: words that must fit in addition. `expected`: words that the table will hold once all caches are full.
+        While words move, the old and the new table exist together. So the last growth goes right to the budget's limit,
+        while both tables still fit into it.
         """
         now, need = int(len(table.words) * FILL), table.count + more
         ceiling = self._budget.total // LEAST_BYTES
@@ -247,7 +255,7 @@ class Capacity:
         return capacity if capacity >= max(need, now + now // 16) else 0
 
     def _shrink(self) -> None:
-        """Evict a part of the replica that has most, and shrink its alias table."""
+        """Evict some blocks of the replica with the largest alias table, and shrink that table."""
         slot = max(self.aliases, key=lambda slot: len(self.aliases[slot].words))
         alias = self.aliases[slot].grown()
         for _ in self._shed_pass(slot):
@@ -258,7 +266,7 @@ class Capacity:
     # ---- shedding ----
 
     def _shed(self, slot: int | None, enough: Callable[[], bool]) -> None:
-        """Evict the least recently used blocks of one replica, or of all (None), until `enough` holds."""
+        """Evict the least recently used blocks of one replica, or of all (None), until `enough()` is true."""
         for _ in range(2):
             while slot in self._shedding:
                 self._shed_step(slot)
@@ -267,15 +275,19 @@ class Capacity:
             self._shedding[slot] = self._shed_pass(slot)
 
     def _shed_step(self, slot: int | None) -> None:
-        """Do the next step of an eviction pass in progress.
+        """Do the next step of an eviction pass in progress, if there is one.
 
-        A pass is finished even if there is room again: in a table that is always full, 1 word in 15 would spill.
+        A pass is finished even if there is room before its end: in a table that is always full, 1 word in 15 would lie
+        in neither of its two buckets.
         """
         if slot in self._shedding and not next(self._shedding[slot], False):
             del self._shedding[slot]
 
     def _shed_pass(self, slot: int | None) -> Iterator[bool]:
-        """Evict about one block in 8, the least recently used, in steps; a sample of the ages sets the limit."""
+        """Evict about one block in 8, the least recently used, of one replica or of all (None), in steps.
+
+        The age from which blocks are evicted is taken from a sample of the ages.
+        """
         if slot is None:
             some = np.arange(1, self.blocks.ids.top, 1 + self.blocks.ids.top // SAMPLE)
             some = some[self.blocks.hashes.take(some) != 0]
@@ -295,7 +307,7 @@ class Capacity:
                 yield True
 
     def _shed_piece(self, slot: int, start: int, oldest: int) -> None:
-        """Evict the blocks of age `oldest` or more from one part of a replica's blocks."""
+        """Evict the blocks of age `oldest` or more, in epochs, among CHUNK aliases of a replica from `start` on."""
         alias, before = self.aliases[slot], self.blocks.index.count
         at = alias.words[start : start + CHUNK].nonzero()[0] + start
         numbers = alias.payloads(at)
@@ -316,6 +328,6 @@ class Capacity:
 
 
 def _nth_oldest(ages: np.ndarray, n: int) -> int:
-    """Return the age that the `n` oldest of these have at least; at least one is counted."""
+    """Return the `n`-th highest of these ages; the highest if `n` is less than 1."""
     n = max(1, n)
     return int(np.partition(ages, -n)[-n])

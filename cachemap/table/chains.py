@@ -1,8 +1,9 @@
-"""Block chains that a replica is assumed to hold because prompts were routed to it, not because it reported them.
+"""Chains of blocks that a replica is assumed to hold because prompts were routed to it, not because it reported them.
 
-Prompts have hundreds of blocks and share their beginnings, so a radix tree keeps runs of blocks in arrays: a prompt
-costs a few steps instead of one for each block, and a block takes 9 bytes. `EngineModel` models the whole cache of an
-engine without events. `routed` predicts blocks of engines with events until the events arrive.
+A chain is a prompt's blocks in order. Prompts have hundreds of blocks and share their beginnings, so a radix tree keeps
+runs of blocks in arrays: a prompt costs a few steps instead of one for each block, and a block takes 9 bytes. Two uses:
+`EngineModel` here models the whole cache of an engine without events; the module `routed` predicts the blocks of
+engines with events until the events arrive.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ SEGMENT_BLOCKS = 5  # a segment of EngineModel counts as so many blocks (450 byt
 
 
 class Segment:
-    """Consecutive blocks of a chain that were last used together, between two branches of the tree.
+    """A node of the radix tree: consecutive blocks of a chain that were last used together.
 
-    `start` is the index of the first block in its chain; `parent` has the blocks before it. The root is its own parent.
+    `start`: how many blocks of the chain come before this segment. `parent`: the segment with the blocks just before;
+    the root is its own parent. `children`: how many segments continue this one.
     """
 
     __slots__ = ("blocks", "children", "parent", "stamps", "start")
@@ -33,9 +35,10 @@ class Segment:
 
 
 class Tree:
-    """A radix tree of segments, found by their first blocks.
+    """A radix tree of segments, each found by the hash of its first block.
 
-    Equal hashes mean equal prefixes, so one comparison tells whether a whole segment is shared.
+    A block's hash stands for the whole prefix up to the block, so comparing the last hash of a segment tells whether a
+    prompt has all blocks of the segment.
     """
 
     __slots__ = ("_count", "_heads", "_root")
@@ -52,7 +55,7 @@ class Tree:
         return self._count
 
     def _longest(self, hashes: Sequence[int]) -> tuple[Segment, int]:
-        """Return the segment with the last leading block that is held, and how many are held."""
+        """Return the segment of the last leading block of this chain that the tree has, and how many it has."""
         find, end = self._heads.get, len(hashes)
         last, held = self._root, 0
         while held < end and (segment := find(hashes[held])) is not None:
@@ -66,7 +69,10 @@ class Tree:
         return last, held
 
     def _split(self, rest: Segment, end: int) -> Segment:
-        """Cut a segment where its chain has `end` blocks; return the part before the cut."""
+        """Cut a segment in two, after the first `end` blocks of its chain; return the part before the cut.
+
+        `rest`: the segment to cut; it becomes the part after the cut.
+        """
         size = end - rest.start
         segment = Segment(rest.parent, rest.start, rest.blocks[:size])
         segment.children = 1
@@ -76,7 +82,10 @@ class Tree:
         return segment
 
     def _branch(self, segment: Segment, start: int, new: array[int]) -> Segment:
-        """Append new blocks after a segment, as a segment of their own."""
+        """Append new blocks after a segment, as a segment of their own, and return that.
+
+        `start`: how many blocks of the chain come before the new ones.
+        """
         self._count += len(new)
         segment.children += 1
         child = self._heads[new[0]] = Segment(segment, start, new)
@@ -84,14 +93,14 @@ class Tree:
 
 
 class EngineModel(Tree):
-    """A model of one engine's cache, which evicts the least recently used chains, tails first.
+    """A model of one engine's cache, which evicts the least recently used chains, last blocks first.
 
-    The engine reports its capacity in blocks. How much of it holds prompts is learned from the cached tokens it
-    reports: `limit` shrinks when the engine had less than predicted and grows when it had more, between a quarter and
-    all of the capacity.
+    The engine reports its capacity in blocks. `limit`, how many of them hold prompts, is learned from the cached tokens
+    that the engine reports with its answers: `limit` shrinks when the engine had fewer than predicted and grows when it
+    had more, between a quarter and all of the capacity.
 
-    Using a chain moves its segments to the end of the order, deepest first, so a parent is always more recent than its
-    children and the least recent segment is a leaf.
+    Segments are kept in order of their last use. Using a chain moves its segments to the end of the order, deepest
+    first, so a parent is always more recent than its children and the least recent segment is a leaf.
     """
 
     __slots__ = ("_found", "_order", "capacity", "limit", "most")
@@ -115,7 +124,7 @@ class EngineModel(Tree):
             self._shed()
 
     def add(self, hashes: Sequence[int]) -> None:
-        """Record that the replica computed or used this chain just now."""
+        """Record that the engine computed or used this chain just now."""
         order, root = self._order, self._root
         asked, segment, held = self._found  # usually of this chain: it was looked up to choose the replica
         if asked is not hashes:
@@ -138,7 +147,7 @@ class EngineModel(Tree):
         self._shed()
 
     def take_back(self, hashes: Sequence[int], held: int) -> None:
-        """Remove the blocks after the first `held`, which were never computed; blocks that others build on stay."""
+        """Remove a chain's blocks after the first `held`, as they were never computed; shared blocks stay."""
         segment, end = self._longest(hashes)
         while end > held and not segment.children and end == segment.start + len(segment.blocks):
             self._drop(segment, end - held)
@@ -151,7 +160,7 @@ class EngineModel(Tree):
         return held
 
     def learn(self, predicted: int, reported: int) -> None:
-        """Correct the limit by 2 % if the engine reported fewer or more blocks than predicted."""
+        """Correct `limit` by 2 % if the engine reported fewer or more cached blocks than predicted."""
         if reported < predicted:
             self.limit = max(self.limit - self.limit // 50, -(-self.capacity // 4))
         elif reported > predicted:
@@ -164,9 +173,9 @@ class EngineModel(Tree):
         return segment
 
     def _shed(self) -> None:
-        """Drop blocks beyond the limits, from the tails of the least recently used segments.
+        """Drop blocks until both limits hold, from the ends of the least recently used segments.
 
-        The byte budget (`most`) also counts the segments themselves.
+        The limits are `limit`, in blocks, and the byte budget `most`, which also counts the segments themselves.
         """
         count, order = self._count, self._order
         excess = max(count - self.limit, count + SEGMENT_BLOCKS * len(order) - self.most)
@@ -174,7 +183,7 @@ class EngineModel(Tree):
             excess -= self._drop(next(iter(order)), excess)
 
     def _drop(self, segment: Segment, count: int) -> int:
-        """Drop up to `count` blocks from the tail of a leaf segment; return how many were dropped."""
+        """Drop up to `count` blocks from the end of a segment without children; return how many were dropped."""
         blocks = segment.blocks
         size = len(blocks)
         if count < size:
@@ -189,7 +198,7 @@ class EngineModel(Tree):
 
 
 def _shared(blocks: array[int], hashes: Sequence[int], start: int, size: int) -> int:
-    """Return how many of the first `size` blocks equal `hashes` from `start` on, by bisection.
+    """Return how many of the first `size` of `blocks` equal those of `hashes` from `start` on, by bisection.
 
     The first block must be equal and the last one different.
     """

@@ -1,9 +1,10 @@
-"""Block tables of the further KV cache groups of engines whose layers are not all alike.
+"""Block tables of KV cache groups, for engines whose layers are not all alike.
 
-A prefix is a hit only if every group has it. Full attention needs all blocks of the prefix; its blocks are in the table
-of tier "gpu", not here. A group with a sliding window needs only the last blocks of the prefix, and a group of Mamba
-layers only the very last one (`CacheGroup.last`). vLLM's coordinator finds the longest hit by asking one group after
-the other until no group shortens it further.
+Such an engine keeps separate blocks for each group of like layers (`CacheGroup`). A prefix is a hit only if every group
+has it. Full attention needs all blocks of the prefix; its blocks are in the table of tier "gpu", not here. A group with
+a sliding window needs only the last blocks of the prefix, and a group of Mamba layers only the very last one
+(`CacheGroup.last`). vLLM's coordinator finds the longest hit by asking one group after the other until no group
+shortens the hit further.
 
 An engine with EAGLE or MTP (until vLLM 0.32) drops the last block that it finds, in each group that holds keys and
 values. Such a group must therefore hold one block more than the hit has, unless the prompt ends there. vLLM asks full
@@ -12,9 +13,10 @@ group is asked, it looks one block further than that prefix and drops the block 
 already dropped a block then finds less than it is asked for, every group drops a block again. For this reason a hit can
 end at a place where some groups no longer hold the next block.
 
-With decode context parallelism the blocks of full attention are larger than Mamba's, and prompts are hashed in Mamba's.
-Full attention then finds its own whole blocks. Within the first block that it lacks, it also finds the longest end of a
-prompt that was stored there (`CacheGroup.of_parts`). Mamba's states may end at each block.
+With decode context parallelism a block of full attention is larger than a block of Mamba, and prompts are hashed in
+blocks of Mamba's size. Full attention then finds its own whole blocks. Within the first block that it lacks, it also
+finds the longest end of an earlier prompt that was stored there (`CacheGroup.of_parts`). Mamba's states may end at each
+hashed block.
 """
 
 from collections.abc import Container, Sequence
@@ -31,7 +33,10 @@ PIECE = 256  # blocks of a prompt looked up at a time: 2,048 in five groups take
 
 
 class GroupTables:
-    """A block table for each cache group. `of` has, by slot, the groups of the replicas that have any."""
+    """A block table for each cache group, shared by all replicas that have the group.
+
+    `tables`: by the group's tier. `of`: by slot, the groups of each replica that has several, by tier.
+    """
 
     def __init__(self, budget: Budget):
         self._budget = budget
@@ -39,7 +44,7 @@ class GroupTables:
         self.of: dict[int, dict[str, CacheGroup]] = {}
 
     def table(self, slot: int, group: CacheGroup) -> BlockTable:
-        """Return the table of a replica's group, adding the group to the replica and creating the table if needed."""
+        """Return the table of this group; create it and give the replica the group if that has not happened yet."""
         name = group.tier
         table = self.tables.get(name)
         if table is None:
@@ -65,9 +70,9 @@ class GroupTables:
         return sum(self.tables[name].aliases[slot].count for name in self.of.get(slot, {}))
 
     def reach(self, hashes: Sequence[int], full: list[int], most: int) -> dict[int, int]:
-        """Return by slot, for replicas with groups, the length in blocks of the longest hit, at most `most`.
+        """Return by slot, for replicas with several cache groups, how many blocks of a prompt are a hit in all groups.
 
-        `full` has for each slot the leading blocks that full attention holds.
+        `full`: for each slot, how many leading blocks full attention holds. `most`: how many blocks can be hits.
         """
         end = min(most, len(hashes))
         reach = {slot: self._of_full(slot, hashes, min(full[slot], end), end) for slot in self.of}
@@ -87,10 +92,10 @@ class GroupTables:
         return reach
 
     def reach_dropping(self, slot: int, hashes: Sequence[int], full: int, most: int, end: int) -> int:
-        """Return the longest hit of a replica that drops the last block it finds, at most `most` blocks.
+        """Return how many blocks of a prompt are a hit in all groups of a replica that drops the last block it finds.
 
-        `full` is the number of leading blocks that full attention holds, `end` the number of blocks that the engine
-        looks at.
+        `full`: how many leading blocks full attention holds. `most`: how many blocks can be hits. `end`: how many
+        blocks of the prompt the engine looks up.
         """
         groups: dict[CacheGroup, np.ndarray] = {}  # groups with equal rules are looked up as one
         for group in sorted(self.of[slot].values(), key=lambda one: (one.last != EVERY, one.told_as)):
@@ -118,9 +123,10 @@ class GroupTables:
             hit = reach
 
     def _of_full(self, slot: int, hashes: Sequence[int], full: int, end: int) -> int:
-        """Return how many blocks full attention finds, at most `end`, if it holds the first `full`.
+        """Return how many leading blocks full attention finds, if it holds the first `full`.
 
-        These are whole blocks of its own, and the part of the next one that an earlier prompt ended in.
+        Where full attention has larger blocks, these are its whole blocks, and in the next one the part up to the last
+        stored end of an earlier prompt, looked up to block `end` of the prompt.
         """
         for name, group in self.of[slot].items():
             if group.has_parts:
@@ -135,9 +141,9 @@ class GroupTables:
     def _good(
         self, hashes: Sequence[int], start: int, stop: int, groups: dict[str, CacheGroup], word: int
     ) -> np.ndarray:
-        """Return for each block from `start` to `stop` whether these groups allow a hit to end after it.
+        """Return for each block from `start` to `stop` whether these groups allow a hit to end after that block.
 
-        The answers for 64 replicas, those from slot 64 * `word` on, are the bits of a uint64.
+        Each element has one bit for each of the 64 replicas from slot 64 * `word` on.
         """
         good = np.full(stop - start, ~U64(0))
         for name, group in groups.items():
@@ -150,7 +156,10 @@ class GroupTables:
 
 
 def _last(held: np.ndarray, count: int) -> np.ndarray:
-    """Return for each block which of 64 replicas (bits) hold the last `count` blocks up to it, or all if fewer."""
+    """Return for each block which of 64 replicas hold it and the `count` - 1 blocks before it, or all before it.
+
+    `held`: for each block, a bit for each replica that holds it; the result has the same form.
+    """
     runs, length = held.copy(), 1
     while length < min(count, len(runs)):  # a run of twice the length consists of two runs, which may overlap
         step = min(length, count - length)
@@ -160,12 +169,15 @@ def _last(held: np.ndarray, count: int) -> np.ndarray:
 
 
 def _lengths(held: np.ndarray) -> np.ndarray:
-    """Return for each block how many blocks in a row are held up to it."""
+    """Return for each block how many consecutive blocks ending with it are held (`held` has 0 where one is not)."""
     places = np.arange(1, len(held) + 1)
     return places - np.maximum.accumulate(np.where(held == 0, places, 0))
 
 
 def _ends(run: np.ndarray, count: int) -> int:
-    """Return the largest number of blocks after which the last `count`, or all, are held; `run` is from `_lengths`."""
+    """Return how many leading blocks a hit can have if its last `count` blocks (or all of them) must be held.
+
+    `run`: for each block how many consecutive blocks ending with it are held, from `_lengths`.
+    """
     good = (run >= np.minimum(count, np.arange(1, len(run) + 1))).nonzero()[0]
     return int(good[-1]) + 1 if len(good) else 0

@@ -1,8 +1,8 @@
-"""Holder sets: the replicas that hold a block, as the number of a set that many blocks share.
+"""Holder sets: the sets of replicas that hold a block; many blocks share one set.
 
-Most blocks have few holders, and blocks of one conversation have the same ones. So each block has a 32-bit set number,
-and each distinct set is kept once, as a row with a bit for each replica. With 1,024 replicas that is 4 bytes a block
-and 0.6 kB a set, where a bit for each replica would be 128 bytes a block. Set 0 is empty.
+Most blocks are held by few replicas, and all blocks of one conversation by the same ones. So each block has only the
+32-bit number of its set, and each distinct set is kept once, as a row with a bit for each slot. With 1,024 replicas
+this takes 4 bytes a block and 0.6 kB a set, where a bit for each replica would take 128 bytes a block. Set 0 is empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ BITS = [tuple(i for i in range(8) if byte >> i & 1) for byte in range(256)]
 
 
 class HolderSets:
-    """The distinct sets of holders. `uses` counts the blocks of each set; a set without blocks is freed."""
+    """The distinct sets of replicas, each with a number.
+
+    `uses`: how many blocks have each set; a set without blocks is freed, and its number reused.
+    """
 
     def __init__(self) -> None:
         self._masks = [0]
@@ -33,7 +36,7 @@ class HolderSets:
 
     @property
     def nbytes(self) -> int:
-        """The bytes used, with Python's objects: a set's mask (referred to twice), its number and its dict entry."""
+        """The bytes used, Python objects included: for each set its mask (referred to twice), number and dict entry."""
         width = self.width
         return (len(self._masks) - len(self._free)) * (180 + 17 * width)
 
@@ -52,27 +55,30 @@ class HolderSets:
         self._rows[: len(before), : before.shape[1]] = before
 
     def has(self, numbers: np.ndarray, slot: int) -> np.ndarray:
-        """Return whether the replica is in each of these sets; quickest where all are the same set."""
+        """Return for each of these set numbers whether the replica is in the set; quickest if all numbers are equal."""
         if (numbers == numbers[:1]).all():
             return np.full(len(numbers), len(numbers) and self._masks[numbers.item(0)] >> slot & 1, bool)
         words = self._rows[:, slot >> 6].take(numbers)
         return (words >> U64(slot & 63) & U64(1)).view(np.int64).astype(bool)
 
     def words(self, numbers: np.ndarray, word: int) -> np.ndarray:
-        """Return the members of each set among slots 64 * `word` to 64 * `word` + 63, as bits of a uint64."""
+        """Return which of the 64 replicas from slot 64 * `word` on are in each of these sets, as bits of a uint64."""
         if word >= self.width:
             return np.zeros(len(numbers), U64)
         found: np.ndarray = self._rows[:, word].take(numbers)
         return found
 
     def empty(self, numbers: np.ndarray) -> np.ndarray:
-        """Return whether each set is empty: set 0, or one whose last member left by `forget`."""
+        """Return for each of these set numbers whether the set has no replica: set 0, or a set emptied by `forget`."""
         masks = self._masks
         kinds, which = np.unique(numbers, return_inverse=True)
         return np.array([not masks[number] for number in kinds.tolist()], bool)[which]
 
     def turn(self, numbers: np.ndarray, slot: int, joins: bool) -> np.ndarray:
-        """Return for each block's set number the number of that set with the replica added (`joins`) or removed."""
+        """Return for each block's set number the number of the same set with one replica added or removed.
+
+        `joins`: add the replica, else remove it. The counts of blocks in `uses` are updated.
+        """
         first = numbers[0]
         if (numbers == first).all():
             return np.full(len(numbers), self._turned(int(first), slot, joins, len(numbers)), np.uint32)
@@ -107,7 +113,7 @@ class HolderSets:
         return number
 
     def leave(self, number: int, count: int) -> None:
-        """Count `count` blocks fewer in this set, and free it with the last."""
+        """Subtract `count` from the number of blocks that have this set, and free a set without blocks."""
         if not number:
             return
         self.uses[number] -= count
@@ -119,10 +125,10 @@ class HolderSets:
             self._free.append(number)
 
     def forget(self, slot: int) -> None:
-        """Remove the replica from all sets: 0.5 us for each set that has it, whatever the number of blocks.
+        """Remove the replica from all sets: 0.5 us for each set that it is in, whatever the number of blocks.
 
-        Two sets may be equal from then on. That does no harm: a block belongs to one of them, and both are freed in
-        time.
+        Two sets may have the same members afterwards. That does no harm: each block has one of the two, and both are
+        freed once no block has them.
         """
         rows = self._rows[: len(self._masks)]
         column, bit = rows[:, slot >> 6], U64(1 << (slot & 63))
@@ -141,7 +147,7 @@ class HolderSets:
 
 
 def spread(lengths: list[int], mask: int, length: int) -> None:
-    """Set lengths[i] = length for every bit i set in `mask`."""
+    """Set lengths[i] = length for each i whose bit is set in `mask`."""
     if mask.bit_count() < 8:
         while mask:
             low = mask & -mask

@@ -1,4 +1,7 @@
-"""Allocation of block numbers, consecutive where possible for blocks stored together, since `Blocks` walks them."""
+"""Allocation of block numbers.
+
+Blocks stored together get consecutive numbers where possible, since `Blocks` finds them by counting up.
+"""
 
 import numpy as np
 
@@ -7,7 +10,10 @@ SORTED = 1 << 14  # free numbers sorted at a time: 0.2 ms
 
 
 class BlockIdAllocator:
-    """An allocator of numbers from 1 on. `top` is the first number never used."""
+    """An allocator of numbers from 1 on.
+
+    `top`: the first number that was never used. `free`: how many numbers below `top` are free.
+    """
 
     def __init__(self) -> None:
         self.top = 1
@@ -16,7 +22,7 @@ class BlockIdAllocator:
         self._ready = np.empty(0, np.int64)  # free numbers, sorted
 
     def take(self, count: int, end: int) -> np.ndarray:
-        """Return `count` numbers below `end`; free numbers and those never used must suffice."""
+        """Return `count` free or never used numbers below `end`; the caller must know that there are so many."""
         if self.top + count <= end and self.free < max(count, self.top // KEPT):
             self.top += count
             return np.arange(self.top - count, self.top)

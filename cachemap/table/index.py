@@ -12,8 +12,8 @@ FIRST_FACTOR, SECOND_FACTOR, BITS = int(FIRST), int(SECOND), (1 << 64) - 1
 class Index(Buckets):
     """A map from block hashes to block numbers in words of 32 bits: 5.6 bytes a block.
 
-    A word has the block's number (never 0) and, in the bits left, the top of its hash; the whole hash is read from
-    `hashes` at that number. Tags are hashes.
+    The tags of `Buckets` are block hashes here. A word has the block's number (never 0) and, in the remaining bits, the
+    top bits of the hash; the whole hash is read from the array `hashes` at the block's number.
     """
 
     __slots__ = ("_mark_shift", "_number_bits", "hashes")
@@ -28,16 +28,16 @@ class Index(Buckets):
         return Index(capacity, self._number_bits, self.hashes)
 
     def numbers(self, tags: np.ndarray) -> np.ndarray:
-        """Return the number of each block, 0 where it is unknown."""
+        """Return the number of the block with each of these hashes, 0 where the block is unknown."""
         places = self.find(tags)
         numbers = self.payloads(places)
         numbers[places < 0] = 0
         return numbers
 
     def at(self, tag: int) -> int:
-        """Return the number of one block, 0 if it is unknown.
+        """Return the number of the block with this hash, 0 if it is unknown.
 
-        With plain ints this takes 1 us where `numbers` takes 10; 2 us if it looks into the second bucket.
+        Working with plain ints, this takes 1 us, or 2 us if the second bucket is searched too; `numbers` takes 10 us.
         """
         buckets = len(self.rows)
         first = ((tag * FIRST_FACTOR & BITS) >> 32) % buckets
@@ -61,9 +61,9 @@ class Index(Buckets):
         return 0
 
     def insert(self, tags: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Insert absent blocks whose hashes are in `hashes` already, and return their numbers.
+        """Insert absent blocks and return their numbers; the array `hashes` must have their hashes (`tags`) already.
 
-        Where a hash comes twice, both get the same one of its two numbers.
+        If a hash occurs twice, one of its two numbers is inserted and returned for both.
         """
         words = ((tags >> U64(self._mark_shift)) << U64(self._number_bits) | numbers.view(U64)).astype(np.uint32)
         return self.payloads(self.add(tags, words))

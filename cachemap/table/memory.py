@@ -14,7 +14,7 @@ LARGE = 1 << 20  # bytes from which an array gets a mapping of its own
 
 
 def zeros(count: int, dtype: str | type) -> np.ndarray:
-    """Return an array of `count` zeros; a large one is in memory that `give_back` can release."""
+    """Return an array of `count` zeros; the memory of a large array can be released by `give_back`."""
     size = count * np.dtype(dtype).itemsize
     if size < LARGE:
         return np.zeros(count, dtype)
@@ -22,9 +22,9 @@ def zeros(count: int, dtype: str | type) -> np.ndarray:
 
 
 def give_back(array: np.ndarray, start: int) -> int:
-    """Release the next `LARGE` bytes of an array that is no longer used, from `start` on.
+    """Release the memory of `LARGE` bytes, from offset `start` on, of an array that is no longer used.
 
-    Returns the offset to continue at, 0 at the end. All at once would take 0.5 s a GiB.
+    Returns the offset for the next call, 0 if everything is released. All at once would take 0.5 s a GiB.
     """
     # which of the two an array has depends on numpy's version
     mapping = array.base.obj if isinstance(array.base, memoryview) else array.base

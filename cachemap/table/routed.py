@@ -1,8 +1,8 @@
-"""Predicted blocks: those of prompts routed to replicas within the last seconds, until events report them.
+"""Predicted blocks: the blocks of prompts routed to replicas within the last seconds, until events report them.
 
-One tree serves all replicas, so a look-up walks it once whatever their number; each segment has a stamp for each
-replica that it was sent to. Adding a prompt of 110 blocks takes a sixth of the instructions of one dict entry for each
-block and replica.
+One tree serves all replicas, so a look-up walks it once, whatever the number of replicas; each segment has a stamp for
+each replica that a prompt with its blocks was sent to. Adding a prompt of 110 blocks takes a sixth of the instructions
+of a dict with an entry for each block and replica.
 """
 
 from array import array
@@ -12,11 +12,11 @@ from cachemap.table.chains import Segment, Tree
 
 SEGMENT_BLOCKS = 8  # a segment counts as so many blocks (700 bytes), besides 9 bytes for each block
 
-Stamp = tuple[float, int]  # when the prediction expires; the number of the last prompt that made it
+Stamp = tuple[float, int]  # when the prediction expires; the number of the last prompt that was sent with these blocks
 
 
 class _Generation(Tree):
-    """The prompts routed within one period of some seconds; they expire together."""
+    """The prompts routed within one period of some seconds; the whole generation is discarded at once."""
 
     __slots__ = ("_dropped", "_told", "_told_blocks", "ends")
 
@@ -46,7 +46,11 @@ class _Generation(Tree):
             segment = segment.parent
 
     def beyond(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> Iterator[tuple[int, int, Segment]]:
-        """Yield slot, blocks and the last block's segment for each slot that has more of this chain than confirmed."""
+        """Yield the slots for which more leading blocks of this chain are predicted than confirmed.
+
+        Each result is the slot, how many leading blocks were sent to it, and the segment of the last of them.
+        `confirmed`: for each slot, the number of confirmed leading blocks.
+        """
         segment, end = self._longest(hashes)
         least, root = min(confirmed), self._root
         while end > least and segment is not root:
@@ -63,16 +67,16 @@ class _Generation(Tree):
         return end
 
     def drop(self, slot: int, number: int, hashes: Sequence[int]) -> None:
-        """Queue the report that the replica dropped these blocks after prompt `number`.
+        """Queue the report that the replica dropped these blocks; `number`: the last prompt routed before the report.
 
-        The blocks are not indexed yet, since most are never looked up.
+        The blocks are not indexed until `dropped` is read, since most are never looked up.
         """
         self._told.append((slot, number, hashes))
         self._told_blocks += len(hashes)
 
     @property
     def dropped(self) -> dict[tuple[int, int], int]:
-        """The number of the last prompt sent before a block was dropped, by slot and block."""
+        """The reported drops: by slot and block hash, the number of the last prompt routed before the report."""
         if self._told:
             for slot, number, hashes in self._told:
                 self._dropped.update(dict.fromkeys([(slot, block) for block in hashes], number))
@@ -97,10 +101,12 @@ class _Generation(Tree):
 
 
 class Routed:
-    """The predicted blocks of all replicas, by slot. Each of the two generations may take the memory of `most` blocks.
+    """The predicted blocks of all replicas, in two generations: predictions expire by discarding the older one.
 
-    `grouped` has the slots with several cache groups: there a prediction is a hit only up to where `add_in_groups`
-    says.
+    `most`: the memory that each generation may take, in blocks of BYTES_PER_BLOCK.
+    `seconds`: how long a prediction lasts.
+    `grouped`: the slots whose replicas have several cache groups; their predicted hits end only where `add_in_groups`
+    noted an end.
     """
 
     __slots__ = ("_new", "_number", "_old", "_seconds", "_turn", "_grouped", "most")
@@ -117,7 +123,7 @@ class Routed:
         return len(self._new) + len(self._old)
 
     def add(self, slot: int, hashes: Sequence[int], now: float) -> int:
-        """Predict that the replica holds these blocks from now on; return the prompt's number, for `take_back`."""
+        """Predict that the replica holds this prompt's blocks from now on; return the prompt's number."""
         if now >= self._turn or self._new.size > self.most:
             self._old = self._new if now < self._turn + self._seconds else _Generation()
             self._new = _Generation()
@@ -129,9 +135,10 @@ class Routed:
     def add_in_groups(self, slot: int, hashes: Sequence[int], now: float, most: int, full: int) -> int:
         """Predict these blocks for a replica with several cache groups; return the prompt's number.
 
-        `most` is the number of blocks that can be hits, `full` the number that full attention holds for certain. A
-        later prompt hits up to the last block that could be a hit for this prompt, and up to where this prompt diverges
-        from what full attention has by then: there vLLM keeps what the other groups lacked.
+        `most`: how many of the prompt's blocks can be hits. `full`: how many leading blocks full attention is confirmed
+        to hold. In such an engine a later prompt's hit can end at two places: at the last block that can be a hit for
+        this prompt, and at the point where this prompt leaves what full attention already has, since vLLM stores there
+        what the other groups lacked.
         """
         branch = max(full, *[one.sent(slot, hashes, now) for one in (self._new, self._old)])
         number = self.add(slot, hashes, now)
@@ -139,15 +146,15 @@ class Routed:
         return number
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
-        """Withdraw the blocks that prompt `number` added to the prediction; the first `held` were there before it.
+        """Withdraw the prediction of prompt `number`, except for its first `held` blocks, which were held before it.
 
-        Blocks that later prompts share with it stay, since those prompts are still on their way to the replica.
+        Blocks that the prompt shares with prompts routed later stay predicted.
         """
         for generation in (self._new, self._old):
             generation.take_back(slot, hashes, held, number)
 
     def reach(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> dict[int, int]:
-        """Return by slot how many leading blocks are predicted to be held, where that is more than confirmed."""
+        """Return by slot how many leading blocks are predicted, for slots with more than the confirmed ones."""
         found: dict[int, int] = {}
         grouped = self._grouped
         for generation in (self._new, self._old):
@@ -161,14 +168,17 @@ class Routed:
         return found
 
     def _resumed(self, slot: int, hashes: Sequence[int], least: int, reach: int) -> int:
-        """Return how much of `reach` blocks of full attention will be a hit in all cache groups, at least `least`."""
+        """Return how many of the first `reach` predicted blocks can be a hit in all cache groups, at least `least`."""
         ends = [generation.ends.get(slot, ()) for generation in (self._new, self._old)]
         while reach > least and not any(hashes[reach - 1] in one for one in ends):
             reach -= 1
         return reach
 
     def _undropped(self, slot: int, hashes: Sequence[int], start: int, end: int, segment: Segment) -> int:
-        """Return how far from `start` no block was dropped since it was sent to the replica."""
+        """Return how many leading blocks remain of a prediction without blocks dropped since they were predicted.
+
+        The first `start` blocks are confirmed, `end` are predicted; `segment` is that of the last predicted block.
+        """
         dropped = [generation.dropped for generation in (self._new, self._old)]
         if not any(dropped):
             return end

@@ -1,7 +1,9 @@
 """Serving engines: launching, adopting, watching and draining them.
 
-The rest of the project uses a `Fleet` of `Replica`s, each in one `State`; those in `TAKES_TRAFFIC` may get requests.
-`Facts` is what an engine at a URL reports about itself. Nothing here knows prompts, policies or the gateway.
+A replica is one engine, or one data-parallel rank of an engine. To adopt an engine is to use one that somebody else
+started. The rest of the project uses a `Fleet` of `Replica`s, each in one `State`; replicas in a state of
+`TAKES_TRAFFIC` may get requests. `Facts` has what an engine at a URL reports about itself. Nothing here knows prompts,
+policies or the gateway.
 """
 
 from typing import TYPE_CHECKING
@@ -20,8 +22,8 @@ _HOME = {"Facts": "adopt", "Fleet": "fleet", "Replica": "replica", "State": "lif
 def __getattr__(name: str):
     """Import a public name on first use.
 
-    aiohttp and pydantic take 0.2 s to import; the simulated engine and the load generator, which import this package,
-    need not wait for them.
+    aiohttp and pydantic take 0.2 s to import. The simulated engine and the load generator import this package too, and
+    need not wait for these two.
     """
     if name not in _HOME:
         raise AttributeError(f"module 'replicas' has no attribute {name!r}")

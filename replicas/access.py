@@ -22,9 +22,9 @@ PROBE_SECONDS = 2.0  # the deadline of a single look at an engine: for resolving
 
 
 class Access:
-    """The address and the session of one engine.
+    """The address of one engine, and an HTTP session with it.
 
-    `find` looks for the engine; then `address` is where it answered last, and `session` connects there.
+    `find` looks for the engine; afterwards `address` is where the engine answered last, and `session` connects there.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Access:
         events: EventSource | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        """Take the engine's URL and host name; nothing is looked up yet.
+        """Set the access up for an engine's URL and host name; nothing is looked up yet.
 
-        `events`: where the engine publishes KV events, as the operator wrote it. `headers`: sent with each request to
-        the engine.
+        `tls`: for https. `events`: where the engine publishes KV events, as the operator wrote it. `headers`: sent with
+        each request to the engine.
         """
         self.url, self._name, self._tls, self._events = url, HostName(host), tls, events
         self._headers = dict(headers or {})
@@ -47,7 +47,7 @@ class Access:
 
     @property
     def address(self) -> str:
-        """The engine's IP address; "" until its name was resolved and something answered there."""
+        """The engine's IP address; "" until its host name was resolved and an engine answered at that address."""
         return self._name.address
 
     @property
@@ -70,11 +70,11 @@ class Access:
             self._session = None
 
     async def find(self, deadline: float, in_use: bool = False, patience: float = 0.0) -> Facts:
-        """Probe the engine, and look its name up again if it does not answer.
+        """Probe the engine, and look its host name up again if it does not answer. Never raises.
 
-        The last known address is probed first; then all addresses that the name resolves to. `in_use`: the engine is
-        thought to be healthy, so its address is kept while the name still resolves to it. `deadline`: seconds for each
-        name lookup and for each answer; `patience`: further seconds for /health. Never raises.
+        The last known address is probed first; then all addresses that the name resolves to.
+        `deadline`: seconds for each name lookup and for each answer; `patience`: further seconds for /health.
+        `in_use`: the engine is thought to be healthy, so its address is kept while the name still resolves to it.
         """
         await asyncio.gather(*(_follow(one, deadline) for one in self._publishers.values()))
         known = None
@@ -114,7 +114,7 @@ class Access:
 
     @property
     def problem(self) -> Problem | None:
-        """The problem that the host name resolves to several machines, of which one is used; None if it does not."""
+        """The problem that the host name resolves to several machines, of which only one is used, or None."""
         others = self._name.others
         if not others:
             return None
@@ -126,7 +126,7 @@ class Access:
 
 
 async def _follow(publisher: HostName, deadline: float) -> None:
-    """Look up an event publisher's host; keep its address if the name still resolves to it, or does not resolve."""
+    """Look up the host of an event publisher; change its address only if the name resolves to other addresses now."""
     with suppress(OSError):
         addresses = await publisher.look_up(deadline)
         if publisher.address not in addresses:
@@ -154,7 +154,10 @@ class _Pinned(AbstractResolver):
 
 
 def connector(address: str, tls: ssl.SSLContext | None = None) -> Connector:
-    """Return a connector whose connections all go to `address`, whatever host a URL names; `tls` is used for https."""
+    """Return an aiohttp connector whose connections all go to `address`, whatever host a URL names.
+
+    `tls`: for https; None: the system's trusted certificates.
+    """
     # vLLM closes a connection that is idle for 5 s.
     return Connector(limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True)
 

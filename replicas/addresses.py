@@ -1,7 +1,7 @@
-"""Validation of host names and ZMQ endpoints that an operator or an engine names.
+"""Validation of host names and ZMQ endpoints that an operator or an engine gives.
 
-Names go into request headers, metric labels, logs and keys of a shared Redis, so an invalid name is refused where it
-comes in.
+Host names go into request headers, metric labels, logs and keys of a shared Redis, so an invalid name is refused as
+soon as it is read.
 """
 
 import ipaddress

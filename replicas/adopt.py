@@ -1,7 +1,7 @@
 """Facts that a running engine reports about itself over HTTP.
 
-Only a healthy /health and a model in /v1/models are required. Anything else that is missing is named in
-`Facts.problems`, with the flag that would fix it, and the gateway works without it.
+Only a healthy /health and a model in /v1/models are required. The gateway works without any other fact;
+`Facts.problems` says which are missing, and which engine flag would provide them.
 """
 
 import asyncio
@@ -35,9 +35,10 @@ IS_GATEWAY = "a gateway of this kind answers there, which is no engine: name its
 class Facts:
     """The result of probing an engine.
 
-    `alive`: /health answers 200. `serving`: a model is listed as well. If either is false, `fault` is the kind of
-    failure (connect, timeout, closed, 5xx, own: an error of the gateway itself, refused: what answers is not an engine)
-    and `error` describes it.
+    `alive`: /health answers 200.
+    `serving`: the engine lists a model too.
+    `fault`: the kind of failure if one of these is false: connect, timeout, closed, 5xx, own (an error of the gateway
+    itself) or refused (what answers is not an engine); `error` describes it.
     """
 
     dialect: EngineDialect = DEFAULT
@@ -70,10 +71,10 @@ class Facts:
         return max(told, tuple(sorted(self.sources or ())), key=len)
 
     def events(self, given: EventSource | None = None, ranks: int = 1) -> list[EventSource | None]:
-        """Return where each rank publishes KV events, None for a rank of which that is unknown.
+        """Return where each data-parallel rank publishes KV events, None for a rank if this is unknown.
 
-        `given`: the first rank's source, if the operator gave it; `ranks`: how many there are if the engine reports
-        none.
+        `given`: the first rank's source, if the operator gave one. `ranks`: the number of ranks to assume if the engine
+        reports none.
         """
         numbers = self.engines or range(ranks)
         if given:
@@ -92,10 +93,10 @@ class Facts:
         return self.block_of(1)
 
     def block_of(self, context_parallel: int) -> int | None:
-        """Return the tokens of a KV cache block, or None if unknown.
+        """Return how many tokens a KV cache block has, or None if unknown.
 
-        `context_parallel`: the GPUs that share a block, used if the engine reports one GPU's share only (vLLM before
-        0.32).
+        `context_parallel`: how many GPUs share a block; used if the engine reports only one GPU's share of a block
+        (vLLM before 0.32).
         """
         if self.told.block_size or self.scrape is None:
             return self.told.block_size
@@ -103,9 +104,9 @@ class Facts:
         return whole or (share * context_parallel if share else None)
 
     def unfit(self, block_size: int | None, given: EventSource | None = None) -> Problem | None:
-        """Return what is wrong with the block size that the operator gave, or None.
+        """Return what is wrong with the operator's `block_size` in tokens, or None.
 
-        `given`: the operator's event source.
+        `given`: the KV event source that the operator gave, if any.
         """
         whole = self.told.block_size or (self.scrape.attention_block_size if self.scrape else None)
         return unfit(block_size, self.block_size, whole, self.told.page_size, any(self.events(given)))
@@ -116,9 +117,9 @@ class Facts:
 
 
 async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
-    """Read /health; an answer other than 200, or a gateway's, gets a fault.
+    """Read /health; the result has a `fault` if the status is not 200 or a gateway answered.
 
-    Engines without /health (404, 405) are judged by /v1/models.
+    If the engine has no /health (404, 405), /v1/models is read in its place.
     """
     answer = await get(session, f"{url}/health", deadline)
     if answer.gateway:
@@ -141,10 +142,10 @@ async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> A
 async def probe(
     url: str, session: aiohttp.ClientSession, deadline: float = 2.0, address: str = "", patience: float = 0.0
 ) -> Facts:
-    """Read all that the engine at `url` (without a trailing slash) reports. Never raises.
+    """Read everything that the engine at `url` (without a trailing slash) reports. Never raises.
 
-    `deadline`: seconds for each answer; `patience`: further seconds for /health. `address`: where `session` connects
-    to, and so the host of the engine's events; by default the URL's host.
+    `deadline`: seconds for each answer; `patience`: further seconds for /health. `address`: the IP address that
+    `session` connects to, at which the engine's KV events are expected too; by default the URL's host.
     """
     alive = await health(session, url, deadline + patience)
     if alive.fault:
@@ -172,9 +173,9 @@ async def probe(
 
 
 async def engine_ids(session: aiohttp.ClientSession, replica: Replica, deadline: float) -> Problem | None:
-    """Learn the engine ids that other engines need to fetch KV cache from this one, where its transfer uses them.
+    """Read the engine ids that other engines need to fetch KV cache from this one, if its kind of transfer uses ids.
 
-    Returns the problem if the ids cannot be read; those known before are kept then.
+    The ids go into `replica.engine_ids`. If they cannot be read, the known ones are kept and the problem is returned.
     """
     transfer, url = replica.transfer, replica.ids_url
     if not isinstance(transfer, MeetingTransfer) or not url:
@@ -297,9 +298,10 @@ def _metrics(facts: Facts, answer: Answer) -> None:
 
 
 def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSource | None]) -> dict[str, Problem]:
-    """Return the problems once the event sources are known.
+    """Return the problems of an engine by subject, including those of its KV event sources.
 
-    `given`: the operator's source; `sources`: one for each rank, None where unknown.
+    `given`: the source that the operator gave, if any. `sources`: for each data-parallel rank its source, None where
+    unknown.
     """
     found = dict(facts.problems)
     if given:
@@ -319,7 +321,7 @@ def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSour
 
 
 def described(address: Address, facts: Facts) -> list[Replica]:
-    """Return the replicas that an engine counts as by its own report, for a single look without watching."""
+    """Return the replicas behind an address, one for each data-parallel rank, as described by one probe's `facts`."""
     sources = facts.events(address.source)
     lead = Replica(
         address.id, address.url, address.host, address.port, dialect=facts.dialect, models=facts.models, root=facts.root,

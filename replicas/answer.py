@@ -1,42 +1,36 @@
-"""The result of one GET to an engine."""
+"""The result of one HTTP GET to an engine."""
 
 import asyncio
 from dataclasses import dataclass
 
 import orjson
 
-# Limit of values in an answer's JSON. Parsing it holds the interpreter lock, in a thread too, for up to 0.2 us per
-# value. SGLang's server arguments for 128 ranks have 51,000.
+# Limit of values in an answer's JSON. Parsing holds the interpreter lock, even in a thread, for up to 0.2 us per value.
+# SGLang's server arguments for 128 ranks have 51,000.
 MOST_VALUES = 1 << 16
 _STRUCTURE = bytes({*range(256)} - {*b",[{"})  # all bytes but those that begin a value or separate two
 
 
 def count_values(text: bytes) -> int:
-    """Return an upper bound of the number of values in a JSON text, less one."""
+    """Return an upper bound of (the number of values in a JSON text) - 1."""
     return len(text.translate(None, _STRUCTURE))
 
 
 @dataclass(slots=True)
 class Answer:
-    """The result of one GET.
+    """The result of one HTTP GET."""
 
-    `status` 0 means that no answer came; then `fault` and `error` say why. `over`: its connection; `closes`: the server
-    announced that it closes the connection after this answer. `gateway`: the answer is from a gateway. `turns_away`:
-    the connection was refused, or the engine says that it takes no requests now. `most_values`: JSON with more values
-    is not parsed. `large`: the body has more than 64 KiB, or exceeded a limit.
-    """
-
-    status: int
+    status: int  # 0: no answer came
     body: bytes = b""
-    fault: str = ""
-    error: str = ""
-    over: asyncio.BaseTransport | None = None
-    closes: bool = False
-    gateway: bool = False
-    turns_away: bool = False
-    unreadable: str = ""  # why the body cannot be read as JSON although it begins like it
-    most_values: int = MOST_VALUES
-    large: bool = False
+    fault: str = ""  # the kind of failure: connect, timeout, closed, 5xx, own or refused, as in `Facts`
+    error: str = ""  # description of the failure
+    over: asyncio.BaseTransport | None = None  # the connection that the answer came over
+    closes: bool = False  # the server announced that it closes the connection after this answer
+    gateway: bool = False  # a gateway of this project answered, not an engine
+    turns_away: bool = False  # the connection was refused, or the engine says that it takes no requests now
+    unreadable: str = ""  # why the body cannot be read as JSON although it begins like JSON
+    most_values: int = MOST_VALUES  # JSON with more values is not parsed
+    large: bool = False  # the body has more than 64 KiB, or exceeded a limit
     _parsed: dict | None = None
 
     def json(self) -> dict:

@@ -1,4 +1,4 @@
-"""One GET to an engine with a deadline. Errors are described in the answer and not raised."""
+"""One HTTP GET to an engine, with a deadline. Errors are described in the returned `Answer` and not raised."""
 
 import asyncio
 import errno
@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 23
 BIG = 1 << 16  # a /metrics page larger than this is parsed in a thread
 MODELS_VALUES = 1 << 18  # limit for /v1/models: 10,000 names have 220,000 values in vLLM's answer
 # Bytes that an answer may have besides its body (headers, chunk framing), on top of a quarter of the body's length.
-# aiohttp sets no limit there, and parsing 256 KiB of interim responses (1xx) or of one-byte chunks takes 0.3 s, so an
+# aiohttp does not limit these, and parsing 256 KiB of interim responses (1xx) or of one-byte chunks takes 0.3 s, so an
 # answer is checked after every LOOK_BYTES.
 MOST_FRAMING, LOOK_BYTES = 1 << 14, 1 << 12
 PLAIN = {"accept-encoding": "identity"}  # 9 MB of gzip were seen to unpack to 4 GB
@@ -30,9 +30,9 @@ OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAD
 
 
 async def get(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
-    """GET a URL; `deadline` covers connect, headers and body, in seconds in which our event loop ran.
+    """GET a URL. Never raises, except when cancelled.
 
-    Never raises, except when cancelled.
+    `deadline`: seconds for connecting, headers and body together, counting only time in which the event loop ran.
     """
     where = urlsplit(url)
     try:
@@ -84,21 +84,21 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
 
 
 async def read(body: bytes, reader: Callable[..., T], *arguments: Any) -> T:
-    """Call `reader` to parse an answer, in a thread if `body` is big.
+    """Return `reader(*arguments)`, called in a thread if the answer's `body`, which it parses, is big.
 
-    Only a parser written in Python lets the event loop run meanwhile.
+    The event loop runs meanwhile only if the parser is written in Python.
     """
     return await asyncio.to_thread(reader, *arguments) if len(body) > BIG else reader(*arguments)
 
 
 class TooLong(aiohttp.ClientPayloadError):
-    """An answer that is too large or encoded in a way that was not asked for."""
+    """An error: an answer is too large, or encoded in a way that was not requested."""
 
 
 async def body_of(response: aiohttp.ClientResponse, most: int = MOST_BYTES) -> bytes:
-    """Read the body of an answer to a request with the headers `PLAIN`.
+    """Return the body of an answer to a request with the headers `PLAIN`.
 
-    Raises TooLong if it has more than `most` bytes or is compressed.
+    Raises TooLong if the body has more than `most` bytes or is compressed.
     """
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
         raise TooLong("it is compressed, though it was asked for as it is")
@@ -112,7 +112,7 @@ async def body_of(response: aiohttp.ClientResponse, most: int = MOST_BYTES) -> b
 
 
 class Bounded(ResponseHandler):
-    """A connection that closes itself when headers and framing exceed an answer's body by too much."""
+    """A connection that closes itself if an answer has too many bytes of headers and framing for its body."""
 
     _came = 0  # bytes since the request was sent
 
@@ -146,7 +146,7 @@ class Connector(aiohttp.TCPConnector):
 
 
 class Response(aiohttp.ClientResponse):
-    """A response that knows its connection, also after the connection was released."""
+    """A response that keeps a reference to its connection (`over`), even after the connection was released."""
 
     over: asyncio.BaseTransport | None = None
 
@@ -156,7 +156,7 @@ class Response(aiohttp.ClientResponse):
 
 
 def _closes(response: aiohttp.ClientResponse) -> bool:
-    """Return whether the server closes the connection, by the rules of HTTP/1.1 and HTTP/1.0."""
+    """Return whether the server closes the connection after this answer, by the rules of HTTP/1.1 and HTTP/1.0."""
     options = {one.strip().lower() for line in response.headers.getall("Connection", []) for one in line.split(",")}
     return "close" in options or (response.version == aiohttp.HttpVersion10 and "keep-alive" not in options)
 

@@ -1,7 +1,7 @@
 """Messages about a wrong command line, for every command of the project: each says what would be right.
 
-argparse itself names the type that it could not convert to ("invalid int value"), lists choices without the likely one,
-and does not mention an unknown flag if another argument is missing.
+argparse's own messages are worse: they name a Python type ("invalid int value"), list all choices without guessing the
+one that was meant, and do not mention an unknown flag if another argument is missing.
 """
 
 import argparse
@@ -50,7 +50,10 @@ class PlainParser(argparse.ArgumentParser, ABC):
 
 
 def in_words(message: str, given: Sequence[str] = (), options: Sequence[str] = ()) -> str:
-    """Return argparse's message about the arguments `given` to a command with these `options` in plain words."""
+    """Return argparse's error message in plain words.
+
+    `given`: the arguments on the command line; `options`: the flags that the command has.
+    """
     message = _FLAG.sub(lambda found: f"flag {_as_given(found[1].split('/'), given)}", message)
     if found := _NUMBER.search(message):
         kind = "no whole number" if found[1] == "int" else "no number"
@@ -74,13 +77,13 @@ def in_words(message: str, given: Sequence[str] = (), options: Sequence[str] = (
 
 
 def _as_given(names: Sequence[str], given: Sequence[str]) -> str:
-    """Return the name of a flag that was used, of all its `names`."""
+    """Return that one of a flag's `names` which the command line uses, else the first of them."""
     used = {word.partition("=")[0] for word in given}
     return next((name for name in names if name in used), names[0])
 
 
 def unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    """Return the message about an argument that this command, or the one within it, does not take."""
+    """Return the message about an argument that this command and its subcommands do not take."""
     word = word.partition("=")[0]
     options = options_of(parser)
     otherwise = f". `{parser.prog} --help` lists what there is{getattr(parser, 'elsewhere', '')}"
@@ -92,9 +95,9 @@ def unknown(word: str, parser: argparse.ArgumentParser) -> str:
 
 
 def first_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """Return the first given flag that the command does not take, or None.
+    """Return the first flag on the command line that the command does not take, or None.
 
-    argparse reports missing arguments before unknown ones, and one misspelt flag causes both.
+    argparse reports a missing argument before an unknown one, and one misspelt flag causes both errors.
     """
     options = [*parser._option_string_actions, *options_of(parser)]
     for word in argv:
@@ -111,7 +114,7 @@ def first_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> str |
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the long flags of a command and of the commands within it."""
+    """Return the long flags of a command and of its subcommands."""
     found = [option for option in parser._option_string_actions if option.startswith("--")]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -121,7 +124,7 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def before_command(word: str, prog: str) -> str:
-    """Return the message about a flag where a command belongs."""
+    """Return the message about a flag that stands where the name of a subcommand belongs."""
     return (
         f"unknown argument {word!r}: a command comes first, as in `{prog} COMMAND {word}`. `{prog} --help` lists them"
     )

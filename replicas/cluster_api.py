@@ -24,18 +24,18 @@ PAUSE_SECONDS = 0.5  # between two such streams
 TELL_SECONDS = 0.25  # between two reports of all pods: handling 1,024 of them takes 20 ms
 LONGEST_LINE = 2**20  # bytes of one change; up to twice that is accepted
 PAGE = 100  # pods per request
-MOST_PAGE, PAGE_VALUES = 2**24, 2**19  # bytes and values of such a page: a pod has about 10 kB and 1,000 values
+MOST_PAGE, PAGE_VALUES = 2**24, 2**19  # bytes and JSON values of a page: a pod has about 10 kB and 1,000 values
 MOST_KNOWN = 2**14  # pods that a selector may find
 LONGEST_NAME, LONGEST_TOKEN = 253, 4096  # characters of a name, an address or a label, and of the next page's token
 FORGOTTEN = 410  # the status for a version that the API no longer knows
 
 
 class PodsError(Exception):
-    """The API did not answer as expected; the text says why and what would help."""
+    """An error: the Kubernetes API did not answer as expected; the text says why and what would help."""
 
 
 class Pods:
-    """The pods that can be replicas; `changed` is called with all of them after each change."""
+    """The pods that the operator's selector finds; `changed` is called with all of them after each change."""
 
     def __init__(self, discover: Discover, where: Place, changed: Callable[[list[Pod]], None]):
         self._path = f"{where.api}/api/v1/namespaces/{where.namespace}/pods"
@@ -54,8 +54,8 @@ class Pods:
     async def follow(self) -> None:
         """Call `changed` with all pods now, and soon after each change.
 
-        Returns when the API no longer knows our version: call it again then. Raises PodsError; what was reported stays
-        valid until the API answers again.
+        Returns when the API no longer knows the version that the changes were followed from: call this again. Raises
+        PodsError if the API fails; the pods reported last stay valid until it answers again.
         """
         try:
             async with self._session() as session:
@@ -107,14 +107,17 @@ class Pods:
         raise PodsError(self._too_many())
 
     def _read_page(self, body: bytes, known: dict[str, Pod]) -> tuple[str, str]:
-        """Add the pods of one page to `known`; return the version and the token of the next page ("" on the last)."""
+        """Add the pods of one page to `known`; return the list's version and the token of the next page, "" if none."""
         told = _read(body, PAGE_VALUES)
         for one in told.get("items") or ():
             self._take(known, "ADDED", one)
         return _version(told), _text(told["metadata"].get("continue") or "", LONGEST_TOKEN)
 
     async def _watch(self, session: aiohttp.ClientSession, version: str) -> str:
-        """Apply changes since `version` until the API ends the stream; return the version then, "" to list again."""
+        """Apply changes after `version` until the API ends the stream.
+
+        Returns the version at the end of the stream, or "" if all pods must be listed again.
+        """
         asked = {
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -136,9 +139,10 @@ class Pods:
         return version
 
     def _take(self, known: dict[str, Pod], kind: str, told: dict[str, Any]) -> bool:
-        """Apply one change to `known` and return whether it changed anything.
+        """Apply one change from the API to `known`; return whether `known` differs now.
 
-        A pod that is being deleted counts as gone; requests that it computes may finish.
+        `kind`: ADDED, MODIFIED or DELETED; `told`: the pod's description. A pod that is being deleted counts as gone,
+        though it may still finish the requests that it computes.
         """
         metadata, status = told["metadata"], told.get("status") or {}
         uid = _text(metadata["uid"])

@@ -1,8 +1,8 @@
 """Deadlines that count only the time in which the event loop ran.
 
 While the loop is blocked (by a long call, a thread that holds the interpreter lock, a machine with too few cores, a
-stopped process) no answer is read, and afterwards its timers run before its sockets: an answer that has already arrived
-would count as late.
+stopped process) no answer is read. Afterwards the loop runs timers before it reads sockets, so with an ordinary
+deadline an answer that has already arrived would count as late.
 """
 
 import asyncio
@@ -10,12 +10,12 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Seconds of one wait. However long the loop was blocked within one, it counts as one.
+# Seconds of one wait. A wait counts as so long even if the loop was blocked within it for longer.
 SLICE = 0.1
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """Return or raise what `work` does; cancel it and raise TimeoutError after `seconds` in which the loop ran."""
+    """Return the result of `work`; cancel it and raise TimeoutError after `seconds` in which the event loop ran."""
     task = asyncio.ensure_future(work)
     try:
         while seconds > 0 and not task.done():

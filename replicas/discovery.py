@@ -12,32 +12,32 @@ from replicas.replica import Replica, parse_url
 
 log = logging.getLogger("replicas")
 
-MOST_PODS = 1024  # of one selector; each is probed, and 100,000 would leave no time for clients
+MOST_PODS = 1024  # pods used as replicas; each is probed, and probing 100,000 would leave no time for clients
 RETRY_SECONDS = 1.0  # between two attempts to reach the API
 
 
 class Discovery:
-    """Keeps a fleet's replicas in step with the pods.
+    """Adds and removes a fleet's replicas as the pods of a cluster come and go.
 
-    A replica that an operator removed stays out until its pod is replaced; replicas that were given by URL are not
-    touched.
+    A replica that an operator removed is not added again until its pod is replaced. Replicas that operators gave by URL
+    are not touched.
     """
 
     def __init__(self, fleet: Fleet, discover: Discover, where: Place):
         self._fleet, self._discover = fleet, discover
         self._pods = Pods(discover, where, self.changed)
-        self._wanted: dict[str, tuple[str, str]] = {}  # by replica id, see `wanted`
+        self._wanted: dict[str, tuple[str, str]] = {}  # by replica id: URL and uid of its pod, from `wanted`
         self._added: dict[str, tuple[str, str]] = {}  # replicas that are in the fleet because of their pods
         self._said: set[str] = set()  # messages already logged about pods that cannot be replicas
         self._left_out: frozenset[str] = frozenset()  # see `resume`
         self._pods_before: frozenset[str] = frozenset()
-        self.leaving: Callable[[Sequence[Replica]], None] = lambda replicas: None  # called before their removal
+        self.leaving: Callable[[Sequence[Replica]], None] = lambda replicas: None  # called before replicas are removed
         # Called with a replica's id once its pod is gone or changed: operators' requests about it no longer hold.
         self.gone: Callable[[str], None] = lambda id: None
         self.problem = "not asked yet"  # why the API reports nothing; "" while it does
 
     async def run(self) -> None:
-        """Follow the pods until cancelled. While the API is away, its last report stays valid."""
+        """Follow the pods until cancelled. While the API cannot be reached, the pods that it reported last are kept."""
         while True:
             try:
                 await self._pods.follow()
@@ -48,7 +48,7 @@ class Discovery:
             await asyncio.sleep(RETRY_SECONDS)
 
     def changed(self, pods: Sequence[Pod]) -> None:
-        """Reconcile the fleet with the present pods."""
+        """Add and remove replicas so that the fleet has those of the present pods."""
         if self.problem:
             log.info("pods: the API tells of %d", len(pods))
         self.problem = ""
@@ -63,11 +63,14 @@ class Discovery:
         return {"selector": self._discover.selector, "replicas": len(self._wanted), "problem": self.problem or None}
 
     def resume(self, left_out: Iterable[str], pods: Iterable[str]) -> None:
-        """Take over from another process before any pod is known; see `handed_on`."""
+        """Take over from another gateway process, before any pod is known.
+
+        `left_out`: ids of replicas that operators removed; `pods`: ids of all replicas that the process had from pods.
+        """
         self._left_out, self._pods_before = frozenset(left_out), frozenset(pods)
 
     def handed_on(self) -> dict[str, list[str]]:
-        """Return the arguments of `resume` for another process: the known pods, and those that operators removed."""
+        """Return the arguments of `resume` for a gateway process that takes over from this one."""
         engines = self._fleet.engines
         pods = {*self._added, *self._pods_before, *self._left_out}
         removable = {*self._added, *self._left_out}
@@ -75,7 +78,7 @@ class Discovery:
         return {"pods": sorted(pods), "left_out": sorted(left_out)}
 
     def _resume(self) -> None:
-        """Apply what another process handed on, once the present pods are known."""
+        """Apply the arguments of `resume`, once the present pods are known."""
         for id in sorted(self._left_out & self._wanted.keys()):
             self._added[id] = self._wanted[id]
         for id in sorted(self._pods_before - self._wanted.keys()):
@@ -107,9 +110,10 @@ class Discovery:
 
 
 def wanted(discover: Discover, pods: Sequence[Pod]) -> tuple[dict[str, tuple[str, str]], set[str]]:
-    """Return the URL and the uid of each pod that is a replica, by the replica's id, and why the other pods are none.
+    """Return the replicas among these pods, and complaints about pods that cannot be replicas.
 
-    Where there are more than MOST_PODS, the pods that were seen first are taken.
+    The first result has, by replica id, the replica's URL and its pod's uid. Of more than MOST_PODS pods, those that
+    were seen first are used.
     """
     found: dict[str, tuple[str, str]] = {}
     complaints = set()

@@ -1,9 +1,10 @@
-"""Engines that were given under several names.
+"""The detection of engines that were given under several names.
 
-Each name is a replica, so the engine's load and cache count more than once. A counter's creation time in /metrics
-identifies a process: it has microseconds, so two names with the same one lead to one process. The start time of a
-process does not, since it has hundredths of a second and a host can start several engines in one. Nor do an address and
-port, since a proxy there may tell engines apart by name: they only make it likely, where no creation time is known.
+Each name becomes a replica, so the engine's load and cache count more than once. The creation time of a counter in
+/metrics identifies a process: it has microseconds, so two names with the same creation time lead to one process. The
+start time of a process is no proof, since it has only hundredths of a second, in which a host can start several
+engines. Equal addresses and ports are no proof either, since a proxy may distinguish engines by name; they make it
+likely where no creation time is known.
 """
 
 from collections.abc import Iterable
@@ -13,18 +14,18 @@ from .problems import Problem
 
 
 class Name(NamedTuple):
-    """One name of an engine, and what is known of the engine behind it."""
+    """One name of an engine, and the facts that identify the engine behind it."""
 
     id: str
     address: str  # IP address; "" if it is not known
     port: int
-    created: float | None  # see `Scrape`
+    created: float | None  # unix time of a counter's creation, from /metrics
 
 
 def duplicates(one: Name, names: Iterable[Name]) -> tuple[list[str], bool]:
-    """Return the ids of other `names` that lead to the same engine as `one`, and whether that is certain.
+    """Return the ids of other `names` that lead to the same engine as `one`, and whether this is certain.
 
-    If some do for certain, those that may are left out.
+    If it is certain for some names, only these are returned; else those for which it is likely.
     """
     others = [other for other in names if other.id != one.id]
     if sure := [other.id for other in others if other.created is not None and other.created == one.created]:
@@ -34,7 +35,7 @@ def duplicates(one: Name, names: Iterable[Name]) -> tuple[list[str], bool]:
 
 
 def duplicate(one: Name, names: Iterable[Name]) -> Problem | None:
-    """Return the problem that other `names` lead to the same engine as `one`, or may do so, or None."""
+    """Return the problem that other `names` certainly or probably lead to the same engine as `one`; None if none do."""
     same, is_sure = duplicates(one, names)
     if not same:
         return None

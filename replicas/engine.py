@@ -1,7 +1,8 @@
-"""One engine behind one URL, and its replicas: itself, or one for each data-parallel rank.
+"""One engine behind one URL, and its replicas: one replica, or one for each data-parallel rank.
 
-Ranks share a process, so health, restarts and the engine's reports are handled once, on the `lead`. Each rank has its
-own cache, so the rest of the project sees it as a replica of its own. `follow` copies the lead's state to the ranks.
+Ranks share a server process, so health, restarts and the engine's reports are handled once, on a `Replica` object that
+stands for the whole engine (`lead`). Each rank has its own cache, so the rest of the project sees it as a replica of
+its own. `Engine.follow` copies the lead's state to the ranks.
 """
 
 import asyncio
@@ -17,10 +18,10 @@ from replicas.watch import Watch
 class Engine:
     lead: Replica
     watch: Watch
-    task: asyncio.Task  # the watch's
-    supervisor: Supervisor | None = None
-    ports: range = range(0)  # all ports that it listens on, if we chose them
-    devices: tuple[str, ...] = ()  # all devices that it may use, if we chose them
+    task: asyncio.Task  # runs `watch`
+    supervisor: Supervisor | None = None  # of an engine that the gateway launched
+    ports: range = range(0)  # all ports that it listens on, if the gateway launched it
+    devices: tuple[str, ...] = ()  # all devices that it may use, if the gateway launched it
     drain: asyncio.Task | None = None
     removal: asyncio.Task | None = None
     replicas: list[Replica] = field(default_factory=list)
@@ -30,7 +31,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """The URL with all settings that `parse_url` reads."""
+        """The engine's URL, with all settings in its fragment, as `parse_url` reads them."""
         lead = self.lead
         return url_of(
             lead.url,
@@ -48,7 +49,7 @@ class Engine:
         return self.replicas != [self.lead]
 
     def resize(self, count: int) -> None:
-        """Set the number of ranks. Ranks that stay keep their replicas."""
+        """Set the number of data-parallel ranks; ranks that stay keep their `Replica` objects."""
         if count == 1:
             self.replicas = [self.lead]
         else:
@@ -56,7 +57,7 @@ class Engine:
             self.replicas = kept + [self.lead.at_rank(rank, monotonic()) for rank in range(len(kept), count)]
 
     def follow(self) -> None:
-        """Copy what is known of the engine to its ranks."""
+        """Copy the state and the facts of the whole engine to the replicas of its ranks."""
         if self.ranked:
             sources: list[EventSource | None] = self.watch.sources
             for replica in self.replicas:

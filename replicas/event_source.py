@@ -10,14 +10,14 @@ class EventSource(NamedTuple):
     """The ZMQ endpoints at which a replica publishes KV events, as clients connect to them."""
 
     endpoint: str
-    replay: str | None
+    replay: str | None  # endpoint that repeats past events on request
     topic: str
     snapshot: str | None = None  # endpoint that reports all blocks that the engine holds
 
     def at_rank(self, rank: int) -> "EventSource | None":
-        """Return where data-parallel rank `rank` publishes if the first one publishes here.
+        """Return the source of data-parallel rank `rank`, if this is the source of the first rank.
 
-        vLLM adds the rank to both ports. None if an endpoint has no port.
+        vLLM adds the rank to each port. None if an endpoint has no port.
         """
         if rank == 0:
             return self
@@ -29,13 +29,13 @@ class EventSource(NamedTuple):
 
     @property
     def hosts(self) -> set[str]:
-        """The hosts that its endpoints name."""
+        """The hosts in the endpoints."""
         return {
             host for endpoint in (self.endpoint, self.replay, self.snapshot) if endpoint and (host := _host(endpoint))
         }
 
     def at(self, addresses: Mapping[str, str]) -> "EventSource":
-        """Return this source with each host in its endpoints replaced by its address, where that is known."""
+        """Return this source with each host in its endpoints replaced by its IP address, if `addresses` has it."""
         replay, snapshot = (where and _at(where, addresses) for where in (self.replay, self.snapshot))
         return EventSource(_at(self.endpoint, addresses), replay, self.topic, snapshot)
 

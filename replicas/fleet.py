@@ -1,4 +1,4 @@
-"""All replicas of one gateway: adopted and launched, watched, drained.
+"""All replicas of one gateway: they are adopted or launched, watched, and drained.
 
     fleet = Fleet(inflight=ledger_count)
     fleet.on_change.append(lambda replica, old, new: ...)
@@ -8,12 +8,12 @@
     await fleet.stop()
 
 Callbacks run in the event loop, immediately, in the order of the changes; the replica is already in its new state. A
-restart that was not seen as a failure shows as READY -> WARMING -> READY with a new `incarnation`; READY -> READY means
-that the replica serves other models or publishes elsewhere than before.
+restart that was not noticed as a failure shows as READY -> WARMING -> READY with a new `incarnation`. READY -> READY
+means that the replica serves other models than before, or publishes its KV events at another address.
 
-An engine with data-parallel ranks is one replica for each rank, known once it has answered. What happens to the process
-happens to all its ranks, and `on_changed` is called once after `on_change` of each. If a callback's replica is no
-longer in `replicas`, the engine came back with other ranks.
+An engine with data-parallel ranks has one replica for each rank, once it has answered and the ranks are known. All
+ranks change state together with the process: `on_change` is called for each rank, then `on_changed` once. If a
+callback gets a replica that is no longer in `Fleet.replicas`, the engine came back with other ranks.
 """
 
 import asyncio
@@ -76,11 +76,14 @@ class Fleet:
     ):
         """Create an empty fleet. Times are in seconds.
 
-        `inflight(id)`: the gateway's open requests to a replica. `waited(id)`: how long the oldest prompt there has
-        been without an answer. `hear(id)`: calls `succeeded` for requests that were answered and not reported yet.
-        `holds(engine)`: whether requests are on open connections to it. `model`: the name that adopted engines have to
-        serve. `authorities`: see `tls.context`. `engine_key`: the API key for adopted engines. `pulse`: tells when this
-        process was stalled.
+        `inflight(id)`: returns the number of the gateway's open requests to a replica.
+        `waited(id)`: returns how long the oldest prompt at a replica has been without an answer.
+        `hear(id)`: calls `succeeded` for requests that the replica answered and that were not reported yet.
+        `holds(engine)`: returns whether requests are on open connections to an engine.
+        `interval`: between probes. `drain_timeout`: how long a drained replica may take to finish its requests.
+        `limits`: of the rules for health. `model`: the name that adopted engines have to serve.
+        `authorities`: a PEM file of trusted certificates for https, in place of the system's.
+        `engine_key`: the API key for adopted engines. `pulse`: records when this process was stalled.
         """
         self.replicas: dict[str, Replica] = {}
         self.on_change: list[Change] = []
@@ -97,7 +100,7 @@ class Fleet:
         self._duplicates: set[tuple[str, ...]] = set()
 
     async def stop(self) -> None:
-        """Stop every engine that we launched, without draining, and all watching."""
+        """Stop watching all engines, and stop the engines that this gateway launched, without draining them."""
         self.pulse.stop()
         engines = list(self.engines.values())
         for engine in engines:
@@ -113,10 +116,10 @@ class Fleet:
             self._tell(engine.lead, Event.STOPPED, why)
 
     def add(self, url: str) -> Replica:
-        """Adopt an engine that may or may not run yet, and return its first rank.
+        """Adopt an engine, which need not run yet, and return the replica of its first rank.
 
-        A known engine is returned, and resumed if it was stopped. Raises ValueError for an unusable URL; see
-        `parse_url` for what a URL may carry.
+        An engine that the fleet has already is resumed if it was stopped. Raises ValueError for an unusable URL.
+        `url`: with settings in its fragment, as `parse_url` reads them.
         """
         address = parse_url(url)
         if known := self.engines.get(address.id):
@@ -143,8 +146,9 @@ class Fleet:
     ) -> list[Replica]:
         """Start `count` engines and return their replicas, in STARTING.
 
-        `role`: None for the profile's. `spill`: whether they belong to the overflow pool. Raises ProfileError (also for
-        too few devices), and OSError when no ports are free.
+        `profile`: the name or file of a launch profile, or the profile. `model_dir`: the model to serve; None: the
+        engine's own default. `role`: prefill, decode or both; None: the profile's. `spill`: the engines belong to the
+        overflow pool. Raises ProfileError (also for too few devices), and OSError when no ports are free.
         """
         if isinstance(profile, str):
             profile = profiles.load(profile)
@@ -241,8 +245,8 @@ class Fleet:
     def _duplicate(self, engine: Engine, created: float | None) -> Problem | None:
         """Return the problem that the engine was given under another name too, or None.
 
-        It is logged once, until one of the engines is removed, and all engines are probed again, so the other name gets
-        the same problem.
+        `created`: the creation time of one of its counters, from /metrics. The problem is logged once, until one of the
+        engines is removed; then all engines are probed again, so that the other name gets the same problem.
         """
         others = [
             Name(one.id, one.address, one.port, one.scrape.created if one.scrape else None)
@@ -274,8 +278,8 @@ class Fleet:
     def failed(self, id: str, kind: str) -> None:
         """Count a request that failed by the engine's fault.
 
-        `kind`: connect, closed (before the answer's end), timeout, 5xx, or foreign (what answered was no engine). Not
-        for 4xx or a 503 that says "full": those say nothing about health.
+        `kind`: connect, closed (before the answer's end), timeout, 5xx, or foreign (what answered was no engine). Do
+        not call this for a 4xx, or for a 503 that says "full": these say nothing about the engine's health.
         """
         if id in self.replicas:
             engine, now = self._engine(id), self.pulse.clock()
@@ -283,14 +287,14 @@ class Fleet:
             self._compare(engine, now)
 
     def unconfirmed(self, id: str) -> None:
-        """Count a request answered with an error, when it is not known (yet) whether it is the replica's fault."""
+        """Count a request answered with an error that may be the fault of the replica or of the request."""
         if id in self.replicas:
             self._engine(id).watch.unconfirmed(self.pulse.clock())
 
     def _compare(self, engine: Engine, now: float) -> None:
-        """Compare the engine's failures with its siblings'.
+        """Compare the engine's recent failures with those of other ready engines of the same model.
 
-        With no other engine there is nothing to compare with, and nowhere else to send requests.
+        Without another engine nothing happens: requests could go nowhere else.
         """
         models = engine.lead.models.keys()
         siblings = [
@@ -304,11 +308,11 @@ class Fleet:
             engine.watch.compare(now, *map(sum, zip(*siblings)))
 
     async def prove(self, id: str) -> bool:
-        """Probe a replica's engine completely, now; return whether it answered. Callbacks have run by then."""
+        """Probe everything of a replica's engine now; return whether it answered, after all callbacks have run."""
         return id in self.replicas and await self._engine(id).watch.prove()
 
     async def ask_models(self) -> None:
-        """Ask every ready engine for its models, now. Callbacks about changes have run on return."""
+        """Read the list of models from every ready engine now; return after all callbacks about changes have run."""
         await asyncio.gather(
             *(one.watch.ask_models() for one in self.engines.values() if one.lead.state is State.READY)
         )
@@ -318,7 +322,8 @@ class Fleet:
     ) -> tuple[int, str, bytes]:
         """Forward an operator's request to a replica's engine; return the answer's status, Content-Type and body.
 
-        Raises KeyError for an unknown id, OSError or aiohttp.ClientError when the engine does not answer.
+        `target`: path and query. Raises KeyError for an unknown id, OSError or aiohttp.ClientError when the engine does
+        not answer.
         """
         engine = self._engine(id)
         url, session = engine.lead.url + target, engine.watch.access.session
@@ -331,15 +336,16 @@ class Fleet:
         return told
 
     def logs(self, id: str) -> list[str]:
-        """Return the last lines that an engine which we launched wrote; [] for adopted ones."""
+        """Return the last log lines of an engine that this gateway launched; [] for an adopted engine."""
         supervisor = self._engine(id).supervisor
         return supervisor.tail.lines if supervisor else []
 
     def drain(self, id: str) -> asyncio.Task:
-        """Stop new traffic; STOPPED when all requests are done, or after the drain timeout.
+        """Stop new traffic to a replica, which is STOPPED when all its requests are done or after the drain timeout.
 
-        An engine that we launched is then stopped; a single rank of several only gets no more traffic. `id`: a
-        replica's, or an engine's for all its ranks. Raises KeyError for an unknown id. The task need not be awaited.
+        Then an engine that this gateway launched is stopped; one rank of several only gets no more traffic. `id`: of a
+        replica, or of an engine for all its ranks. Raises KeyError for an unknown id. Returns the task that waits for
+        the end; it need not be awaited.
         """
         engine = self._engine(id)
         if id != engine.lead.id:
@@ -369,7 +375,10 @@ class Fleet:
         return running
 
     async def _emptied(self, watched: Replica, replicas: list[Replica]) -> int:
-        """Wait until the requests to these replicas are done; return how many were left at the deadline."""
+        """Wait until the requests to these replicas are done, for at most the drain timeout; return how many are left.
+
+        `watched`: the wait also ends when this replica is no longer DRAINING.
+        """
         deadline = monotonic() + self._drain_timeout
         while (left := sum(self._inflight(one.id) for one in replicas)) and monotonic() < deadline:
             if watched.state is not State.DRAINING:
@@ -396,9 +405,9 @@ class Fleet:
             self._catch_up(self.replicas[id], engine.lead)
 
     def remove(self, id: str) -> asyncio.Task:
-        """Drain an engine and forget it. The task need not be awaited.
+        """Drain an engine and remove it from the fleet; the returned task need not be awaited.
 
-        Raises KeyError for an unknown id, ValueError for one of several ranks.
+        Raises KeyError for an unknown id, ValueError for the id of one rank of several.
         """
         engine = self._engine(id)
         if id != engine.lead.id:
@@ -410,7 +419,7 @@ class Fleet:
         return engine.removal
 
     async def quiet(self, id: str) -> None:
-        """Wait until no drain or removal of this engine or its ranks is in progress. The id may be unknown."""
+        """Wait until no drain or removal of this engine or its ranks is in progress; an unknown id is fine."""
         while (engine := self.engines.get(id)) is not None:
             tasks = engine.removal, engine.drain, *(self._drains.get(one.id) for one in engine.replicas)
             under_way = [task for task in tasks if task is not None and not task.done()]
@@ -441,7 +450,7 @@ class Fleet:
                 self._try(self.on_changed)
 
     def _looked(self, engine: Engine) -> None:
-        """Update an engine's ranks after a look at it."""
+        """Update the replicas of an engine's ranks after a probe."""
         with self._together():
             self._look_at(engine)
 
@@ -463,14 +472,14 @@ class Fleet:
         engine.follow()
 
     def _catch_up(self, replica: Replica, lead: Replica) -> None:
-        """Bring a rank that joins to the state of its engine."""
+        """Bring a rank's replica, newly created or resumed, to the state of its engine."""
         if replica is lead:
             return self._call_back(replica, replica.state)
         for event in MISSED.get(lead.state, ()):
             self._apply(replica, event, lead.reason)
 
     def _changed(self, engine: Engine) -> None:
-        """Report that a READY engine serves other models or publishes elsewhere."""
+        """Report that a READY engine serves other models, or publishes its KV events elsewhere."""
         with self._together():
             self._looked(engine)
             for replica in engine.replicas:

@@ -1,31 +1,31 @@
 """The health of a replica: whether it can be trusted with requests, first by its traffic, then by probes.
 
-Pure: `now` is passed in, in monotonic seconds. Only faults of the engine count: a 4xx is the client's, and a 503 that
-means "full, try another" is load; the caller reports neither.
+No clock is read: callers pass `now`, in monotonic seconds. Only faults of the engine count: a 4xx is the client's
+fault, and a 503 that means "full, try another" is load, so callers do not report these.
 
-Rules, in this order:
+Rules, in this order, each with its verdict in capitals:
 
   0. Two probes in a row were turned away (connection refused, or /health says 503) while requests are on open
-     connections to the engine: LEAVING. It finishes those and takes nothing new. Such a probe does not count as
-     silence for rule 2. If rule 6 had already made it LEAVING, being turned away does count as silence: vLLM 0.32
-     has then ended its core and closed its port, and only waits for idle connections.
+     connections to the engine: LEAVING. The engine finishes these requests and takes no new ones. Such a probe does
+     not count as silence for rule 2, unless rule 6 had already made the engine LEAVING: vLLM 0.32 has then ended its
+     core and closed its port, and only waits for idle connections.
   1. Two connection refusals in a row (from probes or traffic) mean that no process listens: LOST.
-  2. Only failed probes, at least `fall`, for `lost_after` seconds, and no request answered: LOST (hung).
-     (One before and one after a time without probes show nothing.)
-  3. `fall` requests in a row failed: TROUBLE, held for 2 s, then 4, 8 ... 30 while the first try after each hold fails
-     too. One answered request ends it at once.
+  2. For `lost_after` seconds all probes, at least `fall` of them, failed and no request was answered: LOST (hung).
+     (Two failed probes with a long time without probes in between show nothing.)
+  3. `fall` requests in a row failed: TROUBLE for 2 s, then for 4, 8 ... 30 s as long as the first request after each
+     such time fails too. One answered request ends it at once.
   4. `fall` probes in a row failed and no request was answered meanwhile: TROUBLE, until `rise` probes in a row succeed.
      A busy engine may answer probes late; while it answers requests, it is healthy.
-  5. The share of its requests that fail is far above its siblings' (`Health.compare`; only the fleet knows the
-     siblings, so it calls this): TROUBLE for 2 s, then 4, 8 ... 30 while that happens again. An answered request does
-     not end it: an engine that fails every second request answers the next one with even odds.
+  5. The share of its requests that fail is far above that of its siblings, the other engines of the model
+     (`Health.compare`, which the fleet calls): TROUBLE for 2 s, then for 4, 8 ... 30 s as long as this happens again.
+     An answered request does not end it: an engine that fails every second request answers the next one with even odds.
   6. `fall` answers in a row were errors, and no other engine answered those requests, so either the engine or the
-     requests may be at fault. The watcher then sends the engine a request of its own (`in_question`), at most one per
-     QUESTION_SECONDS, and none while clients' requests are answered. If that request fails as well, rule 3
-     holds. While the engine still computes earlier requests, one error is enough for the watcher to ask; if its request
-     then fails, the engine is LEAVING until it answers such a request. An engine that is shutting down exits soon after
-     its last request. One that is still there `lost_after` seconds after that is not shutting down: rule 3 holds from
-     then on, until it answers a request of the watcher.
+     requests may be at fault. The watcher then sends the engine a test request of its own (`in_question`), at most one
+     per QUESTION_SECONDS, and none while clients' requests are answered. If the test request fails as well, rule 3
+     holds. While the engine still computes earlier requests, one error is enough for a test request; if that fails, the
+     engine is LEAVING until it answers a test request. An engine that is shutting down exits soon after its last
+     request. An engine that is still there `lost_after` seconds after its last request is not shutting down: rule 3
+     holds from then on, until the engine answers a test request.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from typing import NamedTuple
 FAULTS = ("connect", "closed", "timeout", "5xx", "refused", "foreign")
 FIRST_HOLD, LONGEST_HOLD = 2.0, 30.0
 QUESTION_SECONDS = 2.0  # between two requests of the watcher
-WINDOW = 10.0  # seconds; the requests of the last one to two windows count for rule 5
+WINDOW = 10.0  # seconds; the requests of the last 10 to 20 s count for rule 5
 # Rule 5: failed requests before a replica is compared with its siblings the first time, and again; the least share of
 # its requests that must fail, and the least multiple of its siblings' share.
 FAILED_AT_FIRST, FAILED_AGAIN, FAILED_SHARE, TIMES_SIBLINGS = 5, 1, 0.2, 3.0
@@ -61,7 +61,7 @@ class Limits:
 
 
 class Recent:
-    """Counts of answered and failed requests in this window and the one before."""
+    """Counts of answered and failed requests in the present period of WINDOW seconds and the one before."""
 
     __slots__ = ("_answered", "_failed", "_until")
 
@@ -81,14 +81,14 @@ class Recent:
         self._failed[0] += failed
 
     def totals(self, now: float) -> tuple[int, int]:
-        """Return how many requests were answered and how many failed."""
+        """Return how many requests of the last 10 to 20 s were answered and how many failed."""
         if now >= self._until:
             self._turn(now)
         return sum(self._answered), sum(self._failed)
 
 
 class Health:
-    """The state of the rules above for one incarnation of one replica; make a new one for the next."""
+    """The state of the rules above for one process of one engine; make a new object when another process answers."""
 
     def __init__(self, limits: Limits = Limits()):
         self.limits = limits
@@ -132,16 +132,16 @@ class Health:
             self._trouble = True
 
     def unconfirmed(self) -> None:
-        """Count an answer that was an error, when either the engine or the request may be at fault.
+        """Count an answer that was an error, where either the engine or the request may be at fault.
 
-        The caller also calls `failed` once it is known to be the engine.
+        Call `failed` too once it is known that the engine is at fault.
         """
         self._unconfirmed += 1
 
     def in_question(self, now: float, computes: bool = False) -> bool:
-        """Return whether rule 6 wants a request of the watcher sent now; the caller reports its answer to `asked`.
+        """Return whether rule 6 wants a test request sent now; report its outcome to `asked`.
 
-        `computes`: whether the engine has work and makes progress.
+        `computes`: the engine has work and makes progress.
         """
         # One error is also enough for an engine that failed the watcher's last request.
         enough = 1 if self._hold or computes else self.limits.fall
@@ -149,9 +149,10 @@ class Health:
         return in_question and now - self._asked_at >= QUESTION_SECONDS
 
     def asked(self, now: float, fails: bool | None, computes: bool = False) -> None:
-        """Take the answer to the watcher's request.
+        """Take note of the outcome of a test request.
 
-        `fails`: whether it was an error; None if there was no answer, which says nothing about a busy engine.
+        `fails`: whether the answer was an error; None if there was no answer, which says nothing about a busy engine.
+        `computes`: the engine has work and makes progress.
         """
         self._asked_at, was_leaving = now, self._fails_newcomers
         if computes:
@@ -169,9 +170,10 @@ class Health:
                 self.failed(now, "5xx")
 
     def probed(self, now: float, fault: str = "", error: str = "", turned_away: bool = False) -> None:
-        """Count a probe; `fault` is "" if it was answered well.
+        """Count a probe.
 
-        `turned_away`: rule 0 applies, since the engine has requests of ours.
+        `fault`: the kind of failure, "" if there was none; `error` describes it. `turned_away`: the probe was turned
+        away while requests are on open connections to the engine, so rule 0 applies.
         """
         turned_away = turned_away and not self._fails_newcomers
         self._turned_away = self._turned_away + 1 if turned_away else 0
@@ -192,7 +194,10 @@ class Health:
             self._trouble, self._held_until, self._traffic_failures = False, None, 0
 
     def compare(self, now: float, answered: int, failed: int) -> bool:
-        """Apply rule 5 with the recent counts of the siblings' requests; return whether it makes this one TROUBLE."""
+        """Apply rule 5; return whether the engine is in TROUBLE by it from now on.
+
+        `answered`, `failed`: the recent requests of all siblings together.
+        """
         own_answered, own_failed = self.recent.totals(now)
         if now < self._out_until or own_failed < (FAILED_AGAIN if now < self._out_until + WINDOW else FAILED_AT_FIRST):
             return False
@@ -207,7 +212,7 @@ class Health:
         return True
 
     def hung(self, now: float) -> bool:
-        """Return whether rule 2 holds."""
+        """Return whether rule 2 holds: for a long time all probes failed and no request was answered."""
         return (
             self._silent_since is not None
             and self._probe_failures >= self.limits.fall
@@ -215,13 +220,13 @@ class Health:
         )
 
     def silence(self, now: float) -> str:
-        """Return for how long no probe has been answered, and why the last one was not."""
+        """Return a message: for how long no probe has been answered, and why the last one failed."""
         since = now if self._silent_since is None else self._silent_since
         return f"no answer for {now - since:.0f} s: {self._last_error}"
 
     @property
     def answers(self) -> bool:
-        """Whether the last probe was answered well."""
+        """Whether the last probe was answered without a fault."""
         return self._probe_successes > 0
 
     def opinion(self, now: float) -> Opinion:

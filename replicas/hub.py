@@ -4,9 +4,9 @@ import re
 
 
 def cannot_fetch(name: str, error: Exception, otherwise: str) -> str:
-    """Return why a model cannot be fetched, from huggingface_hub's error, and what to do.
+    """Return the message that a model cannot be fetched, with the reason and what to do.
 
-    `otherwise` says what can be given instead.
+    `name`: of the model. `error`: from huggingface_hub. `otherwise`: a clause with what can be given instead.
     """
     missing = type(error).__name__ == "LocalEntryNotFoundError"  # importing its class takes seconds
     cause = error.__cause__ if missing else error

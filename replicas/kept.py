@@ -1,7 +1,7 @@
-"""The file of replicas that operators added while the gateway ran, so that a restart keeps them.
+"""The file of replicas that operators added while the gateway ran, so that they are there again after a restart.
 
-One URL per line, as it was given. The file is written before a replica is added or removed, and replaced by renaming,
-so a gateway killed at any moment leaves either the old or the new one.
+The file has one URL per line, as the operator gave it. It is written before a replica is added or removed, and replaced
+by renaming, so a gateway killed at any moment leaves either the old or the new version.
 """
 
 import os
@@ -14,7 +14,7 @@ from replicas.replica import parse_url
 class KeptReplicas:
     """The URLs in the file at `path`, which need not exist yet.
 
-    Methods raise OSError if it cannot be read or written.
+    Methods raise OSError if the file cannot be read or written.
     """
 
     def __init__(self, path: Path):
@@ -22,11 +22,11 @@ class KeptReplicas:
 
     @property
     def new(self) -> Path:
-        """The file that is written and then renamed to `path`; it must not be a folder."""
+        """The path of the file that is written and then renamed to `path`; no folder may be there."""
         return self.path.with_name(self.path.name + ".new")
 
     def urls(self) -> tuple[str, ...]:
-        """Return all URLs, one for each replica id. Raises ValueError for one that is no replica's URL."""
+        """Return all URLs, one for each replica id. Raises ValueError if a line is no replica's URL."""
         found: dict[str, str] = {}
         for line in self._lines():
             try:
@@ -36,9 +36,9 @@ class KeptReplicas:
         return tuple(found.values())
 
     def add(self, url: str) -> str | None:
-        """Add a URL, unless there is one of the same id; return that one, else None.
+        """Add a URL, unless the file has one for the same replica id; return the one it has, else None.
 
-        Raises ValueError if it is no replica's URL.
+        Raises ValueError if `url` is no replica's URL.
         """
         lines, had = self._lines(), self._of(parse_url(url).id)
         if had is None:
@@ -46,7 +46,7 @@ class KeptReplicas:
         return had
 
     def remove(self, id: str) -> str | None:
-        """Remove the replica of this id; return its URL, or None if it is not in the file."""
+        """Remove the replica with this id; return its URL, or None if it was not in the file."""
         lines, had = self._lines(), self._of(id)
         if had is not None:
             self._write([line for line in lines if _id(line) != id])

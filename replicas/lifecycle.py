@@ -1,7 +1,7 @@
-"""The life cycle of a replica as a table: which state follows which event.
+"""The life cycle of a replica as a table: which event leads from which state to which.
 
-Pure: no clock, no I/O. A pair that is not in the table leaves the state as it is, so late news (a probe's answer about
-a replica that is draining) does no harm.
+No clock, no I/O. An event that the table does not have for a state leaves the state as it is, so a late event (such as
+a probe's answer about a replica that is draining) does no harm.
 
   STARTING  launched, or adopted and not answering yet    no traffic
   WARMING   answers, but does not list its model yet      no traffic

@@ -1,8 +1,8 @@
-"""The few series that routing needs, cut out of a /metrics page under the names that an engine gives them.
+"""The few Prometheus series that routing needs, read from an engine's /metrics page.
 
-A full parse of an engine's page takes milliseconds, and a gateway reads one per replica and second. So only the lines
-of the names wanted are searched and read. Names that are missing or have changed give None; older names are tried after
-current ones.
+A full parse of an engine's page takes milliseconds, and a gateway reads one page per replica and second. So only the
+lines with the needed names are searched and read. Each kind of engine has its own names (`MetricNames`); older names
+are tried after current ones, and a series that is missing gives None.
 """
 
 import re
@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 
 class Scrape(NamedTuple):
-    """The figures of one server's /metrics page.
+    """The figures of one engine's /metrics page; None where the page has none.
 
-    With several data-parallel ranks `ranks` has one scrape for each, in order; then counts are summed over them, and
-    the usage is that of the fullest rank.
+    With several data-parallel ranks, counts are the sums over all ranks, `kv_usage` is that of the fullest rank, and
+    `ranks` has the figures of each rank, in order.
     """
 
-    at: float  # monotonic seconds
-    running: int | None
-    waiting: int | None
-    kv_usage: float | None  # 0 to 1
+    at: float  # monotonic seconds when the page was read
+    running: int | None  # requests
+    waiting: int | None  # requests
+    kv_usage: float | None  # share of the KV cache in use, 0 to 1
     prefix_queries: int | None  # tokens looked up since the process began
-    prefix_hits: int | None  # of these, found in the cache
+    prefix_hits: int | None  # tokens found in the cache since the process began
     started: float | None  # unix time at which the process began
-    block_size: int | None
-    num_blocks: int | None
+    block_size: int | None  # tokens
+    num_blocks: int | None  # blocks in the KV cache
     prefix_caching: bool | None = None
     ranks: tuple["Scrape", ...] = ()
     engines: tuple[int, ...] = ()  # the ranks' numbers as the engine counts them
@@ -52,9 +52,9 @@ class Scrape(NamedTuple):
 
 
 class MetricNames(NamedTuple):
-    """The names of the series in one kind of engine.
+    """The names that one kind of engine gives its Prometheus series.
 
-    A tuple has the current name and older ones, which are tried in turn.
+    A tuple has the current name, then older ones, which are tried in turn.
     """
 
     prefix: str  # of all its series
@@ -90,20 +90,20 @@ COMBINED = {
     "generated": sum,
     "external_queries": sum,
 }
-# Read only to see whether they change; not reported as missing.
+# Fields that are read only to see whether they change; they are not reported as missing.
 MOVING = ("prompted", "generated", "external_queries")
 # Fields read from the labels of the cache configuration.
 CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching", "cache_dtype", "attention_block_size")
 
 MOST_RANKS = 128  # ranks of one page: each becomes a replica
-MOST_SAMPLES = 4096  # lines that begin with one name: all ranks, times other labels
+MOST_SAMPLES = 4096  # lines read that begin with one name: one for each rank and value of other labels
 MOST_LINE = 1 << 14  # bytes; the longest line, the cache configuration's, has some 2,000
 # Only at the start of a name: starting within a long word without a value would scan it from each letter.
 _LABEL = re.compile(rb'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
-    """Return (labels, value) of each sample of exactly this name."""
+    """Return (labels, value) of each sample of the series with exactly this name."""
     found, at, lines = [], 0, 0
     if page.startswith(name):
         page = b"\n" + page
@@ -126,7 +126,10 @@ def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
 
 
 def _found(page: bytes, names: tuple[bytes, ...], rank: bytes) -> list[tuple[int | None, float]]:
-    """Return (rank, value) of each sample, for the first of these names that has any."""
+    """Return (data-parallel rank, value) of each sample of the first of these series that has any.
+
+    `rank`: the label with the rank's number.
+    """
     for name in names:
         if samples := _lines(page, name):
             return [(_rank(labels, rank), value) for labels, value in samples]
@@ -139,12 +142,12 @@ def _rank(labels: bytes, label: bytes) -> int | None:
 
 
 def _count(value: float | None) -> int | None:
-    """Return the value as an integer; None for NaN and infinities as well, which a page may hold."""
+    """Return the value as an integer; None for None, and for NaN and infinities, which a page may have."""
     return int(value) if value is not None and abs(value) < 2**63 else None
 
 
 def _cache_configs(page: bytes, names: MetricNames) -> list[tuple[int | None, dict[str, bytes]]]:
-    """Return (rank, cache configuration by field) of each configuration with a block size."""
+    """Return (data-parallel rank, labels by field of `CACHE`) of each cache configuration with a block size."""
     found = []
     for labels, _ in _lines(page, names.cache_config):
         told = dict(_LABEL.findall(labels))
@@ -155,7 +158,10 @@ def _cache_configs(page: bytes, names: MetricNames) -> list[tuple[int | None, di
 
 
 def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
-    """Read a Prometheus text page. Never raises: missing values are None."""
+    """Return the figures of a Prometheus text page. Never raises.
+
+    `now`: monotonic seconds when the page was read.
+    """
     samples = {field: _found(page, getattr(names, field), names.rank) for field in COMBINED}
     configs = _cache_configs(page, names)
     began = _found(page, names.started, names.rank)
@@ -195,7 +201,11 @@ def _scrape(
     configs: list,
     share: int | None = None,
 ) -> Scrape:
-    """Combine the samples; `share`: the blocks of one rank if the configuration does not give its tokens."""
+    """Return the figures of one rank, or of all ranks combined, from samples by field.
+
+    `configs`: the cache configurations, of which the first is used. `share`: for one rank, the number of its blocks if
+    the configuration does not give the rank's tokens.
+    """
     told = {
         field: combine(value for _, value in samples[field]) if samples[field] else None
         for field, combine in COMBINED.items()
@@ -218,10 +228,10 @@ def _scrape(
 
 
 def _rank_blocks(config: dict[str, bytes], share: int) -> int:
-    """Return the blocks of one rank.
+    """Return how many blocks one data-parallel rank has: its size in tokens by the configuration, else `share`.
 
-    vLLM (0.28, 0.32) sums the blocks over the ranks as they report: with two ranks of 256 blocks their labels say 256
-    and 512, or 512 both. The size in tokens is one rank's.
+    The label with the number of blocks may count several ranks. vLLM (0.28, 0.32) adds the blocks up as ranks report:
+    with two ranks of 256 blocks the labels say 256 and 512, or 512 for both. The size in tokens is that of one rank.
     """
     tokens = config.get("rank_tokens", b"")
     size = _attention_block(config) or _number(config["block_size"]) if config else 0
@@ -229,23 +239,23 @@ def _rank_blocks(config: dict[str, bytes], share: int) -> int:
 
 
 def _attention_block(config: dict[str, bytes]) -> int | None:
-    """Return the tokens of a full-attention block, or None.
+    """Return how many tokens a full-attention block has, if the configuration says so, else None.
 
-    With decode context parallelism one GPU holds a share of each block, such as 64 tokens of 512.
+    With decode context parallelism one GPU holds only a share of each block, such as 64 tokens of 512.
     """
     return _number(config.get("attention_block_size", b"")) or None
 
 
 def _number(digits: bytes) -> int:
-    """Return the number; 0 if the text is no number of at most ten digits."""
+    """Return the number in a text; 0 if the text is no number of at most ten digits."""
     return int(digits) if digits.isdigit() and len(digits) <= 10 else 0
 
 
 def missing(page: bytes, names: MetricNames) -> list[str]:
-    """Return the names of the wanted series that the page lacks under any name.
+    """Return the (current) names of the needed series that the page has under none of their names.
 
-    A series that is only described counts as present: with several API servers a gauge has no sample before the first
-    request.
+    A series that has a description but no sample counts as present: with several API servers a gauge has no sample
+    before the first request.
     """
     wanted = [getattr(names, field) for field in COMBINED if field not in MOVING]
     return [known[0].decode() for known in wanted if not any(name in page for name in known)]

@@ -1,8 +1,9 @@
 """The one address at which an engine is reached: by probes, by requests and for its KV events.
 
-A host name may resolve to several machines, and to others later. A gateway that resolved it for each connection would
-send prompts to one machine and take the cache events of another. So the engine's watcher resolves a name once, and
-everything else connects to the address that it found. The name is resolved again when the engine does not answer there.
+A host name may resolve to several machines, and later to other ones. A gateway that resolved the name for each
+connection could send prompts to one machine and get the cache events of another. So the engine's watcher resolves the
+name once, and all connections use the address that it found. The name is resolved again when the engine does not answer
+at that address.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def is_address(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as it is written in a URL."""
+    """Return a host as it is written in a URL: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 class HostName:
-    """A host name, its addresses at the last lookup, and the one in use, which the caller sets."""
+    """A host name, its IP addresses at the last lookup (`addresses`) and the one in use (`address`, set by callers)."""
 
     def __init__(self, host: str):
         self.host = host
@@ -43,15 +44,14 @@ class HostName:
 
     @property
     def fixed(self) -> bool:
-        """Whether the host is an address itself."""
+        """Whether the host is an IP address, not a name."""
         return self.address == self.host
 
     async def look_up(self, deadline: float) -> tuple[str, ...]:
         """Return all addresses of the host, IPv4 first, each family in numeric order.
 
         The order makes every gateway prefer the same address. IPv4 comes first because an engine that binds its event
-        sockets to `tcp://*` has them on IPv4 alone. Raises OSError (TimeoutError is one) when none is known within
-        `deadline` seconds.
+        sockets to `tcp://*` has them on IPv4 alone. Raises OSError, such as TimeoutError after `deadline` seconds.
 
         The lookup runs in a thread of its own, one at a time: a name server that does not answer costs one thread per
         name and blocks nothing else.
@@ -74,13 +74,13 @@ class HostName:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The other addresses of the same family as the one in use: these must be other machines."""
+        """The addresses of the same family (IPv4 or IPv6) as the one in use: these must be other machines."""
         family = ":" in self.address
         return tuple(one for one in self.addresses if one != self.address and (":" in one) is family)
 
 
 def _ask(host: str, asking: asyncio.Future[tuple[str, ...]]) -> None:
-    """Resolve `host` in this thread, and pass the result to `asking` in its event loop."""
+    """Resolve `host` in this thread, and pass the addresses or the error to the future `asking` in its event loop."""
     answer: tuple[str, ...] | OSError
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

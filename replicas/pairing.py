@@ -1,8 +1,10 @@
-"""Which replicas can fetch the KV cache of a prompt that another one computed. Pure.
+"""Which replicas can fetch the KV cache of a prompt that another replica computed.
 
-Engines compare their settings when two of them first meet, and fail the request where these differ. Most of that is
-known before, from an engine's report and its launch profile: the same functions pair replicas in the gateway and in
-`explain`, refuse pools before they start, and tell operators what to change.
+A request may have two legs: one replica, the prefiller, computes the prompt, and another, the decoder, fetches the
+prompt's KV cache (by a `Transfer`) and writes the answer. Engines compare their settings when two of them first meet,
+and fail the request where these differ. Most settings are known before, from an engine's report and its launch profile.
+The functions here pair replicas in the gateway and in `explain`, refuse pools before they start, and tell operators
+what to change. They have no state and no I/O.
 """
 
 from __future__ import annotations
@@ -20,10 +22,7 @@ REMEDY = "start the engines of a model alike; those that differ get no request t
 
 
 class Traits(NamedTuple):
-    """The settings that decide whether two engines can exchange caches.
-
-    None means unknown, which excludes nothing.
-    """
+    """The settings that decide whether two engines can exchange KV caches; None: unknown, which excludes nothing."""
 
     version: str | None = None
     model: str | None = None  # the folder or hub name that it was started with
@@ -35,7 +34,7 @@ class Traits(NamedTuple):
     unable: frozenset[str] = frozenset()  # ids of the transfers for which it has no connector
 
     def known(self, other: Traits) -> Traits:
-        """Return these traits with unknown fields filled in from `other`."""
+        """Return these traits, with the unknown ones (None) taken from `other`."""
         return Traits(*(ours if ours is not None else theirs for ours, theirs in zip(self, other, strict=True)))
 
 
@@ -45,7 +44,7 @@ ALIKE = ("version", "model", "dtype", "kv_cache_dtype", "attention_backend", "sp
 def refusals(prefiller: Traits, decoder: Traits, compared: Iterable[str] = ALIKE) -> list[str]:
     """Return the reasons why `decoder` cannot fetch from `prefiller`; [] if no known trait excludes it.
 
-    `compared`: the traits that have to be the same.
+    `compared`: names of the traits that have to be equal.
     """
     found = []
     for name in compared:
@@ -59,7 +58,7 @@ def refusals(prefiller: Traits, decoder: Traits, compared: Iterable[str] = ALIKE
 
 
 def obstacles(prefiller: Traits, decoder: Traits, transfer: Transfer) -> list[str]:
-    """Return the reasons why `decoder` cannot fetch from `prefiller` by `transfer`; [] if none is known."""
+    """Return the reasons why `decoder` cannot fetch from `prefiller` with `transfer`; [] if no reason is known."""
     lacking = [
         f"the {side} has no connector for {transfer.name}"
         for side, one in (("prefiller", prefiller), ("decoder", decoder))
@@ -69,7 +68,7 @@ def obstacles(prefiller: Traits, decoder: Traits, transfer: Transfer) -> list[st
 
 
 class Paired(Protocol):
-    """A replica, or a stand-in for one."""
+    """A replica, or an object that stands for one, such as a backend of the gateway."""
 
     @property
     def id(self) -> str: ...
@@ -81,7 +80,7 @@ T = TypeVar("T", bound=Paired)
 
 
 class Sided(Protocol):
-    """The fields that decide whether a replica may prefill or decode."""
+    """The fields of a replica that decide whether it may prefill or decode."""
 
     @property
     def role(self) -> str: ...
@@ -90,7 +89,10 @@ class Sided(Protocol):
 
 
 def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], Sided]) -> tuple[list[T], list[T]]:
-    """Return the replicas that may prefill and those that may decode, with `transfer` between them."""
+    """Return the replicas that may prefill, and those that may decode, where `transfer` moves caches between them.
+
+    `replica_of`: returns the role and the rank of one of `ones`.
+    """
     known = [(one, replica_of(one)) for one in ones]
     prefillers = [
         one
@@ -101,19 +103,19 @@ def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], Si
 
 
 class Complaint(NamedTuple, Generic[T]):
-    """The reason why these decoders cannot fetch from these prefillers. `lacking`: one without a connector."""
+    """The reason why some decoders cannot fetch from some prefillers."""
 
     text: str
     prefillers: list[T]
     decoders: list[T]
-    lacking: T | None
+    lacking: T | None  # one of them that was started without the transfer's connector, if that is the reason
 
 
 def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[tuple[list[T], list[T]]]:
-    """Return groups of prefillers and decoders that can all be paired.
+    """Return groups of prefillers and decoders; in a group every decoder can fetch from every prefiller.
 
-    Each decoder is in one group, with all prefillers that it can fetch from; a decoder with none has a group without
-    prefillers.
+    Each decoder is in one group, with all prefillers that it can fetch from. Decoders that can fetch from none are in a
+    group without prefillers.
     """
     computing, among = _by_traits(prefillers), dict[Traits, tuple[Traits, ...]]()
     found: dict[tuple[Traits, ...], list[T]] = {}
@@ -128,7 +130,7 @@ def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -
 
 
 def complaints(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[Complaint[T]]:
-    """Return what keeps replicas from being paired, once for each pair of traits."""
+    """Return why some decoders cannot fetch from some prefillers: one complaint for each two sets of equal replicas."""
     found, writing = [], _by_traits(decoders)
     for traits, some in _by_traits(prefillers).items():
         for theirs, others in writing.items():
@@ -148,7 +150,10 @@ def _by_traits(replicas: Iterable[T]) -> dict[Traits, list[T]]:
 
 
 def _whose(prefillers: Sequence[Paired], decoders: Sequence[Paired]) -> str:
-    """Describe which decoders cannot fetch from which prefillers, without pairing a replica with itself."""
+    """Return a sentence that says which decoders cannot fetch from which prefillers.
+
+    A replica that is on both sides is not said to be unable to fetch from itself.
+    """
     if only := [one for one in prefillers if one not in decoders]:
         return f"{_named(decoders)} cannot fetch what {_named(only)} {'computes' if len(only) == 1 else 'compute'}"
     if len(prefillers) > 1:

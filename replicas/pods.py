@@ -1,4 +1,4 @@
-"""Pods of a Kubernetes cluster as replicas: which pods are replicas, their URLs, and the settings in their labels."""
+"""The configuration of Kubernetes pods as replicas: which pods, at which URLs, and with which settings in labels."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from replicas.replica import parse_url, url_of
 from replicas.roles import BOTH, DECODE, PREFILL
 from replicas.tables import Table
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # the service account that a cluster mounts in each pod
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where a cluster mounts a pod's service account
 ROLE_LABEL = "llm-d.ai/role"
 # The values of the role label, as llm-d writes them; a pod that only encodes media is no replica.
 ROLES = {
@@ -37,7 +37,7 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
 
 
 class Discover(Table):
-    """The configuration of which pods are replicas and how they are reached."""
+    """The settings that say which pods are replicas, and how the gateway reaches them."""
 
     may_be_empty = frozenset(("namespace", "api"))
     selector: str = Field(min_length=1)  # a label selector, in kubectl's syntax
@@ -48,7 +48,7 @@ class Discover(Table):
     api: str | None = Field(None, pattern="^https?://[^/]+$")  # None: the API of the cluster that the gateway runs in
 
     def url_of(self, ip: str, labels: Mapping[str, str]) -> str:
-        """Return the replica's URL with the settings in its labels. Raises ValueError for invalid ones."""
+        """Return a pod's replica URL, with the settings in its labels. Raises ValueError for an invalid setting."""
         address = parse_url(self.url.replace("{ip}", bracketed(ip)))
         said = {name: labels[label] for name, label in self.labels.items() if labels.get(label)}
         role, spill = said.get("role", address.role), said.get("spill", "yes" if address.spill else "no")
@@ -78,13 +78,13 @@ class Place(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The authorization header; the token is read each time, as it is replaced hourly, and sent over TLS only."""
+        """The authorization header, {} without TLS; the token is read each time, as the cluster replaces it hourly."""
         file = self.account / "token"
         return {"Authorization": f"Bearer {file.read_text().strip()}"} if self._has(file) else {}
 
     @property
     def authorities(self) -> Path | None:
-        """The file of trusted certificates; None: the system's."""
+        """The file of certificates to trust; None: the system's."""
         file = self.account / "ca.crt"
         return file if self._has(file) else None
 
@@ -93,9 +93,9 @@ class Place(NamedTuple):
 
 
 def place(discover: Discover, account: Path = ACCOUNT, environ: Mapping[str, str] = os.environ) -> Place:
-    """Return where the API is, from the settings or from the pod that this process runs in.
+    """Return where to reach the Kubernetes API, from the settings or from the pod that this process runs in.
 
-    Raises ValueError if neither says.
+    `account`: the folder of the service account. Raises ValueError if the API or the namespace is not known.
     """
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     api = discover.api or (f"https://{bracketed(host)}:{port}" if host else None)

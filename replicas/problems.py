@@ -1,4 +1,4 @@
-"""Problems with an engine: what it does not report or do, and what the operator can change about it."""
+"""Problems with an engine, each with its remedy, as messages to operators."""
 
 from typing import NamedTuple
 
@@ -16,10 +16,12 @@ class Problem(NamedTuple):
 def unfit(
     given: int | None, told: int | None, whole: int | None, page_size: int | None, has_events: bool
 ) -> Problem | None:
-    """Return what is wrong with a given block size, allowing for context parallelism.
+    """Return what is wrong with the block size that the operator gave, where GPUs may share blocks, or None.
 
-    Like `block_size_set`, but before 0.32 vLLM with decode context parallelism reports one GPU's share (`told`), and
-    only its events show the `whole` block. Until then a multiple of the share is accepted.
+    `given`: the operator's block size. `told`: the one that the engine reports; before 0.32 vLLM with decode context
+    parallelism reports one GPU's share of a block. `whole`: the size of whole blocks, None until the engine's events or
+    metrics show it; until then a multiple of `told` is accepted if the engine publishes events (`has_events`).
+    `page_size`: as for `block_size_set`. All in tokens.
     """
     if not whole and has_events and given and told and given % told == 0:
         return None
@@ -29,7 +31,8 @@ def unfit(
 def block_size_set(given: int | None, told: int | None, page_size: int | None = None) -> Problem | None:
     """Return the problem that the operator gave a block size other than the engine's, or None.
 
-    `page_size`: tokens of the parts of a block that the engine can match; any multiple of it is valid.
+    `given`: the operator's; `told`: the engine's; `page_size`: the size of the smallest part of a block that the engine
+    can find, of which any multiple is valid. All in tokens.
     """
     if not given or not told or given == told or (page_size and given % page_size == 0):
         return None
@@ -41,22 +44,22 @@ def block_size_set(given: int | None, told: int | None, page_size: int | None = 
 
 
 class Remedies(NamedTuple):
-    """The remedies for one kind of engine, with the names of its own flags."""
+    """The remedies for one kind of engine, with the names of its own flags, each for the problem in its comment."""
 
     models: str  # /v1/models requires an API key
-    figures: str  # /metrics has none of its series
-    names: str  # /metrics has some of them under other names
+    figures: str  # /metrics has none of the engine's series
+    names: str  # /metrics lacks some of the series, which may have other names
     caching: str  # prefix caching is off
     repeats: str  # a prompt that was sent twice was not found in the cache
     events: str  # no KV events are published
     tiers: str  # KV events do not cover slower tiers
     unlisted: str  # the engine does not report whether and where it publishes events
     binding: str  # the publisher connects instead of binding, so the gateway cannot subscribe
-    ranks: str  # one data-parallel rank publishes none
+    ranks: str  # one data-parallel rank publishes no KV events
     nodes: str  # a rank that may be on another node is silent
-    replay: str  # they cannot be replayed
+    replay: str  # KV events cannot be replayed
     cached_tokens: str  # answers do not report how much of a prompt was cached
-    transfer: str  # it keeps no prompt's KV cache for another replica
+    transfer: str  # the engine keeps no prompt's KV cache for another replica
 
 
 UNSET = "leave --block-size out; it is learned from each replica"

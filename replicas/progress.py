@@ -1,11 +1,12 @@
-"""The progress of an engine: whether it computes, since one that answers /health may hang.
+"""The progress of an engine: whether it computes, since an engine that answers /health may hang.
 
 vLLM's API server reports healthy as long as the process that computes exists. When that process hangs (a kernel, a
-collective, a stopped process), the only signs are that requests wait and no counter moves. So while requests wait, the
-engine's counters have to change. They do with every step, also within a long prefill, whose blocks fill the cache chunk
-by chunk; a step of some seconds, or a kernel compiled at its first use (15 s were seen), is no hang.
+collective, a stopped process), the only signs are that requests wait and no counter in /metrics changes. So while
+requests wait, the counters have to change. They do with every engine step, even within a long prefill, whose blocks
+fill the cache chunk by chunk. A step of some seconds, or a kernel compiled at its first use (15 s were seen), is no
+hang.
 
-Pure but for `computes`, which requests two tokens: prefill and decode.
+Only `computes` and `asked` do I/O: they request two tokens, one of prefill and one of decode.
 """
 
 import json
@@ -17,7 +18,7 @@ import aiohttp
 from replicas.deadline import within
 from replicas.metrics import Scrape
 
-# Seconds without a step until the engine gets no more requests, and until one that we launched is restarted.
+# Seconds without a step until an engine gets no more requests, and until a launched engine is restarted.
 STALLED, HUNG = 20.0, 120.0
 # Statuses of a failing engine, or of a proxy in front of one. vLLM answers 501 if its model has no completions.
 ILL = (500, 502, 504)
@@ -26,7 +27,7 @@ MOST_READ = 65536  # bytes of an answer of two tokens
 
 @dataclass(slots=True)
 class _Rank:
-    """One data-parallel rank: its last counters, and since when they have not changed although it has work."""
+    """One data-parallel rank: its last counters, and since when it has had work while they did not change."""
 
     counters: tuple = ()
     since: float | None = None
@@ -36,13 +37,16 @@ class _Rank:
 
 
 class Progress:
-    """The progress of one incarnation of one engine; make a new one for the next."""
+    """The progress of one process of one engine; make a new object when another process answers."""
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
 
     def look(self, now: float, scrape: Scrape, waited: float) -> None:
-        """Take a scrape. `waited`: seconds that the gateway's oldest unanswered prompt has been with the engine."""
+        """Take note of the figures of a /metrics page.
+
+        `waited`: seconds that the gateway's oldest unanswered prompt has been with the engine.
+        """
         scrapes = scrape.ranks or (scrape,)
         if len(scrapes) != len(self._ranks):
             self._ranks = [_Rank() for _ in scrapes]
@@ -59,7 +63,7 @@ class Progress:
                 rank.since = max(now if rank.since is None else rank.since, now - waited) if known else None
 
     def answered(self) -> None:
-        """Reset, since the engine was seen to compute."""
+        """Forget how long the counters have not changed, since the engine was seen to compute."""
         self._ranks = []
 
     def still(self, now: float) -> float:
@@ -74,7 +78,10 @@ class Progress:
 
 
 async def computes(session: aiohttp.ClientSession, url: str, model: str, deadline: float) -> bool:
-    """Return whether the engine computes two tokens, or answers why it does not."""
+    """Return whether the engine computes two tokens, or at least gives an answer that no failing engine gives.
+
+    `deadline`: seconds.
+    """
     return await asked(session, url, model, deadline) not in (0, *ILL, 503)
 
 
@@ -85,9 +92,10 @@ async def asked(
     deadline: float,
     aborted: Callable[[bytes], object] = lambda answer: False,
 ) -> int:
-    """Request two tokens for a prompt of one; return the answer's status.
+    """Request two tokens for a prompt of one token; return the answer's status.
 
-    0 if there was no answer within `deadline` seconds, and 500 if the engine `aborted` it.
+    The result is 0 if there was no answer within `deadline` seconds, and 500 if the answer shows that the engine
+    aborted the request. `aborted`: tests the bytes of an answer for that.
     """
     body = json.dumps({"model": model, "prompt": [1], "max_tokens": 2})
     try:

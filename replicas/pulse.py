@@ -1,11 +1,12 @@
-"""The times in which this process did not run and so saw nothing of what happened.
+"""Stalls: the times in which this process did not run and so noticed nothing of what happened.
 
-The process may be stopped, the machine may have too few cores, or a long call may block the event loop: when the loop
+The process may be stopped, the machine may have too few cores, or a long call may block the event loop. When the loop
 resumes, every deadline has passed at once, and answers that arrived in time lie unread in the sockets. So code that
-measures how long others took uses `ran` and `clock` instead of subtracting, learns nothing from a time of which a part
-was missed (`saw`), and repeats a probe before a failure right after such a time counts (`fresh`).
+measures how long engines took has to use these methods of `Pulse`: `ran` and `clock` instead of subtracting times,
+`saw` to disregard a measurement with a stall in it, and `fresh` to repeat a probe that failed right after a stall.
 
-A socket's callback may run before the timer that would note the stall, so these functions check for it themselves.
+After a stall a socket's callback may run before the timer that notes the stall, so these methods check for one
+themselves.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ from time import monotonic
 
 BEAT_SECONDS = 0.25
 LATE_SECONDS = 0.5  # a beat later than this shows that the loop was stalled
-# A connection that breaks because we did not read it (the engine or a proxy gave up) takes BREAKS_FROM seconds to do
-# so, and we read its end within FRESH_SECONDS after the stall. Reading everything may stall the loop again, which
-# extends that up to MOST_FRESH_SECONDS.
+# A connection that breaks because this process did not read it (the engine or a proxy gave up) takes BREAKS_FROM
+# seconds to break, and this process notices it within FRESH_SECONDS after the stall. Reading everything that arrived
+# may stall the loop again, which extends this time up to MOST_FRESH_SECONDS.
 BREAKS_FROM, FRESH_SECONDS, MOST_FRESH_SECONDS = 2.0, 1.0, 5.0
-REMEMBERED = 256  # stalls that are kept; older ones count as time that ran
+REMEMBERED = 256  # stalls that are kept; older ones count as time in which the loop ran
 
 
 class Pulse:
@@ -74,16 +75,17 @@ class Pulse:
             call(now, seconds)
 
     def ran(self, since: float, now: float) -> float:
-        """Return the seconds from `since` to `now` in which the loop ran, as of the latest `look`.
+        """Return the seconds from `since` to `now` in which the loop ran, by the stalls noted so far.
 
-        `since` is a time at which it ran. For timers, which run after the beat that was due with them.
+        `since` must be a time at which the loop ran. This is for timers: they run after this object's own timer if both
+        are due, so the last stall is noted already.
         """
         if since >= self.ended:
             return now - since
         return max(0.0, now - since - (self._total - self._before[bisect_right(self._ends, since)]))
 
     def clock(self) -> float:
-        """Return the seconds of a monotonic clock that stops while the loop is stalled."""
+        """Return the time, in seconds, by a monotonic clock that stands still while the loop is stalled."""
         now = monotonic()
         self.look(now)
         return now - self._total

@@ -1,4 +1,4 @@
-"""One replica: where it is, what it serves, and its state."""
+"""One replica (an engine, or one data-parallel rank of an engine): its URL, the models it serves, and its state."""
 
 import asyncio
 import ssl
@@ -19,17 +19,17 @@ from replicas.roles import BOTH, DECODE, PREFILL, PREFILLERS, ROLES
 
 
 class Address(NamedTuple):
-    """The parts of a replica's URL; the fields after `port` come from its fragment, if any."""
+    """The parts of a replica's URL; the fields after `port` come from its fragment, if it has one."""
 
-    id: str
-    url: str
+    id: str  # host:port
+    url: str  # without the fragment
     host: str
     port: int
-    source: EventSource | None
-    model: str | None
+    source: EventSource | None  # where the engine publishes KV events
+    model: str | None  # the name that the engine has to serve
     role: str = BOTH
-    spill: bool = False
-    transfer: str = ""  # one of `TRANSFERS`, or ""
+    spill: bool = False  # the replica is in the overflow pool
+    transfer: str = ""  # how it passes caches on: one of `TRANSFERS`, or ""
     bootstrap: int = 0  # the port at which other engines find it to fetch a prompt's cache; 0: not given
     peer: str = ""  # HOST:PORT of the P2P side channel of its first rank
 
@@ -44,13 +44,13 @@ SHARED = tuple(
 )
 
 
-# Events after which there is no process, or another one.
+# Events after which the engine's process is gone, or may be another one.
 ENDINGS = (Event.GONE, Event.RESTARTED, Event.DOUBTED, Event.STOPPED, Event.LAUNCHED)
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One replica; fields may be read at any time and are None or empty until the engine reported them.
+    """One replica. Fields may be read at any time; facts are None or empty until the engine has reported them.
 
     Times are monotonic seconds.
     """
@@ -71,26 +71,26 @@ class Replica:
     context_parallel: int = 1  # GPUs that share each block of its cache, from its launch profile
     launched_to_drop: bool | None = None  # `drops_block` from its launch profile; None: not given there
     drops_block: bool = False  # it recomputes the last block of a cache hit; from `Told` or its profile
-    looks_to_end: bool = True  # see `Told`
-    finds_parts: bool = True  # see `Told`
-    takes_priority: bool = False  # see `Told`
+    looks_to_end: bool = True  # as in `Told`
+    finds_parts: bool = True  # as in `Told`
+    takes_priority: bool = False  # its requests may carry a priority
     cache_dtype: str | None = None
     unable: frozenset[str] = frozenset()  # ids of `TRANSFERS` for which it has no connector
-    unlike: tuple[str, ...] = ()  # the counterparts with which it exchanges no caches, and why
-    peer: str = ""  # HOST:PORT where other engines fetch from its memory; "": it takes no part
+    unlike: tuple[str, ...] = ()  # messages: replicas with which it cannot exchange caches, and why
+    peer: str = ""  # HOST:PORT where other engines fetch from its memory; "": they cannot
     state: State = State.STARTING
-    reason: str = "not heard yet"
-    fault: str = ""  # of the last probe, see `Answer.fault`; "" if it was answered, or none was made
+    reason: str = "not heard yet"  # why it is in this state
+    fault: str = ""  # the kind of failure of the last probe, as in `Answer`; "" if it did not fail or none was made
     foreign: bool = False  # what answered last was no engine, so it serves no model until an engine answers
     since: float = 0.0  # when the state began
     left: bool = False  # it was LEAVING when it failed
-    incarnation: str = ""  # changes with the process behind the port, and with `address`
+    incarnation: str = ""  # id of the engine's present run; changes with the process behind the port and with `address`
     # the IP address of `host` that everything connects to for this incarnation; "" until it is known
     address: str = ""
     tls: ssl.SSLContext | None = None  # for connections, if its URL is https
     key: str | None = field(default=None, repr=False)  # the API key that its engine requires
-    # A connection to the process that was probed last: while it is open, that process exists. None: the process cannot
-    # be identified in this way.
+    # A connection to the process that was probed last: while it is open, this process still exists. None: the process
+    # cannot be identified in this way.
     proof: asyncio.BaseTransport | None = None
     models: dict[str, str | None] = field(default_factory=dict)  # name -> base model, None for a base model itself
     required_model: str | None = None  # the name that it has to list, from the operator or its launch
@@ -108,7 +108,7 @@ class Replica:
     version: str | None = None
     events: EventSource | None = None
     cached_tokens: bool | None = None  # usage reports cached tokens; learned from traffic
-    tokenizer: str = "not compared yet"  # whether it equals the gateway's
+    tokenizer: str = "not compared yet"  # whether its tokenizer equals the gateway's
     takes_ids: str = "not tried yet"  # whether it accepts token ids in place of text, and why not; learned from traffic
     pid: int | None = None
     restarts: int = 0
@@ -117,13 +117,13 @@ class Replica:
     problems: tuple[str, ...] = ()  # what could not be learned, each with its remedy
 
     def unfit(self, block_size: int | None) -> Problem | None:
-        """Return what is wrong with the block size that the operator gave, or None."""
+        """Return what is wrong with the operator's `block_size` in tokens, or None."""
         whole = self.stored_size or (self.scrape.attention_block_size if self.scrape else None)
         return unfit(block_size, self.block_size, whole, self.page_size, self.events is not None)
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that make a request be computed by this rank."""
+        """The headers that make the engine compute a request on this data-parallel rank."""
         return {} if self.rank is None else {self.dialect.rank_header: str(self.rank)}
 
     @property
@@ -133,12 +133,12 @@ class Replica:
 
     @property
     def transfer(self) -> Transfer | None:
-        """The transfer by which it passes caches on; None: none."""
+        """The transfer by which this replica passes KV caches on; None: it passes none on."""
         return TRANSFERS[self.moves_by] if self.moves_by else self.dialect.transfer
 
     @property
     def traits(self) -> Traits:
-        """The traits that decide with which others it can exchange caches, as far as they are known."""
+        """The settings that decide with which other replicas this one can exchange KV caches; unknown ones are None."""
         told = Traits(
             version=self.version,
             model=self.root,
@@ -151,7 +151,7 @@ class Replica:
 
     @property
     def meeting(self) -> Meeting | None:
-        """The place where another engine fetches a prompt's cache while it is computed; None if there is none."""
+        """The place where another engine finds this one to fetch a KV cache while it is computed; None if none."""
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer):
             return None
@@ -160,7 +160,7 @@ class Replica:
 
     @property
     def ids_url(self) -> str:
-        """The URL that reports its engines' ids; "" if none are needed."""
+        """The URL that reports the engine ids of its ranks; "" if its transfer or its role needs none."""
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer) or self.role not in PREFILLERS:
             return ""
@@ -168,21 +168,21 @@ class Replica:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the process that was probed last may still be there: its connection is open, or there is none."""
+        """Whether the process that was probed last may still exist: `proof` is an open connection, or None."""
         return self.proof is None or not self.proof.is_closing()
 
     def serves(self, model: str | None) -> bool:
-        """Return whether it can answer for a model or adapter; one that lists no names is assumed to."""
+        """Return whether this replica serves a model or adapter; a replica that lists no names is assumed to."""
         return not model or not self.models or model in self.models
 
     @property
     def ends(self) -> bool:
-        """Whether its engine was asked to stop, so that a broken request is not the request's fault."""
+        """Whether its engine is shutting down or has shut down, so that a broken request is not the request's fault."""
         return self.state is State.LEAVING or self.left
 
     @property
     def rank_paths(self) -> tuple[str, ...] | None:
-        """The paths whose requests can be sent to this rank; None: all."""
+        """The paths whose requests can be directed to this data-parallel rank; None: all, as there is one rank."""
         return None if self.rank is None else self.dialect.rank_paths
 
     def takes_rank(self, path: str) -> bool:
@@ -196,11 +196,11 @@ class Replica:
 
     @property
     def engine(self) -> str:
-        """The id of its engine, which is its own id unless it is a rank of several."""
+        """The id of its engine: its own id, without the rank's suffix if it is one of several ranks."""
         return self.id if self.rank is None else self.id.removesuffix(f"-dp{self.rank}")
 
     def at_rank(self, rank: int, now: float) -> "Replica":
-        """Return a new replica for one rank of this engine."""
+        """Return a new replica for one data-parallel rank of this engine."""
         return Replica(
             f"{self.id}-dp{rank}",
             self.url,
@@ -222,17 +222,18 @@ class Replica:
         )
 
     def become(self, incarnation: str) -> None:
-        """Set the incarnation; a new one discards what traffic showed of the last."""
+        """Set the incarnation; if it is a new one, forget the facts that traffic and events showed of the old one."""
         if self.incarnation and incarnation != self.incarnation:
             self.cached_tokens, self.takes_ids = None, "not tried yet"
             self.stored_size, self.looks_ahead = None, 0
         self.incarnation = incarnation
 
     def store_as(self, size: int, ahead: int, parts: int) -> bool:
-        """Take the block format from the engine's events, and return whether it has changed.
+        """Set the block format that the engine's KV events show; return whether it has changed.
 
-        `ahead`: tokens after a block that its hash covers; `parts`: tokens of the smaller blocks that hits may end at.
-        A `size` that is only the engine's page size counts as unknown.
+        `size`: tokens in a block; a size that is only the engine's page size counts as unknown. `ahead`: tokens after a
+        block that its hash also covers. `parts`: tokens in a Mamba block, at whose end a hit may end, if it is smaller
+        than a full-attention block; else 0.
         """
         before = self.stored_size, self.looks_ahead
         size = parts if parts and self.finds_parts else size
@@ -241,20 +242,23 @@ class Replica:
         return before != (self.stored_size, self.looks_ahead)
 
     def forget(self) -> None:
-        """Discard what the engine's process reported."""
+        """Forget the facts that the engine's process reported."""
         self.models, self.root, self.version, self.max_model_len = {}, None, None, None
         self.block_size = self.num_blocks = self.scrape = None
         self.engine_ids, self.cache_dtype, self.unable, self.takes_priority = {}, None, frozenset(), False
         self.problems = ()
 
     def scraped(self, scrape: Scrape) -> None:
-        """Take a scrape of the engine's /metrics."""
+        """Store the figures of the engine's /metrics, and note when they last changed."""
         if self.scrape is None or self.scrape.counters != scrape.counters or scrape.generated is None:
             self.moved_at = scrape.at
         self.scrape = scrape
 
     def follow(self, engine: "Replica", events: EventSource | None) -> None:
-        """Copy the state of the whole engine, and this rank's part of its figures."""
+        """Copy to this rank the facts of the whole engine, and the rank's own part of the engine's metrics.
+
+        `events`: where this rank publishes KV events.
+        """
         self.become(engine.incarnation)
         for name in SHARED:
             setattr(self, name, getattr(engine, name))
@@ -267,9 +271,9 @@ class Replica:
             self.num_blocks = self.scrape.num_blocks or engine.num_blocks
 
     def apply(self, event: Event, reason: str, now: float) -> State | None:
-        """Apply `event`; return the former state if the state changed, else None.
+        """Apply an event of the life cycle; return the former state if the state changed, else None.
 
-        The reason is updated also where only it changes.
+        An event that leaves the state as it is may still change `reason`.
         """
         after = follows(self.state, event)
         if after is None:
@@ -295,10 +299,11 @@ def bearer(key: str | None) -> dict[str, str]:
 
 
 def parse_url(text: str) -> Address:
-    """Parse a replica's URL. Raises ValueError with what to write.
+    """Return the parts of a replica's URL. Raises ValueError that says what to write.
 
-    `http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w,bootstrap=p]`,
-    or `peer=h:p`; `host:port` is accepted too, as is the `/v1` of an OpenAI base URL.
+    `http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w,bootstrap=p]`;
+    the fragment may also have `peer=h:p`. A bare `host:port` is accepted too, and so is a path `/v1`, which OpenAI base
+    URLs have.
     """
     text = text.strip()
     hint = f"replica URL {text[:200]!r}: "
@@ -325,7 +330,7 @@ def url_of(
     bootstrap: int = 0,
     peer: str = "",
 ) -> str:
-    """Return the URL from which `parse_url` reads these settings."""
+    """Return `url` with a fragment from which `parse_url` reads these settings; parameters as the fields of Address."""
     said = []
     if source is not None:
         said = [
@@ -379,7 +384,7 @@ KEYS = ("events", "replay", "topic", "model", "role", "spill", "transfer", "boot
 
 
 def _of_rank(peer: str, rank: int) -> str:
-    """Return a rank's P2P side channel: the ranks' ports follow that of the first one."""
+    """Return HOST:PORT of a rank's P2P side channel, from that of the first rank (`peer`): rank r has port + r."""
     host, _, port = peer.rpartition(":")
     return f"{host}:{int(port) + rank}" if peer else ""
 

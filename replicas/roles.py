@@ -1,4 +1,7 @@
-"""The role of a replica: prefill, decode or both, where prompts are computed on other replicas than answers."""
+"""The role of a replica: prefill, decode or both.
+
+A request may have two legs: a prefill replica computes the prompt, and a decode replica writes the answer.
+"""
 
 from collections.abc import Iterable
 
@@ -10,7 +13,7 @@ PREFILLERS, DECODERS = (PREFILL, BOTH), (DECODE, BOTH)
 
 
 def lacks(roles: set[str]) -> str:
-    """Return the role that is missing among the replicas of one model, as a message; "" if none is."""
+    """Return a message if the replicas of one model, with these roles, lack prefill or decode; "" if they do not."""
     if PREFILL in roles and roles.isdisjoint(DECODERS):
         return f"a replica has role={PREFILL} and none has role={DECODE} or role={BOTH}: it gets whole requests"
     if DECODE in roles and roles.isdisjoint(PREFILLERS):
@@ -19,9 +22,10 @@ def lacks(roles: set[str]) -> str:
 
 
 def unlike(pairs: Iterable[tuple[str, str | None]]) -> str:
-    """Return why no replica of one model can fetch what another computed; "" if one can, or if none should.
+    """Return a message if no replica of one model can fetch the KV cache of a prompt that another one computed.
 
-    `pairs`: the role of each replica, and the name of its transfer.
+    "" if some replica can, or if all have the role `both`. `pairs`: for each replica of the model its role, and the
+    name of the transfer by which it passes caches on (None: none).
     """
     told = [*pairs]
     computing = {way for role, way in told if role in PREFILLERS}

@@ -1,30 +1,37 @@
-"""The names of models that an engine serves; an adapter's has that of its base model."""
+"""The names of the models and adapters that an engine serves."""
 
 from collections.abc import Collection, Iterable, Mapping
 
 
 def base_names(served: Mapping[str, str | None]) -> list[str]:
-    """Return the names of the base model, in the engine's order."""
+    """Return the names of the base model, in the engine's order.
+
+    `served`: maps each name to None, or, if it is an adapter's, to the name of its base model.
+    """
     return [name for name, parent in served.items() if parent is None]
 
 
 def may_serve(model: str, told: Collection[str], required: str | None) -> bool:
-    """Return whether a replica serves this model once it is ready, as far as is known.
+    """Return whether a replica probably serves this model once it is ready.
 
-    `told`: the names that it listed last; if there are none it may serve any. `required`: the one that it has to serve.
+    `told`: the names that the replica listed last; empty if unknown. `required`: the name that it has to serve to
+    become ready, or None.
     """
     return required == model or (model in told if told else required is None)
 
 
 def marks(names: Iterable[str], root: str | None) -> set[object]:
-    """Return marks that engines of the same model have in common: names (adapters' too) and the model's root."""
+    """Return marks by which engines of the same model are recognized: all names, adapters' too, and the model's root.
+
+    `root`: the folder or hub name that the model was loaded from.
+    """
     return {*names, ("root", root)} if root else {*names}
 
 
 def count_models(marked: Iterable[Collection[object]]) -> int:
-    """Return how many models engines with these marks have.
+    """Return how many different models some engines serve; `marked`: the `marks` of each engine.
 
-    Two engines have the same model if they share a mark, directly or through others.
+    Two engines serve the same model if they share a mark, or if each shares one with a third engine, and so on.
     """
     groups: list[set[object]] = []
     for marks in marked:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known name that `word` probably misspells, or "".
 
-    `cutoff` is the least similarity, from 0 to 1. If a single name contains `word` as one of its words, it precedes
-    names that are spelt like it: --request-rate, not --trace, for --rate.
+    `cutoff`: the least similarity, from 0 to 1. If exactly one name has `word` as a part between dashes, that name is
+    preferred to more similar ones: for --rate the result is --request-rate, not --trace.
     """
     bare = {name.lstrip("-"): name for name in known}  # the common dashes of flags would raise their similarity
     whole = word.lstrip("-")
@@ -26,13 +26,13 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def known_or_meant(word: str, known: Iterable[str]) -> str:
-    """Return what ends a message about an unknown name: the name that was meant, or the list of all."""
+    """Return the end of a message about an unknown name: the name that was probably meant, or else all known names."""
     names = list(known)
     return did_you_mean(word, names, f". Known: {', '.join(names)}")
 
 
 def none_of(given: object, known: Iterable[str]) -> str:
-    """Return what is wrong with a value that is none of the known ones."""
+    """Return the message that a value is none of the known ones."""
     names = list(known)
     if given is None or given == "":
         return f"it has no value; name one of {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Tables of settings read from YAML: pydantic models that list the known names for an unknown one."""
+"""Tables of settings read from YAML: pydantic models whose errors about an unknown name list the known ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicas.spelling import known_or_meant
 
 
 class Table(BaseModel):
-    """A mapping with fixed names. A field's description says what to write where it has no value."""
+    """A mapping with fixed names. If a field has no value, the error message says to write the field's description."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     may_be_empty: ClassVar[frozenset[str]] = frozenset()  # names that are ignored if they have no value
@@ -20,9 +20,9 @@ class Table(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, given: Any) -> Any:
-        """Refuse anything but a mapping, an unknown name, and a name without a value.
+        """Raise ValueError if `given` is no mapping, or has an unknown name or a name without a value.
 
-        A misspelt name is reported once, and not as missing as well.
+        This runs before pydantic's own checks, so a misspelt name is not also reported as missing.
         """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if not isinstance(given, Mapping):
@@ -40,7 +40,7 @@ class Table(BaseModel):
 
 
 def explain(error: ValidationError) -> str:
-    """Return what is wrong with each value, after the path of names to it, in one line."""
+    """Return all errors in one line, each after the path of names that leads to its value."""
     return "; ".join(
         f"{'.'.join(map(str, item['loc']))}: {_wrong(item)}" if item["loc"] else _wrong(item)
         for item in error.errors(include_url=False)

@@ -1,8 +1,8 @@
-"""The watcher of one replica: probes the engine and turns its answers into lifecycle events.
+"""The watcher of one engine: it probes the engine and turns the answers into lifecycle events.
 
-Probes are cheap: GET /health once a second; /metrics once a second while the replica has work, else every 5 s;
-everything else every 10 s, and whenever the replica is not READY. All have deadlines and use one session, at jittered
-times so that many replicas are not probed in one burst.
+Probes are cheap: GET /health once a second; /metrics once a second while the engine has work, else every 5 s. A full
+probe, which reads everything else too, is made every 10 s, and each time while the replica is not READY. All requests
+have deadlines and use one session, at jittered times so that many engines are not probed in one burst.
 """
 
 import asyncio
@@ -30,14 +30,15 @@ from replicas.served import base_names
 
 log = logging.getLogger("replicas")
 
-# Seconds: between scrapes, between full probes, between any two probes, while starting; then deadlines of an answer.
+# Seconds between reads of an idle engine's /metrics, between full probes, least between any two probes, between probes
+# while an engine starts; then deadlines of an answer.
 IDLE_SCRAPE, FACTS, CLOSEST, STARTING_INTERVAL = 5.0, 10.0, 0.1, 0.2
 DEADLINE, SHORT_DEADLINE = 2.0, 1.0
-WARMING_DEADLINE = 30.0  # for the first tokens; a slower engine gets traffic anyway
+WARMING_DEADLINE = 30.0  # for a launched engine's first tokens; a slower engine gets traffic anyway
 
 
 class Known(NamedTuple):
-    """The last report that identifies the engine, kept after it is gone."""
+    """The last report that identifies an engine, kept after the engine is gone."""
 
     models: dict[str, str | None]
     root: str | None
@@ -64,16 +65,22 @@ class Watch:
         start_timeout: float = 0.0,
         pulse: Pulse | None = None,
     ):
-        """Prepare to watch `replica`; `run` starts.
+        """Prepare to watch the engine that `replica` stands for; `run` starts.
 
-        `tell` gets lifecycle events with their reason. `changed` is called when a READY replica serves something else
-        than before; `looked` whenever new facts may be known, before any `tell`. `waited`: seconds since the oldest
-        unanswered prompt was sent. `hear`: calls `succeeded` for answers that were not reported yet, before a probe
-        counts. `holds`: whether requests are on open connections to the engine. `duplicate`: returns the problem that
-        another replica is the same engine, from the creation time of one of its counters. `given`: the event source
-        from the operator or the profile, used in place of the engine's report. `pulse`: when this process was stalled;
-        `health` and `progress` get times of its clock. `supervisor` and `start_timeout` are for engines that we
-        launched.
+        `tell(replica, event, reason)`: called with lifecycle events.
+        `changed(replica)`: called when a READY engine's models, block format, event addresses and the like differ from
+        before.
+        `looked()`: called whenever new facts may be known, before any `tell`.
+        `busy()`: returns whether the gateway has open requests to the engine.
+        `waited()`: returns the seconds since the oldest unanswered prompt was sent.
+        `hear()`: calls `succeeded` for answers that were not reported yet; called before a probe counts.
+        `holds()`: returns whether requests are on open connections to the engine.
+        `duplicate(created)`: returns the problem that another replica is the same engine, from the creation time of one
+        of the engine's counters.
+        `interval`: seconds between probes. `limits`: of the rules for health.
+        `given`: the KV event source from the operator or the profile, used in place of the engine's report.
+        `pulse`: records when this process was stalled; `health` and `progress` get times of its clock.
+        `supervisor`, `start_timeout` (seconds): of an engine that the gateway launched.
         """
         self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
         self.access = Access(replica.url, replica.host, replica.tls, given, replica.credentials)
@@ -82,13 +89,13 @@ class Watch:
         self.given = given
         self.supervisor, self.start_timeout = supervisor, start_timeout
         self.pulse = pulse or Pulse()
-        self._was_excused = False  # the last probe's failure was ignored because this process was stalled
+        self._was_excused = False  # the last probe failed, which was ignored because this process was stalled
         self.sources: list[EventSource | None] = [given]  # one for each data-parallel rank
         self.health, self.progress = Health(limits), Progress()
         self._nudged, self._urgent = asyncio.Event(), asyncio.Event()
-        # set while a caller waits for the next full probe: whether an engine answered
+        # while a caller waits for the next full probe: its future, which gets whether an engine answered
         self._wanted: asyncio.Future[bool] | None = None
-        self._lives = 0  # how often it came back, for engines that do not report their start time
+        self._lives = 0  # how often the engine came back, if it does not report its start time
         self._was_refused = self._tells_start = False
         self._known = Known({}, None, None)
         self._must_prove = False  # something that is no engine answered there
@@ -97,7 +104,7 @@ class Watch:
         self._mark = ""  # distinguishes this incarnation from one at another address with the same start time
         self._warmed_pid: int | None = None
         self._facts_at = self._scraped_at = self._looked_at = self._held_at = float("-inf")
-        self._closes = False  # it closes the connection after each answer
+        self._closes = False  # the engine closes the connection after each answer
         self._is_large = False  # the last probe had large answers
 
     async def run(self) -> None:
@@ -127,10 +134,11 @@ class Watch:
             await _set_within(min(CLOSEST, self.interval) - (monotonic() - self._looked_at), self._urgent)
 
     def _interval(self) -> float:
-        """Return the seconds between probes.
+        """Return the seconds until the next probe.
 
-        An engine that we launched is probed more often while it starts: that costs a refused connect. One that takes no
-        traffic and has large answers is probed less often, since each probe then reads all of them.
+        An engine that the gateway launched is probed more often while it starts, as this costs only a refused connect.
+        An engine that takes no traffic and has large answers is probed less often, since each probe then reads all of
+        them.
         """
         if self._is_large and self.replica.state not in IN_USE:
             return max(self.interval, FACTS)
@@ -138,14 +146,14 @@ class Watch:
         return min(self.interval, STARTING_INTERVAL) if young else self.interval
 
     def nudge(self) -> None:
-        """Probe everything soon: something happened."""
+        """Make a full probe soon, since the engine may have changed."""
         self._facts_at = float("-inf")
         self._nudged.set()
 
     async def prove(self) -> bool:
-        """Probe everything now, however recent the last probe is; return whether an engine answered.
+        """Make a full probe now, however recent the last one is; return whether an engine answered.
 
-        Callbacks have run on return.
+        When this returns, callbacks about the probe have run.
         """
         if self._wanted is None:
             self._wanted = asyncio.get_running_loop().create_future()
@@ -178,9 +186,10 @@ class Watch:
             self.nudge()
 
     def _finishes(self) -> bool:
-        """Return `holds()`, with few calls when many connections fail at once, since it looks at all requests.
+        """Return whether requests are on open connections to the engine; False if it is FAILED.
 
-        A yes is kept for CLOSEST seconds, and a FAILED replica counts as no.
+        True is remembered for CLOSEST seconds: when many connections fail at once, `holds` is called seldom, as each
+        call looks at all requests.
         """
         if self.replica.state is State.FAILED:
             return False
@@ -194,19 +203,22 @@ class Watch:
             self._nudged.set()
 
     def compare(self, now: float, answered: int, failed: int) -> None:
-        """Compare with the counts of the siblings' requests, when one of this replica's has failed."""
+        """Compare the engine's failures with those of its siblings, after one of its requests failed.
+
+        `answered`, `failed`: the recent requests of all other engines of the model together.
+        """
         if self.health.compare(now, answered, failed):
             self._judge(now)
 
     def _doubt(self, reason: str) -> None:
-        """Stop traffic until what answers there has shown that it is an engine."""
+        """Stop traffic until whatever answers at the engine's address has shown that it is an engine."""
         self._must_prove = True
         self.tell(self.replica, Event.DOUBTED, reason)
 
     # What probes show
 
     async def tick(self, full: bool = False) -> bool:
-        """Probe the engine, fully if that is due or something is new; return whether it answered and was identified."""
+        """Probe the engine, fully if this is due or something is new; return whether it answered and was identified."""
         replica = self.replica
         if replica.state in (State.DRAINING, State.STOPPED) or (replica.managed and replica.pid is None):
             return False
@@ -251,7 +263,8 @@ class Watch:
     def _excuses(self, facts: Facts, since: float) -> bool:
         """Return whether to ignore a failed probe and repeat it at once, since this process was stalled meanwhile.
 
-        Not twice in a row: a machine that always stalls must not hide an engine that is gone.
+        `since`: when the probe began. Two failures in a row are not ignored: a machine that always stalls must not hide
+        that an engine is gone.
         """
         self._was_excused = bool(facts.fault) and not self._was_excused and not self.pulse.saw(since, monotonic())
         if self._was_excused:
@@ -259,11 +272,11 @@ class Watch:
         return self._was_excused
 
     def _keep_proof(self, facts: Facts, full: bool, was_proven: bool) -> None:
-        """Keep the connection that identifies the process, or drop it where it proves nothing.
+        """Keep a connection as the proof that the process still exists, or drop one that proves nothing.
 
-        That is if the engine closes its connections, announced or not, or answers so late that we close them. If the
-        engine's connection was already broken (`was_proven` is false), a failed probe keeps the broken one, so that
-        what answers next has to identify itself.
+        A connection proves nothing if the engine closes its connections, announced or not, or answers so late that this
+        process closes them. If the connection kept so far was already broken (`was_proven` is false), a failed probe
+        keeps the broken one, so that whatever answers next has to identify itself.
         """
         self._closes = facts.closes
         if not facts.fault:
@@ -273,7 +286,7 @@ class Watch:
             self.replica.proof = None
 
     async def _question(self) -> None:
-        """Send a request of our own if it is unclear whether the engine or its requests are at fault (rule 6)."""
+        """Send a test request if it is unclear whether the engine or its requests are at fault (rule 6 of `health`)."""
         replica, health = self.replica, self.health
         if health.in_question(self.pulse.clock(), self.is_computing):
             name, aborted = next(iter(replica.models), ""), replica.dialect.aborted[ANY_PATH]
@@ -286,12 +299,12 @@ class Watch:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the engine has work and was seen to make progress."""
+        """Whether the engine has work, and its counters changed within the last STALLED seconds."""
         scrape = self.replica.scrape
         return scrape is not None and bool(scrape.running) and scrape.at - self.replica.moved_at < STALLED
 
     async def ask_models(self) -> None:
-        """Read the models that the engine serves now, for a client that wants one it is not known to serve."""
+        """Read the models that the engine serves now, as a client wants one that no engine is known to serve."""
         replica, pid = self.replica, self.replica.pid
         found = await served_models(self.access.session, replica.url, SHORT_DEADLINE)
         before = self._told()
@@ -301,11 +314,11 @@ class Watch:
                 self.changed(replica)
 
     async def _warm(self, facts: Facts) -> bool:
-        """Let an engine that we launched compute its first tokens before clients wait for them.
+        """Let an engine that the gateway launched compute its first tokens before clients wait for them.
 
-        That takes 2 s with vLLM on a CPU, and a replica that looks so slow at first gets little traffic to correct
-        that. Returns False if the engine ended meanwhile or failed: the facts are then outdated, and the next probe
-        shows whether it died.
+        The first tokens take 2 s with vLLM on a CPU, and a replica that looks so slow at first would get little traffic
+        to correct this impression. Returns False if the engine ended meanwhile or failed: the probe's facts are then
+        outdated, and the next probe shows whether the engine died.
         """
         replica, pid = self.replica, self.replica.pid
         if replica.managed and facts.serving and self._warmed_pid != pid:
@@ -318,7 +331,7 @@ class Watch:
     async def _brief(self, now: float) -> Facts | None:
         """Read /health, and /metrics if due; None if a full probe is needed because the process may be another one.
 
-        That is if no open connection leads to the process that was probed last, or its figures are missing.
+        It may be if no open connection leads to the process that was probed last, or if /metrics lacks its figures.
         """
         answer = await health(
             self.access.session, self.replica.url, SHORT_DEADLINE + self.replica.dialect.health_seconds
@@ -359,7 +372,10 @@ class Watch:
         return page, await read(page.body, parse, page.body, monotonic(), self.replica.dialect.metrics)
 
     async def _stalls(self, now: float, facts: Facts) -> bool:
-        """Return whether the engine answers but makes no progress; it is reported then."""
+        """Return whether the engine answers but makes no progress; if so, report TROUBLE and restart a launched engine.
+
+        `now`: by the clock of `pulse`. An engine is restarted only after HUNG seconds without progress.
+        """
         replica, progress = self.replica, self.progress
         if replica.state not in TAKES_TRAFFIC or not facts.scrape:
             return False
@@ -380,7 +396,10 @@ class Watch:
         return True
 
     def _missed(self, now: float, facts: Facts, turned_away: bool) -> None:
-        """Take a failed probe; `turned_away`: see `Health.probed`."""
+        """Handle a failed probe.
+
+        `turned_away`: the engine turned the probe away while requests are on open connections to it.
+        """
         replica = self.replica
         self._was_refused |= facts.fault == "connect"
         if replica.state is State.STARTING and replica.managed:
@@ -444,9 +463,10 @@ class Watch:
         self._judge(now)
 
     def _unproven(self, facts: Facts) -> str:
-        """Return why what answers is no engine, or "".
+        """Return why whatever answers may be no engine, or "" if it seems to be one.
 
-        It lists no models where one did, or where requests were answered by something else.
+        The reason is that it lists no models, although the engine did before, or although a request was answered by
+        something that is no engine.
         """
         if facts.models or facts.locked or not (self._known.models or self._must_prove):
             return ""
@@ -454,7 +474,10 @@ class Watch:
         return f"something else than the engine answers there: {what}"
 
     def _is_another(self, facts: Facts) -> bool:
-        """Return whether version, models or model root differ, for engines that do not report a start time."""
+        """Return whether version, models or model root show another engine than before.
+
+        This replaces the start time for engines that do not report one.
+        """
         before = self._known
         known = set(base_names(before.models))
         now = set(base_names(facts.models))
@@ -521,13 +544,13 @@ class Watch:
 
     @property
     def _moved(self) -> bool:
-        """Whether the engine answers at another address than its replica has."""
+        """Whether the engine answered at another IP address than its replica has."""
         return bool(self.replica.address) and self.replica.address != self.access.address
 
     def _follow_incarnation(self, scrape: Scrape | None, another: bool) -> bool:
-        """Name the incarnation and report a restart; return whether there was one.
+        """Set the replica's incarnation, and report a restart; return whether there was one.
 
-        Another process has another, empty cache. `another`: what it serves differs from before.
+        Another process has another, empty cache. `another`: the models and versions differ from before.
         """
         replica = self.replica
         before, left, moved = replica.incarnation, replica.address, self._moved
@@ -544,11 +567,12 @@ class Watch:
         return True
 
     def _name(self, started: float | None, another: bool, moved: bool) -> str:
-        """Return the incarnation's name: the process's start time, which every gateway reads alike.
+        """Return the incarnation's name: the start time of the process, which all gateways read alike.
 
-        Without one it is the pid if we launched it, else a count of its returns after refused connections. One
-        incarnation keeps its name even if a later scrape reports more or less. An engine at another address is another
-        incarnation: if it has the same start time, "@" and its address are appended, which other gateways leave out.
+        If the engine reports no start time, the name is its pid if this gateway launched it, else a count of how often
+        it came back after refused connections. An incarnation keeps its name even if a later page has a start time or
+        lacks it. An engine at another address is another incarnation: if it has the same start time, "@" and its
+        address are appended, which gateways leave out when they share what they know of it.
         """
         replica, known = self.replica, self.replica.incarnation
         if replica.managed:
@@ -582,9 +606,9 @@ class Watch:
             self.tell(replica, Event.SERVES, "answers probes again")
 
     def _lost(self, now: float, reason: str) -> None:
-        """Report the replica as gone, and restart an engine that we launched if it hangs.
+        """Report the replica as gone; if the engine hangs and the gateway launched it, restart it.
 
-        A refused connection alone does not restart it: if its process were dead, the supervisor would know.
+        A refused connection alone does not restart an engine: if its process were dead, the supervisor would know.
         """
         replica = self.replica
         alive = " though its process is alive" if replica.managed and replica.pid else ""

@@ -1,4 +1,4 @@
-"""YAML that a person wrote: an error in it is a `NotYaml`, which says where."""
+"""YAML that a person wrote: an error in it is raised as `NotYaml`, with the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class NotYaml(ValueError):
-    """The text is not YAML. `line` counts from 1."""
+    """An error: the text is not valid YAML. `line` counts from 1."""
 
     def __init__(self, line: int, reason: str):
         super().__init__(f"line {line} is not YAML: {reason}")
@@ -35,7 +35,7 @@ class Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping; refuse equal keys, of which YAML would silently take the last."""
+        """Build a mapping; refuse one with two equal keys, of which PyYAML would silently use the last."""
         keys: set[str] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # PyYAML refuses all else
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:

@@ -1,4 +1,4 @@
-"""The interface between launch profiles and the supervisor: model, ports, command line, errors."""
+"""The types that launch profiles and the supervisor share: model, ports, command line, errors."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,25 +9,21 @@ from replicas.pairing import Traits
 
 
 class ProfileError(ValueError):
-    """A profile is missing or wrong; the message says where and what to do."""
+    """An error: a launch profile is missing or wrong; the message says where and what to do."""
 
 
 class Ports(NamedTuple):
-    """The ports of one engine with `ranks` data-parallel ranks.
-
-    The ranks publish on `events`, `events` + 1 ...; their `replay` and `side` ports (KV transfer between engines)
-    follow in the same way.
-    """
+    """The ports of one engine; data-parallel rank r uses the first rank's port + r."""
 
     http: int
-    events: int
-    replay: int
-    side: int = 0
-    ranks: int = 1
+    events: int  # where the first rank publishes KV events
+    replay: int  # where the first rank repeats past KV events
+    side: int = 0  # where other engines fetch KV cache from the first rank
+    ranks: int = 1  # number of data-parallel ranks
 
     @staticmethod
     def width(ranks: int) -> int:
-        """Return how many consecutive ports one engine needs."""
+        """Return how many consecutive ports an engine with so many data-parallel ranks needs."""
         return 1 + 3 * ranks
 
     @classmethod
@@ -49,7 +45,7 @@ class Command(NamedTuple):
 
 
 class LaunchProfile(Protocol):
-    """The fields and methods of a launch profile. Each dialect has a pydantic model of its own with these."""
+    """The fields and methods of a launch profile; each engine dialect has a pydantic model of its own with these."""
 
     engine: str  # the dialect's id
     own_model: str | None  # the model that it serves if none is given
@@ -61,42 +57,42 @@ class LaunchProfile(Protocol):
         """The number of data-parallel ranks of one engine."""
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
-        """Return the profile as this machine can run it, and each replica's own environment.
+        """Return the profile as this machine can run it, and the environment variables of each of `count` engines.
 
         `used`: devices that are taken already. Raises ProfileError.
         """
 
     @property
     def no_transfer(self) -> str:
-        """The reason why its engines pass no prompt's cache on, with a remedy; "" if they do."""
+        """The reason why its engines cannot pass a prompt's KV cache on, with a remedy; "" if they can."""
 
     @property
     def transfer(self) -> str:
-        """The transfer of its engines, one of `replicas.engines.TRANSFERS`; "": their dialect's default."""
+        """How its engines pass KV cache on: one of `replicas.engines.TRANSFERS`; "": their dialect's default."""
 
     def bootstrap(self, ports: Ports) -> int:
-        """Return the port at which other engines find one of its engines to fetch a prompt's cache, or 0."""
+        """Return the port at which other engines find the engine with these ports to fetch KV cache, or 0."""
 
     @property
     def traits(self) -> Traits:
-        """The traits of its engines that decide with which others they can exchange caches."""
+        """The settings of its engines that decide with which other engines they can exchange KV caches."""
 
     @property
     def context_parallel(self) -> int:
-        """The number of GPUs that share each block of the cache."""
+        """The number of GPUs that share each block of the KV cache."""
 
     @property
     def drops_block(self) -> bool | None:
         """Whether its engines recompute the last block of a cache hit; None if the profile does not say."""
 
     def unlike(self, decoder: Self) -> list[str]:
-        """Return what keeps engines of `decoder` from fetching a cache from those of this profile; [] if nothing does.
+        """Return why engines of profile `decoder` cannot fetch KV cache from engines of this profile; [] if they can.
 
-        Both profiles are of the same kind and pass caches on.
+        Both profiles must be of the same kind, and their engines must pass caches on.
         """
 
     def command(self, host: str, ports: Ports, model: Model) -> Command:
-        """Return the engine's command. Raises ProfileError."""
+        """Return the engine's command line and environment. Raises ProfileError."""
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
-        """Return where the engine (its first rank) publishes, as far as the command line fixes it."""
+        """Return where the engine's first rank publishes KV events; None if it publishes none."""

@@ -1,4 +1,4 @@
-"""The assignment of GPUs (or MIG slices) to replicas. It is pure; `find` runs the driver's tool."""
+"""The assignment of GPUs (or MIG slices) to engines. Only `find` does I/O: it runs the driver's tool."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def listed(text: str) -> list[str]:
 
 
 def find() -> list[str]:
-    """Return the devices that this process may use: CUDA_VISIBLE_DEVICES if it is set, else all of the machine's."""
+    """Return the devices that this process may use: CUDA_VISIBLE_DEVICES if it is set, else all in this machine."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [] if given.strip() == "-1" else [part.strip() for part in given.split(",") if part.strip()]
@@ -42,10 +42,11 @@ def find() -> list[str]:
 
 
 def assign(devices: list[str], each: int, count: int, share: int = 1, used: Sequence[str] = ()) -> list[list[str]]:
-    """Return the devices of each of `count` replicas with `each` devices.
+    """Return the devices for each of `count` new engines. Raises ProfileError if there are too few.
 
-    `share`: replicas whose memory fits on one device together; `used`: devices of existing replicas, one entry for
-    each. Neighbours are assigned together, as links between GPUs are best there. Raises ProfileError.
+    `devices`: of the machine. `each`: how many an engine needs. `share`: how many engines fit into the memory of one
+    device. `used`: devices of existing engines; a device with several engines occurs several times.
+    Devices with neighbouring numbers go to one engine, as links between GPUs are best there.
     """
     if each > 1 and any(device.startswith("MIG-") for device in devices):
         raise ProfileError(
@@ -83,10 +84,10 @@ def _take_emptiest(holds: Counter[str]) -> str:
 
 
 def environment(devices: list[str]) -> dict[str, str]:
-    """Return the variables that show an engine its devices only, with indices in nvidia-smi's order."""
+    """Return the environment variables that show an engine only these devices, numbered as by nvidia-smi."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def shown_by(environment: dict[str, str]) -> tuple[str, ...]:
-    """Return the devices that `environment` names."""
+    """Return the devices that an `environment` shows to an engine."""
     return tuple(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))

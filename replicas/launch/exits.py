@@ -1,6 +1,6 @@
-"""The log tail of an engine process, and the reason for its exit, with a remedy.
+"""The last log lines of an engine process, and the reason for its exit, with a remedy.
 
-Pure but for `oom_kills`, which reads kernel counters.
+Only `oom_kills` does I/O: it reads kernel counters.
 """
 
 import re
@@ -31,15 +31,16 @@ COMMON_REMEDIES = (
 
 @dataclass(frozen=True, slots=True)
 class LogGrammar:
-    """The log format of one kind of engine. By default one process that writes plain lines."""
+    """The log format of one kind of engine. The defaults are for one process that writes plain lines."""
 
-    # at the start of a line; its first group names the process of the engine that wrote it
+    # matches at the start of a line; its first group is the name of the engine's process that wrote the line
     writer: re.Pattern[str] = _NOTHING
-    stamp: re.Pattern[str] = _NOTHING  # after the writer: time, and place in the code
-    remedies: tuple[tuple[str, str], ...] = COMMON_REMEDIES  # the first that matches a line counts, latest line first
-    names_above: re.Pattern[str] = _NOTHING  # lines about a name in the line above
+    stamp: re.Pattern[str] = _NOTHING  # matches after the writer: time, and place in the code
+    # (pattern, remedy): the latest line that matches any pattern counts, with the first pattern that it matches
+    remedies: tuple[tuple[str, str], ...] = COMMON_REMEDIES
+    names_above: re.Pattern[str] = _NOTHING  # lines about a name that is in the line above
     echo: re.Pattern[str] = _NOTHING  # lines that only report that another process failed
-    died: re.Pattern[str] = _NOTHING  # reports that the computing process is gone
+    died: re.Pattern[str] = _NOTHING  # lines that report that the computing process is gone
     bystanders: tuple[str, ...] = ()  # writers whose lines say nothing about a dead computing process
 
 
@@ -51,11 +52,11 @@ _DIED_SILENTLY = "one of its processes was killed or crashed (`dmesg`)"
 
 
 class Tail:
-    """The last lines of a log, fed as bytes. A carriage return ends a line too, as in progress bars.
+    """The last lines of an engine's log, which is fed as bytes. A carriage return ends a line too, as in progress bars.
 
-    An engine may be several processes that write to one log. The last lines of each are kept: when the computing
-    process fails, the one that serves HTTP logs a long error for each request that it had. An access log's lines are
-    not kept.
+    An engine may be several processes that write to one log. The last lines of each process are kept: when the
+    computing process fails, the process that serves HTTP logs a long error for each of its requests, which would
+    displace the cause. Lines of an access log are not kept.
     """
 
     def __init__(self, grammar: LogGrammar = PLAIN) -> None:
@@ -72,7 +73,7 @@ class Tail:
             self._add(line)
 
     def close(self) -> None:
-        """Take the rest of the log as its last line: the process ended."""
+        """Add what came after the last line's end as one more line, as the process has ended."""
         self._add(self._rest)
         self._rest = b""
 
@@ -92,7 +93,7 @@ class Tail:
 
 
 def said(line: str, grammar: LogGrammar = PLAIN) -> str:
-    """Return a line without its writer, time and place in the code, shortened if it is long."""
+    """Return a log line without its writer, time and place in the code, shortened to LONGEST_SHOWN characters."""
     for prefix in (grammar.writer, grammar.stamp):
         if found := prefix.match(line):
             line = line[found.end() :]
@@ -101,9 +102,9 @@ def said(line: str, grammar: LogGrammar = PLAIN) -> str:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes the kernel has killed for memory, or None if that is unknown.
+    """Return how many processes the kernel has killed for lack of memory, or None if this is unknown.
 
-    The count is that of our own control group if available (v2, then v1), else of the whole machine since boot.
+    The count is for this process's control group if available (v2, then v1), else for the whole machine since boot.
     """
     for path in (*_group_counters(root), root / "proc/vmstat"):
         try:
@@ -130,10 +131,10 @@ def _group_counters(root: Path) -> list[Path]:
 
 
 def explain(code: int, seconds: float, lines: list[str], oom: bool | None, grammar: LogGrammar = PLAIN) -> str:
-    """Return why a process ended that was not asked to stop.
+    """Return why an engine process ended that was not asked to stop, and what to do.
 
-    `code`: negative for a signal; `seconds`: how long it ran; `lines`: its log; `oom`: whether the kernel killed a
-    process for memory meanwhile (None: unknown).
+    `code`: its exit code, negative for a signal. `seconds`: how long it ran. `lines`: its last log lines. `oom`: the
+    kernel killed a process for lack of memory meanwhile (None: unknown).
     """
     after = f"after {seconds:.0f} s" if seconds >= 10 else f"after {seconds:.1f} s"
     if code < 0:
@@ -171,10 +172,10 @@ def _signal_meaning(number: int, oom: bool | None) -> str:
 
 
 def _telling(lines: list[str], grammar: LogGrammar) -> tuple[str, str]:
-    """Return the most telling line, and its remedy.
+    """Return the log line that best explains the exit, and its remedy ("" if none is known).
 
-    If the computing process died, the bystanders' lines do not count: before that they are about requests, and after it
-    only an echo.
+    If the computing process died, lines of processes in `bystanders` do not count: they are about requests, or only
+    repeat that it died.
     """
     died = [line for line in lines if grammar.died.search(line)]
     causes = [

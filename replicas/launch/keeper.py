@@ -57,7 +57,7 @@ def _signal(pid: int, number: int, group: bool) -> None:
 
 
 def _reap(engine: int) -> int | None:
-    """Collect every child that ended, adopted orphans too; return the engine's exit code if it is one of them."""
+    """Collect all children that ended, adopted orphans too; return the engine's exit code if it ended, else None."""
     code = None
     while True:
         try:
@@ -90,7 +90,10 @@ def _sweep(group: int) -> None:
 
 
 def _stop_asked(data: bytes, default: float) -> float | None:
-    """Return the seconds of grace if `data` asks for a stop, as end of file does; else None."""
+    """Return the seconds of grace if the gateway's `data` asks for a stop, else None.
+
+    End of file (no data) asks for a stop too, with the `default` grace.
+    """
     if not data:
         return default
     for line in data.decode(errors="replace").splitlines():
@@ -101,7 +104,10 @@ def _stop_asked(data: bytes, default: float) -> float | None:
 
 
 def _keep(engine: int, control: socket.socket, wakeups: int, grace: float) -> int:
-    """Wait for the engine's end, and stop it when asked; return its exit code."""
+    """Wait for the engine's end, and stop it when the gateway or a signal asks for that; return its exit code.
+
+    `wakeups`: the descriptor from `_wakeups`. `grace`: seconds between SIGTERM and SIGKILL unless the gateway says.
+    """
     kill_at: float | None = None
     watched = [control, wakeups]
     while (code := _reap(engine)) is None:

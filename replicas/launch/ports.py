@@ -1,4 +1,4 @@
-"""Free TCP ports for engines, and the process that holds a port."""
+"""The search for free TCP ports for engines, and for the process that listens on a port."""
 
 import os
 import random
@@ -6,7 +6,7 @@ import socket
 
 
 def is_free(host: str, port: int) -> bool:
-    """Return whether a server could listen there now."""
+    """Return whether a server could listen on this port now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -19,11 +19,11 @@ def is_free(host: str, port: int) -> bool:
 
 
 def pick(count: int, host: str, taken: set[int], seed: int | None = None, run: int = 1) -> list[int]:
-    """Return the first ports of `count` runs of `run` free ports each, none of them in `taken`.
+    """Return the first ports of `count` runs of `run` consecutive free ports, none of them in `taken`.
 
-    They are below the kernel's ephemeral range, whose ports may be given to our own outgoing connections while an
-    engine restarts, and begin at a random port, so that two gateways on one machine rarely collide. Raises OSError when
-    there are not enough.
+    All are below the kernel's ephemeral range, whose ports may be given to outgoing connections while an engine
+    restarts. The search begins at a random port, so that two gateways on one machine rarely collide. Raises OSError if
+    there are not enough free ports.
     """
     top = _ephemeral_start()
     port = random.Random(seed).randrange(15_000, top - 1)
@@ -51,7 +51,7 @@ def _ephemeral_start() -> int:
 
 
 def holder(port: int) -> str:
-    """Return which process listens on a port, as far as /proc shows: "pid 12 (python server.py)", or ""."""
+    """Return which process listens on a port, by /proc, such as "pid 12 (python server.py)"; "" if none does."""
     inodes = _listening_inodes(port)
     if not inodes:
         return ""

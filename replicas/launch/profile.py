@@ -1,7 +1,7 @@
-"""Launch profiles: typed YAML that describes how an engine is started.
+"""Launch profiles: YAML files that describe how an engine is started.
 
-Each engine's dialect has a pydantic class of its own; the field `engine` selects it. Unknown fields are refused with
-the name that was probably meant.
+Each kind of engine has a pydantic class of its own; the field `engine` selects the class. An error about an unknown
+field gives the name that was probably meant.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ def names() -> list[str]:
 
 
 def load(name_or_file: str) -> LaunchProfile:
-    """Return a shipped profile by name, or one from a YAML file by path. Raises ProfileError."""
+    """Return the launch profile with this name from this package, or the one in a YAML file. Raises ProfileError."""
     path = SHIPPED / f"{name_or_file}.yaml" if name_or_file in names() else Path(name_or_file)
     try:
         refuse_pipe(path)
@@ -39,7 +39,10 @@ def load(name_or_file: str) -> LaunchProfile:
 
 
 def parse(text: str, where: str = "profile") -> LaunchProfile:
-    """Return the profile in a YAML text. Raises ProfileError naming each wrong field."""
+    """Return the launch profile in a YAML text. Raises ProfileError, which names each wrong field.
+
+    `where`: the name of the text in messages.
+    """
     try:
         raw = yaml_text.load(text)
     except yaml_text.NotYaml as error:

@@ -1,7 +1,8 @@
-"""The supervisor of one engine process: starts it below a keeper, restarts it with backoff, and stops it.
+"""The supervisor of one engine process: it starts, restarts (with backoff) and stops the process.
 
-The supervisor knows processes, not HTTP: `watch` finds out whether the engine works, and may ask for a restart. It
-reports through two callbacks, `on_start(pid)` and `on_exit(reason)`.
+The engine runs as a child of a small process, the keeper (`keeper.py`), which ends it if the gateway dies. The
+supervisor knows processes, not HTTP: the watcher (`replicas.watch`) finds out whether the engine works, and may call
+`restart`. The supervisor reports through two callbacks, `on_start(pid)` and `on_exit(reason)`.
 """
 
 import asyncio
@@ -26,10 +27,10 @@ ORPHAN_GRACE = 5.0  # seconds that an engine has after its gateway died; no clie
 
 
 class Backoff:
-    """Seconds to wait before the next start: 0.5, 1, 2 ... 30, and again 0.5 after a stable run.
+    """The seconds to wait before the next start: 0.5, 1, 2 ... 30, and again 0.5 after a stable run.
 
-    A vLLM that cannot start uses a core for half a minute and more before it fails: after runs that never worked the
-    wait keeps doubling, until they take a tenth of the time.
+    A vLLM that cannot start uses a core for half a minute or more before it fails. So after runs in which the engine
+    never worked, the wait keeps doubling until failing runs take a tenth of the time (at most LONGEST_IN_VAIN).
     """
 
     FIRST, LONGEST, STABLE = 0.5, 30.0, 60.0
@@ -39,7 +40,7 @@ class Backoff:
         self._next = self.FIRST
 
     def after(self, ran: float, worked: float) -> float:
-        """Return the wait without jitter after a run of `ran` seconds, during the last `worked` of which it worked."""
+        """Return the wait, without jitter, after a run of `ran` seconds; the engine worked for the last `worked`."""
         if worked >= self.STABLE:
             self._next = self.FIRST
         longest = self.LONGEST
@@ -62,7 +63,9 @@ class Supervisor:
     ):
         """Prepare to run `command`; `start` begins.
 
-        `obstacle` is called before each start and returns what prevents it, or "". `grammar`: the format of its log.
+        `on_start(pid)`, `on_exit(reason)`: called when the process has started and ended.
+        `obstacle()`: called before each start; returns what prevents it, or "".
+        `grammar`: the format of the engine's log.
         """
         self.command = command
         self.tail = Tail(grammar)
@@ -89,12 +92,12 @@ class Supervisor:
         self._last_life = True
 
     def works(self) -> None:
-        """Note that the engine answers and serves, so its start counts as successful."""
+        """Note that the engine answers and lists its model, so its start counts as successful."""
         if self._worked_at is None:
             self._worked_at = monotonic()
 
     async def stop(self, grace: float) -> None:
-        """Send SIGTERM, after `grace` seconds SIGKILL; return when the process and its children are gone."""
+        """Stop the engine: SIGTERM, then SIGKILL after `grace` seconds; return when it and its children are gone."""
         self._stopping.set()
         self._ask_to_stop(grace)
         if self._task:
@@ -105,7 +108,7 @@ class Supervisor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def restart(self, why: str) -> None:
-        """End the process at once (it is hung or useless) and start it again after the backoff."""
+        """Kill the process, which hangs or is useless, and start it again after the backoff; `why`: for `on_exit`."""
         if self.pid is not None and not self._why:
             self._why = why
             self._ask_to_stop(0.0)
@@ -115,7 +118,7 @@ class Supervisor:
             self._control.write(f"stop {grace:g}\n".encode())
 
     def _kill(self) -> None:
-        """Kill the keeper and the engine's process group directly."""
+        """Kill the keeper, and the engine's process group, without asking the keeper to do so."""
         if self._keeper is not None:
             with suppress(ProcessLookupError):
                 self._keeper.kill()
@@ -147,7 +150,7 @@ class Supervisor:
                 continue
 
     async def _one_life(self) -> str:
-        """Run the engine once, to its end; return why it ended."""
+        """Start the engine, and wait for its end; return why it ended."""
         self.tail = Tail(self.tail.grammar)
         keeper, ours = await self._start_keeper()
         self._keeper = keeper
@@ -191,7 +194,7 @@ class Supervisor:
         return process, ours
 
     async def _listen(self, reader: asyncio.StreamReader) -> tuple[str, int]:
-        """Follow the keeper's lines; return ("", exit code), or (what went wrong, 0)."""
+        """Read the keeper's lines until the engine's end; return ("", exit code), or (what went wrong, 0)."""
         if self._stopping.is_set():
             self._ask_to_stop(0.0)
         while line := await reader.readline():

@@ -1,4 +1,4 @@
-"""The kinds of engines that replicas may be, one `EngineDialect` each."""
+"""The kinds of engines that the gateway knows; an `EngineDialect` describes each."""
 
 from collections.abc import Mapping
 
@@ -19,10 +19,10 @@ TRANSFERS: dict[str, Transfer] = {one.id: one for one in (NIXL, NIXL_UNCHECKED, 
 
 
 def recognize(answers: Mapping[str, Answer]) -> EngineDialect:
-    """Return the dialect of an engine from its answers, by path."""
+    """Return the dialect of an engine; `answers`: its answers to a full probe, by path."""
     return next((one for one in DIALECTS if one.speaks(answers)), DEFAULT)
 
 
 def by_id(id: str) -> EngineDialect:
-    """Return the dialect of this id. Raises KeyError."""
+    """Return the dialect with this id. Raises KeyError."""
     return {one.id: one for one in DIALECTS}[id]

@@ -1,9 +1,9 @@
-"""The parts of a request that make an engine hand a prompt's KV cache over: keep it for another, or fetch it there.
+"""The parts of a request that make an engine keep a prompt's KV cache for another engine, or fetch it from another.
 
-An engine obeys such a request: it answers with its own address and the ids of its blocks, reads the blocks of any
-request regardless of their cache salt, and connects to any host and port. So these are reserved for the router, and a
-gateway whose clients must not learn of each other accepts none from them. Read in the sources of vLLM 0.32, SGLang,
-TensorRT-LLM and llm-d's sidecar. Each `Transfer` writes some of them.
+An engine obeys a request with such parts: it answers with its own address and the ids of its blocks, reads the blocks
+of any request regardless of their cache salt, and connects to any host and port. So only the gateway may write these
+parts (each `Transfer` writes some), and a gateway whose clients must not learn of each other accepts none from clients.
+Read in the sources of vLLM 0.32, SGLang, TensorRT-LLM and llm-d's sidecar.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ FIELDS = (
     "bootstrap_room", "bootstrap_host", "bootstrap_port", "bootstrap_pair_key", "disagg_prefill_dp_rank",  # SGLang
     "disaggregated_params",  # TensorRT-LLM
 )  # fmt: skip
-# Members that contain such members. vLLM reads those in `vllm_xargs`, and in `extra_args` at /inference/v1/generate, as
-# its own arguments.
+# Members that may contain such members: vLLM reads members of `vllm_xargs`, and of `extra_args` at
+# /inference/v1/generate, as its own arguments.
 NESTED: Mapping[str, Mapping] = {"vllm_xargs": {}, "sampling_params": {"extra_args": {}}}
 # Headers of llm-d's sidecar, by old and new names: the engines that do, or have done, a part of the work.
 HEADERS = (
@@ -24,5 +24,5 @@ HEADERS = (
     b"x-kv-cache-source-host-port", b"x-llm-d-kv-cache-source-host-port",
     b"x-data-parallel-host-port",
 )  # fmt: skip
-# Within a request id, before addresses: vLLM's connectors P2pNccl and MoRIIO read its engines' addresses there.
+# Marks within a request id: vLLM's connectors P2pNccl and MoRIIO read the addresses of engines after them.
 IN_IDS = ("___prefill_addr_", "___decode_addr_")

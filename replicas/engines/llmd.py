@@ -1,21 +1,21 @@
-"""The header that names the prefiller to llm-d's sidecar.
+"""The header that tells llm-d's sidecar which prefiller computes the prompt.
 
-Read in the sources of llm-d-router (`pkg/sidecar/proxy`). The sidecar is in front of each decoder. It sends a request
-whose `x-prefiller-host-port` names a prefiller there first, for one token, and then to its decoder with the prefiller's
-parameters; the connector (NIXL, Mooncake, SGLang's) is its own setting. If the prefiller fails, the client gets the
-prefiller's status; it gets 403 for a prefiller that is not on the sidecar's list. The sidecar forwards requests without
-the header unchanged, so whole requests and probes go through it as well.
+Read in the sources of llm-d-router (`pkg/sidecar/proxy`). The sidecar is a proxy in front of each decoder. If a request
+has the header `x-prefiller-host-port`, the sidecar sends it to that prefiller first, for one token, and then to its
+decoder with the prefiller's transfer parameters; the connector (NIXL, Mooncake, SGLang's) is a setting of the sidecar.
+If the prefiller fails, the client gets the prefiller's status; for a prefiller that is not on the sidecar's list it
+gets 403. The sidecar forwards requests without the header unchanged, so whole requests and probes go through it too.
 """
 
 from replicas.engines.transfer import Transfer
 
-# A request with one of these cannot be split. Text that only looks like one is sent whole as well, which is always
-# correct.
+# A request with one of these fields cannot be split. A request whose text only looks like such a field is not split
+# either, which is always correct.
 _WHOLE = (b'"kv_transfer_params"', b'"use_beam_search"', b'"background"', b'"bootstrap_room"')
 
 
 class Sidecar(Transfer):
-    """One request, which the sidecar splits into two."""
+    """The transfer by llm-d's sidecar: the gateway sends one request, which the sidecar splits into two."""
 
     id = "llm-d"
     name = "llm-d's sidecar"

@@ -1,7 +1,8 @@
-"""The ways to pass a prompt's KV cache on: the bodies of a request's two legs (prefill and decode).
+"""The ways in which engines pass a prompt's KV cache on from one engine to another.
 
-`Transfer` has what all kinds have in common; each kind is a subclass with its differences. A transfer is stateless, and
-there is one object of each kind.
+A request then has two legs: one replica computes the prompt (prefill), and another fetches the cache and writes the
+answer (decode). A `Transfer` makes the bodies of both legs; each way is a subclass. Transfers are stateless, and there
+is one object of each.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ _LIMITS = {
     RESPONSES: ("max_output_tokens",),
     MESSAGES: ("max_tokens",),
 }
-PATHS = frozenset(_LIMITS)  # a request posted to these can have two legs, or fetch its beginning from a peer
-# Fields about the rest of the answer: refused with a limit of one token, or a waste in the first leg's answer.
+PATHS = frozenset(_LIMITS)  # a request posted to these can have two legs, or fetch its beginning from another engine
+# Fields about the rest of the answer, which the first leg must not have: engines refuse them with a limit of one token,
+# or waste work on them.
 _LATER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "echo")
 
 
 class Meeting(NamedTuple):
-    """The place where the decoding engine finds the one that computes its prompt, while it is computed."""
+    """The place where the decoding engine finds the engine that computes its prompt at the same time."""
 
     host: str
     port: int
@@ -36,28 +38,29 @@ class Meeting(NamedTuple):
 class Transfer(ABC):
     """A way in which engines of one kind pass a prompt's KV cache on.
 
-    The first leg goes to the replica that computes the prompt, the second to the one that writes the answer, whose
-    bytes the client gets. By default the second leg follows the first: what `parameters` reads in the first answer goes
-    into the second body. With a `header` the gateway sends the request once.
+    The first leg goes to the replica that computes the prompt, the second leg to the replica that writes the answer;
+    the client gets the second answer. By default the second leg is sent after the first one: `parameters` reads where
+    to fetch the cache in the first answer, and `second_body` puts it into the second body. With a `header` the gateway
+    sends the request only once.
     """
 
     id = ""  # for operators: `#transfer=ID` in a replica's URL
     name = ""  # for messages
     lease_seconds = 30.0  # how long the first replica keeps the cache for the second to fetch
-    # The request goes once, to a proxy in front of the second replica, and this header names the first (HOST:PORT),
-    # which is to compute the prompt; b"" if the gateway sends both legs. With a header `first_body` only decides
+    # If set, the gateway sends the request once, to a proxy in front of the second replica, and this header says which
+    # replica (HOST:PORT) computes the prompt; b"": the gateway sends both legs. With a header `first_body` only decides
     # whether a request can be split, and `parameters` is not called.
     header = b""
     # The fields of `replicas.pairing.Traits` that have to be equal for one engine to fetch from another, besides block
-    # sizes that fit; () if unknown.
+    # sizes, which have to fit; (): none are compared.
     compares: tuple[str, ...] = ()
 
     @abstractmethod
     def first_body(self, path: str, body: bytes) -> bytes | None:
-        """Return the first leg's body: the same prompt for one token, not streamed; None if it cannot be split."""
+        """Return the first leg's body: the client's, for one token and not streamed; None if it cannot be split."""
 
     def parameters(self, answer: bytes) -> bytes | None:
-        """Return what the second leg needs from the first one's answer, as members of a JSON object.
+        """Return the part of the first leg's answer that the second leg needs, as members of a JSON object.
 
         None if the engine did not keep the cache; b"" if the answer ended with its first token, so that no second leg
         is needed. Raises ValueError if `answer` is not a valid answer.
@@ -65,34 +68,34 @@ class Transfer(ABC):
         return None
 
     def fetched_from(self, parameters: bytes) -> str:
-        """Return where the second replica fetches the cache, HOST:PORT from `parameters`; "" if they do not say."""
+        """Return HOST:PORT where the second replica fetches the cache, from `parameters`; "" if they do not say."""
         return ""
 
     def second_body(self, body: bytes, parameters: bytes) -> bytes:
-        """Return the second leg's body: the client's, with the source of the cache."""
+        """Return the second leg's body: the client's, with the members that `parameters` returned."""
         return with_first(body, parameters)
 
 
 class MeetingTransfer(Transfer):
-    """A transfer whose legs are sent at once: both bodies get what the engines need to find each other."""
+    """A transfer whose two legs are sent at the same time, with members by which the engines find each other."""
 
-    meets_at: int  # the port of a replica's bootstrap server if its URL gives none
+    meets_at: int  # the port of a replica's bootstrap server, unless the replica's URL gives one
     ids_path: str  # the path that reports the ids of the engines there
 
     @abstractmethod
     def meet(self, meeting: Meeting) -> tuple[bytes, bytes]:
-        """Return members of the two legs' JSON objects with which the engines find each other.
+        """Return, for the first and the second leg's JSON object, the members by which the engines find each other.
 
-        Each call makes a new rendezvous: a failed one is never reused.
+        Each call makes a new id of the transfer, as that of a failed transfer must not be used again.
         """
 
     @abstractmethod
     def engine_ids(self, told: dict[str, Any]) -> dict[int, str]:
-        """Return the engines' ids by data-parallel rank, from the answer of `ids_path`."""
+        """Return the engines' ids by data-parallel rank, from the answer at `ids_path`."""
 
 
 def one_token(path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Change a request to one token, not streamed, and return it."""
+    """Change a request in place so that it asks for one token and no stream; return it. `path`: of its API."""
     limits = _LIMITS[path]
     for name in _LATER:
         request.pop(name, None)
@@ -104,9 +107,10 @@ def one_token(path: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_sequence(body: bytes, field: str) -> dict[str, Any] | None:
-    """Return the request in a body, or None if it cannot be split.
+    """Return the request in a body, or None if it cannot be split into two legs.
 
-    Several sequences cannot share one transfer, and a request with `field` is already a leg of another gateway's.
+    Several sequences cannot share one transfer. `field`: the transfer's own field; a request that has it is already a
+    leg made by another gateway.
     """
     request = json_object(body)
     if request is None or field in request or request.get("n") not in (None, 1):
@@ -115,7 +119,7 @@ def one_sequence(body: bytes, field: str) -> dict[str, Any] | None:
 
 
 def with_first(body: bytes, members: bytes) -> bytes:
-    """Return a JSON object with these members in front; the rest is not serialized again."""
+    """Return the JSON object in `body` with these members added in front, without serializing it again."""
     at = body.index(b"{") + 1
     return b"".join((body[:at], members, b",", body[at:]))
 

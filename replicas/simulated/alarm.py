@@ -1,7 +1,8 @@
-"""Sleeps accurate to a tenth of a millisecond; event loops' timers count whole ones, and a step may take two.
+"""Sleeps that are accurate to a tenth of a millisecond.
 
-With uvloop's timer a profile's 1.9 ms between tokens came out as 1, 2 or 3. A Linux timerfd has a finer resolution, and
-the loop watches it like any file. Elsewhere the loop's timer is used.
+Event loops' timers count whole milliseconds, and a step of an engine may take two: with uvloop's timer a profile's
+1.9 ms between tokens came out as 1, 2 or 3 ms. A Linux timerfd has a finer resolution, and the loop watches it like any
+file. On other systems the loop's timer is used.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class Alarm:
-    """A timer for one sleeper at a time. `wake()` ends a sleep that may be disturbed."""
+    """A timer for one sleeper at a time. `wake` ends a sleep that was begun with `disturbed`."""
 
     def __init__(self):
         self._fd = _libc.timerfd_create(_MONOTONIC, _FLAGS) if _libc else -1
@@ -30,7 +31,7 @@ class Alarm:
             self._disturbing.set_result(None)
 
     async def until(self, when: float | None, disturbed: bool = False) -> None:
-        """Sleep until `when` (time.monotonic(); None: forever) or, if `disturbed` is true, until `wake`."""
+        """Sleep until `when`, by time.monotonic() (None: forever), or, if `disturbed`, until `wake` is called."""
         if when is not None and when <= time.monotonic():
             await asyncio.sleep(0)  # let other tasks run
             return

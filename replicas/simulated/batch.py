@@ -1,7 +1,8 @@
-"""The decoding batch: one token per request and step, with work only for requests that need it.
+"""The decoding batch: each request in it gets one token in each engine step.
 
-While a request decodes, its length follows from the step number, so a step costs nothing for requests that neither
-start a block, nor fill one, nor end. Steps in which no request does can be taken at once.
+While a request decodes, its length follows from the step's number, so the simulation does nothing for a request in a
+step in which it neither starts a block, nor fills one, nor ends. Steps in which this holds for all requests (quiet
+steps) can be taken at once.
 """
 
 from collections.abc import Hashable
@@ -14,28 +15,28 @@ from .steps import EngineRequest
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """A request inside the engine. While it decodes, its length follows from the step number."""
+    """A request inside the engine. While it decodes, its length follows from the step's number and `base`."""
 
     request: EngineRequest
-    limit: int
-    reason: str
-    arrival: int
-    keys: list[Key] = field(init=False)  # grows as output fills blocks
+    limit: int  # output tokens after which it ends
+    reason: str  # why it ends then: "stop" or "length"
+    arrival: int  # its number in the order of arrival
+    keys: list[Key] = field(init=False)  # of its blocks; grows as output fills blocks
     tokens: int = field(init=False)  # prompt and output; while decoding: as of step `base`
     held: list[int] = field(default_factory=list)  # block ids
     computed: int = 0  # tokens with key/value computed; unused while decoding
     generated: int = 0  # output; while decoding: as of step `base`
     reported: int = 0  # output tokens already reported
     cached: int = -1  # cache hits at first admission; -1: never admitted
-    order: int = 0
+    order: int = 0  # its number in the order of admission
     base: int = 0  # the step that ended its prefill
-    due: int = -1  # the next step that needs to handle it
+    due: int = -1  # the next step in which it needs work
     finish: int = -1  # the step that yields its last token
-    run: Run | None = None  # what it fetches, or has fetched
+    run: Run | None = None  # the blocks that it fetches, or has fetched, from host memory
     ready: float = 0.0  # when the fetch is complete
     stored: int = 0  # blocks that the engine's cache had from the start, or that were fetched into it
     offered: int = 0  # chunks that were offered to host memory
-    beside: list[list[int | None]] = field(default_factory=list)  # block ids of further cache groups, see `Groups`
+    beside: list[list[int | None]] = field(default_factory=list)  # its block ids in further cache groups (`Groups`)
     junction: int = 0  # blocks that full attention had at admission, if the other groups had fewer
 
     def __post_init__(self):
@@ -43,7 +44,7 @@ class Sequence:
 
 
 class Batch:
-    """The requests that decode, in order of admission. Pure: the engine begins steps and adds and removes requests."""
+    """The requests that decode, in order of admission; the engine begins steps, and adds and removes requests."""
 
     __slots__ = ("now", "context", "sequences", "_due", "_block_size")
 
@@ -63,7 +64,7 @@ class Batch:
         self.plan(sequence)
 
     def leave(self, sequence: Sequence, last: int) -> None:
-        """Remove a request; `last` is the last step that gave it a token."""
+        """Remove a request; `last`: the number of the last step that gave it a token."""
         del self.sequences[sequence.request.id]
         sequence.tokens += last - sequence.base
         sequence.generated += last - sequence.base
@@ -71,7 +72,7 @@ class Batch:
         sequence.due = sequence.finish = -1
 
     def plan(self, sequence: Sequence) -> None:
-        """Note the next step in which a decoding request starts a block, fills one or ends."""
+        """Compute and note the next step in which a decoding request starts a block, fills one or ends."""
         size = self._block_size
         offset = (sequence.tokens + self.now - sequence.base - 1) % size  # of the next token, within its block
         wait = 1 if offset == 0 else size - offset + (sequence.request.output_blocks is None)
@@ -81,7 +82,7 @@ class Batch:
     def due(self) -> list[Sequence]:
         """Return the requests that need work in this step, first admitted first.
 
-        An entry may be outdated because the request left the batch, or be listed twice.
+        A request may be in the list twice. Entries for requests that left the batch meanwhile are left out.
         """
         now = self.now
         due = [sequence for sequence in self._due.pop(now, ()) if sequence.due == now]
@@ -94,6 +95,6 @@ class Batch:
         return min(self._due) - self.now - 1
 
     def leap(self, steps: int) -> None:
-        """Take `steps` quiet steps."""
+        """Take `steps` quiet steps (those that need no work) at once."""
         self.now += steps
         self.context += steps * len(self.sequences)

@@ -1,11 +1,13 @@
 """The simulated engine's KV blocks: reference counts, a free queue in LRU order, and the prefix cache.
 
-Follows vLLM v1's block pool. A block is an index. Every unused block is in the free queue, cached or not; the head of
-the queue is taken first, and then no longer cached. Two blocks may hold the same key: a prompt that ends on a block's
-edge computes its last block again, and vLLM keeps both copies, reports each as stored and each as removed.
+This follows vLLM v1's block pool. A block is an index. Every block that no request uses is in the free queue, whether
+it is cached (holds the KV of a key, so that it can be a hit) or not. The block at the queue's head is taken first; then
+it is no longer cached. Two blocks may hold the same key: a prompt that ends on a block's edge computes its last block
+again, and vLLM keeps both copies, and reports each of them as stored and as removed.
 
-The queue has three parts, taken in this order: blocks released with nothing cached in them, last released first; blocks
-never used, of which only the number is kept, since a simulated fleet has millions; the rest by age.
+The queue has three parts, taken in this order: blocks that were released with nothing cached in them, last released
+first; blocks that were never used, of which only the number is kept, since a simulated fleet has millions; all other
+blocks, longest unused first.
 """
 
 from collections import OrderedDict, deque
@@ -15,7 +17,7 @@ Key = Hashable
 
 
 class BlockPool:
-    """A pool of `num_blocks`, counted as in vLLM: block 0 is its null block and is never handed out."""
+    """A pool of `num_blocks` blocks, counted as in vLLM: block 0 is the null block, which no request gets."""
 
     def __init__(self, num_blocks: int):
         self.usable = num_blocks - 1
@@ -28,7 +30,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that no request uses, whether or not they still hold something cached."""
+        """The number of blocks that no request uses, cached or not."""
         return len(self._free) + len(self._blank) + self._num_blocks - len(self._uses)
 
     @property
@@ -47,11 +49,11 @@ class BlockPool:
         return list(iter(map(self._cached.get, keys[:limit]).__next__, None))
 
     def block(self, key: Key) -> int | None:
-        """Return the block that is a hit for this key, or None."""
+        """Return the block that is cached for this key, or None."""
         return self._cached.get(key)
 
     def idle(self, blocks: list[int]) -> int:
-        """Return how many of `blocks` are in the free queue (using them takes room there)."""
+        """Return how many of `blocks` are in the free queue, which gets shorter by so many if a request uses them."""
         uses = self._uses
         return sum(1 for block in blocks if not uses[block])
 
@@ -63,7 +65,7 @@ class BlockPool:
             uses[block] += 1
 
     def take(self, count: int, removed: list[Key]) -> list[int]:
-        """Take `count` blocks from the head of the free queue; append the keys that they held to `removed`."""
+        """Take `count` blocks from the head of the free queue; append the keys they were cached for to `removed`."""
         blank = self._blank
         taken = blank[: -count - 1 : -1]
         del blank[len(blank) - len(taken) :]
@@ -108,7 +110,7 @@ class BlockPool:
             del self._copies[key]
 
     def store(self, blocks: Sequence[int], keys: Sequence[Key]) -> None:
-        """Make full blocks hits for `keys`."""
+        """Cache full blocks: each becomes a hit for its key."""
         cached, key_of = self._cached, self._key_of
         for block, key in zip(blocks, keys):
             key_of[block] = key
@@ -120,9 +122,9 @@ class BlockPool:
                 self._copies.setdefault(key, []).append(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release a request's blocks, last first, so that its tail is evicted before its head.
+        """Release a request's blocks, last first, so that its last blocks are evicted before its first ones.
 
-        Blocks that hold nothing cached go to the head of the queue: losing them costs nothing.
+        Blocks that are not cached go to the head of the free queue: losing them costs nothing.
         """
         uses, key_of, free = self._uses, self._key_of, self._free
         for block in reversed(blocks):
@@ -135,7 +137,7 @@ class BlockPool:
                     free[block] = None
 
     def clear(self) -> bool:
-        """Empty the prefix cache; return False and do nothing while a request holds blocks, as in vLLM."""
+        """Empty the prefix cache and return True; return False and do nothing while a request uses blocks, as vLLM."""
         if self.free != self.usable:
             return False
         self._cached.clear()

@@ -16,7 +16,7 @@ ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags; those that vLLM has too mean the same as there. Flags of the profile's fields have their names."""
+    """Add the flags; flags that vLLM has too mean the same, and flags that replace a profile's field have its name."""
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(args: argparse.Namespace):
-    """Return the profile with the flags that were given in place of its fields."""
+    """Return the profile, with the flags that were given in place of its fields."""
     from .offload import LMCACHE_TOKENS
     from .profile import Profile, load_profile
 
@@ -113,7 +113,7 @@ def _refuse(why: object) -> int:
 
 
 def _check_ports(args: argparse.Namespace) -> None:
-    """Raise ValueError if two servers of this engine were given one port."""
+    """Raise ValueError if the flags give two servers of this engine the same port."""
     given = {"--port": args.port}
     if not args.no_events:
         given |= {"--events-port": args.events_port, "--replay-port": args.replay_port}
@@ -123,7 +123,7 @@ def _check_ports(args: argparse.Namespace) -> None:
 
 
 def _load(model_dir: Path, seed: int) -> tuple:
-    """Return the model's tokenizer and replies. Raises ValueError if they cannot be made."""
+    """Return the model's `Tokens` and `Replies`. Raises ValueError if they cannot be made."""
     from .replies import Replies
     from .tokens import Tokens
 
@@ -182,7 +182,10 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
 
 
 async def _until_told(runner, publisher, http) -> int:
-    """Run until a signal (0) or until one of the engine's tasks fails (1): a dead engine must not look alive."""
+    """Run until SIGTERM or SIGINT, or until one of the engine's tasks fails, as a dead engine must not look alive.
+
+    Returns the exit status: 0 after a signal, 1 after a failure.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,6 +1,6 @@
-"""The API formats of answers: chat completions, completions, responses and messages, whole or as a stream.
+"""The formats of answers in each API: chat completions, completions, responses and messages, whole or as a stream.
 
-A dialect makes bytes, the server sends them.
+A `Dialect` makes the bytes of an answer; the server sends them.
 """
 
 import base64
@@ -23,10 +23,11 @@ def event(data: dict, name: str | None = None) -> bytes:
 
 
 class Dialect:
-    """One request's answer in one API.
+    """One request's answer in one API's format.
 
-    `begin` (of a sequence), `tokens` (its tokens start..end) and `close` (after the last sequence ended) make a stream;
-    `whole` is the answer in one piece.
+    `whole` makes the answer in one piece. A stream is made by `announce`, then for each sequence `begin` and `tokens`
+    (its tokens from `start` to `end`), and `close` after the last sequence has ended.
+    `body`: the request. `show_cached`: usage has the number of cached tokens. `n`: sequences for each prompt.
     """
 
     def __init__(self, id: str, model: str, body: dict, show_cached: bool, n: int = 1):
@@ -37,11 +38,11 @@ class Dialect:
         self.token_ids = bool(body.get("return_token_ids"))
 
     def announce(self) -> bytes:
-        """Return what a stream sends before anything is computed."""
+        """Return the bytes that a stream sends before anything is computed."""
         return b""
 
     def begin(self, generation: Generation, index: int) -> bytes:
-        """Return what precedes a sequence's first token."""
+        """Return the bytes that precede a sequence's first token; `index`: the sequence's number in the answer."""
         return b""
 
     def error(self, body: dict) -> bytes:
@@ -51,8 +52,8 @@ class Dialect:
     def usage(self, generations: list[Generation], streamed: bool = False) -> dict:
         """Return vLLM's usage object; a prompt with `n` sequences counts once.
 
-        The cached tokens are those of one sequence: in a stream the first that answered, else the one of the last
-        prompt that ended last (seen with 0.28).
+        The cached tokens are those of one sequence: in a stream, of the sequence that answered first; in a whole
+        answer, of that sequence of the last prompt which ended last (seen with 0.28).
         """
         sent = sum(generation.sent for generation in generations)
         prompts = generations[:: self.n]
@@ -72,7 +73,8 @@ class Dialect:
 class _OpenAI(Dialect):
     """The common part of chat completions and completions.
 
-    A subclass has `object` (of a whole answer), `chunk` (of a streamed part) and `_said` (a text in a choice).
+    A subclass has `object` and `chunk`, the names of a whole answer's and a streamed part's type, and `_said`, which
+    returns the members of a choice that have the text.
     """
 
     object = chunk = ""
@@ -94,7 +96,7 @@ class _OpenAI(Dialect):
         return {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
 
     def _choice(self, generation: Generation, index: int, start: int = 0, end: int | None = None) -> dict:
-        """Return the tokens `start` to `end` as a streamed choice; all of them as a whole one without `end`."""
+        """Return the tokens `start` to `end` as a choice of a stream; with `end` None, all as the whole answer's."""
         last, text = end in (None, len(generation.ids)), "".join(generation.pieces[start:end])
         return {
             "index": index,
@@ -238,9 +240,9 @@ class Responses(Dialect):
 
 
 class Messages(Dialect):
-    """Anthropic's Messages; `input_tokens` exclude cached tokens, which have a field of their own.
+    """Anthropic's Messages; `input_tokens` excludes cached tokens, which have a field of their own.
 
-    vLLM 0.28 and 0.32 also exclude newly stored tokens, as `cache_creation_input_tokens`.
+    vLLM 0.28 and 0.32 also exclude newly stored tokens, which they report as `cache_creation_input_tokens`.
     """
 
     def _message(self, generation: Generation, content: list, sent: int, ended: dict) -> dict:
@@ -301,7 +303,10 @@ class Messages(Dialect):
 
 
 def embeddings(id: str, model: str, generations: list[Generation], size: int, encoding: str | None) -> dict:
-    """Return an embedding per prompt: a unit vector that depends on its ids alone."""
+    """Return an answer of /v1/embeddings: for each prompt a unit vector of `size` that depends on its ids alone.
+
+    `encoding`: "base64", or None for a list of numbers.
+    """
     data = []
     for index, generation in enumerate(generations):
         rng = random.Random(generation.prompt.tobytes())

@@ -1,36 +1,39 @@
-"""A step-level model of vLLM v1's scheduler and prefix cache: pure, no clock, no I/O.
+"""A model of vLLM v1's scheduler and prefix cache, step by step, without a clock or I/O.
 
-`Engine.step()` does one scheduler step and returns how long it takes by the profile. The server sleeps that long; a
-simulation adds it to its virtual clock. It follows these rules:
+`Engine.step()` does one scheduler step and returns how long it takes by the profile. The server sleeps so long; a
+simulation adds the time to its virtual clock. A step follows these rules:
 
 - Running requests come first, in the order they were admitted, one token each; a prompt that did not fit in the step's
   token budget continues; then waiting requests, first come first served, until the budget, `max_num_seqs` or the
   blocks run out. Only the last request admitted can have part of its prompt still to do, since it took what was left
   of the budget.
 - A waiting request is admitted only if its whole prompt fits in free blocks (vLLM's `scheduler_reserve_full_isl`, on by
-  default), and starts after the longest cached prefix. The token after that is always computed, so at most
+  default), and starts after the longest cached prefix. The prompt's last token is always computed, so at most
   (tokens - 1) // block_size blocks are hits.
-- With `scheduling_policy` priority, waiting requests are ordered by priority, the lower first, then by arrival, and the
-  running request that is last in that order is preempted.
-- A block is a hit from the moment the step that fills it is scheduled: a later request of the same step can already
-  use it.
+- With `scheduling_policy` priority, waiting requests are ordered by priority, the lowest number first, then by arrival,
+  and the running request that is last in that order is preempted.
+- A block is a hit from the moment when the step that fills it is scheduled: a later request of the same step can
+  already use it.
 - If no block is left for a running request, the last one admitted is preempted: it gives up its blocks and returns to
   the head of the waiting queue, and nothing else is admitted in that step.
 - The key/value of a request's last output token is never computed.
-- With further cache groups (`groups`) each block of tokens takes one block in every group, a hit is one in all of them,
-  and blocks that a window has passed are released before new ones are taken.
-- With host memory behind the cache (`offload`), blocks that a waiting request finds there after its cached prefix are
-  fetched while other requests run; they count as cached. A request that is fetched to the end of its prompt computes
-  only the last token.
+- With further cache groups (`groups`) each block of tokens takes one block in every group, a hit has to be a hit in all
+  of them, and blocks that a window has passed are released before new ones are taken.
+- With host memory behind the cache (`offload`), blocks that host memory has of a waiting request after its cached
+  prefix are fetched while other requests run; they count as cached. A request whose prompt is fetched to the end
+  computes only the last token.
 
-Requests that only decode cost nothing in most steps: a request needs work when it needs a block, fills one or ends, so
-a step's cost does not grow with the batch unless `every_token` is set. Steps without such work need not be taken one by
-one: `ahead` returns when they end, `leap` takes them at once.
+The simulation does nothing for decoding requests in most steps: a request needs work when it needs a block, fills one
+or ends, so a step's cost does not grow with the batch unless `every_token` is set. Steps without such work need not be
+taken one by one: `ahead` returns when they end, `leap` takes them at once.
 
 Compared with Dynamo 1.6.1's offline replay (8 engines, round robin, the Mooncake conversation trace, profile gpu-8b),
-this model gives hit rate and TTFT mean / p99 in ms of .050 and 362 / 2285 where that has .050 and 359 / 2199 (16,384
-blocks), at twice the speed .049 and 1368 / 18317 for .051 and 1376 / 18387; with 65,536 blocks .082 and 317 / 2079 for
-.082 and 321 / 2049, and .083 and 348 / 2181 for .082 and 347 / 2148.
+by hit rate and TTFT mean / p99 in ms:
+                                    this model            Dynamo
+    16,384 blocks                   .050  362 /  2285     .050  359 /  2199
+    16,384 blocks, twice the speed  .049 1368 / 18317     .051 1376 / 18387
+    65,536 blocks                   .082  317 /  2079     .082  321 /  2049
+    65,536 blocks, twice the speed  .083  348 /  2181     .082  347 /  2148
 """
 
 from collections import deque
@@ -49,8 +52,8 @@ __all__ = ["Cleared", "Counters", "Engine", "EngineRequest", "Output", "Removed"
 class Engine:
     """One simulated engine.
 
-    `every_token`: report each token of each request (a server streams them); otherwise a request is reported with its
-    first token and when it ends.
+    `every_token`: report each token of each request, as a server streams them; otherwise an `Output` comes only with a
+    request's first token and at its end.
     """
 
     def __init__(self, profile: Profile, every_token: bool = False):
@@ -95,23 +98,26 @@ class Engine:
         return self._groups.longest(request_blocks, hits) if self._groups else hits
 
     def found(self, request_blocks: list[Key], prompt_tokens: int) -> int:
-        """Return how many blocks would be found, in the cache and then in host memory."""
+        """Return how many leading blocks of a prompt would be found now, in the cache and then in host memory."""
         start = self.cached(request_blocks, prompt_tokens)
         return self._offload.find(request_blocks, start, prompt_tokens // self._size).end if self._offload else start
 
     def passes_on(self, request_blocks: list[Key]) -> int:
-        """Return how many leading blocks of a prompt another engine may fetch from here."""
+        """Return how many leading blocks of a prompt another engine may fetch from this one's host memory."""
         return self._offload.passes_on(request_blocks) if self._offload else 0
 
     def take_in(self, request: EngineRequest, start: int, end: int) -> None:
-        """Put blocks that another engine passed on into host memory, for a request that is about to be added."""
+        """Put blocks `start` to `end` of a request, which another engine passed on, into host memory.
+
+        Call this before `add`.
+        """
         if self._offload is not None:
             self._offload.take_in(request, request.blocks, start, end, self._pending)
             self._settled = False
 
     @property
     def to_prefill(self) -> list[Sequence]:
-        """The requests whose prompts are not all computed: first the one that is begun, then those that wait."""
+        """The requests whose prompts are not computed completely: first the one that is begun, then those that wait."""
         return [*([self._partial] if self._partial is not None else []), *self._waiting]
 
     def add(self, request: EngineRequest) -> None:
@@ -145,7 +151,7 @@ class Engine:
         waiting.insert(place, sequence)
 
     def abort(self, id: Hashable) -> bool:
-        """Drop a request and free its blocks; return False if it is not here (it may have ended)."""
+        """Drop a request and free its blocks; return False if the engine does not have it (any more)."""
         if (sequence := self._all.pop(id, None)) is None:
             return False
         self._settled = False
@@ -169,10 +175,10 @@ class Engine:
         return sequence is not None
 
     def reset_prefix_cache(self, external: bool = False) -> bool:
-        """Empty the prefix cache; return False and do nothing while requests hold blocks.
+        """Empty the prefix cache and return True; return False and do nothing while requests use blocks.
 
-        It is reported with the next step, as in vLLM. Host memory stays; with `external` it is emptied too, which is
-        not reported.
+        The next step reports the event, as in vLLM. Host memory keeps its blocks; with `external` it is emptied too,
+        without an event.
         """
         if not self.pool.clear():
             return False
@@ -182,7 +188,7 @@ class Engine:
         return True
 
     def step(self) -> Step | None:
-        """Schedule and do one step; return None when there is nothing to do before something else happens."""
+        """Schedule and do one step; return None if there is nothing to do until a request is added or let go."""
         if not self._all:
             return None
         batch = self.batch
@@ -212,9 +218,9 @@ class Engine:
         return step
 
     def ahead(self, now: float) -> list[float]:
-        """Return when the next step, begun at `now`, and its successors end, as long as only decoding lengths change.
+        """Return when each of the next steps ends, as far as the requests only decode; the first begins at `now`.
 
-        In these steps no block is begun or filled, and no request starts, ends or waits for what they could free.
+        In these steps no block is started or filled and no request ends, so that no waiting request can start.
         """
         batch, durations = self.batch, self.durations
         if not self._settled or not batch.sequences or self._every_token:
@@ -228,7 +234,7 @@ class Engine:
         return ends
 
     def leap(self, steps: int) -> None:
-        """Take `steps` of the steps that `ahead` returned."""
+        """Take the first `steps` of the steps that `ahead` returned, at once."""
         self.batch.leap(steps)
         self.durations.taken(steps)
         self.counters.steps += steps
@@ -237,7 +243,7 @@ class Engine:
     # ---- decoding requests
 
     def _grow(self, step: Step) -> list[Sequence]:
-        """Get blocks for requests whose next token starts or fills one; return those that had work and still run."""
+        """Do the work of requests whose next token starts or fills a block; return those of them that still run."""
         now, alive = self.batch.now, []
         for sequence in self.batch.due():
             if sequence.due != now:  # preempted for one before it, or listed twice
@@ -256,7 +262,7 @@ class Engine:
         return alive
 
     def _room_for_one(self, sequence: Sequence, step: Step) -> bool:
-        """Take one more block, by preemption if needed; return False if the request itself was preempted."""
+        """Take one more block for a request, by preemption if needed; return False if it was preempted itself."""
         while self.pool.free < self._width:
             if self._by_priority:
                 partial = [self._partial] if self._partial is not None else []
@@ -288,7 +294,10 @@ class Engine:
     # ---- prompts
 
     def _prefill(self, step: Step, budget: int, ended: list[Sequence]) -> float:
-        """Continue the prompt that was begun, then admit; return the pairs of tokens attended (see `StepTime`)."""
+        """Continue the prompt that was begun, then admit waiting requests, within `budget` tokens.
+
+        Returns the step's `pairs` for `StepTime.seconds`. Requests whose prompts are complete are added to `ended`.
+        """
         pairs = 0.0
         sequence = self._partial
         if sequence is not None and budget > 0:
@@ -336,7 +345,7 @@ class Engine:
         return pairs
 
     def _fetch(self, sequence: Sequence, hits: list[int], run: Run, step: Step) -> None:
-        """Begin to fetch the chunks that host memory has."""
+        """Admit a request, and begin to fetch the chunks of its prompt that host memory has (`run`)."""
         computed = min(run.end * self._size, sequence.tokens - 1)
         self._admit(sequence, hits, computed, run.end * self._size if self._offload.counts_last else computed)
         sequence.run, sequence.stored = run, len(hits)
@@ -345,14 +354,17 @@ class Engine:
         self._fetching.append(sequence)
 
     def _promised(self, asked: Sequence | None = None) -> int:
-        """Return the blocks that fetching and fetched requests still need for their prompts, except `asked`."""
+        """Return how many blocks other requests, which fetch or have fetched, still need for their prompts.
+
+        `asked`: a request to leave out.
+        """
         if self._offload is None:
             return 0
         those = [*self._fetching, *[one for one in self._waiting if one.held]]
         return sum([self._blocks(one.tokens) - len(one.held) for one in those if one is not asked])
 
     def _end_fetches(self, step: Step) -> None:
-        """Put completed fetches into the engine's cache, and let their requests compute the rest next."""
+        """Put the blocks of completed fetches into the engine's cache, and queue their requests first."""
         there = [one for one in self._fetching if one.ready <= self._elapsed]
         self._fetching = [one for one in self._fetching if one.ready > self._elapsed]
         for sequence in there:
@@ -380,9 +392,10 @@ class Engine:
         return -(-tokens // self._size)
 
     def _admit(self, sequence: Sequence, hits: list[int], computed: int, found: int = 0) -> None:
-        """Admit a request with its hits.
+        """Admit a request with its cached blocks (`hits`).
 
-        `computed`: tokens that need not be computed; `found`: tokens found here and in host memory, 0 for `computed`.
+        `computed`: how many of its tokens need not be computed. `found`: how many count as found in the cache and in
+        host memory; 0: as many as `computed`.
         """
         self.pool.use(hits)
         sequence.held = hits
@@ -403,7 +416,7 @@ class Engine:
                     counters.external_hits += sequence.cached - local
 
     def _receive(self, sequence: Sequence, received: int, step: Step) -> None:
-        """Take the tokens that another engine computed, except the last one, which is always computed here."""
+        """Store the blocks of the first `received` tokens, which another engine computed, but not the prompt's last."""
         before, after = sequence.computed, min(received, sequence.request.prompt_tokens - 1)
         if after > before:
             self._extend(sequence, self._blocks(after) - len(sequence.held), step)
@@ -411,7 +424,10 @@ class Engine:
             self._fill(sequence, before // self._size, after, step)
 
     def _compute(self, sequence: Sequence, new: int, step: Step, ended: list[Sequence]) -> float:
-        """Compute `new` tokens of its prompt (after a preemption: of prompt and output)."""
+        """Compute `new` tokens of a request's prompt (after a preemption: of its prompt and output).
+
+        Returns the pairs of tokens attended.
+        """
         before = sequence.computed
         sequence.computed = after = before + new
         need = self._blocks(after) - len(sequence.held)
@@ -449,7 +465,7 @@ class Engine:
         return taken
 
     def _fill(self, sequence: Sequence, start: int, tokens: int, step: Step) -> None:
-        """Make the blocks from `start` that `tokens` computed tokens fill hits."""
+        """Cache the blocks of a request from block `start` on that are full, as it has `tokens` computed tokens."""
         end, keys, output_blocks = tokens // self._size, sequence.keys, sequence.request.output_blocks
         if output_blocks is None:
             end = min(end, len(keys))
@@ -469,7 +485,10 @@ class Engine:
                 sequence.offered = chunks
 
     def _report(self, step: Step, due: list[Sequence], ended: list[Sequence]) -> None:
-        """Add the step's outputs: ended requests leave, completed prompts start to decode."""
+        """Add the step's outputs; requests that end leave the batch, and those with complete prompts join it.
+
+        `due`: decoding requests that had work. `ended`: requests whose prompts this step completed.
+        """
         batch, outputs = self.batch, step.outputs
         now = batch.now
         if self._every_token:
@@ -507,5 +526,5 @@ class Engine:
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
-    """Return the scheduling order by priority: the lowest goes first."""
+    """Return a request's place in the order by priority; the lowest goes first."""
     return sequence.request.priority, sequence.arrival

@@ -1,4 +1,4 @@
-"""Injected faults: POST /faults makes the engine fail in the ways real ones do, to test what is in front of it."""
+"""Injected faults: POST /faults makes the simulated engine fail as real engines do, to test gateways and clients."""
 
 import random
 from typing import Annotated
@@ -9,7 +9,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Faults(BaseModel):
-    """The faults that are still to happen. Each fault that happens lowers its count by one."""
+    """The faults that are still to happen. A count is lowered by one each time its fault happens."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -26,11 +26,11 @@ class Faults(BaseModel):
     _dice: random.Random = PrivateAttr(default_factory=lambda: random.Random(0))
 
     def happens(self, name: str) -> bool:
-        """Return whether a fault of this kind is due now, and count it down."""
+        """Return whether the fault of this name is due now; if so, lower its count."""
         if due := getattr(self, name) > 0:
             setattr(self, name, getattr(self, name) - 1)
         return due
 
     def strikes(self) -> bool:
-        """Return whether this request belongs to the share that fails."""
+        """Return whether this request belongs to the random share that fails (`error_share`)."""
         return self.error_share > 0 and self._dice.random() < self.error_share

@@ -1,13 +1,13 @@
 """The further cache groups of a model whose layers differ, by the rules of vLLM's coordinator and managers.
 
-Besides full attention a model may have layers with a sliding window, or Mamba layers, whose state is modeled as a
-window of two tokens: the last one and the next. Each such group has its own blocks for the same tokens, from the same
-pool. A running request releases blocks that its window has passed, and these can be hits until they are taken.
+Besides full attention a model may have layers with a sliding window, or Mamba layers, whose state is modeled here as a
+window of two tokens: the last one and the next. Each such group of layers has its own blocks for the same tokens, from
+the same pool. A running request releases the blocks that its window has passed; they stay cached until they are taken.
 
-A hit has to be one in every group; in a group with a window, all blocks within the next token's window have to be
-there. With `retention` "all" (vLLM 0.28) all blocks may be hits; with "replay" (0.32) those that a later prompt can
-resume at: where this one ends, except for its last token, and where full attention had more of it than the other
-groups, so that other prompts are likely to share as much.
+A hit has to be a hit in every group; in a group with a window, all blocks within the next token's window have to be
+cached. With `retention` "all" (vLLM 0.28) all blocks are cached. With "replay" (0.32) only the blocks are cached from
+which a later prompt can resume, at two places: where this prompt ends, except for its last token, and up to where full
+attention already had this prompt and the other groups had less, as other prompts are likely to share so much.
 """
 
 from .batch import Sequence
@@ -19,9 +19,10 @@ STATE = 2  # the window that stands for a Mamba layer's state
 
 
 class Groups:
-    """The further groups' blocks of all requests of an engine.
+    """The blocks in further cache groups of all requests of an engine.
 
-    They are in `Sequence.beside`, by group: as long as `held`, with None where a block was released or never taken.
+    `Sequence.beside` has for each group a list of a request's block ids, as long as `Sequence.held`, with None where a
+    block was released or never taken.
     """
 
     def __init__(self, profile: Profile, pool: BlockPool):
@@ -30,7 +31,7 @@ class Groups:
         self._states = [not window for window in profile.windows]
 
     def longest(self, keys: list[Key], most: int) -> int:
-        """Return the blocks of the longest hit within the first `most`, which full attention has."""
+        """Return how many blocks are a hit in all groups, of the first `most`, which are a hit for full attention."""
         while True:
             before = most
             for group, window in enumerate(self._windows):
@@ -46,11 +47,11 @@ class Groups:
         return 0
 
     def idle(self, keys: list[Key], hits: int) -> int:
-        """Return how many unused blocks a request with `hits` hits will use."""
+        """Return how many blocks of the free queue a request will use in these groups if `hits` blocks are its hit."""
         return sum(self._pool.idle(self._hit_blocks(group, keys, hits)) for group in range(len(self._windows)))
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a request its hits in these groups."""
+        """Give a request its cached blocks in these groups; its hit is `sequence.held`."""
         hits = len(sequence.held)
         sequence.beside = []
         for group in range(len(self._windows)):
@@ -63,11 +64,11 @@ class Groups:
         return [self._pool.block(GroupKey(group, key)) for key in needed]
 
     def _passed(self, window: int, computed: int) -> int:
-        """Return how many blocks the next token's window no longer reaches."""
+        """Return how many leading blocks the window of the next token, after `computed` ones, no longer reaches."""
         return max(0, computed - (window - 1)) // self._size
 
     def pass_by(self, sequence: Sequence, computed: int) -> None:
-        """Release the blocks that a request's windows have passed."""
+        """Release the blocks that a request's windows have passed, as it has `computed` tokens."""
         for window, blocks in zip(self._windows, sequence.beside):
             end = min(self._passed(window, computed), len(blocks))
             start = end
@@ -81,7 +82,10 @@ class Groups:
             blocks += self._pool.take(count, removed)
 
     def fill(self, sequence: Sequence, start: int, end: int) -> list[GroupStored]:
-        """Make those of the filled blocks `start` to `end` hits that each group keeps."""
+        """Cache, in each group, those of a request's full blocks `start` to `end` that the group keeps.
+
+        Returns the events about this.
+        """
         request, keys, told = sequence.request, sequence.keys, []
         parent = keys[start - 1] if start else None
         for group, blocks in enumerate(sequence.beside):
@@ -92,7 +96,7 @@ class Groups:
 
     def _keeps(self, group: int, sequence: Sequence, at: int, end: int) -> bool:
         if self._retains_all:
-            # A step leaves the state at its end, and it also ends where full attention had more.
+            # A step leaves the Mamba state at its end; a step also ends where full attention had more of the prompt.
             return not self._states[group] or at + 1 in (end, sequence.junction)
         ends = ((sequence.request.prompt_tokens - 1) // self._size, sequence.junction)
         return any(self._passed(self._windows[group], end * self._size) <= at < end for end in ends)

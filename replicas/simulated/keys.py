@@ -1,7 +1,7 @@
 """Block keys of the simulated engine: opaque 64-bit numbers, as vLLM publishes them.
 
-They are chained like vLLM's (parent, tokens, extra keys) but are deliberately not the gateway's own hashes, and differ
-between engines with different seeds: no client may rely on recomputing them.
+They are chained like vLLM's (made of the parent's key, the tokens, and extra keys). They are deliberately not the
+gateway's own hashes, and differ between engines with different seeds: no client may rely on recomputing them.
 """
 
 from array import array
@@ -14,8 +14,8 @@ def chain(
 ) -> list[int]:
     """Return the keys of the full blocks of `ids` (unsigned 32 bit) from block `first` on.
 
-    `parent`: the key of the block before. An adapter's name is part of every block, a cache salt of block 0 only; the
-    chain carries it on.
+    `parent`: the key of the block before them. An adapter's name is hashed into every block; a cache salt only into
+    block 0, whose key the following blocks depend on.
     """
     data, width, keys = memoryview(ids).cast("B"), 4 * block_size, []
     lora = adapter.encode() if adapter else b""
@@ -28,12 +28,12 @@ def chain(
 
 
 def root(seed: int) -> int:
-    """Return the parent of an engine's first block, which depends on its seed."""
+    """Return the key that stands for the parent of a prompt's first block; it depends on the engine's seed."""
     return xxhash.xxh3_64_intdigest(b"simulated engine", seed)
 
 
 def extra_keys(adapter: str | None, salt: str | None, start: int, count: int) -> list[list[str] | None]:
-    """Return vLLM's extra keys, one entry per block: the adapter's name on each, the salt on block 0."""
+    """Return vLLM's extra keys of `count` blocks from block `start` on: the adapter's name, on block 0 also the salt."""
     every = [adapter] if adapter else None
     keys: list[list[str] | None] = [every] * count
     if salt and start == 0 and count:

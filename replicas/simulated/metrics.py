@@ -1,6 +1,6 @@
-"""The engine's Prometheus text, with the names of vLLM's series that gateways, benches and people look at.
+"""The engine's /metrics page, with those of vLLM's series that gateways, benchmarks and people look at.
 
-Written by hand, so that a scrape costs little.
+The text is put together without a library, so that making a page costs little.
 """
 
 import os
@@ -36,7 +36,7 @@ class _Histogram:
 
 
 class Metrics:
-    """The metrics that the engine itself does not count: times seen by clients, and how requests ended."""
+    """The engine's metrics; those counted here are times as clients see them, and how requests ended."""
 
     def __init__(self, engine: Engine, model: str, cache_dtype: str = "auto", has_nixl: bool = False):
         self._engine, self._cache_dtype, self._has_nixl = engine, cache_dtype, has_nixl
@@ -68,7 +68,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def _series(self) -> Iterator[tuple[str, str, str, float]]:
-        """Yield each series: kind, name, further labels, value."""
+        """Yield each series that is no histogram: kind, name without prefix, further labels, value."""
         engine, profile, counters = self._engine, self._engine.profile, self._engine.counters
         yield "gauge", "num_requests_running", "", engine.running
         yield "gauge", "num_requests_waiting", "", engine.waiting

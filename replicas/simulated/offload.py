@@ -1,13 +1,13 @@
 """Host memory behind the simulated engine's cache.
 
-Follows vLLM's offloading connector (0.28 to 0.32) with its CPU spec. Blocks that a step fills are copied at once, in
-chunks of one or more blocks; the least recently used chunks are evicted. A prompt finds the run of chunks that follows
-its blocks on the GPU. A copy exists from the step that filled its blocks; vLLM's takes some steps more, in which the
-GPU still has them.
+`Offload` follows vLLM's offloading connector (0.28 to 0.32) with its CPU spec. Blocks that a step fills are copied at
+once, in chunks of one or more blocks; the least recently used chunks are evicted. A look-up of a prompt finds the
+chunks that directly follow the prompt's blocks on the GPU. Here a copy exists from the step that filled its blocks;
+vLLM's copy takes some steps more, in which the GPU still has the blocks.
 
-`LMCache` is LMCache's server instead, as of 0.5.6 with `LMCacheMPConnector` (`lmcache/integration/vllm`): chunks of 256
-tokens, of which the end of a prompt is evicted first. A prompt is looked up in whole chunks from its beginning,
-whatever the engine holds itself, and chunks that the engine lacks are fetched; if a prompt is found to its end, the
+`LMCache` follows LMCache's server, as of 0.5.6 with `LMCacheMPConnector` (`lmcache/integration/vllm`): chunks of 256
+tokens, of which those at a prompt's end are evicted first. A prompt is looked up in whole chunks from its beginning,
+whatever the engine holds itself, and chunks that the engine lacks are fetched. If a prompt is found to its end, its
 last token is computed, and not counted as found.
 """
 
@@ -28,14 +28,14 @@ Events = list[Stored | Removed]
 
 
 class Run(NamedTuple):
-    """The blocks that a prompt finds after those on the GPU: up to block `end`; `chunks` are numbers of chunks."""
+    """The blocks of a prompt that host memory has after those on the GPU."""
 
-    end: int
-    chunks: range
+    end: int  # the block of the prompt after the last of them
+    chunks: range  # the numbers of the chunks to fetch, counted from the prompt's beginning
 
 
 class Offload:
-    """The chunks in host memory by the key of their last block, least recently used first."""
+    """The chunks in host memory: the keys of a chunk's blocks by the key of its last one, least recently used first."""
 
     counts_last = True  # a prompt found to its end counts as found completely, though its last token is computed
 
@@ -52,7 +52,10 @@ class Offload:
         return keys[(number + 1) * self.chunk - 1]
 
     def find(self, keys: Sequence[Key], start: int, blocks: int) -> Run:
-        """Return the run after the first `start` blocks of a prompt of `blocks` full ones."""
+        """Return the run of blocks that host memory has after the first `start` blocks of a prompt.
+
+        `keys`: of the prompt's blocks. `blocks`: how many full blocks the prompt has.
+        """
         first, most = start // self.chunk, min(blocks, len(keys)) // self.chunk
         end = first
         while end < most and self._last(keys, end) in self._held:
@@ -66,35 +69,35 @@ class Offload:
         return Offload.find(self, keys, 0, len(keys)).end
 
     def take_in(self, request: EngineRequest, keys: Sequence[Key], start: int, end: int, events: Events) -> None:
-        """Hold blocks that another engine has passed on, as if they had been stored here."""
+        """Store the blocks `start` to `end` of a prompt, which another engine has passed on."""
         self._put(request, keys, range(start // self.chunk, end // self.chunk), events)
 
     def reset(self) -> None:
-        """Empty it, without an event."""
+        """Empty host memory, without an event."""
         self._held.clear()
 
     def is_loading(self, keys: Sequence[Key], run: Run) -> bool:
-        """Return whether another request is fetching some of these chunks: vLLM lets the second wait for the first."""
+        """Return whether another request is fetching some of a run's chunks; vLLM lets the later request wait then."""
         return bool(self._loading) and any(self._last(keys, number) in self._loading for number in run.chunks)
 
     def load(self, request: EngineRequest, keys: Sequence[Key], run: Run, now: float, events: Events) -> float:
-        """Begin to fetch a run; return when it will be complete."""
+        """Begin at time `now` to fetch a run; return the time when it will be complete."""
         self._loading.update(self._last(keys, number) for number in run.chunks)
         self._touch(keys, run.chunks)
         self._free_at = max(now, self._free_at) + len(run.chunks) * self._seconds
         return self._free_at
 
     def loaded(self, keys: Sequence[Key], run: Run) -> None:
-        """End a fetch that is complete or no longer wanted."""
+        """Note that the fetch of a run is complete or no longer wanted."""
         self._loading -= Counter(self._last(keys, number) for number in run.chunks)
 
     def store(self, request: EngineRequest, keys: Sequence[Key], start: int, end: int, events: Events) -> None:
-        """Copy chunks `start` to `end` of a sequence, which are computed, unless they are here."""
+        """Copy the computed chunks `start` to `end` of a sequence to host memory, unless it has them."""
         self._touch(keys, range(start, end))
         self._put(request, keys, range(start, end), events)
 
     def _touch(self, keys: Sequence[Key], numbers: range) -> None:
-        """Note a use; the first chunk of a prompt counts as used last, so that its tail is evicted first."""
+        """Mark chunks as used now, a prompt's first chunk as the latest, so that its last chunk is evicted first."""
         for number in reversed(numbers):
             if (last := self._last(keys, number)) in self._held:
                 self._held.move_to_end(last)
@@ -123,11 +126,11 @@ class LMCache(Offload):
     counts_last = False
 
     def find(self, keys: Sequence[Key], start: int, blocks: int) -> Run:
-        """Return the chunks to fetch after the first `start` blocks of a prompt of `blocks` full ones."""
+        """Return the run of chunks to fetch after the first `start` blocks of a prompt with `blocks` full blocks."""
         chunks = self.passes_on(keys[:blocks]) // self.chunk
         if chunks * self.chunk <= start:
             return Run(start, range(0))
         return Run(chunks * self.chunk, range(start // self.chunk, chunks))
 
     def reset(self) -> None:
-        """Do nothing: LMCache's connectors have no such call."""
+        """Do nothing, as LMCache's connectors do not support a reset."""

@@ -1,4 +1,7 @@
-"""Pools of simulated engines on the virtual clock: kinds of engines with roles, as in `hitherto serve --pools`."""
+"""Pools of simulated engines, for simulations with a virtual clock, as `hitherto serve --pools` has them.
+
+A pool is a number of equal engines with one role: prefill, decode or both.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from .profile import Profile, load_profile
 
 
 class _Given(Table):
-    """A pool as written in the configuration."""
+    """A pool as the user writes it."""
 
     launch: int = Field(ge=1, le=4096, strict=True)  # strict: `yes` is no number
     role: Literal["prefill", "decode", "both"] = BOTH
@@ -35,10 +38,10 @@ class Pool:
 
 
 def read_pools(text: str, profile: str, changes: Mapping[str, int | None]) -> list[Pool]:
-    """Read pools from one line of YAML.
+    """Return the pools in one line of YAML.
 
-    `profile`: for pools that name none; `changes`: fields to change in all profiles. Raises ValueError with the pool
-    that is wrong and what would be right.
+    `profile`: for pools without a profile of their own. `changes`: fields to change in all profiles (None: keep).
+    Raises ValueError, which says which pool is wrong and what would be right.
     """
     try:
         given = yaml_text.load(text)
@@ -68,9 +71,9 @@ def _pool(name: str, given: _Given, profile: str, changes: Mapping[str, int | No
 
 
 def sides(roles: Sequence[str], up: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the engines that may compute prompts for others, and those that may answer such prompts.
+    """Return the engines that may compute prompts for others, and the engines that may write answers to such prompts.
 
-    `up`: the engines that run. Both lists are empty if no engine has a role.
+    `roles`: of all engines. `up`: the engines that run, as indices. Both lists are empty if all these have role both.
     """
     if all(roles[one] == BOTH for one in up):
         return [], []
@@ -78,5 +81,5 @@ def sides(roles: Sequence[str], up: Sequence[int]) -> tuple[list[int], list[int]
 
 
 def takes_whole(roles: Sequence[str], up: Sequence[int]) -> list[int]:
-    """Return the running engines that take whole requests: prefillers only if there are no others."""
+    """Return the running engines (`up`) that take whole requests: those for prefill only if there are no others."""
     return [one for one in up if roles[one] != PREFILL] or [*up]

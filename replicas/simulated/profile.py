@@ -10,24 +10,24 @@ from typing import ClassVar, Literal
 from replicas import yaml_text
 
 PROFILES = Path(__file__).parent / "profiles"
-# The least that a field may be
+# The least value of each of these fields.
 _LEAST = dict.fromkeys("block_size max_num_seqs max_num_batched_tokens max_model_len chunk_blocks".split(), 1)
 _LEAST |= {"num_blocks": 2, "cpu_blocks": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one engine step, as a fit. Coefficients are milliseconds.
+    """The time of one engine step, as a formula fitted to measurements. Coefficients are in milliseconds.
 
-    Any step costs `base`. A step with prefill in it costs, on top of that,
+    Any step takes `base`. If the step computes prompt tokens (prefill), it takes in addition
         prefill + prefill_token * t + prefill_token_squared * t^2 + attention * sum(t_i * (c_i + t_i / 2))
-    for t new prompt tokens in all, t_i of request i on top of c_i tokens in its cache. A step with
-    decoding in it costs, on top of both,
+    for t new prompt tokens in all, of which t_i belong to request i, which has c_i tokens computed already.
+    If the step decodes, it takes in addition
         max(decode_least, decode + decode_sequence * n + decode_context_token * k
                           + decode_usage * u + decode_usage_squared * u^2)
     for n sequences with k tokens of context in all. u is k divided by the cache's capacity in tokens, at most 1: shared
-    blocks are read once for each sequence, and prompts that are still being computed are not read. `spread` is no time
-    but a share: the standard deviation of the logarithm of a step's duration around this fit.
+    blocks are read once for each sequence, and prompts that are still being computed are not read. `spread` is not a
+    time but a share: the standard deviation of the logarithm of a step's duration around this formula.
     """
 
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
@@ -46,7 +46,10 @@ class StepTime:
     spread: float = 0.0
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float) -> float:
-        """Return the seconds of a step: `tokens` is t, `pairs` the sum of t_i * (c_i + t_i / 2); the others n, k, u."""
+        """Return the seconds of a step by the formula above.
+
+        `tokens`: t. `pairs`: the sum of t_i * (c_i + t_i / 2). `sequences`: n. `context`: k. `usage`: u.
+        """
         ms = self.base
         if tokens:
             by_tokens = tokens * (self.prefill_token + self.prefill_token_squared * tokens)
@@ -59,11 +62,12 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class RequestTime:
-    """The time of a request outside steps, in milliseconds: HTTP, tokenizing, the way to the scheduler and back.
+    """The time of a request outside engine steps, in milliseconds: HTTP, tokenizing, the way to the scheduler and back.
 
-    The API server's `work + token * n (+ text + text_token * n, if the prompt is text)` for a prompt of n tokens is
-    done for one request after the other; `latency` delays only the request itself. All of it is spent before the first
-    step. `busy_token * n` is further work on text while the engine is in its steps: on a CPU both need the same cores.
+    For a prompt of n tokens the API server works for `work + token * n`, and for `text + text_token * n` more if the
+    prompt is text, and for `busy_token * n` more if it is text and the engine computes meanwhile: on a CPU both need
+    the same cores. It works on one request after the other. `latency` delays only the request itself. All this time is
+    spent before the request's first step.
     """
 
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
@@ -81,7 +85,11 @@ class RequestTime:
 
 
 class StepDurations:
-    """The durations of an engine's steps. The `spread` of a step is drawn once, however often its duration is read."""
+    """The durations of an engine's steps, with random deviations by the profile's `spread`.
+
+    A step's deviation is drawn once, however often its duration is read. `differ`: durations change from step to step
+    even while the same requests decode.
+    """
 
     __slots__ = ("differ", "_time", "_speedup", "_in_use", "_chance", "_drawn")
 
@@ -95,7 +103,7 @@ class StepDurations:
         self.differ = bool(time.spread or time.decode_context_token or time.decode_usage or time.decode_usage_squared)
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, step: int = 0) -> float:
-        """Return the duration of the `step`-th step from now; the rest as for `StepTime.seconds`."""
+        """Return the duration of the `step`-th step from now; other parameters as in `StepTime.seconds`."""
         seconds = self._time.seconds(tokens, pairs, sequences, context, self._in_use(context)) / self._speedup
         if spread := self._time.spread:
             drawn = self._drawn
@@ -110,7 +118,7 @@ class StepDurations:
 
 
 class FrontEnd:
-    """The times at which requests reach the scheduler. It has no clock: the caller's times are used."""
+    """The engine's HTTP front end: it delays requests on their way to the scheduler, by the caller's clock."""
 
     __slots__ = ("_time", "_speedup", "_free")
 
@@ -120,7 +128,8 @@ class FrontEnd:
     def reaches_engine(self, arrived: float, tokens: int, text: bool = False, busy: bool = False) -> float:
         """Return when a request of `tokens` prompt tokens reaches the scheduler.
 
-        That is `arrived` if the profile has step times only. `busy`: the engine has requests running.
+        The result is `arrived` if the profile has only step times. `text`: the prompt came as text, not as ids. `busy`:
+        the engine has requests running.
         """
         self._free = max(arrived, self._free) + self._time.work_seconds(tokens, text, busy) / self._speedup
         return self._free + self._time.latency * 1e-3 / self._speedup
@@ -128,7 +137,7 @@ class FrontEnd:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One kind of engine; the names and meanings are those of vLLM's flags. `speedup` divides every duration."""
+    """One kind of engine; fields have the names and meanings of vLLM's flags. `speedup` divides every duration."""
 
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
 
@@ -142,7 +151,7 @@ class Profile:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_model_len: int = 131_072
     # Further cache groups besides full attention: the sliding window of each in tokens, 0 for a group of Mamba layers.
-    # "replay" keeps those of their blocks that a later prompt can resume at (vLLM 0.32), "all" keeps all (0.28).
+    # With "replay" the groups keep only blocks from which a later prompt can resume (vLLM 0.32), with "all" all (0.28).
     windows: tuple[int, ...] = ()
     retention: Literal["replay", "all"] = "replay"
     context_parallel: int = 1  # GPUs that share each block's tokens; /metrics reports one's share
@@ -188,14 +197,14 @@ class Profile:
 
     @property
     def context_length(self) -> int:
-        """Longest prompt plus output, in tokens: max_model_len, or the cache's capacity if that is less."""
+        """The most tokens of a prompt and its output together: max_model_len, or the cache's capacity if less."""
         return min(self.max_model_len, (self.num_blocks - 1) // (1 + len(self.windows)) * self.block_size)
 
 
 def load_profile(name_or_path: str | Path, **changes) -> Profile:
-    """Return a bundled profile by name or one from a YAML file; `changes` replace fields (None: keep).
+    """Return the bundled profile with this name, or the one in a YAML file; `changes` replace fields (None: keep).
 
-    Raises ValueError with what is wrong in the file and where.
+    Raises ValueError, which says what is wrong in the file and where.
     """
     path = PROFILES / f"{name_or_path}.yaml"
     if not path.is_file():

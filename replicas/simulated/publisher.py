@@ -1,11 +1,11 @@
-"""KV events over ZMQ as vLLM publishes them: a PUB socket, and a ROUTER that replays the last 10,000 batches.
+"""The publication of KV events over ZMQ, as vLLM does it: a PUB socket, and a ROUTER that replays 10,000 batches.
 
 A batch is three frames: topic (empty), sequence number (8 bytes, big endian, from 0), msgpack [time, events, rank].
-Events are tagged maps, as from vLLM 0.24 on.
+Events are tagged maps, as in vLLM from 0.24 on.
 
-Copies in host memory have the forms of vLLM's offloading connector: with `self_describing`, tokens and parent of the
-blocks of each chunk, otherwise only the key of each chunk's last block, without tokens and with size 0. LMCache's have
-one key for a chunk, of its own making; vLLM publishes them among its own.
+Events about copies in host memory have the forms of vLLM's offloading connector: with `self_describing`, an event has
+the tokens and the parent of a chunk's blocks, otherwise only the key of the chunk's last block, without tokens and with
+size 0. LMCache makes a key of its own for each chunk; vLLM publishes LMCache's events among its own.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ _ODD = 0x9E3779B97F4A7C15
 class Publisher:
     """The publisher of one engine's KV events.
 
-    `host`: where to listen; port 0 takes a free one. Raises ValueError if it cannot listen. Full attention is the
-    last cache group.
+    `host`: where to listen; port 0 takes a free one. Raises ValueError if it cannot listen. In events the last cache
+    group is full attention.
     """
 
     def __init__(self, host: str, port: int, replay_port: int, profile: Profile, self_describing: bool = True):
@@ -74,7 +74,7 @@ class Publisher:
     def publish(self, events: list[Stored | GroupStored | Removed | Cleared], tokens_of) -> None:
         """Publish one batch.
 
-        `tokens_of(owner of the request)` returns (ids, adapter's name, adapter's number, cache salt).
+        `tokens_of(owner)`: returns (ids, adapter's name, adapter's number, cache salt) of the request with this owner.
         """
         payload = self._encode([time.time(), list(self._told(events, tokens_of)), 0])
         self._kept.append((self.sequence, payload))
@@ -115,7 +115,7 @@ class Publisher:
             yield {"type": "BlockRemoved", "block_hashes": keys, "medium": "CPU", "group_idx": group}
 
     def _stored(self, event: Stored | GroupStored, ids, adapter, adapter_id, salt) -> dict:
-        """Return the event of filled blocks; that of a further group has the keys of those that the group keeps."""
+        """Return the event about full blocks; in a further cache group it has the keys of the blocks it keeps."""
         group, kind, end = len(self._windows), "full_attention", event.start + len(event.keys)
         if type(event) is GroupStored:
             group, end = event.group, event.end
@@ -147,7 +147,10 @@ class Publisher:
         return ids[start * self.block_size : end * self.block_size].tolist()
 
     async def serve_replay(self) -> None:
-        """Answer replay requests [client, b"", start] until cancelled: a message per kept batch, then one with -1."""
+        """Answer replay requests [client, b"", start] until cancelled.
+
+        An answer is a message for each kept batch from number `start` on, then one with the number -1.
+        """
         while True:
             client, _, start = await self._router.recv_multipart()
             for sent, (number, payload) in enumerate(list(self._kept)):
@@ -177,5 +180,5 @@ def _block_stored(keys, parent, tokens: list[int], size: int, medium: str, adapt
 
 
 def _lmcache_key(key: int) -> int:
-    """Return LMCache's key of a chunk, which differs from the engine's key of its last block."""
+    """Return LMCache's key of a chunk, made from the engine's key of the chunk's last block and different from it."""
     return (key * _ODD + 1) % (1 << 64)

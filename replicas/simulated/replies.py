@@ -1,9 +1,9 @@
 """The simulated engine's replies: plain English paragraphs, token by token, the same for the same prompt.
 
-The text is made once from a seed and tokenized once; a reply is a walk along it. If a prompt ends inside this text (a
-reply that is to be continued), the walk continues from there, as a real model at temperature 0 would: so a stream can
-be taken over by another replica and ends the same. The paragraph's end is the model's end of turn. Since the ids are
-those of real text, a reply that is sent back in the next turn has the same ids.
+All paragraphs are made once from a seed and tokenized once; a reply is one of them, cut or continued by the request's
+limits. If a prompt ends with the beginning of a reply, the answer continues that reply, as a real model at temperature
+0 would: so another replica can take a stream over, and the stream ends the same. The end of a paragraph is the model's
+end of turn. Since the ids are those of real text, a reply that is sent back in the next turn has the same ids.
 """
 
 import random
@@ -14,8 +14,8 @@ import xxhash
 from .tokens import Tokens
 
 PARAGRAPHS = 48
-# Tokens that must agree for a reply to be continued. Four distinguish replies where tokens are words; small
-# vocabularies, where they are letters, need more.
+# How many tokens at a prompt's end must agree with a reply for it to be continued, tried in turn. Four distinguish
+# replies if tokens are words; small vocabularies, whose tokens are letters, need more.
 CONTEXTS = (4, 8, 16, 32, 64)
 TRIES = 50  # texts to try for one paragraph before more tokens are compared
 
@@ -84,9 +84,9 @@ def _paragraphs(tokens: Tokens, seed: int, context: int | None) -> list[list[int
 
 
 class Replies:
-    """All text of an engine: `ids` and `pieces` (UTF-8 text of each token) run over all paragraphs in a ring.
+    """All text that an engine can reply with: all paragraphs one after the other, used as a ring.
 
-    Raises ValueError if the tokenizer has no tokens for it.
+    `ids`: the tokens. `pieces`: the text of each token. Raises ValueError if the tokenizer makes no tokens of English.
     """
 
     def __init__(self, tokens: Tokens, seed: int = 0):
@@ -120,7 +120,10 @@ class Replies:
             self._where.setdefault(self.ids[at - self.context : at].tobytes(), []).append(at)
 
     def begin(self, prompt: array) -> tuple[int, int]:
-        """Return where in the ring the reply to `prompt` (ids, unsigned 32 bit) starts, and its length in tokens."""
+        """Return the position in the ring at which the reply to `prompt` starts, and the reply's length in tokens.
+
+        `prompt`: token ids, unsigned 32 bit.
+        """
         at = self._resume(prompt)
         if at is None:
             at = self._resume_beginning(prompt)
@@ -133,9 +136,9 @@ class Replies:
         return xxhash.xxh3_64_intdigest(prompt.tobytes(), self._seed) % PARAGRAPHS
 
     def _resume_beginning(self, prompt: array) -> int | None:
-        """Return where a reply continues whose first few tokens end `prompt`, or None.
+        """Return the position of the next token if `prompt` ends with the first few tokens of its reply, else None.
 
-        The tokens before them determine the paragraph.
+        The tokens before these determine which paragraph the reply is.
         """
         for many in range(1, min(self.context, len(prompt))):
             if prompt[-many:].tobytes() in self._beginnings:
@@ -145,10 +148,10 @@ class Replies:
         return None
 
     def _resume(self, prompt: array) -> int | None:
-        """Return where the reply at the end of `prompt` continues; None if its last tokens are not from this text.
+        """Return the position of the next token if `prompt` ends with `context` or more tokens of this text, else None.
 
-        The same words occur in several places. The right one is where the agreement, going back, begins at a
-        paragraph's start, as replies do; else the longest.
+        The same tokens may occur at several positions. The right position is the one where the agreement, going back,
+        begins at a paragraph's start, as replies do; else the one with the longest agreement.
         """
         best, found = (False, 0), None
         for at in self._where.get(prompt[-self.context :].tobytes(), ()):
@@ -161,7 +164,7 @@ class Replies:
         return found
 
     def walk(self, start: int, count: int) -> tuple[list[int], list[str]]:
-        """Return `count` ids and their texts from `start` on."""
+        """Return `count` ids, and the text of each, from position `start` in the ring on."""
         size, end = len(self.ids), start + count
         if end <= size:
             return self.ids[start:end].tolist(), self.pieces[start:end]
@@ -170,7 +173,10 @@ class Replies:
 
 
 def _pieces(tokens: Tokens, ids: list[int]) -> list[str]:
-    """Return each token's text, decoded after up to three before it, since some tokenizers drop a leading space."""
+    """Return each token's text.
+
+    A token is decoded together with up to three tokens before it, since some tokenizers drop a leading space.
+    """
     pieces = []
     for at in range(len(ids)):
         before = ids[max(0, at - 3) : at]

@@ -1,4 +1,4 @@
-"""Prompts and limits from a request's JSON, for each endpoint, with the checks of vLLM that clients meet."""
+"""The reading of requests: prompts and limits from a body's JSON, with those checks of vLLM that clients encounter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ Limit = Annotated[StrictInt, Field(ge=0)] | None
 
 
 class Fields(BaseModel):
-    """The fields whose types and ranges are checked at all endpoints."""
+    """The fields of a request whose types and ranges are checked at all endpoints."""
 
     model: StrictStr | None = None
     max_tokens: Limit = None
@@ -42,11 +42,11 @@ class Adapter(BaseModel):
 
 @dataclass(slots=True)
 class Asked:
-    """A parsed request: each prompt `n` times, at most `max_tokens` (None: as many as fit) each."""
+    """A parsed request."""
 
-    prompts: list[list[int]]
-    max_tokens: int | None
-    n: int = 1
+    prompts: list[list[int]]  # token ids
+    max_tokens: int | None  # output tokens of each sequence; None: as many as fit
+    n: int = 1  # sequences for each prompt
     stream: bool = False
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
@@ -56,7 +56,7 @@ class Asked:
     text: bool = True  # the prompts came as text, not as token ids
     reads_cache: bool = True  # False computes the whole prompt for its logprobs, which cached tokens lack
     priority: int = 0
-    limit: str = "max_tokens"  # the request's name for `max_tokens`
+    limit: str = "max_tokens"  # the name of the request's field that gave `max_tokens`
 
 
 def parse(raw: bytes) -> dict:
@@ -72,7 +72,7 @@ def parse(raw: bytes) -> dict:
 
 
 def checked(model: type[Checked], body: dict) -> Checked:
-    """Return a body as `model`. Raises RequestError, which names the first field that is wrong."""
+    """Return a body as an object of `model`. Raises RequestError, which names the first field that is wrong."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -136,7 +136,10 @@ def completion(body: dict, tokens: Tokens) -> Asked:
 
 
 def texts(prompt: Any, tokens: Tokens, add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
-    """Return the ids of a prompt, which is text, ids, or a list of either."""
+    """Return the token ids of each prompt in `prompt`, which is a text, a list of ids, or a list of either.
+
+    `param`: the name of the field, for messages.
+    """
     if isinstance(prompt, str):
         return [tokens.encode(prompt, add_special_tokens)]
     if isinstance(prompt, list) and prompt:
@@ -149,7 +152,7 @@ def texts(prompt: Any, tokens: Tokens, add_special_tokens: bool, param: str = "p
 
 
 def _is_text(prompt: Any) -> bool:
-    """Return whether a prompt is a text, or a list of nothing but texts."""
+    """Return whether a prompt is a text or a list of texts."""
     return isinstance(prompt, str) or all(isinstance(part, str) for part in prompt)
 
 

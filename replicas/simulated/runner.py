@@ -1,4 +1,4 @@
-"""The engine in real time: steps it, sleeps as long as the step took, publishes events, hands out tokens."""
+"""The simulated engine in real time: a loop that makes steps, sleeps as long as each takes, and hands out results."""
 
 import heapq
 import itertools
@@ -16,32 +16,35 @@ from .profile import FrontEnd, RequestTime
 from .publisher import Publisher
 from .replies import Replies
 
-LAG = 1.0  # s; an engine further behind (after the machine slept) does not catch up
+LAG = 1.0  # s; an engine that is further behind, as after the machine slept, does not make up for the lost time
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One sequence: its request and all of its output. `tell(generation, output)` is called with tokens."""
+    """One sequence: its request, and all of its output, which is decided beforehand (`plan`).
+
+    `tell(generation, output)` is called whenever the engine has computed tokens of it.
+    """
 
     id: str
     prompt: list[int] | array
     adapter: str | None = None
     salt: str | None = None
     arrived: float = field(default_factory=time.monotonic)
-    text: bool = False  # a prompt that came as text takes longer to reach the scheduler
+    text: bool = False  # the prompt came as text, so it takes longer to reach the scheduler
     reads_cache: bool = True
     priority: int = 0
-    weights: str | None = None  # what its block keys cover: in vLLM the adapter's path as well as its name
-    ids: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    reason: str | None = None
+    weights: str | None = None  # stands for the adapter in block keys: its name and path, as in vLLM
+    ids: list[int] = field(default_factory=list)  # all output tokens
+    pieces: list[str] = field(default_factory=list)  # the text of each
+    reason: str | None = None  # why it ends: "stop" or "length"
     stop: str | None = None  # the stop string that ends it
-    sent: int = 0
-    cached: int = 0
+    sent: int = 0  # output tokens handed out
+    cached: int = 0  # prompt tokens found cached
     received: int = 0  # prompt tokens that another engine has computed
-    cached_there: int | None = None  # of these, found cached there; reported as ours
-    begun: float = 0.0
-    last: float = 0.0
+    cached_there: int | None = None  # how many of these the other engine found cached; reported as `cached`
+    begun: float = 0.0  # time of the first token
+    last: float = 0.0  # time of the last token
     tell: Callable[["Generation", Output], None] = lambda generation, output: None
     request: EngineRequest | None = None
     all_ids: array | None = None  # the prompt's and all of the output's
@@ -59,7 +62,10 @@ class Generation:
         min_tokens: int = 0,
         stop: list[str] = (),
     ) -> None:
-        """Decide all of its output: where the reply starts, and which of the limits ends it."""
+        """Decide all of the output: the reply, and which of the limits ends it.
+
+        `eos`: the id of the token that ends a turn. `room`: how many tokens fit into the context after the prompt.
+        """
         start, natural = replies.begin(self.prompt)
         limit = min(max_tokens, room)
         natural = max(natural, min_tokens, eos is None)
@@ -92,7 +98,7 @@ class Generation:
 
 
 class Runner:
-    """The engine's loop."""
+    """The loop that runs one engine in real time."""
 
     def __init__(self, engine: Engine, metrics: Metrics, publisher: Publisher | None, seed: int):
         self.engine, self.metrics, self.publisher = engine, metrics, publisher
@@ -111,7 +117,7 @@ class Runner:
     def submit(self, generation: Generation) -> None:
         """Send a generation to the scheduler, after the delay of the profile's front end.
 
-        The time since it arrived at this server counts as part of that delay.
+        The time since the request arrived at this server is part of the delay.
         """
         size, salt = self.engine.profile.block_size, generation.salt
         blocks = keys.chain(generation.prompt, size, self._root, generation.weights, salt)
@@ -145,7 +151,7 @@ class Runner:
             self._alarm.wake()
 
     def abort(self, generation: Generation) -> None:
-        """Drop a generation whose client left or wants no more; nothing happens if it has ended."""
+        """Drop a generation, as its client left or wants no more; nothing happens if the generation has ended."""
         if self._live.pop(generation.id, None) is not None:
             self.engine.abort(generation.id)
             self.metrics.ended["abort"] += 1
@@ -160,7 +166,7 @@ class Runner:
         return generation.all_ids, name, number, generation.salt
 
     async def run(self) -> None:
-        """Run until cancelled. A step's events are published at its end, before its tokens, as in vLLM."""
+        """Run until cancelled; a step's events are published at its end, before its tokens are sent, as in vLLM."""
         self._alarm = alarm = Alarm()
         try:
             await self._run(alarm)
@@ -185,7 +191,7 @@ class Runner:
             self._hand_out(step.outputs)
 
     def _admit(self) -> float:
-        """Add all due generations to the engine; return since when the first of them was due."""
+        """Add all generations to the engine that are due; return when the first of them was due (now if none is)."""
         now = first = time.monotonic()
         while self._coming and self._coming[0][0] <= now:
             due, _, generation = heapq.heappop(self._coming)

@@ -2,7 +2,7 @@
 
 As in vLLM, a stream's response head is sent as soon as the request is accepted, long before its first token; idle
 connections are closed after 5 seconds; a client that leaves aborts its request. Streamed tokens are written directly to
-the transport: a coroutine per token would cost more than everything else here.
+the transport: a coroutine for each token would cost more than everything else in this module.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from .transfers import NotThere, Prompts, Transfers, engine_id
 
 VERSION = "0.33.0+simulated"
 KEEP_ALIVE = 5.0  # s, as in vLLM's uvicorn
-HEAD_BYTES = 2**17  # of a header; uvicorn has no limit, so this is more than a gateway forwards
+HEAD_BYTES = 2**17  # the most bytes of a header; uvicorn has no limit, so this is more than a gateway forwards
 INLINE_BYTES = 256 << 10  # a body up to this size is rendered and tokenized on the event loop (about 3 ms of prose)
 EMBEDDING = 64  # dimensions of an embedding
 log = logging.getLogger(__name__)
@@ -42,7 +42,11 @@ def reply_json(data, status: int = 200) -> web.Response:
 
 
 class Server:
-    """One engine's endpoints. `adapters` are LoRA names served besides `model`."""
+    """One engine's HTTP endpoints.
+
+    `model`: the served name; `root`: the model's folder; `adapters`: names of LoRA adapters that are served too.
+    `show_cached`: usage has the number of cached tokens. `api_key`: required on all paths but /health.
+    """
 
     generates = (
         ("/v1/chat/completions", requests.chat, dialects.Chat, "chatcmpl-"),
@@ -94,7 +98,7 @@ class Server:
         return app
 
     def _tell(self, router: web.UrlDispatcher) -> None:
-        """Add the endpoints that report the engine's state, and the cache's reset."""
+        """Add the endpoints that report the engine's state, and the one that resets the prefix cache."""
         router.add_get("/health", self._empty)
         router.add_get("/version", self._version)
         router.add_get("/load", self._server_load)
@@ -155,7 +159,7 @@ class Server:
 
     @contextlib.contextmanager
     def _under_way(self, generations: list[Generation]) -> Iterator[None]:
-        """Count a request as load, and abort what is left of it at the end."""
+        """Count a request as load (GET /load), and abort generations that have not ended at the end of the block."""
         self._load += 1
         try:
             yield
@@ -165,7 +169,7 @@ class Server:
                 self.runner.abort(generation)
 
     async def _computed(self, generations: list[Generation]) -> Prompts | None:
-        """Compute prompts for another engine; None if one of them is not to be kept, since it ended by itself."""
+        """Compute prompts for another engine; return None if one ended by itself, as they must not be kept then."""
         await self._finish(generations)
         kept = all(one.reason == "length" for one in generations)
         return [(len(one.prompt), one.cached) for one in generations] if kept else None
@@ -185,7 +189,7 @@ class Server:
         return self.transfers.keep(tokens, blocks, address, generation.cached)
 
     async def _hand_over(self, request: web.Request) -> web.Response:
-        """Pass a kept prompt to another engine; with Mooncake's wire, let that wait until it is computed."""
+        """Answer another engine that fetches a prompt; with Mooncake's wire, once the prompt is computed."""
         try:
             return reply_json(await self.transfers.hand_over(request.match_info["name"], request.query.get("kind", "")))
         except NotThere:
@@ -210,7 +214,10 @@ class Server:
             raise failed()
 
     def _failure(self, asked: Asked) -> RequestError | None:
-        """Return what fails once a stream has its 200: vLLM checks a prompt's ids no sooner."""
+        """Return the error with which a stream fails after its status 200, or None.
+
+        vLLM checks a prompt's token ids only after it has sent the status.
+        """
         if (asked.stream and self.faults.happens("error_stream")) or self.faults.strikes():
             return failed()
         if not asked.text and (worst := max(map(max, asked.prompts))) >= self.tokens.vocab_size:
@@ -260,8 +267,8 @@ class Server:
     async def _finish(self, generations: list[Generation], report: Callable[..., bool] | None = None) -> None:
         """Run generations to their end.
 
-        `report(generation, first new token, whether all have ended)` is called with each step's tokens; True: it
-        failed, and nothing more is wanted.
+        `report(generation, start, ended)`: called for each step's tokens of a generation; `start`: the number of the
+        first new one; `ended`: all generations have ended. If it returns True, nothing more is wanted.
         """
         done, left = asyncio.get_running_loop().create_future(), len(generations)
 
@@ -398,7 +405,7 @@ class Server:
         return web.Response()
 
     async def _held(self, request: web.Request) -> web.Response:
-        """Return the keys of all blocks in the GPU cache, as events name them, to check a gateway's map."""
+        """Answer with the keys of all blocks in the GPU cache, as in KV events, to check a gateway's map."""
         return reply_json({"keys": self.runner.engine.pool.keys})
 
     async def _faults(self, request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""An engine's requests, and the results of its steps."""
+"""The records that go into an engine and come out of it: requests, and the results of steps."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -12,12 +12,14 @@ class EngineRequest:
     """A request to the engine.
 
     `blocks`: chained keys of the prompt's full blocks (any hashable; equal keys mean equal prefixes).
-    `output_blocks(i)` returns the key of block `i` of the whole sequence, prompt included, once output has filled it;
-    without it, blocks filled by output are never hits and raise no events. `stop_tokens`: after how many tokens the
-    model ends by itself (None: never); the output is cut at `max_tokens` and at the engine's context length.
-    `reads_cache`: False computes the whole prompt, and stores it. `received`: prompt tokens whose key/value another
-    engine has computed; they are available at once, and are no hits. `keeps`: after the request its blocks stay in use
-    until `Engine.let_go`, for another engine to fetch them. `priority`: under priority scheduling the lower goes first.
+    `output_blocks(i)`: returns the key of block `i` of the whole sequence, prompt included, once output has filled the
+    block; None: blocks that output fills are never cached, and cause no events.
+    `stop_tokens`: the output tokens after which the model ends by itself (None: never); the output also ends at
+    `max_tokens` and at the engine's context length.
+    `reads_cache`: False: the whole prompt is computed, and then cached.
+    `received`: prompt tokens whose key/value another engine has computed; they need not be computed, and are no hits.
+    `keeps`: after the request's end its blocks stay in use until `Engine.let_go`, for another engine to fetch them.
+    `priority`: under priority scheduling the lowest number goes first.
     """
 
     id: Hashable
@@ -34,25 +36,22 @@ class EngineRequest:
 
 
 class Output(NamedTuple):
-    """Tokens that a request got in a step. `tokens`: new since this request's last Output."""
+    """The output that a request got in a step."""
 
-    id: Hashable
-    tokens: int
-    first: bool
-    finished: str | None  # "stop", "length", or None while it runs
-    cached_tokens: int
+    id: Hashable  # of the request
+    tokens: int  # output tokens since this request's last Output
+    first: bool  # they include the request's first output token
+    finished: str | None  # "stop", "length", or None while the request runs
+    cached_tokens: int  # prompt tokens found cached
 
 
 class Stored(NamedTuple):
-    """Blocks of a request's sequence, from `start` on, that were filled or copied to host memory.
-
-    `parent` is the key before them.
-    """
+    """Consecutive blocks of a request's sequence that were filled, or copied to host memory."""
 
     request: EngineRequest
-    start: int
+    start: int  # the number of the first block in the sequence
     keys: list[Key]
-    parent: Key | None
+    parent: Key | None  # the key of the block before them
     tier: str = "gpu"
 
 
@@ -64,21 +63,18 @@ class GroupKey(NamedTuple):
 
 
 class GroupStored(NamedTuple):
-    """The filled blocks of a request, of `start` to `end`, that a further cache group keeps, by their keys.
-
-    `parent` is the key before all of the filled blocks.
-    """
+    """Those of a request's filled blocks that a further cache group keeps."""
 
     request: EngineRequest
-    start: int
+    start: int  # blocks `start` to `end` of the sequence were filled
     end: int
-    group: int
-    keys: list[Key]
-    parent: Key | None
+    group: int  # the number of the cache group
+    keys: list[Key]  # of the blocks that the group keeps
+    parent: Key | None  # the key of the block before `start`
 
 
 class Removed(NamedTuple):
-    keys: list[Key]  # those of further groups as GroupKey
+    keys: list[Key]  # keys of blocks in further cache groups are GroupKeys
     tier: str = "gpu"
 
 
@@ -88,7 +84,7 @@ class Cleared(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """One step of `seconds`. `events` are in the order in which the cache changed."""
+    """The results of one engine step, which takes `seconds`; `events` are in the order in which the cache changed."""
 
     seconds: float
     outputs: list[Output] = field(default_factory=list)
@@ -100,7 +96,7 @@ class Step:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start, as vLLM's metrics of these names count them (in tokens unless stated)."""
+    """Totals since the engine's start, counted like vLLM's metrics of these names: tokens, preemptions and steps."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0

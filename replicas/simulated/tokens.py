@@ -1,6 +1,6 @@
-"""Prompts of a simulated engine: chats rendered by the model's Jinja template, and text as token ids.
+"""The prompts of a simulated engine: chats rendered by the model's Jinja template, and text as token ids.
 
-What clients and agents usually send is rendered as vLLM renders it. vLLM's rendering of rare bodies is recorded in
+Bodies that clients and agents usually send are rendered as by vLLM. vLLM's rendering of rare bodies is recorded in
 `tests/gateway/prompt`, and `make test-vllm` compares with vLLM itself.
 """
 
@@ -24,7 +24,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 class RequestError(Exception):
-    """A request that the engine refuses, with the HTTP status and the fields of vLLM's error object."""
+    """An error: the engine refuses a request, with the HTTP status and the fields of vLLM's error object."""
 
     def __init__(self, message: str, status: int = 400, type: str = "BadRequestError", param: str | None = None):
         super().__init__(message)
@@ -63,7 +63,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class Tokens:
-    """A model folder's tokenizer and its chat templates, by name."""
+    """The tokenizer and the chat templates of a model folder."""
 
     between_parts = "\n"  # joins the texts of a message if the template takes one text
 
@@ -87,7 +87,7 @@ class Tokens:
         }
 
     def within(self, context_length: int) -> Self:
-        """Return the same tokens for an engine with this context length."""
+        """Return a copy of this object for an engine with this context length."""
         made = copy(self)
         made.context_length = context_length
         return made
@@ -114,14 +114,14 @@ class Tokens:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def chat(self, body: dict) -> list[int]:
-        """Return the token ids of a body with `messages`. Raises RequestError where the engine refuses it."""
+        """Return the token ids of a body with `messages`. Raises RequestError if an engine refuses such a body."""
         return self.encode(self.render(body), body.get("add_special_tokens") is True)
 
     def truncated(self, ids: list[int], body: dict, outputs: bool, side: str = "left") -> list[int]:
-        """Return what `truncate_prompt_tokens` leaves of a prompt.
+        """Return a prompt's ids, shortened to the body's `truncate_prompt_tokens` if it has this field.
 
-        -1 stands for the context length, less one token if `outputs` are wanted; `side` is where tokens are removed
-        unless the request names one.
+        Its value -1 stands for the context length, less one token if `outputs` are wanted. `side`: the end at which
+        tokens are removed unless the body says.
         """
         keep = body.get("truncate_prompt_tokens")
         if keep is None:
@@ -136,7 +136,7 @@ class Tokens:
         return ids[:keep] if (body.get("truncation_side") or side) == "right" else ids[len(ids) - keep :]
 
     def render(self, body: dict) -> str:
-        """Return the prompt's text of a body with `messages`. Raises RequestError where the engine refuses it."""
+        """Return the prompt's text for a body with `messages`. Raises RequestError if an engine refuses such a body."""
         own, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
         if not isinstance(own, dict):
             raise RequestError("`chat_template_kwargs` must be an object", param="chat_template_kwargs")
@@ -165,7 +165,7 @@ class Tokens:
         return _up_to_mark(text) if go_on else text
 
     def tools(self, given: Any) -> list[dict] | None:
-        """Return tools as vLLM shows them to a template: the fields it knows, in its order, absent ones as null."""
+        """Return tools as vLLM gives them to a template: with the fields it knows, in its order, absent ones as null."""
         if given is None:
             return None
         if not listed(given, "tools") or not all(_is_function(tool) for tool in given):
@@ -173,7 +173,7 @@ class Tokens:
         return [_tool(tool, tool["function"]) for tool in given]
 
     def _message(self, message: Any, takes_parts: bool) -> dict:
-        """Return a message as a template sees it: its content as text or parts, a tool's arguments as an object."""
+        """Return a message as a template gets it: content as text or parts, arguments of tool calls as objects."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError("each message must be an object with a `role`", param="messages")
         seen = {name: message[name] for name in ("role", "name", "tool_call_id") if message.get(name) is not None}
@@ -193,7 +193,7 @@ class Tokens:
 
 
 def listed(given: Any, name: str) -> list:
-    """Return an optional list of a request, [] if there is none. Raises RequestError if it is no list."""
+    """Return the value of an optional field of a request, [] if it is absent. Raises RequestError if it is no list."""
     if given is not None and not isinstance(given, list):
         raise RequestError(f"`{name}` must be a list", param=name)
     return given or []
@@ -228,7 +228,7 @@ def _texts(content: Any) -> list[str]:
 
 
 def _call(call: Any) -> dict:
-    """Return a tool call with its arguments as an object; anything but a JSON object becomes an empty one."""
+    """Return a tool call with its arguments as an object; arguments that are no JSON object become an empty one."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise RequestError("each tool call must be an object with a `function`", param="messages")
     arguments = call["function"].get("arguments")
@@ -241,7 +241,7 @@ def _call(call: Any) -> dict:
 
 
 def _marked(message: dict) -> dict:
-    """Return the final message with a mark after its text, where the rendered prompt is cut."""
+    """Return the final message with a mark after its text, at which the rendered prompt is cut later."""
     content = message["content"]
     if isinstance(content, str):
         return message | {"content": content + MARK}
@@ -251,7 +251,11 @@ def _marked(message: dict) -> dict:
 
 
 def _up_to_mark(text: str) -> str:
-    """Cut a prompt at the mark. A template that strips the mark's blank would have stripped the text's as well."""
+    """Return a rendered prompt up to the mark.
+
+    If the template stripped the blank at the mark's end, it would have stripped blanks after the message's text too, so
+    these are removed.
+    """
     at = text.rfind(MARK.rstrip())
     if at < 0:
         raise RequestError("`continue_final_message` is set, but the chat template does not show the final message")

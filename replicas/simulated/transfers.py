@@ -1,11 +1,11 @@
-"""Prompts' caches passed between engines: one computes a prompt and keeps it, another fetches it.
+"""Transfers of prompts' KV caches between engines: one computes a prompt and keeps it, another fetches it.
 
-With vLLM's NIXL connector the prompt is computed first and the answer has the parameters to fetch it with. With
-Mooncake's both engines have the request at the same time, and the decoding one waits at the other until the prompt is
-computed, under a name that came with both. llm-d's sidecar lets the prefiller in a header compute the prompt as with
-NIXL. The protocol is this engine's own: the fetching engine posts to the other over HTTP, which then forgets the
-prompt. Only the fact that the prompt was computed is kept: its blocks are in the prefix cache like any others, and may
-be evicted.
+With vLLM's NIXL connector the prompt is computed first, and the answer has the parameters with which to fetch it. With
+Mooncake's connector both engines get the request at the same time, with a common name, and the decoding engine waits at
+the other until the prompt is computed. llm-d's sidecar lets the prefiller that a header names compute the prompt, as
+with NIXL. The protocol between the engines is not that of vLLM: the fetching engine sends an HTTP POST to the other
+one, which then forgets the prompt. Only the fact that the prompt was computed is kept: its blocks are in the prefix
+cache like any others, and may be evicted.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Prompts = list[tuple[int, int | None]]  # for each sequence: its tokens, and how
 
 
 class NotThere(Exception):
-    """The other engine has nothing, or does not answer: with vLLM's policy `fail` the request fails."""
+    """An error: the other engine has no such prompt, or does not answer; the request fails (vLLM's policy `fail`)."""
 
 
 class Transfers:
-    """The prompts that this engine computes or keeps for others, by name, as futures.
+    """The prompts that this engine computes or keeps for other engines, by name.
 
-    `wire`: nixl, llm-d or mooncake. Engines exchange caches only if their `kind` is equal, like
-    vLLM's compatibility hash.
+    `wire`: how requests say what to transfer: nixl, llm-d or mooncake. `kind`: stands for vLLM's compatibility hash;
+    engines exchange caches only if their kinds are equal.
     """
 
     def __init__(self, wire: str, kind: str) -> None:
@@ -65,7 +65,10 @@ class Transfers:
 
     @staticmethod
     async def _of_prefiller(prefiller: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Let the prefiller compute the prompt, as llm-d's sidecar does; if it fails, the answer is the prefiller's."""
+        """Let the prefiller compute the prompt, as llm-d's sidecar does; return the transfer parameters of its answer.
+
+        Raises RequestError, with the prefiller's status, if the prefiller fails.
+        """
         if prefiller.endswith(":1"):  # stands for a prefiller that is not allowed
             raise RequestError("Forbidden: prefill target not allowed by SSRF protection", 403, "Forbidden")
         given = [name for name in LIMITS if name in body] or ["max_output_tokens" if "input" in body else "max_tokens"]
@@ -93,7 +96,10 @@ class Transfers:
         asyncio.get_running_loop().call_later(seconds, self._close, name)
 
     def keep(self, tokens: int, blocks: int, address: tuple[str, int], cached: int) -> dict[str, Any]:
-        """Keep a computed prompt; return the transfer parameters of its answer. `cached`: its tokens found cached."""
+        """Keep a computed prompt for another engine; return the transfer parameters for the answer.
+
+        `tokens`, `blocks`: of the prompt. `address`: of this engine. `cached`: how many tokens were found cached.
+        """
         name = uuid.uuid4().hex
         self._keep(name, [(tokens, cached)], LEASE)
         return {
@@ -111,7 +117,10 @@ class Transfers:
         }
 
     async def compute(self, name: str, computing: Callable[[], Awaitable[Prompts | None]]) -> None:
-        """Compute prompts for the engine that waits for them or is going to; None means that they are not kept."""
+        """Compute the prompts of a transfer for the engine that waits for them, or will do so.
+
+        `computing()`: computes them and returns them, or None if they must not be kept.
+        """
         computed, kept = self._enter(name), False
         try:
             prompts = await computing()
@@ -122,9 +131,9 @@ class Transfers:
                 self._close(name)
 
     async def hand_over(self, name: str, kind: str) -> Prompts:
-        """Return what is kept under this name and forget it; with Mooncake's wire, once it is computed.
+        """Return the prompts that are kept under this name, and forget them. Raises NotThere.
 
-        Raises NotThere.
+        With Mooncake's wire, wait until they are computed. `kind`: of the engine that fetches.
         """
         if kind != self._kind or not (self.meets or name in self._kept):
             raise NotThere
@@ -160,12 +169,12 @@ class Transfers:
 
 
 def engine_id(port: int | str) -> str:
-    """Return the id that Mooncake's bootstrap server reports of the engine on this port."""
+    """Return the engine id that Mooncake's bootstrap server reports for the engine on this port."""
     return f"engine-{port}"
 
 
 async def _post(url: str, seconds: float | None, **sent: Any) -> tuple[int, bytes]:
-    """Return the answer's status and body. Raises NotThere if there is none."""
+    """Send a POST within `seconds` (None: no limit); return the answer's status and body. Raises NotThere if none."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(seconds)) as session,

@@ -1,4 +1,4 @@
-"""Translation of OpenAI's Responses and Anthropic's Messages to the chat request that vLLM makes of them."""
+"""The translation of Responses (OpenAI) and Messages (Anthropic) bodies to the chat body that vLLM makes of them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ UNFINISHED = ("in_progress", "incomplete")
 
 
 def responses(body: dict) -> dict:
-    """Return the chat of a Responses body. An unfinished last assistant item is continued."""
+    """Return the chat body for a Responses body; if its last item is an unfinished answer, that is continued."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -30,7 +30,7 @@ def responses(body: dict) -> dict:
 
 
 def _add_item(item: dict, messages: list[dict]) -> None:
-    """Add one input item; consecutive texts, calls and thoughts of the assistant become one message."""
+    """Add one input item to the messages; the assistant's text, tool calls and thoughts in a row become one message."""
     kind = item.get("type", "message")
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -48,9 +48,9 @@ def _add_item(item: dict, messages: list[dict]) -> None:
 
 
 def _of_assistant(messages: list[dict], field: str, text: str | None = None) -> dict:
-    """Return the assistant's message at the end, with `text` in `field`.
+    """Return the assistant's message at the end of `messages`, with `text` (None: unchanged) in `field`.
 
-    A new message is added if there is none, or if its `field` already has a text.
+    A new message is added if the last one is not the assistant's, or if its `field` already has a text.
     """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or (text is not None and last.get(field) is not None):
@@ -68,7 +68,7 @@ def _first_text(content: Any) -> str:
 
 
 def anthropic(body: dict) -> dict:
-    """Return the chat of a Messages body; tool results become messages of their own."""
+    """Return the chat body for a Messages body; tool results become messages of their own."""
     system = body.get("system")
     messages = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
     first = [] if isinstance(system, str) else [{"role": "system", "content": system}]
@@ -97,7 +97,7 @@ def _system_texts(content: Any) -> list[str]:
 
 
 def _add_message(message: dict, messages: list[dict]) -> None:
-    """Add one message of a user or an assistant, after the tool results in it."""
+    """Add a user's or an assistant's message to `messages`; tool results in it are added before it, as messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise RequestError(f"`role` must be 'user', 'assistant' or 'system', not {role!r}", param="messages")

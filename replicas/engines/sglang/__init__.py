@@ -31,7 +31,7 @@ REMEDIES = Remedies(
 
 
 class Sglang:
-    """The dialect of SGLang; see `replicas.engines.dialect.EngineDialect` for each part."""
+    """The dialect of SGLang; `replicas.engines.dialect.EngineDialect` explains each part."""
 
     id = "sglang"
     name = "SGLang"
@@ -62,9 +62,10 @@ class Sglang:
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:
-        """Return the differences that 0.5.23 showed, assumed for all versions.
+        """Return the differences that were seen with 0.5.23; they are assumed for all versions.
 
-        Chats are compared with the engine's own prompts. What it builds by rules in its code has not been compared.
+        The gateway's prompts of chats were compared with the engine's. Prompts that SGLang builds by rules in its code,
+        without a template, were not.
         """
         return {
             "between_parts": " ",

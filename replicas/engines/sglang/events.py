@@ -1,8 +1,8 @@
 """SGLang's KV events: batches like vLLM's, with pages in place of blocks.
 
-Events are arrays or maps, without trailing empty fields. An array may end with a map of further values, such as a salt.
-Keys are signed. Each page may come in an event of its own, so consecutive ones are merged. With EAGLE a page's tokens
-are pairs, of each token and the next one.
+A page is SGLang's unit of cache, of one or more tokens. Events are arrays or maps, without trailing empty fields. An
+array may end with a map of further values, such as a salt. Keys are signed ints. Each page may come in an event of its
+own, so events of consecutive pages are merged. With EAGLE the tokens of a page are pairs of a token and the next token.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from replicas.engines.vllm.events import Stored
 
 
 class Decoder(ArraysAndMaps):
-    """Decodes batches into the types in `records`."""
+    """A decoder of SGLang's batches into the types in `records`."""
 
     def decode(self, payload: bytes) -> Any:
         batch = super().decode(payload)
@@ -42,7 +42,7 @@ def _text(packed: msgspec.Raw | None) -> str | None:
 
 
 def _together(events: list[Any]) -> list[Any]:
-    """Merge records of pages that directly follow each other."""
+    """Return the records, with those of stored pages that directly follow each other merged into one."""
     found: list[Any] = []
     keys: list[Any] = []
     tokens: list[bytes] = []
@@ -70,7 +70,7 @@ def _together(events: list[Any]) -> list[Any]:
 
 
 def _of_one_kind(one: Any, other: Any) -> bool:
-    """Return whether two records of stored pages agree in everything that does not vary by page."""
+    """Return whether two records of stored pages are equal except for their keys, parents, tokens and extra keys."""
     return other == one._replace(
         keys=other.keys, parent=other.parent, tokens=other.tokens, extra=other.extra, ahead=other.ahead
     )

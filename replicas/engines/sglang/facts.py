@@ -1,6 +1,6 @@
 """The facts in SGLang's /server_info, which older versions call /get_server_info.
 
-It has the server's arguments, and what its schedulers reported when they were ready.
+The answer has the server's arguments, and the figures that its schedulers reported when they were ready.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Re
 
 PATHS = ("/server_info", "/get_server_info")
 BLOCK = 16  # least tokens of a block of the map: smaller pages are combined to such blocks
-# Fields of a body that affect the prompt and that the gateway does not read as SGLang does, and those of vLLM's that
-# SGLang ignores. SGLang's cache keys cover `extra_key` and `lora_path`, but its events do not report them.
+# Fields of a body that affect the prompt and that the gateway does not read as SGLang does, and fields of vLLM that
+# SGLang ignores. SGLang's cache keys cover `extra_key` and `lora_path`, but its KV events do not report these.
 UNFOLLOWED = frozenset(
     """
     extra_key lora_path session_params task reasoning reasoning_effort continue_final_message input_embeds
@@ -31,7 +31,7 @@ WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 
 def info(answers: Mapping[str, Answer]) -> dict[str, Any]:
-    """Return the server's info; {} if there is none, or it is another engine's."""
+    """Return the answer at /server_info; {} if there is none, or if it is from another kind of engine."""
     for path in PATHS:
         told = answers[path].json() if answers[path].status == 200 else {}
         if "page_size" in told and "max_total_num_tokens" in told:
@@ -63,7 +63,10 @@ def _number(value: Any) -> int | None:
 
 
 def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sources:
-    """Return where each data-parallel rank publishes: at the first rank's ports plus the rank."""
+    """Return where each data-parallel rank publishes KV events: at the first rank's ports plus the rank's number.
+
+    `host`: the engine's host as clients reach it.
+    """
     found = info(answers)
     if not found:
         asked = answers[PATHS[0]]
@@ -86,7 +89,7 @@ def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sou
 
 
 def _half(mode: Any) -> dict[str, Problem]:
-    """Return the problem that the engine was started for prefill or decode only."""
+    """Return the problem that the engine was started for prefill or decode only, under "role"; {} if it was not."""
     if mode not in ("prefill", "decode"):  # "null" for neither
         return {}
     what = f"it was started with --disaggregation-mode {mode}, so it refuses every request that names no bootstrap room"
@@ -94,9 +97,9 @@ def _half(mode: Any) -> dict[str, Problem]:
 
 
 def _described(told: Any, host: str) -> EventSource | None:
-    """Return the event source from the publisher's description in newer versions, or None.
+    """Return the KV event source that newer versions describe in /server_info (`told`), or None.
 
-    It does not say whether the publisher binds that address or connects to it; `_configured` does.
+    The description does not say whether the publisher binds its address or connects to it; `_configured` finds out.
     """
     if not isinstance(told, dict) or told.get("publisher") != "zmq":
         return None
@@ -115,9 +118,9 @@ def _described(told: Any, host: str) -> EventSource | None:
 
 
 def _configured(given: Any, host: str) -> EventSource | None:
-    """Return the event source from the engine's command line, or None.
+    """Return the KV event source from the engine's flag --kv-events-config (`given`), or None.
 
-    Raises ValueError if the publisher connects to that address, so that nobody can subscribe there.
+    Raises ValueError if the publisher connects to its address, instead of binding it, so that nobody can subscribe.
     """
     try:
         config = orjson.loads(given) if isinstance(given, str) else None
@@ -142,7 +145,7 @@ def _configured(given: Any, host: str) -> EventSource | None:
 
 
 def _host(endpoint: str) -> str | None:
-    """Return the host of a TCP endpoint, None for any other."""
+    """Return the host of a TCP endpoint, None for an endpoint of another kind."""
     scheme, _, rest = endpoint.partition("://")
     return rest.rpartition(":")[0] if scheme == "tcp" else None
 

@@ -1,4 +1,4 @@
-"""SGLang's names of the series (with --enable-metrics)."""
+"""The names of SGLang's Prometheus series; it has them with --enable-metrics."""
 
 from replicas.metrics import MetricNames
 

@@ -1,6 +1,7 @@
 """The simulated engine: `SIMULATED` is its dialect.
 
-On the wire it imitates vLLM, so that every client of vLLM can be tested with it; only its launch and settings differ.
+Its HTTP API and its KV events imitate vLLM, so that every client of vLLM can be tested with it. Only the way it is
+launched and its flags differ.
 """
 
 import re

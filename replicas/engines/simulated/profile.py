@@ -79,7 +79,7 @@ class SimProfile(Table):
         ]
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
-        """Return the profile, and an empty environment for each replica: it needs no devices."""
+        """Return the profile, and an empty environment for each engine, as a simulated engine needs no devices."""
         return self, [{}] * count
 
     def command(self, host: str, ports: Ports, model: Model) -> Command:
@@ -110,14 +110,14 @@ class SimProfile(Table):
         return Command(argv + self.extra_args, _with_import_path(self.env))
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
-        """Return where the engine publishes KV events, or None."""
+        """Return where the engine publishes KV events, or None if it publishes none."""
         if not self.kv_events:
             return None
         return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")
 
 
 def _with_import_path(env: dict[str, str]) -> dict[str, str]:
-    """Return the environment in which this package is found from any working directory."""
+    """Return the environment variables, with a PYTHONPATH that finds this package from any working directory."""
     here = str(Path(__file__).parents[3])
     given = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     return {"PYTHONUNBUFFERED": "1", **env, "PYTHONPATH": f"{here}{os.pathsep}{given}" if given else here}

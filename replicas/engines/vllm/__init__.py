@@ -46,7 +46,7 @@ DRAFTS = b"\nvllm:spec_decode_num_drafts_total"  # present from the start with a
 
 
 class Vllm:
-    """The dialect of vLLM; see `replicas.engines.dialect.EngineDialect` for each part."""
+    """The dialect of vLLM; `replicas.engines.dialect.EngineDialect` explains each part."""
 
     id = "vllm"
     name = "vLLM"

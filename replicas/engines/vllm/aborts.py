@@ -1,13 +1,13 @@
-"""The signs of an aborted computation in vLLM's answers (`/pause`, `/abort_requests`).
+"""The signs in vLLM's answers that the engine aborted the request (`/pause`, `/abort_requests`, shutdown).
 
 Read in the sources of 0.28 and 0.32. Chat and completions have the finish reason "abort". `/v1/messages` has no such
-stop reason: a stream has null where every other end has a reason, a whole answer leaves the field out. `/v1/responses`
-says "cancelled" for models with Harmony's format (gpt-oss), and "completed" for all others, which cannot be
+stop reason: a stream has null where every other end has a reason, and a whole answer lacks the field. `/v1/responses`
+says "cancelled" for models with Harmony's format (gpt-oss), and "completed" for all other models, which cannot be
 distinguished from a complete answer.
 
 An engine that was asked to stop aborts its requests, unless it is given time for them (`--shutdown-timeout`). It aborts
-new requests too, or answers 500 with Python's message for an executor that was shut down (0.32). Once its core has
-ended, and its server has not yet, it has a message of its own (0.28 to 0.33).
+new requests too, or answers them with 500 and Python's message for an executor that was shut down (0.32). Once its core
+has ended, while its server still runs, it answers with a message of its own (0.28 to 0.33).
 """
 
 import re
@@ -36,7 +36,7 @@ def _is_aborted_message(answer: bytes) -> bool:
 
 
 def _is_cancelled(answer: bytes) -> bool:
-    """Return whether a response is cancelled; False if the answer is incomplete."""
+    """Return whether an answer of /v1/responses, whole or streamed, says "cancelled"; False if it is incomplete."""
     # A client's metadata and tools are in the answer as well, so the text alone proves nothing.
     if _CANCELLED not in answer:
         return False

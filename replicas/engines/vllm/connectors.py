@@ -1,4 +1,4 @@
-"""The KV connectors through which vLLM passes prompts' caches on, and the environment that each needs.
+"""The KV connectors by which vLLM passes prompts' KV caches on, and the environment variables that each needs.
 
 Read in the sources of 0.32.0 (`distributed/kv_transfer/kv_connector/v1`).
 """
@@ -22,20 +22,16 @@ UCX_CPU = {"UCX_TLS": "tcp,self,sm,cma"}
 
 
 class Connector(NamedTuple):
-    """One kind of KV connector.
+    """One kind of KV connector."""
 
-    `package`: the package that it needs besides vLLM, by its folder; `install`: by its name for pip. `transfer`: id of
-    its transfer in `replicas.engines.TRANSFERS`; "" for vLLM's default.
-    """
-
-    package: str
-    install: str
-    transfer: str = ""
+    package: str  # folder of the Python package that it needs besides vLLM
+    install: str  # name of this package for pip
+    transfer: str = ""  # id of its transfer in `replicas.engines.TRANSFERS`; "": vLLM's default
 
     def environment(self, host: str, ports: Ports, on_cpu: bool) -> dict[str, str]:
-        """Return the environment of the connector's side channel.
+        """Return the environment variables of the connector's side channel, where other engines fetch caches.
 
-        With NIXL each rank listens on the port after that of the rank before it; one Mooncake server serves all ranks.
+        With NIXL data-parallel rank r listens on the port `ports.side` + r; one Mooncake server serves all ranks.
         """
         if self is MOONCAKE:
             return {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.side), "PYTHONHASHSEED": "0"}
@@ -49,15 +45,16 @@ class Connector(NamedTuple):
 
 NIXL = Connector("nixl", "nixl")
 MOONCAKE = Connector("mooncake", "mooncake-transfer-engine", "mooncake")
-# The connectors that the gateway supports, by vLLM's name. With these, decoders fetch and prefillers do not push.
+# The connectors that the gateway supports, by vLLM's name: those with which decoders fetch, and prefillers do not push.
 CONNECTORS = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "MooncakeConnector": MOONCAKE}
 SEVERAL = "MultiConnector"
 
 
 def names(fields: Fields) -> list[str]:
-    """Return the names of the connectors that the engines are started with.
+    """Return the names of the connectors that engines with these fields are started with.
 
-    A MultiConnector is replaced by its parts. In vLLM, `kv_offloading_size` replaces any other connector by its own.
+    A MultiConnector is replaced by its parts. If `kv_offloading_size` is set, vLLM uses the offloading connector in
+    place of any other.
     """
     config = fields.kv_transfer_config
     if fields.kv_offloading_size is not None:
@@ -71,14 +68,14 @@ def names(fields: Fields) -> list[str]:
 
 
 def connector_of(fields: Fields) -> Connector | None:
-    """Return the connector that the gateway moves caches by, or None."""
+    """Return the connector by which the gateway can let these engines pass caches on, or None."""
     return next((CONNECTORS[name] for name in names(fields) if name in CONNECTORS), None)
 
 
 def installed(executable: str) -> dict[str, str]:
-    """Return the packages installed next to a vLLM command, with their versions if recorded.
+    """Return the Python packages in the environment of a vLLM command: name -> version, "" if not recorded.
 
-    `executable`: a command in an environment's `bin`; {} if there is no vLLM, and nothing is known.
+    `executable`: a command in the environment's `bin`. {} if no vLLM is found there, so that nothing is known.
     """
     found: dict[str, str] = {}
     for folder in Path(executable).absolute().parent.parent.glob("lib/python3*/*-packages"):

@@ -2,10 +2,10 @@
 
 A batch is `[timestamp, events, data_parallel_rank]`, or a map of these. Newer vLLM writes an event as a map with its
 type under "type", older vLLM as an array with its type first; block hashes are ints or bytes. Unknown fields are
-ignored; events that cannot be read are skipped one by one, with the reason.
+ignored; single events that cannot be read are skipped, with the reason.
 
-Each event is decoded by the types of its fields, so that anything else ends at its first wrong byte: decoded without
-types, 16 MiB of empty lists blocked the process for 28 s.
+Events are decoded with the expected types of their fields, so that decoding stops at the first byte of another type:
+without types, 16 MiB of empty lists blocked the process for 28 s.
 """
 
 from array import array
@@ -18,20 +18,20 @@ from msgspec import Meta
 
 from replicas.engines.dialect import EventRecords
 
-# `medium`, as named by vLLM and the stores below it. SGLang's names are CPU_PINNED, DISK and EXTERNAL, in older
-# versions CPU_TIER1 and CPU_TIER2, for its host memory and storage.
+# By the event's `medium`, as vLLM and the stores below it write it: the tier of the map. SGLang writes CPU_PINNED, DISK
+# and EXTERNAL; older versions wrote CPU_TIER1 and CPU_TIER2 for host memory and storage.
 TIERS = {
     "gpu": "gpu", "cpu": "cpu", "cpu_tier1": "cpu", "cpu_pinned": "cpu", "storage": "disk", "disk": "disk", "fs": "disk",
     "cpu_tier2": "disk", "obj": "remote", "external": "remote", "remote": "remote",
 }  # fmt: skip
 
-# `kv_cache_spec_kind`: kinds that vLLM distinguishes, but matches by the same rule. Others are kept.
+# By the event's `kv_cache_spec_kind`: the kind with the same rule for hits. Kinds that are not listed are kept.
 FULL_ATTENTION, MAMBA = "full_attention", "mamba"
 GROUP_KINDS = {
     "mla_attention": FULL_ATTENTION, "sink_full_attention": FULL_ATTENTION, "sliding_window_mla": "sliding_window",
 }  # fmt: skip
 
-# Events of one batch: a step that drops 65,536 blocks of 16 tokens reports each in an event of its own.
+# The most events of one batch: a step that drops 65,536 blocks of 16 tokens reports each in an event of its own.
 MOST_EVENTS = 1 << 18
 # Limits of the values in an event. One call decodes them and keeps the interpreter lock, in a thread too: a million
 # keys or tokens take up to 45 ms, a list or a pair up to 0.2 us.
@@ -126,7 +126,7 @@ UNREADABLE = (TypeError, ValueError, LookupError, OverflowError, RecursionError)
 
 
 class Decoder:
-    """Decodes batches into the types in `records`."""
+    """A decoder of vLLM's batches into the types in `records`."""
 
     def __init__(self, records: EventRecords):
         self._records = records
@@ -135,7 +135,7 @@ class Decoder:
         self._lookahead = msgspec.msgpack.Decoder(rows | None)
 
     def decode(self, payload: bytes) -> Any:
-        """Decode one batch. Raises `records.EventError` if the payload is none."""
+        """Decode one batch. Raises `records.EventError` if the payload is no batch of events."""
         try:
             told = (BATCH_MAP if _is_map(payload) else BATCH).decode(payload)
             if not isfinite(told.ts):
@@ -167,8 +167,8 @@ class Decoder:
         kind = event.kv_cache_spec_kind or FULL_ATTENTION
         kind = GROUP_KINDS.get(kind, kind)
         if kind != FULL_ATTENTION:
-            # The tokens cover all blocks of a step, the keys only the blocks that are kept. The same keys in the
-            # full-attention group identify those blocks, except for Mamba's, which are within its blocks.
+            # The tokens cover all blocks of a step, the keys only the blocks that are kept. Full attention has blocks
+            # with the same keys, whose tokens are known; but Mamba's blocks may be smaller than these.
             tokens = tokens if kind == MAMBA and _tier(event) == "gpu" else []
             if len(tokens) % max(size, 1):
                 raise ValueError(f"{len(tokens)} tokens for blocks of {size}")
@@ -200,7 +200,10 @@ class Decoder:
         )
 
     def _lookahead_tokens(self, raw: msgspec.Raw) -> list[list[int]]:
-        """Return the tokens after each block that its key covers, [] if keys cover none. Raises one of `UNREADABLE`."""
+        """Return for each block the tokens after it that its key also covers; [] if keys cover no such tokens.
+
+        Raises one of `UNREADABLE`.
+        """
         packed = bytes(raw)
         if len(packed) > MOST_LOOKAHEAD_BYTES:
             raise ValueError(f"lookahead_token_ids of more than {MOST_LOOKAHEAD_BYTES} bytes")
@@ -214,7 +217,10 @@ class Decoder:
 
 
 def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:
-    """Return what each block's key covers besides tokens, None if no key does. Raises one of `UNREADABLE`."""
+    """Return for each block what its key covers besides tokens, such as images; None if no key covers anything else.
+
+    Raises one of `UNREADABLE`.
+    """
     packed = bytes(raw)
     head = ARRAY_HEADS.get(packed[:1], 1)
     if packed.count(NIL, head) >= len(packed) - head:
@@ -235,16 +241,16 @@ def _is_map(packed: bytes | msgspec.Raw) -> bool:
 
 
 def _complaint(raw: msgspec.Raw, error: Exception) -> str:
-    """Return the same text for the same cause, so that it can be logged once."""
+    """Return why an event cannot be read; the text is the same for the same cause, so that it can be logged once."""
     begin = bytes(memoryview(raw)[:256])
     kind = next((name for name in KINDS if name.encode() in begin), "an event")
     return f"{kind}: {str(error)[:100]}".replace("Invalid value", "unknown type")
 
 
 def _adapter(event: Stored) -> str | None:
-    """Return the adapter's name, or None for the base model.
+    """Return the name of the event's LoRA adapter, or None for the base model.
 
-    Older engines report a number only; it still keeps their blocks apart from the base model's.
+    Older engines report only a number; a name is made of it, to keep the blocks apart from those of the base model.
     """
     if isinstance(event.lora_name, dict):
         raise TypeError("lora_name is a map")
@@ -252,7 +258,7 @@ def _adapter(event: Stored) -> str | None:
 
 
 def _tier(event: Stored | Removed) -> str:
-    """Return our name for the medium: the slowest tier for an unknown one, and for any on another machine."""
+    """Return the map's tier for the event's medium: "remote" for an unknown medium, or one on another machine."""
     if getattr(event, "locality", None) == "REMOTE":
         return "remote"
     return TIERS.get((event.medium or "gpu").lower(), "remote")

@@ -1,8 +1,8 @@
-"""The fields of a vLLM profile.
+"""The fields of a vLLM launch profile.
 
-Any flag of `vllm serve` is a field by its name with underscores. Most are passed on unchanged, and vLLM reports what is
-wrong with them (`replicas.launch.exits` finds that in its log). Declared here are the flags that the gateway reads, and
-how the engine is started.
+Every flag of `vllm serve` can be a field: the flag's name with underscores. Most are passed on unchanged; if one is
+wrong, vLLM says so in its log, where `replicas.launch.exits` finds the message. Declared here are only the flags that
+the gateway reads itself, and the fields that say how the engine is started.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ def _given(value: Any) -> Any:
 
 
 class PassesOn(BaseModel):
-    """A mapping with keys that the gateway reads, and any others."""
+    """A mapping with some keys that the gateway reads, and any other keys, which are passed on to vLLM."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_given)]]
 
     @property
     def passed_on(self) -> dict[str, Any]:
-        """The fields that are not declared."""
+        """The fields that the gateway does not read."""
         return self.__pydantic_extra__
 
 
@@ -86,7 +86,7 @@ OURS = {
 
 
 class Fields(Flags):
-    """All fields: the flags, and how the engine is started."""
+    """All fields of a vLLM launch profile: the flags, and the fields that say how the engine is started."""
 
     engine: Literal["vllm"]
     description: str = ""
@@ -107,10 +107,10 @@ class Fields(Flags):
         return self
 
     def _ours(self) -> Iterator[str]:
-        """Yield why flags are refused.
+        """Yield a message for each flag that a profile may not give.
 
-        vLLM accepts an abbreviation of a flag, and `--flag.key` for one of its keys. A field may instead abbreviate one
-        that is no flag of vLLM.
+        vLLM accepts abbreviations of a flag, and `--flag.key` for one key of its value, so these are refused too. A
+        passed-on field is also refused if it abbreviates a field of this class that is no flag of vLLM.
         """
         fields = {"--" + name.replace("_", "-"): f"write it as the field {name}" for name in Fields.model_fields}
         given = [(name, "--" + name.replace("_", "-"), fields | OURS) for name in self.passed_on]
@@ -127,11 +127,11 @@ class Fields(Flags):
 
     @property
     def publishes(self) -> bool:
-        """Whether its engines publish KV events: without prefix caching there are none."""
+        """Whether the engines publish KV events; without prefix caching there are no events."""
         return self.kv_events and self.enable_prefix_caching
 
     @property
     def world(self) -> int:
-        """Devices of one replica. Decode context parallelism reuses those of tensor parallelism."""
+        """The number of devices of one engine; decode context parallelism uses the devices of tensor parallelism."""
         per_rank = self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
         return per_rank * self.data_parallel_size

@@ -1,4 +1,4 @@
-"""vLLM's names of the series and of the labels of its cache configuration."""
+"""The names of vLLM's Prometheus series, and of the labels of its cache configuration."""
 
 from replicas.metrics import MetricNames
 

@@ -1,7 +1,7 @@
-"""Which vLLM engines can fetch a prompt's cache from which others. Pure: fields in, reasons out.
+"""Which vLLM engines can fetch a prompt's KV cache from which others, by the fields of their launch profiles. No I/O.
 
-vLLM itself compares these at the first transfer, and then fails the request (read in 0.32.0: NIXL's compatibility hash
-of version, model, types, backend and speculator; block sizes and parallel sizes when two engines first meet).
+vLLM itself compares engines at the first transfer between them, and fails the request if they differ (read in 0.32.0:
+NIXL's compatibility hash of version, model, types, backend and speculator; then block sizes and parallel sizes).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from replicas.pairing import Traits, refusals
 # Speculators that read the model's hidden states and have a cache of their own.
 WITH_HIDDEN_STATES = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 NOT_SET = "not set"
-# LMCache keeps what was pushed to a decoder until the decoder asks for it, and reports to one address when it arrived:
-# no request can be given up or moved (docs/disaggregation.md, "Limits").
+# LMCache keeps a cache that was pushed to a decoder until the decoder asks for it, and reports its arrival to one fixed
+# address: so no request can be given up, or moved to another decoder (docs/disaggregation.md, "Limits").
 BESIDE_LMCACHE = (
     "use NixlConnector to move caches; LMCache can go on offloading behind it, as the second of the `connectors` of a "
     f"{SEVERAL} (docs/disaggregation.md)"
@@ -25,7 +25,7 @@ BESIDE_LMCACHE = (
 
 
 def no_transfer(one: Fields) -> str:
-    """Return why its engines pass no prompt's cache on; "" if they do."""
+    """Return why engines of this profile pass no prompt's KV cache on, with a remedy; "" if they do."""
     if one.kv_transfer_config is None:
         return "its engines pass no cache on: add `kv_transfer_config: {kv_connector: NixlConnector}` to the profile"
     if connector_of(one) is None:
@@ -36,7 +36,10 @@ def no_transfer(one: Fields) -> str:
 
 
 def not_installed(one: Fields, executable: str, packages: Mapping[str, str]) -> str:
-    """Return why its connector cannot run with the packages installed for `executable`; "" if no reason is known."""
+    """Return why the profile's connector cannot run for lack of a package; "" if it can or if this is unknown.
+
+    `executable`: the vLLM command; `packages`: those installed in its environment, {} if unknown.
+    """
     connector = connector_of(one)
     if connector is None or not packages or connector.package in packages:
         return ""
@@ -47,9 +50,9 @@ def not_installed(one: Fields, executable: str, packages: Mapping[str, str]) -> 
 
 
 def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version: str | None) -> list[str]:
-    """Return what keeps engines of `decoder` from fetching from those of `prefiller`.
+    """Return why engines of profile `decoder` cannot fetch caches from engines of profile `prefiller`; [] if they can.
 
-    `its_version` and `version`: the vLLM of the prefiller and of the decoder, where known.
+    `its_version`: the prefiller's version of vLLM; `version`: the decoder's; None if unknown.
     """
     found = refusals(_started(prefiller, its_version), _started(decoder, version))
     if connector_of(prefiller) is not connector_of(decoder):
@@ -66,7 +69,7 @@ def unlike(prefiller: Fields, decoder: Fields, its_version: str | None, version:
 
 
 def declared(one: Fields) -> Traits:
-    """Return the traits that a profile gives its engines; unset ones are unknown."""
+    """Return the traits that a profile sets for its engines; those that it does not set are None."""
     given = _speculator(one)
     speculator = {name: given[name] for name in sorted(given) if name != "num_speculative_tokens"}
     return Traits(
@@ -79,7 +82,7 @@ def declared(one: Fields) -> Traits:
 
 
 def _started(one: Fields, version: str | None) -> Traits:
-    """Return the traits that engines of this profile are started with; unset ones get vLLM's default, alike in all."""
+    """Return the traits that engines of this profile start with; one that is not set gets a mark for vLLM's default."""
     said = declared(one)._asdict()
     unset = dict.fromkeys(("dtype", "kv_cache_dtype"), "auto") | dict.fromkeys(
         ("attention_backend", "speculative_config"), NOT_SET
@@ -99,21 +102,21 @@ def _unlike_of_mooncake(prefiller: Fields, decoder: Fields) -> list[str]:
 
 
 def drops_block(one: Fields) -> bool | None:
-    """Return whether these engines recompute the last block of a cache hit, for the speculator's hidden states.
+    """Return whether engines of this profile recompute the last block of a cache hit.
 
-    None if the profile names no method: the files of the model or of its draft, or flags that the gateway does not
-    read, may give the engine a speculator.
+    They do if their speculator needs the model's hidden states. None if the profile names no method of speculation: the
+    files of the model or of its draft, or flags that the gateway does not read, may give the engine a speculator.
     """
     return _has_hidden_states(one) if _speculator(one).get("method") else None
 
 
 def _has_hidden_states(one: Fields) -> bool:
-    """Return whether its speculator reads the model's hidden states, as deepseek_mtp does too."""
+    """Return whether the profile's speculator reads the model's hidden states; names such as deepseek_mtp count too."""
     return str(_speculator(one).get("method")).endswith(WITH_HIDDEN_STATES)
 
 
 def _speculator(one: Fields) -> dict[str, Any]:
-    """Return the speculator's settings by vLLM's names, which `speculative_config` or flags of their own give."""
+    """Return the speculator's settings by vLLM's names, from `speculative_config` and from flags of their own."""
     flags = {"method": one.spec_method, "model": one.spec_model}
     settings = {name.replace("-", "_"): value for name, value in (one.speculative_config or {}).items()}
     return settings | {name: value for name, value in flags.items() if value is not None}

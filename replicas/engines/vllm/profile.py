@@ -1,7 +1,7 @@
-"""The profile of `vllm serve`: one field per flag, by the flag's own name with underscores.
+"""The launch profile of `vllm serve`: one field for each flag, named like the flag with underscores.
 
-The mapping is a rule, not a table: `max_model_len: 8192` is `--max-model-len 8192`, a false switch is `--no-...`, a
-mapping is JSON. The gateway sets the engine's addresses and its name.
+Fields become flags by a rule, not by a table: `max_model_len: 8192` becomes `--max-model-len 8192`, a false switch
+becomes `--no-...`, a mapping becomes JSON. The gateway itself sets the engine's addresses and the model's name.
 """
 
 import json
@@ -28,7 +28,7 @@ CPU = Path(__file__).parents[2] / "profiles" / "cpu.yaml"
 
 
 class VllmProfile(Fields):
-    """The fields, and the command line and environment that they give an engine."""
+    """A launch profile of vLLM: the fields, and the command line and environment that they give an engine."""
 
     @property
     def own_model(self) -> None:
@@ -68,7 +68,7 @@ class VllmProfile(Fields):
         return unlike(self, decoder, *versions)
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
-        """Return the profile as this machine can run it, and each replica's own environment.
+        """Return the profile as this machine can run it, and the environment variables of each of `count` engines.
 
         `used`: devices that are taken already. Raises ProfileError.
         """
@@ -81,7 +81,7 @@ class VllmProfile(Fields):
         return self.on_cpu(), [threads] * count
 
     def on_cpu(self) -> Self:
-        """Return this profile with the fields of `cpu.yaml` where it has none of its own."""
+        """Return this profile for a machine without GPUs: fields that it does not set are those of `cpu.yaml`."""
         if self.device == "cpu":
             return self
         needs = yaml.safe_load(CPU.read_text())
@@ -111,7 +111,7 @@ class VllmProfile(Fields):
         return Command(argv + self.extra_args, env)
 
     def flags(self) -> list[str]:
-        """Return the part of the command line that the fields make."""
+        """Return the flags on the command line that the profile's fields become."""
         read = {name: getattr(self, name) for name in Flags.model_fields} | {"kv_transfer_config": self._transfer()}
         defaults = {
             name: field.default for name, field in Flags.model_fields.items() if name != "enable_prefix_caching"
@@ -123,11 +123,11 @@ class VllmProfile(Fields):
         return ["--enable-lora", *argv] if self.lora_modules and not self.enable_lora else argv
 
     def _transfer(self) -> KvTransfer | dict[str, Any] | None:
-        """Return the connector's settings.
+        """Return the value of `--kv-transfer-config`.
 
-        vLLM's own offloading reports all tokens of a copy only if it is asked to, and else those of the last block of
-        each chunk; `--kv-offloading-size` adds the connector's name to what is given here. Versions that do not know
-        the setting ignore it.
+        If the engines publish KV events, the setting DESCRIBED is added for vLLM's own offloading connector: without
+        it, events about copies in host memory do not report all of a chunk's tokens. Versions that do not know the
+        setting ignore it. `--kv-offloading-size` makes vLLM add the connector's name to this value.
         """
         given = self.kv_transfer_config
         if not self.publishes:
@@ -140,7 +140,7 @@ class VllmProfile(Fields):
         return given.model_copy(update={"kv_connector_extra_config": DESCRIBED | given.kv_connector_extra_config})
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
-        """Return where the engine publishes, or its first data-parallel rank (see `EventSource.at_rank`)."""
+        """Return where the engine's first data-parallel rank publishes KV events; None if it publishes none."""
         if not self.publishes:
             return None
         return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")
@@ -161,7 +161,10 @@ def _flag(flag: str, value: object) -> list[str]:
 
 
 def _events_config(ports: Ports) -> dict:
-    """Return the publisher's settings: `*` makes vLLM bind rather than connect, and rank r adds r to both ports."""
+    """Return the value of `--kv-events-config`.
+
+    `*` makes vLLM bind the port rather than connect to it; data-parallel rank r adds r to both ports.
+    """
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -171,7 +174,7 @@ def _events_config(ports: Ports) -> dict:
 
 
 def find_executable(name: str) -> str:
-    """Find a command as the shell would, else next to our own Python, else return the name as it is."""
+    """Return a command's path as the shell finds it, else next to this process's Python, else the name unchanged."""
     name = os.path.expanduser(name)
     beside = Path(sys.executable).parent / name  # an absolute name stays as it is
     return shutil.which(name) or (str(beside) if beside.is_file() else name)
@@ -186,8 +189,8 @@ def installed_version(executable: str) -> str | None:
 def weights(directory: Path) -> list[str]:
     """Return vLLM's arguments for the model.
 
-    That is a folder; or, for a snapshot of the Hugging Face cache, which may hold the tokenizer alone, the model's name
-    and revision.
+    They are the folder. For a snapshot in the Hugging Face cache, which may have only the tokenizer, they are the
+    model's name and revision, so that vLLM fetches the rest.
     """
     kept, repo = directory.parent.name, directory.parent.parent.name
     if kept == "snapshots" and repo.startswith("models--"):

@@ -12,7 +12,11 @@ PATH = "/kv_event_sources"
 def read(
     answer: Answer, host: str, remedies: Remedies
 ) -> tuple[dict[int, EventSource | None] | None, dict[str, Problem]]:
-    """Return (source by data-parallel rank, problems); None in place of the sources if they could not be read."""
+    """Return the KV event sources by data-parallel rank, and problems by subject.
+
+    The sources are None if `answer`, from /kv_event_sources, is a failure. `host`: the engine's host as clients reach
+    it.
+    """
     if answer.status == 0 or answer.status >= 500:
         why = f"{PATH} cannot be read ({answer.error or f'answers {answer.status}'})"
         return None, {"events": Problem(why, f"give the address as {EVENTS_BY_HAND}")}
@@ -39,7 +43,7 @@ def read(
 
 
 def _source(config: dict, host: str, remedies: Remedies) -> tuple[EventSource | None, Problem | None]:
-    """Return where to connect for one publisher's settings, or the problem with them."""
+    """Return the source for one publisher's settings, or the problem with them."""
     endpoint = config.get("endpoint")
     if config.get("enable_kv_cache_events") is False or config.get("publisher") == "null":
         return None, Problem(EVENTS_OFF, remedies.events)
@@ -70,12 +74,12 @@ def _source(config: dict, host: str, remedies: Remedies) -> tuple[EventSource | 
 
 
 def _binds(endpoint: str) -> bool:
-    """Apply vLLM's own rule for bind or connect, as observed with 0.32."""
+    """Return whether vLLM binds an endpoint rather than connects to it, by the rule that 0.32 was seen to follow."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def _reachable(endpoint: str, host: str) -> str:
-    """Return an endpoint as we connect to it: `tcp://*:5557` gets the engine's host."""
+    """Return an endpoint with which a client can connect: in one such as `tcp://*:5557`, `*` becomes `host`."""
     scheme, _, rest = endpoint.partition("://")
     if scheme != "tcp":
         return endpoint

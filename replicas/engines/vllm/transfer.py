@@ -1,16 +1,17 @@
 """The parameters with which vLLM's connectors keep a prompt's KV cache, and fetch it from another engine.
 
-`Nixl` was read in the sources of 0.32 (`distributed/kv_transfer/kv_connector/v1/nixl`) and tested against them
-(`tests/vllm`). The replica that computed a prompt answers with `kv_transfer_params`, which go unchanged into the
-request that is to decode; its engine then reads the blocks by itself. They are kept for `kv_lease_duration`, 30 s by
-default, which a request that waits in the decoding engine's queue extends. An engine that refuses or drops the second
-request has the blocks freed, so its parameters can be used with another replica only if none of the request was sent.
+NIXL (`Nixl`; read in the sources of 0.32, `distributed/kv_transfer/kv_connector/v1/nixl`, and tested in `tests/vllm`):
+The engine that computed a prompt answers with `kv_transfer_params`. The gateway puts them unchanged into the second
+request, and the decoding engine then reads the blocks by itself. The first engine keeps the blocks for
+`kv_lease_duration`, 30 s by default; a request that waits in the decoding engine's queue extends this time. A decoding
+engine that refuses or drops the second request has the blocks freed, so the parameters can be used with another replica
+only if no part of the request was sent.
 
-`Mooncake` was read in the sources of 0.32 (`kv_connector/v1/mooncake`) and tested against them (`tests/vllm`). Both
-requests have the same `transfer_id`, and whichever engine gets it first waits for the other. The decoding engine finds
-the other one through its bootstrap server, so its request may arrive before the prompt is computed, and it asks for the
-blocks of the engine with that id. The prompt's blocks are sent only if its request ended at its limit: if it ended by
-itself they are not, and the other engine would wait for 480 s.
+Mooncake (`Mooncake`; read in the sources of 0.32, `kv_connector/v1/mooncake`, and tested in `tests/vllm`):
+Both requests are sent at once, with the same `transfer_id`, and the engine that gets its request first waits for the
+other. The decoding engine finds the first one through the first one's bootstrap server and its engine id. The blocks
+are sent only if the first request ended at its token limit: if it ended by itself, the decoding engine would wait for
+480 s.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ENDINGS = ("stop", "stop_token_ids", "stop_sequences")
 
 
 class Nixl(Transfer):
-    """NIXL: the second leg follows the first."""
+    """The transfer by NIXL: the second leg is sent after the first leg's answer."""
 
     id = "nixl"
     name = "NIXL"
@@ -67,7 +68,7 @@ class Nixl(Transfer):
 
 
 class Mooncake(MeetingTransfer):
-    """Mooncake's connector: both legs are sent at once."""
+    """The transfer by Mooncake's connector: both legs are sent at once."""
 
     id = "mooncake"
     name = "Mooncake"
@@ -107,7 +108,7 @@ class Mooncake(MeetingTransfer):
 
 
 class NixlUnchecked(Nixl):
-    """NIXL between engines whose own comparison is off (`enforce_handshake_compat: false`)."""
+    """NIXL between engines that do not compare their settings (vLLM's `enforce_handshake_compat: false`)."""
 
     id = "nixl-unchecked"
     name = "NIXL, unchecked"
@@ -122,11 +123,11 @@ def _members(given: dict[str, Any]) -> bytes:
 
 
 class PeerPull:
-    """vLLM's offloading connector with the secondary tier `p2p`.
+    """The editor of requests for vLLM's offloading connector with the secondary tier `p2p`.
 
-    Read in the sources of 0.32 (`v1/kv_offload/tiering/p2p/manager.py`): a request with a `remote_kv_source` asks
-    there, at the side channel (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for blocks that its own engine finds neither on
-    the GPU nor in host memory. Blocks that are not there either are computed.
+    Read in the sources of 0.32 (`v1/kv_offload/tiering/p2p/manager.py`): if a request names a `remote_kv_source`, its
+    engine asks that engine, at the side channel (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for blocks that it finds
+    neither on its own GPU nor in its host memory. Blocks that the other engine lacks too are computed.
     """
 
     def body(self, body: bytes, peer: str, id: str) -> bytes | None:
@@ -141,7 +142,7 @@ PEER_PULL = PeerPull()
 
 
 def _reached_its_limit(told: dict[str, Any]) -> bool:
-    """Return whether an answer of one token, of any API, says that it ended at its limit."""
+    """Return whether an answer of one token, in any API's format, says that it ended at its token limit."""
     choices = told.get("choices")
     if isinstance(choices, list):
         return len(choices) == 1 and isinstance(choices[0], dict) and choices[0].get("finish_reason") == "length"

@@ -1,7 +1,7 @@
-"""The differences in how vLLM's versions treat the same request.
+"""The differences in how versions of vLLM treat the same request.
 
-Read in the sources of OLDEST to NEWEST; 0.28 and 0.32 were compared token for token (tests/vllm/test_tokens.py). The
-releases of transformers are those that each version's package requires.
+Read in the sources of versions OLDEST to NEWEST; the prompts of 0.28 and 0.32 were compared token for token
+(tests/vllm/test_tokens.py). The releases of transformers are those that each version's package requires.
 """
 
 import re
@@ -15,8 +15,9 @@ OLDEST, NEWEST = (0, 28), (0, 33)
 def version_quirks(version: str | None) -> dict[str, Any]:
     """Return the fields of `VersionQuirks` for a version as /version gives it.
 
-    A source tree calls itself 0.1 or less: it counts as newer than NEWEST, as does an engine that does not report its
-    version. Requests that the known versions refuse may be valid in others: for those the engine decides.
+    A vLLM built from a source tree calls itself 0.1 or less. It counts as newer than NEWEST, as does an engine that
+    does not report its version. In versions outside OLDEST to NEWEST, requests that the known versions refuse may be
+    valid, so the engine decides.
     """
     match = _NUMBER.match(version or "")
     number = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -45,7 +46,7 @@ def version_quirks(version: str | None) -> dict[str, Any]:
 
 
 def has_random_hash_seed(version: str | None) -> bool:
-    """Return whether a process hashes blocks with a random seed, unless PYTHONHASHSEED is set.
+    """Return whether each process of this version hashes blocks with a random seed, unless PYTHONHASHSEED is set.
 
     0.28 does; later versions have a fixed seed (with the default algorithm).
     """
@@ -54,45 +55,46 @@ def has_random_hash_seed(version: str | None) -> bool:
 
 
 def takes_priority(version: str | None) -> bool:
-    """Return whether this version accepts a request's priority, and ignores it unless it schedules by priority.
+    """Return whether this version accepts requests with a priority, even if it does not schedule by priority.
 
-    0.28 to 0.33 do. In older sources, V0 refuses one unless it schedules by priority, and early V1 always.
+    0.28 to 0.33 do. By older sources, engine V0 refuses a priority unless it schedules by priority, and early V1 always
+    refuses one.
     """
     match = _NUMBER.match(version or "")
     return match is not None and not (0, 1) < (int(match[1]), int(match[2])) < OLDEST
 
 
 def finds_parts(version: str | None) -> bool:
-    """Return whether hits may end within a block of full attention with decode context parallelism.
+    """Return whether hits may end within a block of full attention, with decode context parallelism.
 
-    That is where Mamba's blocks are smaller: 0.32 finds such hits, 0.28 whole blocks only. It is unknown for the
-    versions in between, so whole blocks are assumed.
+    This is about models with Mamba layers, whose blocks are smaller then: 0.32 finds such hits, 0.28 only whole blocks.
+    It is unknown for the versions in between, so whole blocks are assumed.
     """
     match = _NUMBER.match(version or "")
     return match is None or not (0, 1) < (int(match[1]), int(match[2])) < (0, 32)
 
 
 def looks_to_end(version: str | None) -> bool:
-    """Return whether an engine that drops a block of each hit finds the block that ends with the prompt.
+    """Return whether the lookup of an engine with several cache groups includes the block that ends with the prompt.
 
-    That is with several cache groups: 0.32 does. The sources of 0.28 to 0.31 limit the lookup to one token before the
-    prompt's end.
+    It matters only for engines that drop (recompute) the last block of each hit. 0.32 includes the block; by the
+    sources, 0.28 to 0.31 limit the lookup to one token before the prompt's end.
     """
     match = _NUMBER.match(version or "")
     return match is None or not (0, 1) < (int(match[1]), int(match[2])) < (0, 32)
 
 
 def has_series_of_connectors(version: str | None) -> bool:
-    """Return whether /metrics has a KV connector's series from the start.
+    """Return whether /metrics of this version has the series of a KV connector from the start.
 
-    An engine that does not report its version may be another one that uses vLLM's names.
+    False if the version is unknown: it may be another engine that uses vLLM's names.
     """
     match = _NUMBER.match(version or "")
     return match is not None and not (0, 1) < (int(match[1]), int(match[2])) < (0, 28)
 
 
 def _transformers(number: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the oldest supported release of transformers, and the first that is too new."""
+    """Return the oldest release of transformers that a version of vLLM supports, and the first that is too new."""
     if number < (0, 29):
         return (5, 5), _ANY
     if number < (0, 31):

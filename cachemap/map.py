@@ -185,7 +185,7 @@ class CacheMap:
     def drop(self, slot: int, drops: bool, to_end: bool = True) -> None:
         """Set whether the replica drops (recomputes) the last block of each hit.
 
-        Engines that speculate with the model's hidden states do so. `to_end`: the replica has several cache groups, and
+        Engines that speculate with the model's hidden states do so. `to_end`: if the replica has several cache groups,
         its lookup includes a block that ends exactly at the prompt's end.
         """
         self._replica(slot)
@@ -282,12 +282,12 @@ class CacheMap:
     def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
         """Return how many tokens of a prompt's last block the engine does not count as found in a slower tier, or None.
 
-        The result is 0 if the engine's own slower tier finds the block, 1 if only a store below the engine does, None
-        if no slower tier does. The difference is the prompt's last token: the engine computes it in any case, but
-        counts it as found in its own tiers and not in a store below.
+        The result is for the nearest slower tier that finds the block: 0 for a tier of the engine's own, 1 for a store
+        below the engine; None if no slower tier finds the block. The difference is the prompt's last token: the engine
+        computes it in any case, but counts it as found in its own tiers and not in a store below.
 
         `hashes`: the prompt's blocks; the prompt ends exactly with the last one. `held`: how many of its first blocks
-        are found on the GPU.
+        are found elsewhere.
         """
         if slot not in self._groups.of:
             last = u64(hashes[-1:])
@@ -607,7 +607,7 @@ def _in_own_chunks(slot: int, start: int, size: int, tiers: list[tuple[str, list
 
 
 def _but_last(runs: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the runs without their last block."""
+    """Return runs of (tier, number of blocks) without the last block of the last run."""
     return [*runs[:-1], (runs[-1][0], runs[-1][1] - 1)] if runs and runs[-1][1] > 1 else runs[:-1]
 
 

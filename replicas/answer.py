@@ -34,7 +34,7 @@ class Answer:
     _parsed: dict | None = None
 
     def json(self) -> dict:
-        """Return the body as an object; {} if it is anything else."""
+        """Return the body as a JSON object; {} if it is not one."""
         if self._parsed is None:
             value = None
             try:

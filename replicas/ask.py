@@ -138,7 +138,7 @@ class Bounded(ResponseHandler):
 
 
 class Connector(aiohttp.TCPConnector):
-    """A connector that makes `Bounded` connections."""
+    """An aiohttp connector whose connections are `Bounded`."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)

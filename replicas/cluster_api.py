@@ -74,7 +74,7 @@ class Pods:
             raise
 
     def _tell_soon(self) -> None:
-        """Schedule one report for changes that arrive close together."""
+        """Schedule a call of `changed` soon, one for all changes that arrive close together."""
         if self._due is None:
             self._due = asyncio.get_running_loop().call_at(self._told_at + TELL_SECONDS, self._tell)
 

@@ -1,4 +1,4 @@
-"""Replicas that come and go with a cluster's pods: added, drained and removed as labels and pods change."""
+"""Replicas that come and go with the pods of a Kubernetes cluster, and change with the pods' labels."""
 
 import asyncio
 import logging
@@ -88,7 +88,7 @@ class Discovery:
     def _reconcile(self) -> None:
         """Remove replicas whose pod is gone or changed, and add missing ones.
 
-        A replica has to be gone before its pod's successor can be added under the same id.
+        A pod's successor may have the same replica id; it is added once the former replica is removed completely.
         """
         for id in [id for id, pod in self._added.items() if self._wanted.get(id) != pod]:
             del self._added[id]

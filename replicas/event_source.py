@@ -41,7 +41,7 @@ class EventSource(NamedTuple):
 
 
 def _host(endpoint: str) -> str:
-    """Return the host of a TCP endpoint; "" for any other."""
+    """Return the host of a TCP endpoint; "" for an endpoint of another kind."""
     return endpoint[6:].rpartition(":")[0].strip("[]") if endpoint.startswith("tcp://") else ""
 
 

@@ -110,7 +110,7 @@ class Health:
         self._out_for, self._out_until, self._out_reason = 0.0, float("-inf"), ""  # by rule 5
 
     def succeeded(self, now: float, count: int = 1) -> None:
-        """Count `count` requests whose first byte arrived, with any status below 500."""
+        """Count `count` requests of which the first byte of an answer arrived, with any status below 500."""
         self.recent.count(now, count, 0)
         self._refusals = self._traffic_failures = self._probe_failures = self._unconfirmed = 0
         self._hold, self._held_until, self._silent_since = 0.0, None, None

@@ -19,10 +19,7 @@ def cannot_fetch(name: str, error: Exception, otherwise: str) -> str:
 
 
 def _hubs_words(error: BaseException | None) -> str:
-    """Return the hub's message in one line: the status, and what was refused.
-
-    The request id and the advice that follows are left out.
-    """
+    """Return the hub's error message in one line, without its request id and the advice at its end."""
     head, _, rest = str(error).partition("\n\n")
     status = re.sub(r"\s*\(Request ID: [^)]*\)", "", head.partition("\n")[0])
     return f"{status} {rest.partition(chr(10))[0]}".strip()

@@ -39,7 +39,7 @@ class Scrape(NamedTuple):
 
     @property
     def counters(self) -> tuple[float | None, ...]:
-        """The values that change with every step of an engine that has work."""
+        """The values of which some change with every step of an engine that has work."""
         return (
             self.running,
             self.waiting,

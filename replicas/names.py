@@ -101,5 +101,5 @@ def _ask(host: str, asking: asyncio.Future[tuple[str, ...]]) -> None:
 
 
 def _in_order(found: Iterable[str]) -> tuple[str, ...]:
-    """Return the addresses, IPv4 before IPv6. A scope id, as in fe80::1%eth0, is kept."""
+    """Return the distinct addresses, IPv4 before IPv6, at most MOST_ADDRESSES; a scope id (fe80::1%eth0) is kept."""
     return tuple(sorted(set(found), key=lambda one: (":" in one, ip_address(one))))[:MOST_ADDRESSES]

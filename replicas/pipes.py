@@ -1,4 +1,4 @@
-"""The refusal of pipes and devices where a file is needed."""
+"""A check that a path which must be a file is no pipe or device."""
 
 import errno
 import os

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Problem(NamedTuple):
-    """Something that an engine does not report or do, and what the operator can change about it."""
+    """A problem with an engine, such as a fact that it does not report, and what the operator can do about it."""
 
     what: str
     remedy: str

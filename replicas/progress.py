@@ -67,7 +67,7 @@ class Progress:
         self._ranks = []
 
     def still(self, now: float) -> float:
-        """Return the seconds for which the engine has had work and made no progress."""
+        """Return for how many seconds the engine, or one of its ranks, has had work and made no progress."""
         return max((rank.still(now) for rank in self._ranks), default=0.0)
 
     def stalled(self, now: float) -> bool:

@@ -186,12 +186,12 @@ class Replica:
         return None if self.rank is None else self.dialect.rank_paths
 
     def takes_rank(self, path: str) -> bool:
-        """Return whether a request posted to `path` would be computed by this rank."""
+        """Return whether a request posted to `path` can be directed to this rank; True if the engine has one rank."""
         return self.rank is None or path in self.dialect.rank_paths
 
     @property
     def version_quirks(self) -> dict[str, Any]:
-        """The differences in how its engine's version prepares prompts, compared with the newest."""
+        """The differences in how this version of the engine prepares prompts, compared with the newest version."""
         return self.dialect.version_quirks(self.version)
 
     @property

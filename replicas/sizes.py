@@ -1,6 +1,6 @@
 """Sizes in bytes as people write them, for every command and setting of the project: `512MiB`, `5G`.
 
-Units are binary however they are written, as memory is sold: `80G`, `80GB`, `80Gi` and `80GiB` are one size.
+Units are always binary, as memory is sold, however they are written: `80G`, `80GB`, `80Gi` and `80GiB` are the same.
 """
 
 import re

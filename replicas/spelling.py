@@ -1,4 +1,4 @@
-"""The known name that a misspelt one probably means, for every message that asks "Did you mean?"."""
+"""The search for the known name that a misspelt name probably means, for all messages that ask "Did you mean?"."""
 
 from __future__ import annotations
 

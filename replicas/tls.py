@@ -1,4 +1,4 @@
-"""TLS for connections to engines: whose certificates are trusted."""
+"""TLS contexts for connections to engines, which decide whose certificates are trusted."""
 
 import ssl
 from functools import lru_cache

@@ -365,7 +365,7 @@ class Watch:
         return facts
 
     async def _figures(self) -> tuple[Answer, Scrape | None]:
-        """Read the engine's /metrics; return the answer and its figures."""
+        """Read the engine's /metrics; return the answer, and the figures in it (None if the status is not 200)."""
         page = await get(self.access.session, f"{self.replica.url}/metrics", DEADLINE)
         if page.status != 200:
             return page, None

@@ -48,7 +48,7 @@ class Loader(yaml.SafeLoader):
 
 @contextmanager
 def reading(text: str) -> Iterator[Loader]:
-    """Yield a loader of this text. Raises NotYaml."""
+    """Open a YAML loader of this text for a `with` block; errors in the block are raised as NotYaml."""
     loader = None
     try:
         loader = Loader(text)

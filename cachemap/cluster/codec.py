@@ -90,7 +90,7 @@ def encode_delta(term: int, flags: int, position: Position, changes: list[bytes]
 
 
 def decode_delta(data: bytes) -> Delta:
-    """Return the delta in these bytes. Raises Damaged."""
+    """Return the delta that these bytes encode. Raises Damaged."""
     try:
         at, term, flags, sequence, timestamp = _HEAD.unpack_from(data)
         position = Position(None if sequence < 0 else sequence, timestamp)

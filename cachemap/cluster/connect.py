@@ -158,7 +158,7 @@ class Place(NamedTuple):
 
 
 def parse(url: str) -> Place:
-    """Return the parts of a Redis URL. Raises ValueError with what is wrong and what would be right."""
+    """Return the parts of a Redis URL. Raises ValueError, which says what is wrong and what would be right."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -488,7 +488,7 @@ async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: 
 
 
 def heed_cancellation() -> None:
-    """Raise CancelledError if the current task is being cancelled; to be called in loops that call Redis.
+    """Raise CancelledError if the current task is being cancelled; call this in loops that call Redis.
 
     redis-py uses asyncio.wait_for, which in Python 3.11 swallows a cancellation that arrives as the awaited call ends.
     """

@@ -190,7 +190,7 @@ class SharedIntake:
             self.engine.request_finished(prompt_blocks)
 
     async def run(self) -> None:
-        """Follow the replica until cancelled; its slot in the map must stay attached until this has ended."""
+        """Follow the replica until cancelled; its slot in the map must stay attached until this task has ended."""
         self.role, self._wanted, self._settled, self.mirroring = "joining", "joining", True, False
         self._shared.join(self)
         try:
@@ -314,7 +314,7 @@ class SharedIntake:
         self._go_alone()
 
     def lost(self) -> None:
-        """Stop writing: another gateway holds the lease, or none does."""
+        """Stop writing to Redis, as another gateway holds the lease, or none does."""
         self._end_journal()
 
     def _end_journal(self) -> None:
@@ -371,7 +371,7 @@ class SharedIntake:
     # --- reading what others wrote
 
     async def _load(self) -> None:
-        """Load the snapshot and all deltas after it; until then the map keeps what it has."""
+        """Load the snapshot and all deltas after it from Redis; until both are read, the map stays as it is."""
         for _ in range(TRIES):
             pieces = await self._shared.read_snapshot(self.keys)
             if not pieces:
@@ -453,7 +453,7 @@ class SharedIntake:
 
     @property
     def tells_other_blocks(self) -> bool:
-        """Whether the engine's block format has changed since the last snapshot. Deltas do not carry the format."""
+        """Whether the engine's block format differs from that in the last snapshot; deltas do not have the format."""
         return self._blocks != self._written
 
     @property

@@ -28,7 +28,7 @@ NAME = re.compile(r"[A-Za-z0-9.-]{1,64}")  # an incarnation's name; `tend.lua` d
 def scope(replica: str) -> str:
     """Return a name for a replica that gateways on all hosts agree on, however they spell the replica's address.
 
-    `replica`: HOST:PORT, with a suffix if several data-parallel ranks share the port.
+    Different addresses have different names. `replica`: HOST:PORT, with a suffix if several ranks share the port.
     """
     host, colon, port = replica.rpartition(":")
     return f"{_place(host.removeprefix('[').removesuffix(']'))}:{port}" if colon else replica

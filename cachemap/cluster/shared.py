@@ -137,7 +137,7 @@ class SharedMap:
 
     @property
     def trouble(self) -> str:
-        """The tasks that Redis does not let this gateway do, and why; empty if all is well."""
+        """A message: which tasks Redis does not let this gateway do, and why; "" if all is well."""
         whats: dict[str, dict[str, None]] = {}  # tasks by reason
         for (what, _), one in self._troubles.items():
             whats.setdefault(one.why, {})[what] = None
@@ -154,7 +154,7 @@ class SharedMap:
 
     @property
     def lag_seconds(self) -> float:
-        """The time from a delta's arrival in Redis to its application here, at worst in the last 5 to 10 s."""
+        """The longest time between a delta's arrival in Redis and its application here, in the last 5 to 10 s."""
         self._turn_lags()
         return max(self._lags)
 

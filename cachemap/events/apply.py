@@ -793,7 +793,7 @@ def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
 
 
 def _has_media(keys: list[object]) -> bool:
-    """Return whether the keys cover more than a tenant's salt."""
+    """Return whether these extra keys are more than one tenant's salt: keys of media are no strings."""
     return len(keys) > 1 or any(not isinstance(key, str) for key in keys)
 
 

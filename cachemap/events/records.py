@@ -12,7 +12,7 @@ FULL_ATTENTION, SLIDING_WINDOW, MAMBA = "full_attention", "sliding_window", "mam
 
 
 class EventError(ValueError):
-    """A payload that is not a batch of events."""
+    """An error: a payload is not a batch of events."""
 
 
 class Stored(NamedTuple):
@@ -102,15 +102,15 @@ class Agreed:
 
 
 class Removed(NamedTuple):
-    """Blocks that the engine dropped."""
+    """Blocks that the engine dropped from one tier and cache group."""
 
-    keys: Sequence[int | bytes]
+    keys: Sequence[int | bytes]  # the engine's own keys of the blocks
     tier: str
     group: int
 
 
 class Cleared(NamedTuple):
-    """The loss of everything that the engine holds itself."""
+    """The event that the engine cleared everything that it holds itself."""
 
 
 class Batch(NamedTuple):

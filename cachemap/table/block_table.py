@@ -119,7 +119,7 @@ class BlockTable:
         return numbers
 
     def remove(self, slot: int, tags: np.ndarray) -> np.ndarray:
-        """Remove the blocks with these tags from the replica; return the hashes of those it held."""
+        """Remove the aliases with these tags from the replica; return the hashes of the blocks it no longer holds."""
         self.capacity.clean()
         alias = self.aliases[slot]
         at = alias.find(tags)
@@ -137,7 +137,7 @@ class BlockTable:
         return hashes
 
     def held(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the hashes and tags of all blocks that the replica holds, in no order."""
+        """Return the hashes and tags of all blocks that the replica holds, in any order."""
         alias = self.aliases[slot]
         words = alias.words[alias.words.nonzero()]
         return self.blocks.hashes[(words & self._id_mask).view(np.int64)], words >> self._tag_shift

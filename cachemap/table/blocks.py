@@ -22,7 +22,9 @@ PIECE = 256  # blocks of a prompt in the first look-up; each further one takes a
 MOST = 4096  # up to this: larger arrays would be new memory each time
 # An epoch ends once a 64th of the table's blocks were used, so that ages differ by 1.6 % of the table.
 EPOCHS = 64
-OLDEST = 128  # the highest age, in epochs, reached after twice as many uses as the table has blocks; it fits in a byte
+# The highest age, in epochs, reached after twice as many uses as the table has blocks; with thrice as many, ages would
+# overflow their byte before they are capped.
+OLDEST = 128
 DATED = 1 << 12  # blocks in a row whose ages are capped in the same epoch
 BYTES_BESIDE = 13  # bytes a block besides the index and the aliases: hash, set, epoch
 SHORT = 8  # blocks in an average run; with shorter runs, one look-up of the whole rest is quicker

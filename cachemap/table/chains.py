@@ -147,7 +147,7 @@ class EngineModel(Tree):
         self._shed()
 
     def take_back(self, hashes: Sequence[int], held: int) -> None:
-        """Remove a chain's blocks after the first `held`, as they were never computed; shared blocks stay."""
+        """Remove a chain's blocks after the first `held`, which were never computed; blocks that others follow stay."""
         segment, end = self._longest(hashes)
         while end > held and not segment.children and end == segment.start + len(segment.blocks):
             self._drop(segment, end - held)
@@ -167,7 +167,7 @@ class EngineModel(Tree):
             self.limit = min(self.limit + self.limit // 50 + 1, self.capacity)
 
     def _split(self, rest: Segment, end: int) -> Segment:
-        """Cut a segment; the part after the cut keeps its place in the order."""
+        """Cut a segment in two; the part after the cut keeps its place in the order of last use."""
         segment = super()._split(rest, end)
         self._order[segment] = None
         return segment

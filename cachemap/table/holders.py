@@ -31,7 +31,7 @@ class HolderSets:
 
     @property
     def width(self) -> int:
-        """The width of a row in words of 64 bits."""
+        """How many words of 64 bits, one bit for each slot, a row has."""
         return self._rows.shape[1]
 
     @property

@@ -47,7 +47,7 @@ class BlockIdAllocator:
         self._ready = np.sort(np.concatenate(some))
 
     def give(self, numbers: np.ndarray) -> None:
-        """Return these numbers to the free ones."""
+        """Make these numbers free again."""
         if len(numbers):
             self.free += len(numbers)
             self._back.append(numbers)

@@ -1,7 +1,7 @@
 """Memory for large arrays, in pages of 4 KiB that can be returned to the system piece by piece.
 
-numpy would ask for pages of 2 MiB, which take 0.1 ms each, but 20 ms where a virtual machine gets them from its host.
-Pages of 4 KiB take 4 us each, when they are first touched.
+numpy would request pages of 2 MiB. These take 0.1 ms each, or 20 ms on a virtual machine that has to get them from its
+host; pages of 4 KiB take 4 us each. A page takes this time when it is first touched.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class _Generation(Tree):
             end, segment = segment.start, segment.parent
 
     def sent(self, slot: int, hashes: Sequence[int], now: float) -> int:
-        """Return how many leading blocks of this chain were sent to the replica."""
+        """Return how many leading blocks of this chain were in prompts sent to the replica and have not expired."""
         segment, end = self._longest(hashes)
         while segment is not self._root and segment.stamps.get(slot, (now, 0))[0] <= now:
             end, segment = segment.start, segment.parent
@@ -101,7 +101,7 @@ class _Generation(Tree):
 
 
 class Routed:
-    """The predicted blocks of all replicas, in two generations: predictions expire by discarding the older one.
+    """The predicted blocks of all replicas, in two generations, of which the older one is discarded as a whole.
 
     `most`: the memory that each generation may take, in blocks of BYTES_PER_BLOCK.
     `seconds`: how long a prediction lasts.

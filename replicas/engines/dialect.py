@@ -119,7 +119,7 @@ class EngineDialect(Protocol):
         """
 
     def has_random_hash_seed(self, version: str | None) -> bool:
-        """Return whether processes of this version hash the same block differently, unless they are given a seed."""
+        """Return whether two processes of this version hash a block differently, unless they are given a seed."""
 
     def launch_profile(self) -> type[LaunchProfile] | None:
         """Return the class of launch profiles, or None if the gateway cannot launch this kind of engine.

@@ -1,15 +1,15 @@
 """The small process between the gateway and one engine, so that no engine outlives its gateway.
 
-`keeper.py FD GRACE COMMAND...`: starts COMMAND in its own process group and talks over the socket FD. The gateway holds
-the other end: when the gateway dies, in whatever way, the kernel closes it, and the keeper stops the engine (SIGTERM,
-GRACE seconds, SIGKILL). When the keeper itself is killed, the kernel kills the engine (parent-death signal). The
-engine's own children are reached through the process group, or, if they left it, because orphans below the keeper
-become its children (subreaper).
+`keeper.py FD GRACE COMMAND...`: starts COMMAND, the engine, in a process group of its own, and talks over the socket
+FD. The gateway holds the other end: when the gateway dies, in whatever way, the kernel closes that end, and the keeper
+stops the engine (SIGTERM, GRACE seconds, SIGKILL). When the keeper itself is killed, the kernel kills the engine
+(parent-death signal). The engine's own children are reached through the process group, or, if they left the group, as
+children of the keeper, which orphans below it become (subreaper).
 
 Lines to the gateway: `pid N`, then `exit CODE` (negative: killed by that signal), or `error TEXT` if COMMAND could not
 be started. From the gateway: `stop SECONDS`.
 
-It is run by path with -I -S, imports only the standard library, and is up in 35 ms.
+The file is run by its path with -I -S, imports only the standard library, and starts in 35 ms.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def _children() -> list[int]:
 
 
 def _sweep(group: int) -> None:
-    """Kill the engine's remaining processes; each round's orphans become our children in the next."""
+    """Kill the engine's remaining processes, in rounds: children of a killed process become this process's children."""
     _signal(group, signal.SIGKILL, group=True)
     deadline = monotonic() + 5
     while (left := _children()) and monotonic() < deadline:

@@ -91,7 +91,7 @@ class Batch:
         return due
 
     def quiet_steps(self) -> int:
-        """Return how many of the next steps need no work for any request. The batch must not be empty."""
+        """Return how many steps from the next one on need no work for any request; the batch must not be empty."""
         return min(self._due) - self.now - 1
 
     def leap(self, steps: int) -> None:

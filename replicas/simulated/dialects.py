@@ -46,7 +46,7 @@ class Dialect:
         return b""
 
     def error(self, body: dict) -> bytes:
-        """Return the event that ends a failed stream; `body`: the error as it would be in an answer of its own."""
+        """Return the event that ends a failed stream; `body`: the error object that an answer without stream has."""
         return event(body)
 
     def usage(self, generations: list[Generation], streamed: bool = False) -> dict:
@@ -151,7 +151,7 @@ class Completion(_OpenAI):
 
 
 class Responses(Dialect):
-    """OpenAI's Responses: named events, numbered in sequence."""
+    """OpenAI's Responses, whose streams have named events, numbered in sequence."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -214,7 +214,7 @@ class Responses(Dialect):
     def error(self, body: dict) -> bytes:
         """Return OpenAI's error event.
 
-        vLLM 0.32 breaks the stream off instead, as its own error does not fit its event type.
+        vLLM 0.32 breaks the stream off instead, as its error does not fit the type that it has for events.
         """
         error = body["error"]
         return self._event("error", code=str(error["code"]), message=error["message"], param=error["param"])

@@ -121,7 +121,7 @@ class Engine:
         return [*([self._partial] if self._partial is not None else []), *self._waiting]
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises ValueError if it could never run or its id is in use."""
+        """Queue a request. Raises ValueError if the request could never run, or if its id is in use."""
         room = self.profile.context_length - request.prompt_tokens
         if room < 1:
             raise ValueError(
@@ -276,7 +276,7 @@ class Engine:
         return True
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
-        """Return a request to the head of the waiting queue; it loses the token that this step would have given it."""
+        """Preempt a request: it gives up its blocks and this step's token, and returns to the waiting queue."""
         if sequence is self._partial:
             self._partial = None
         else:

@@ -33,7 +33,7 @@ def root(seed: int) -> int:
 
 
 def extra_keys(adapter: str | None, salt: str | None, start: int, count: int) -> list[list[str] | None]:
-    """Return vLLM's extra keys of `count` blocks from block `start` on: the adapter's name, on block 0 also the salt."""
+    """Return vLLM's extra keys of `count` blocks from block `start` on: the adapter's name, and on block 0 a salt."""
     every = [adapter] if adapter else None
     keys: list[list[str] | None] = [every] * count
     if salt and start == 0 and count:

@@ -29,7 +29,7 @@ class _Given(Table):
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool of `launch` equal engines."""
+    """A pool: a number (`launch`) of equal engines."""
 
     name: str
     profile: Profile

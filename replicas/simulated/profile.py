@@ -188,11 +188,11 @@ class Profile:
 
     @property
     def times_by_share(self) -> bool:
-        """Whether decode steps take longer with the share of the cache in use, so that more blocks make them faster."""
+        """Whether decode steps take longer the larger the share of the cache in use, so that more blocks help."""
         return bool(self.step.decode_usage or self.step.decode_usage_squared)
 
     def in_use(self, context: int) -> float:
-        """Return the share of the cache that decoding sequences of `context` tokens read: `u` of `StepTime`."""
+        """Return the share of the cache that decoding sequences with `context` tokens in all read: u of `StepTime`."""
         return min(1.0, context / (self.num_blocks * self.block_size))
 
     @property

@@ -66,9 +66,9 @@ def _paragraph(rng: random.Random, sentences: int) -> str:
 
 
 def _paragraphs(tokens: Tokens, seed: int, context: int | None) -> list[list[int]] | None:
-    """Return the ids of all paragraphs, distinct in their first `context` ids; None if that is impossible.
+    """Return the ids of all paragraphs, whose first `context` ids differ; None if no such paragraphs are found.
 
-    With `context` None they need not be distinct.
+    With `context` None, paragraphs may begin alike.
     """
     rng, made, openings = random.Random(seed), [], set()
     for number in range(PARAGRAPHS):

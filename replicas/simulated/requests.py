@@ -82,7 +82,10 @@ def checked(model: type[Checked], body: dict) -> Checked:
 
 
 def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bool = True, least: int = 1) -> Asked:
-    """Return the request for these prompts; `limit` names the field that bounds the answer."""
+    """Return the parsed request for these prompts.
+
+    `limit`: the name of the field with the most output tokens, of which `least` is the lowest value.
+    """
     if not all(prompts):
         raise RequestError("the prompt is empty: it must have at least one token", param="prompt")
     most = body.get(limit)
@@ -104,7 +107,10 @@ def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bo
 
 
 def _conversation(body: dict, tokens: Tokens, limit: str, stop: Any, translated: Callable[[dict], dict]) -> Asked:
-    """Return the request of a conversation; token ids that were sent with it replace its messages."""
+    """Return the parsed request of a conversation; token ids in its `kv_transfer_params` replace its messages.
+
+    `translated`: returns the chat body for this body.
+    """
     ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
     prompt = (
         _ids(ids, "kv_transfer_params") if ids is not None else _chat(translated(body), tokens, bool(body.get(limit)))

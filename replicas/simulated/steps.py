@@ -56,7 +56,7 @@ class Stored(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """The pool's key of a block in a further cache group."""
+    """The key by which the block pool knows a block in a further cache group; `key`: the block's key in events."""
 
     group: int
     key: Key
@@ -79,7 +79,7 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """The whole prefix cache was reset (before this step)."""
+    """The event that the whole prefix cache was reset, before this step."""
 
 
 @dataclass(slots=True)

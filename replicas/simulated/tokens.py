@@ -165,7 +165,7 @@ class Tokens:
         return _up_to_mark(text) if go_on else text
 
     def tools(self, given: Any) -> list[dict] | None:
-        """Return tools as vLLM gives them to a template: with the fields it knows, in its order, absent ones as null."""
+        """Return tools as vLLM gives them to a template: the fields it knows, in its order, absent ones as null."""
         if given is None:
             return None
         if not listed(given, "tools") or not all(_is_function(tool) for tool in given):

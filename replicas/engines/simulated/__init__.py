@@ -15,7 +15,7 @@ from replicas.problems import EVENTS_BY_HAND, Remedies
 
 
 class Simulated(Vllm):
-    """The dialect of `python -m replicas.simulated`."""
+    """The dialect of the simulated engine, `python -m replicas.simulated`."""
 
     id = "sim"
     name = "the simulated engine"

@@ -1,4 +1,4 @@
-"""vLLM: `VLLM` is its dialect. Read in the sources of 0.28 to 0.32 and tested with both ends (`tests/vllm`)."""
+"""vLLM: `VLLM` is its dialect. Read in the sources of 0.28 to 0.32 and tested with 0.28 and 0.32 (`tests/vllm`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -463,8 +463,8 @@ class SharedIntake:
     def _or_expected(self, told: Blocks) -> Blocks:
         """Return a block format, with the block size that prompts are hashed in if no event has shown one yet.
 
-        The result is only for comparing formats. If a gateway took an expected block size for one that events showed,
-        it would take the engine's first event, which may be the only one for a long time, for a single odd one.
+        The result is only for comparing formats. A gateway that took an expected block size for one that events showed
+        would ignore the engine's first event, which may be the only one for a long time, as a single odd one.
         """
         return told if told.size else told._replace(size=self._identity.block_size)
 

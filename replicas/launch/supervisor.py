@@ -40,7 +40,10 @@ class Backoff:
         self._next = self.FIRST
 
     def after(self, ran: float, worked: float) -> float:
-        """Return the wait, without jitter, after a run of `ran` seconds; the engine worked for the last `worked`."""
+        """Return the seconds to wait, without jitter, after a run.
+
+        `ran`: how many seconds the run took; `worked`: in how many seconds at its end the engine worked.
+        """
         if worked >= self.STABLE:
             self._next = self.FIRST
         longest = self.LONGEST

@@ -84,7 +84,7 @@ def checked(model: type[Checked], body: dict) -> Checked:
 def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bool = True, least: int = 1) -> Asked:
     """Return the parsed request for these prompts.
 
-    `limit`: the name of the field with the most output tokens, of which `least` is the lowest value.
+    `limit`: the name of the field that limits the output tokens. `least`: the lowest valid value of that field.
     """
     if not all(prompts):
         raise RequestError("the prompt is empty: it must have at least one token", param="prompt")

@@ -64,7 +64,10 @@ class ApiError(Exception):
         self.headers, self.again, self.limit = headers, again, limit
 
     def object(self, path: str, discreet: bool = False) -> dict[str, Any]:
-        """Return the error object in the format of the API at `path`; `discreet`: with the message for tenants."""
+        """Return the error object in the format of the API at `path`.
+
+        `discreet`: use the message that names no replica, which tenants get.
+        """
         message = self.discreet if discreet else self.message
         return error_object(path, self.status, message, type=self.type, param=self.param, code=self.code)
 

@@ -76,7 +76,9 @@ class Routes:
         return prompt
 
     def spaces_for(self, model: object) -> tuple[ModelSpace, ...]:
-        """Return the spaces for which a request for this model is prepared, the one with most replicas first.
+        """Return the model's spaces (groups of replicas that make the same prompts), the one with most replicas first.
+
+        A request for the model is prepared once for each.
 
         Empty if all replicas have reported which names they serve and none serves this one.
         """

@@ -29,7 +29,10 @@ class BadOption(BadInput):
 
 
 def refuse(*rows: tuple[object, str]) -> None:
-    """Raise BadOption with the message of the first row (wrong, message) whose `wrong` is true."""
+    """Raise BadOption if a row's condition is true.
+
+    Each row is (condition, message); the message is that of the first true condition.
+    """
     for wrong, why in rows:
         if wrong:
             raise BadOption(why)

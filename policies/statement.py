@@ -390,7 +390,10 @@ class Arrays:
         return self._elementwise(self._matrix.dot(columns[: self._matrix.shape[1]]), *weights[:scalars], *overlap)
 
     def _sum(self, polynomial: Polynomial) -> str:
-        """Write the lines that evaluate a polynomial, and return the name of an array that may be overwritten."""
+        """Write the lines of code that evaluate a polynomial; return the name of the array that has the result.
+
+        The lines that follow may overwrite that array.
+        """
         for held in dict.fromkeys(
             part for parts in polynomial for part in parts if part.op == "symbol" and part.kind == OVERLAP
         ):

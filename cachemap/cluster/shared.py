@@ -50,8 +50,9 @@ MOST_LOOKS = 128  # leases in one call, which blocks a server for about a millis
 MOST_READ_BYTES, MOST_READ = 1 << 20, 500
 
 
-# A lease as tend.lua reports it: its state, the last delta, whether deltas and snapshot are there, the wish, and the
-# newest incarnation or the refusal.
+# What tend.lua reports of one replica's lease, in this order: who holds the lease; the number of the last delta; whether
+# Redis has deltas and a snapshot; what other gateways ask of the holder; and the newest incarnation of the engine, or the
+# reason why Redis refuses the lease.
 _Look = tuple[str, int, bool, bytes, str]
 
 

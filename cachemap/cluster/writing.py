@@ -119,7 +119,10 @@ class Writing:
             self._shared.look_soon()
 
     async def _write_snapshot(self, one: SharedIntake, journal: Journal) -> None:
-        """Write a snapshot in place of most deltas so far, or of all if the data in Redis cannot be continued."""
+        """Write a snapshot, which replaces most deltas in Redis.
+
+        It replaces all of them where this gateway cannot add to what Redis has.
+        """
         try:
             if one.journal is journal and not one.engine.applying:  # the lease may have gone before this began
                 await self._write(one, journal)

@@ -256,7 +256,9 @@ class LegPlacing:
         now: float,
         decided: tuple[Decision, Decision] | None = None,
     ) -> None:
-        """Reserve both replicas and add the attempt of the first leg, or those of the legs that are sent at once.
+        """Reserve the prefill and the decode replica, and add the attempt of the prefill.
+
+        Where both legs are sent at the same time, add the attempts of both.
 
         `decided`: the shared ledger's decisions for both legs, or None.
         """

@@ -57,7 +57,9 @@ Decide = Callable[["Pending", bool], None]
 
 
 class Pending:
-    """The claims of one request (`wanted`) that Redis is to decide.
+    """One request that waits for Redis to say whether its tenant's limits allow it.
+
+    `wanted`: what the request takes of each limit.
 
     `over`: the claim that Redis refused, or None; `granted`: the decision; `answered`: `decide` was called.
     """

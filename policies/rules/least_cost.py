@@ -107,7 +107,10 @@ class Cost:
         return Cost(self.names, self._statement, self._shares, self.slack, known)
 
     def _lower(self, candidate: Candidate) -> tuple[int, float]:
-        """Return the candidate's tokens in slower tiers, and the statement's argument `fetched` for them."""
+        """Return how many prompt tokens the candidate holds in slower tiers, and the argument `fetched` of the cost formula.
+
+        `fetched` is the predicted seconds to fetch them, or with `_shares` their sum weighted by tier.
+        """
         lower, shares = candidate.lower, self._shares
         if shares is None:
             worth = candidate.fetch_seconds

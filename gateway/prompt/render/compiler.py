@@ -104,7 +104,10 @@ class Compiler:
 
 
 def _asking(segment: Segment, questions: list[Question]) -> Segment:
-    """Return the segment with these questions about its text alone, in an order that does not depend on the plan."""
+    """Return the segment with the template's conditions that depend on this segment's text alone.
+
+    They are sorted, so that equal segments of two plans are equal.
+    """
     return replace(segment, questions=tuple(sorted(map(_renumber, questions), key=repr))) if questions else segment
 
 

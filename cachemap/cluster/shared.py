@@ -50,9 +50,9 @@ MOST_LOOKS = 128  # leases in one call, which blocks a server for about a millis
 MOST_READ_BYTES, MOST_READ = 1 << 20, 500
 
 
-# What tend.lua reports of one replica's lease, in this order: who holds the lease; the number of the last delta; whether
-# Redis has deltas and a snapshot; what other gateways ask of the holder; and the newest incarnation of the engine, or the
-# reason why Redis refuses the lease.
+# What tend.lua reports of one replica's lease, in this order: the state of the lease; the number of the last delta;
+# whether Redis has deltas and a snapshot; what other gateways ask of the holder; and the newest incarnation of the
+# engine, or the reason why Redis refuses the lease.
 _Look = tuple[str, int, bool, bytes, str]
 
 

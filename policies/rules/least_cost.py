@@ -107,7 +107,7 @@ class Cost:
         return Cost(self.names, self._statement, self._shares, self.slack, known)
 
     def _lower(self, candidate: Candidate) -> tuple[int, float]:
-        """Return how many prompt tokens the candidate holds in slower tiers, and the argument `fetched` of the cost formula.
+        """Return the prompt tokens that the candidate holds in slower tiers, and the formula's argument `fetched`.
 
         `fetched` is the predicted seconds to fetch them, or with `_shares` their sum weighted by tier.
         """

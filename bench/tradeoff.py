@@ -29,7 +29,6 @@ from bench.field_cells import CELLS, Cell, files
 from bench.field_tables import COMPARED, ORACLES, OURS, Judged, Runs, judged, made_by, seeds
 from bench.field_verdict import HITS, STICKY, Aim, Gaps, gaps, missed, read
 from policies.rules import least_time
-from policies.rules.least_cost import Cost
 
 FACTORS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 WORST = 2  # cells of each aim
@@ -95,9 +94,6 @@ def variant(factor: float) -> str:
 def weigh(factor: float) -> None:
     """Make `least_time` of this process weigh what comes after the first token so."""
     least_time._BEGINNING, least_time._GOING_ON = (factor * weight for weight in _WEIGHTS)
-    least_time.COST = least_time.LeastTime.cost = Cost(
-        least_time.TERMS, least_time.terms, slack=least_time.COST.slack
-    )  # weights are constants in what a statement is compiled to
 
 
 def play_with(cell: Cell, name: str, blocks: int, rate: float, seed: int) -> dict[str, float]:

@@ -33,14 +33,11 @@ others get requests, its speed moves to theirs within seconds, so that a replica
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
 from math import exp, log
-from types import SimpleNamespace
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from .changes import Changes
-from .ledger import UNTIMED, ZERO_TOGETHER, Load
-from .statement import REQUEST, STANDING, compiled, expressions, python, symbol
+from .ledger import UNTIMED, Load
 
 # An 8B model on one data-centre GPU (Dynamo 1.6.1's mocker defaults: 15 us a token, 4.2e-10 s a
 # token squared, 16 ms a prefill step, 6 ms a decode step). Other engines may differ tenfold; a dozen
@@ -69,106 +66,6 @@ FETCH_PRIOR = {tier: 131_072 / bandwidth for tier, bandwidth in (("cpu", 25e9), 
 PEER = "peer"  # the tier of tokens fetched from another replica; their seconds are in `Pull`, not learned here
 _ASIDE = 0.1  # share of the predicted TTFT up to which a fetch leaves the rest accurate enough to learn from
 _FETCH_LIMIT = 1.0  # bound of one log error, so that a client's stall does not move the estimate far
-
-
-# --- the two models as statements: functions that `statement` compiles. This is their only definition
-
-
-def step_seconds(load: Load, pace: float, coefficients: Sequence[float]) -> float:
-    """Return the seconds of one decode step with all streams of a replica; 0 without streams.
-
-    `pace`: the replica's speed of decoding; `coefficients`: those of its group's decode steps.
-    """
-    base, per_stream, per_token = coefficients
-    return pace * (base * min(1, load.decoding) + per_stream * load.decoding + per_token * load.context_tokens)
-
-
-def ttft_features(
-    uncached: float, cached: float, now: float, step: float, load: Load, speed: float, coefficients: Sequence[float]
-) -> tuple[float, ...]:
-    """Return the features of the TTFT model for a request that meets `load` at time `now`.
-
-    `uncached`: its prompt tokens to compute; `cached`: those before them; `step`: seconds of a decode step there.
-
-    The variable `left` is the share of the current prefill step that remains, 1 if the step's start is unknown. An
-    overdue step is assumed to take as much longer as it is late, so a replica that hangs looks fully busy again, not
-    done. The step's attention is estimated as if its prompts were of equal length and uncached.
-    """
-    base, token, pair, _, _, crowd = coefficients
-    begun = load.begun_tokens
-    lasts = speed * (base + token * begun + pair * (0.5 * begun * begun / max(1, load.begun))) + crowd * step
-    left = min(1, load.prefilling) * min(1, abs(1 - (now - load.since) / lasts))
-    ahead = load.prefill_tokens - begun + left * begun
-    return 1, uncached, uncached * (cached + 0.5 * uncached), ahead, left, step * max(1, uncached / STEP_TOKENS)
-
-
-def ttft_terms(
-    features: Sequence[float], speed: float, coefficients: Sequence[float]
-) -> tuple[float, float, float, float]:
-    """Return the TTFT in four parts: fixed cost, the prompt's own prefill, queue, and shared decode steps.
-
-    The first three scale with the replica's `speed`; the decode steps in the last one have a speed of their own.
-    """
-    base, token, pair, queued, busy, crowd = coefficients
-    one, uncached, pairs, ahead, left, crowded = features
-    return (
-        speed * base * one,
-        speed * (token * uncached + pair * pairs),
-        speed * (queued * ahead + busy * left),
-        crowd * crowded,
-    )
-
-
-def late_seconds(now: float, load: Load) -> float:
-    """Return how many seconds ago the replica should have answered (`load.due`), or 0 if no answer is overdue.
-
-    A new request is assumed to wait at least that much longer, since nothing tells how long the stall lasts. Lateness
-    is not learned from.
-    """
-    return max(0, now - load.due)
-
-
-def ttft_seconds(
-    uncached: float,
-    cached: float,
-    now: float,
-    load: Load,
-    speed: float,
-    pace: float,
-    ttft: Sequence[float],
-    step: Sequence[float],
-) -> float:
-    """Return the predicted TTFT in seconds.
-
-    `speed`, `pace`: the replica's factors for prefill and for decode steps; `ttft`, `step`: its group's coefficients.
-    """
-    features = ttft_features(uncached, cached, now, step_seconds(load, pace, step), load, speed, ttft)
-    base, own, queue, crowd = ttft_terms(features, speed, ttft)
-    return base + own + queue + crowd + late_seconds(now, load)
-
-
-LOAD = SimpleNamespace(**{field.name: symbol(f"load.{field.name}", STANDING) for field in fields(Load)})  # symbols
-TTFT, STEP = (
-    [f"{of}_{index}" for index in range(len(prior))] for of, prior in (("ttft", TTFT_PRIOR), ("step", STEP_PRIOR))
-)
-ZEROS = [[getattr(LOAD, name) for name in names] for names in ZERO_TOGETHER]
-
-
-def _compiled_ttft() -> Callable[..., tuple[float, ...]]:
-    """Return `ttft_seconds` compiled, as a function that returns a tuple of one number.
-
-    Its parameters are (uncached, cached, now, load, speed, pace, *ttft, *step). It is called once per placement, where
-    the ten frames of the statements would be 8 % of a decision's instructions.
-    """
-    uncached, cached, now, speed, pace, *coefficients = (
-        symbol(name, REQUEST) for name in ("uncached", "cached", "now", "speed", "pace", *TTFT, *STEP)
-    )
-    ttft, step = coefficients[: len(TTFT)], coefficients[len(TTFT) :]
-    stated = expressions(ttft_seconds, uncached, cached, now, LOAD, speed, pace, ttft, step)
-    return python("ttft_seconds", ["uncached", "cached", "now", "load", "speed", "pace", *TTFT, *STEP], [stated], ZEROS)
-
-
-_ttft_seconds = _compiled_ttft()
 
 
 class Fit:
@@ -266,7 +163,10 @@ def _correction(size: int) -> Callable[..., None]:
         f"fit._learned = [{names('m')}]",
         f"fit._cov = [{matrix(moved)}]",
     ]
-    return compiled("step", [f"def step(fit, {names('f')}, seconds):", *[f"    {line}" for line in body]], exp=exp)
+    source = "\n    ".join([f"def step(fit, {names('f')}, seconds):", *body])
+    defined: dict[str, Any] = {"exp": exp}
+    exec(compile(source, f"<Kalman step of {size} coefficients>", "exec"), defined)
+    return cast("Callable[..., None]", defined["step"])
 
 
 _CORRECTIONS = {size: _correction(size) for size in (len(TTFT_PRIOR), len(STEP_PRIOR))}
@@ -407,44 +307,60 @@ class Costs:
 
     def prefill_seconds(self, uncached: int, context: int) -> float:
         """Return the seconds to compute `uncached` prompt tokens that follow `context` cached ones."""
-        return ttft_terms(
-            self._features(_IDLE, uncached, context, UNTIMED), self.ttft.value, self.group.ttft.coefficients
-        )[1]
+        return self._ttft(_IDLE, uncached, context, UNTIMED)[1][1]
 
     def step_seconds(self, load: Load) -> float:
         """Return the seconds of one decode step with the present streams; 0 without streams."""
-        return step_seconds(load, self.step.value, self.group.step.coefficients)
+        return self.stream_step(load.decoding, load.context_tokens) if load.decoding else 0.0
 
     def ttft_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
         """Return the predicted TTFT in seconds of a request that meets `load` at time `now`.
 
         `uncached`: prompt tokens to compute; `context`: cached tokens before them.
         """
-        group = self.group
-        return _ttft_seconds(
-            uncached,
-            context,
-            now,
-            load,
-            self.ttft.value,
-            self.step.value,
-            *group.ttft.coefficients,
-            *group.step.coefficients,
-        )[0]
+        base, own, queue, crowd = self._ttft(load, uncached, context, now)[1]
+        return base + own + queue + crowd + max(0.0, now - load.due)
 
     def ttft_parts(
         self, load: Load, uncached: int, context: int, now: float = UNTIMED
     ) -> tuple[float, float, float, float]:
-        """Return the TTFT for admission, in the four parts of `ttft_terms`; the queue includes backlog and lateness."""
-        base, own, queue, crowd = self._learned_parts(load, uncached, context, now)
-        return base, own, queue + self.backlog_seconds(load, now) + late_seconds(now, load), crowd
+        """Return the TTFT for admission in four parts: fixed cost, own prefill, queue, and shared decode steps.
+
+        The queue includes the backlog (`backlog_seconds`) and the replica's lateness.
+        """
+        base, own, queue, crowd = self._ttft(load, uncached, context, now)[1]
+        return base, own, queue + self.backlog_seconds(load, now) + max(0.0, now - load.due), crowd
 
     def punctual_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
         """Return the predicted TTFT without lateness, to compare with a measured one."""
-        return sum(self._learned_parts(load, uncached, context, now))
+        return sum(self._ttft(load, uncached, context, now)[1])
 
-    def _learned_parts(self, load: Load, uncached: int, context: int, now: float) -> tuple[float, float, float, float]:
-        return ttft_terms(self._features(load, uncached, context, now), self.ttft.value, self.group.ttft.coefficients)
+    def _ttft(
+        self, load: Load, uncached: float, cached: float, now: float
+    ) -> tuple[tuple[float, ...], tuple[float, float, float, float]]:
+        """Return the features of the TTFT model for a request that meets `load`, and the four parts of its TTFT.
+
+        The variable `left` is the share of the current prefill step that remains, 1 if the step's start is unknown. An
+        overdue step is assumed to take as much longer as it is late, so a replica that hangs looks fully busy again,
+        not done. The step's attention is estimated as if its prompts were of equal length and uncached. The first three
+        parts scale with the replica's speed of prefill; decode steps have a speed of their own. Lateness is in none of
+        them, as it is not learned from. `least_time` has the same formulas, and a test compares both.
+        """
+        speed, step = self.ttft.value, self.step_seconds(load)
+        base, token, pair, queued, busy, crowd = self.group.ttft.coefficients
+        ahead = left = 0.0
+        if load.prefilling:
+            begun = load.begun_tokens
+            lasts = speed * (base + token * begun + pair * (0.5 * begun * begun / max(1, load.begun))) + crowd * step
+            left = min(1, abs(1 - (now - load.since) / lasts))
+            ahead = load.prefill_tokens - begun + left * begun
+        pairs, shared = uncached * (cached + 0.5 * uncached), step * max(1, uncached / STEP_TOKENS)
+        return (1, uncached, pairs, ahead, left, shared), (
+            speed * base,
+            speed * (token * uncached + pair * pairs),
+            speed * (queued * ahead + busy * left),
+            crowd * shared,
+        )
 
     def backlog_seconds(self, load: Load, now: float = UNTIMED) -> float:
         """Return how much longer a queue of over one step takes at least than the coefficient `queued` predicts.
@@ -456,7 +372,7 @@ class Costs:
         """
         if load.prefill_tokens <= STEP_TOKENS:
             return 0.0
-        ahead = max(0.0, self._features(load, 0, 0, now)[3] - STEP_TOKENS)
+        ahead = max(0.0, self._ttft(load, 0, 0, now)[0][3] - STEP_TOKENS)
         speed, (base, token, pair, queued, _, crowd) = self.ttft.value, self.group.ttft.coefficients
         each = 0.5 * load.prefill_tokens / max(1, load.prefilling)
         context = load.context_tokens + 0.5 * load.prefill_tokens
@@ -497,8 +413,7 @@ class Costs:
         if seconds <= 0:
             return
         speed = self.ttft.value
-        features = self._features(before, uncached, cached, at)
-        terms = ttft_terms(features, speed, self.group.ttft.coefficients)
+        features, terms = self._ttft(before, uncached, cached, at)
         predicted = sum(terms)
         self.count += 1
         self.error += max(0.05, 1 / self.count) * (abs(predicted - seconds) - self.error)
@@ -521,10 +436,6 @@ class Costs:
         if self.group.changes is not None:
             self.group.changes.tell(self)
         self.group.learn("step", (1.0, decoding, context_tokens), seconds_per_token / speed)
-
-    def _features(self, load: Load, uncached: int, cached: int, now: float) -> tuple[float, ...]:
-        speed = self.ttft.value
-        return ttft_features(uncached, cached, now, self.step_seconds(load), load, speed, self.group.ttft.coefficients)
 
 
 _IDLE = Load()

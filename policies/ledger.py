@@ -24,10 +24,6 @@ from .changes import Changes
 FAR = 1e12
 UNTIMED = -FAR  # `now` of callers without a clock: queued prompts then count as not begun
 
-# Groups of `Load` fields that are all 0 if the first of the group is: without prompts there are no prompt tokens,
-# without streams no context.
-ZERO_TOGETHER = (("prefilling", "prefill_tokens", "begun", "begun_tokens"), ("decoding", "context_tokens"))
-
 
 @dataclass(slots=True)
 class Load:

@@ -26,7 +26,6 @@ from . import legs
 from .rules.least_cost import Cost
 from .vocabulary import Policy
 
-PAUSES = "stall"  # the cost term of streams that pause while a prompt is computed
 NAMES = ("seconds", "pauses:N", "always", "over:N", "llmd:N", "never")
 
 
@@ -60,7 +59,7 @@ def _pauses(times: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | Non
 
 @lru_cache(maxsize=16)
 def _with_pauses(cost: Cost, times: int) -> Cost:
-    return cost if times == 1 else cost.weighted({PAUSES: float(times)})
+    return cost.with_pauses(times)
 
 
 def _llmd(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:

@@ -7,7 +7,7 @@ sessions. Each kind's mean starts from the wider kind's, which counts as `PRIOR`
 tokens (`Demand.writes`) has no length, and teaches nothing.
 
 The time at which the first byte of an answer is expected (`due`) follows from its placement's predicted TTFT; for an
-answer in one piece, all its decode steps are added. After that time its replica counts as late (`costs.late_seconds`).
+answer in one piece, all its decode steps are added. After that time its replica counts as late (`Load.due`).
 
 A cost needs two figures of an answer that has not ended: its mean length, and the *residual*, what remains of an answer
 observed at a random moment, E[X^2] / 2 E[X] (renewal theory's mean residual life). The more lengths vary, the more the

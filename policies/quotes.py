@@ -1,6 +1,6 @@
 """Quotes: the latency that a candidate would give a request, predicted before it is sent.
 
-    ttft = the prediction of `costs.ttft_features` by the present load + fetching from slower tiers
+    ttft = the prediction of `costs` by the present load + fetching from slower tiers
            + the wait for free blocks and a seat (a place among the requests that the engine runs at once)
     tpot = a decode step with the streams that are there when its first token is out
 

@@ -19,26 +19,13 @@ def busy(load: Load) -> int:
     return max(load.requests, load.waiting)
 
 
-def terms(
-    tokens: float,
-    output: float,
-    residual: float,
-    now: float,
-    future: float,
-    after: float,
-    ttft: Sequence[float],
-    step: Sequence[float],
-    overlap: float,
-    lower: float,
-    fetched: float,
-    load: Load,
-    speed: float,
-    pace: float,
-) -> tuple[float, ...]:
-    return (busy(load),)
+def _of_all(
+    demand: Demand, candidates: Sequence[Candidate], future: float = 0.0, after: float = 1.0, held: int = 0
+) -> Sequence[tuple[float, ...]]:
+    return [(busy(candidate.load),) for candidate in candidates]
 
 
-COST = Cost(("requests",), terms)
+COST = Cost("least_load", ("requests",), _of_all)
 
 
 def fewest_requests(demand: Demand, candidates: Sequence[Candidate]) -> int:

@@ -60,15 +60,14 @@ missing, queued work counts as not begun).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from ..costs import late_seconds, step_seconds, ttft_features, ttft_terms
-from ..ledger import Load
+from ..costs import STEP_TOKENS
 from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least, least_of
@@ -77,7 +76,8 @@ from .least_cost import Cost, least, least_of
 _BEGINNING, _GOING_ON = 1.0, 0.15
 _STALL = 0.05  # how much a second's pause of a stream there counts, relative to a second before the first token
 _MOVES = 0.4  # share of the continuing requests that change replica, which bounds how long a placement matters
-_NOISE = 0.2  # a pace this near to the group's counts as equal, since others' prefills make it differ by as much
+# A pace between these counts as that of the group, since others' prefills make it differ by as much
+_SLOWER, _FASTER = 1.2, 0.8
 # Probability that a prompt there that may have begun shares a step with ours; those that have not begun will
 _BATCHED = 0.25
 _EVICTION = 0.2  # probability that what a full cache evicts is requested again
@@ -88,60 +88,155 @@ _KEEP = 1 - 1 / 16
 _SPACES = 64  # spaces whose habits are kept, including outdated ones of models that changed
 _ROOTS = 4096  # first blocks whose shortest prompt is kept, and prefixes whose regret is kept
 _REPLY = 200  # decode steps that a stream typically has left when blocks run out
-_SPARE = 0.02  # share of the blocks that an engine cannot use fully: half filled ones
+_USABLE = 0.98  # share of the blocks that an engine can use; the rest is in half filled ones
 TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "stall", "decode", "crowding", "eviction")
 WAITS = 5  # so many of the first TERMS are this request's own TTFT; the others are later or other requests' costs
 
 
-def terms(
-    tokens: float,
-    output: float,
-    residual: float,
-    now: float,
-    future: float,
-    after: float,
-    ttft: Sequence[float],
-    step: Sequence[float],
-    overlap: float,
-    lower: float,
-    fetched: float,
-    load: Load,
-    speed: float,
-    pace: float,
-) -> tuple[float, ...]:
-    """Return the TERMS of one request on one replica; a statement whose parameters `Cost` explains."""
-    crowd = ttft[-1]
-    base, per_stream, per_token = step
-    cached = overlap + lower
-    decode_step = step_seconds(load, pace, step)
-    fixed, own, queue, crowded = ttft_terms(
-        ttft_features(tokens - cached, cached, now, decode_step, load, speed, ttft), speed, ttft
-    )
-    waiting = _BATCHED * load.prefilling + (1 - _BATCHED) * (load.prefilling - load.begun)
-    short = max(0, (load.context_tokens + load.prefill_tokens + tokens) / load.capacity_tokens - (1 - _SPARE))
-    streams = load.decoding + load.prefilling
-    more = pace * (per_stream + per_token * (tokens + 0.5 * output))
-    others = pace * (per_stream * streams + per_token * (load.context_tokens + load.prefill_tokens))
-    steady = max(pace, 1 + _NOISE) + min(pace, 1 - _NOISE) - 1
-    weight = after * output
-    shared = weight * load.output_tokens / max(1, streams * output + load.output_tokens)
+def _of_all(
+    demand: Demand,
+    candidates: Sequence[Candidate],
+    future: float = 0.0,
+    after: float = 1.0,
+    held: int = 0,
+    pauses: float = 1.0,
+) -> Sequence[tuple[float, ...]]:
+    """Return the TERMS of a request on each candidate; `Cost` explains the parameters.
+
+    This is one straight piece of code, since it runs for every replica at every request. `_totals` and `costs.lua`
+    state the same formula for arrays and for Redis, and a test compares them with this. `pauses`: how many times as
+    much as usual `stall` counts.
+    """
+    tokens, output, residual, now = demand.tokens, demand.output, demand.residual, demand.now
+    weight, group, found = after * output, None, []
     later = weight * residual / max(1, output + residual)
+    for candidate in candidates:
+        costs, load = candidate.costs, candidate.load
+        if costs.group is not group:
+            group = costs.group
+            base, token, pair, queued, busy, crowd = group.ttft.coefficients
+            step_base, per_stream, per_token = group.step.coefficients
+            own_steps, joining = _GOING_ON * output * step_base, (2 * later + crowd) * future
+            added = per_stream + per_token * (tokens + 0.5 * output)
+        speed, pace, cached, fetched = costs.ttft.value, costs.step.value, candidate.overlap, 0.0
+        if cached < held:
+            cached = held
+        elif candidate.lower:
+            cached, fetched = candidate.cached, candidate.fetch_seconds
+        uncached = tokens - cached
+        own = speed * (token * uncached + pair * (uncached * (cached + 0.5 * uncached)))
+        prefilling, decoding, recent, context = load.prefilling, load.decoding, load.recent, load.context_tokens
+        step = crowded = room = queue = interference = others = 0.0
+        if decoding:
+            for_streams, for_context = per_stream * decoding, per_token * context
+            step, others = pace * (step_base + for_streams + for_context), for_streams + for_context
+            crowded = crowd * (step * (uncached / STEP_TOKENS)) if uncached > STEP_TOKENS else crowd * step
+            short = (context + load.prefill_tokens + tokens) / load.capacity_tokens - _USABLE
+            if short > 0.0:
+                room = short * _REPLY * step
+        if prefilling:
+            begun, began, waiting = load.begun, load.begun_tokens, load.prefill_tokens
+            others = per_stream * (decoding + prefilling) + per_token * (context + waiting)
+            attention = pair * (0.5 * began * began / (begun if begun > 1 else 1))
+            left = 1.0 - (now - load.since) / (speed * (base + token * began + attention) + crowd * step)
+            if left < 0.0:
+                left = -left
+            if left > 1.0:
+                left = 1.0
+            queue = speed * (queued * (waiting - began + left * began) + busy * left)
+            interference = own * (_BATCHED * prefilling + (1 - _BATCHED) * (prefilling - begun))
+        if now > load.due:
+            queue += now - load.due
+        decode, crowding = own_steps, joining * recent
+        if pace > _SLOWER or pace < _FASTER:
+            decode *= max(pace, _SLOWER) + min(pace, _FASTER) - 1.0
+        if streams := decoding + prefilling:
+            coming = load.output_tokens
+            tokens_to_come = streams * output + coming
+            shared = weight * coming / (tokens_to_come if tokens_to_come > 1.0 else 1.0)
+            decode += shared * (pace * others)
+            crowding = shared * streams + crowd * decoding + crowding
+        found.append(
+            (
+                speed * base + own,
+                queue,
+                crowded,
+                fetched,
+                room,
+                interference,
+                pauses * (_STALL * own * (decoding + future * recent)),
+                decode,
+                pace * added * crowding,
+                _EVICTION * load.kv_usage * own,
+            )
+        )
+    return found
+
+
+def _standing(candidate: Candidate) -> tuple[float, ...]:
+    """Return what `_totals` needs to know of a candidate's load and speeds."""
+    load, speed, pace = candidate.load, candidate.costs.ttft.value, candidate.costs.step.value
+    prefilling, decoding, begun, began = load.prefilling, load.decoding, load.begun, load.begun_tokens
+    busy = 1 + _BATCHED * prefilling + (1 - _BATCHED) * (prefilling - begun)
     return (
-        fixed + own,
-        queue + late_seconds(now, load),
-        crowded,
-        fetched,
-        short * _REPLY * decode_step,
-        own * waiting,
-        _STALL * own * (load.decoding + future * load.recent),
-        _GOING_ON * output * base * steady + shared * others,
-        more * (shared * streams + crowd * load.decoding + (2 * later + crowd) * future * load.recent),
-        _EVICTION * load.kv_usage * own,
+        speed,
+        speed * (busy + _STALL * decoding + _EVICTION * load.kv_usage),
+        speed * load.recent,
+        pace * load.recent,
+        pace * min(1, decoding),
+        pace * decoding,
+        pace * load.context_tokens,
+        speed * (load.prefill_tokens - began),
+        speed * began,
+        speed * 0.5 * began * began / max(1, begun),
+        speed * min(1, prefilling),
+        load.since,
+        load.due,
+        (load.context_tokens + load.prefill_tokens) / load.capacity_tokens - _USABLE,
+        1 / load.capacity_tokens,
+        max(pace, _SLOWER) + min(pace, _FASTER) - 1,
+        load.output_tokens,
+        decoding + prefilling,
+        pace * (decoding + prefilling),
+        pace * (load.context_tokens + load.prefill_tokens),
+        decoding,
+        load.recent,
     )
 
 
-COST = Cost(TERMS, terms, slack=(1.0002, 1e-4))
-LEG_COST = COST.weighted({"stall": _GOING_ON / _STALL})  # the cost by which two legs are weighed against one
+def _totals(demand: Demand, roster: Roster, future: float, after: float) -> np.ndarray:
+    """Return the sum of the TERMS for each candidate of a roster, none of which holds tokens in slower tiers."""
+    base, token, pair, queued, busy, crowd = roster.group.ttft.coefficients
+    step_base, per_stream, per_token = roster.group.step.coefficients
+    tokens, output, residual, now = demand.tokens, demand.output, demand.residual, demand.now
+    columns = roster.columns(_standing)
+    speed, own_weight, speed_recent, pace_recent, stepping, pace_streams, pace_context, unbegun = columns[:8]
+    began, attention, prefilling, since, due, full, per_capacity, steady = columns[8:16]
+    coming, streams, pace_all, pace_held = columns[16:20]
+    weight, overlap = after * output, roster.overlaps
+    later = weight * residual / max(1, output + residual)
+    added = per_stream + per_token * (tokens + 0.5 * output)
+    step = step_base * stepping + per_stream * pace_streams + per_token * pace_context
+    left = np.minimum(
+        1.0, np.abs(1.0 - (now - since) / (base * speed + token * began + pair * attention + crowd * step))
+    )
+    own = (token * tokens + 0.5 * pair * tokens * tokens) - overlap * (token + 0.5 * pair * overlap)
+    shared = weight * coming / np.maximum(1.0, streams * output + coming)
+    total: np.ndarray = base * speed + own * (own_weight + _STALL * future * speed_recent)
+    total += queued * unbegun + left * (queued * began + busy * prefilling) + np.maximum(0.0, now - due)
+    total += step * (
+        crowd * np.maximum(1.0, (tokens - overlap) / STEP_TOKENS)
+        + _REPLY * np.maximum(0.0, full + tokens * per_capacity)
+    )
+    total += _GOING_ON * output * step_base * steady + shared * (
+        (per_stream + added) * pace_all + per_token * pace_held
+    )
+    total += added * crowd * pace_streams + added * (2 * later + crowd) * future * pace_recent
+    return total
+
+
+COST = Cost("least_time", TERMS, _of_all, slack=(1.0002, 1e-4))
+LEG_COST = COST.with_pauses(_GOING_ON / _STALL)  # the cost by which two legs are weighed against one
 
 
 class Lesson(NamedTuple):
@@ -230,11 +325,11 @@ class LeastTime:
         if type(candidates) is Roster and not explain and not candidates.tiered:
             return self._choose_of_many(demand, candidates)
         habits = self._habits.get(demand.space, _NOTHING_YET)
-        continues = habits.continues(demand, exclusive_overlap(candidates, demand.block_size))
-        streams, recent = streams_and_recent(candidates)
+        exclusive, streams, recent = _survey(candidates, demand.block_size)
+        continues = habits.continues(demand, exclusive)
         future = 0.0 if continues else habits.future(streams, recent)
         after = habits.after(continues, streams, len(candidates))
-        terms = COST.of_all(demand, candidates, future, after)
+        terms = _of_all(demand, candidates, future, after)
         totals = [*map(sum, terms)]
         best = least(totals, COST.slack, demand.draw)
         held = candidates[best].overlap
@@ -245,9 +340,8 @@ class LeastTime:
                 if candidate.overlap < held and (other is None or totals[at] < totals[other]):
                     other = at
             if other is not None:
-                regret, due = self._with_regret(
-                    demand, regret, terms[best], terms[other], candidates[other], held, future, after
-                )
+                costs = totals[best], totals[other]
+                regret, due = _with_regret(demand, regret, costs, candidates[other], held, future, after)
                 copy = other if due else None
         index = best if copy is None else copy
         lesson = Lesson(continues, prefix, regret or 0.0, copy)
@@ -262,21 +356,19 @@ class LeastTime:
     def _choose_of_many(self, demand: Demand, roster: Roster) -> Choice:
         overlaps = roster.overlaps
         habits = self._habits.get(demand.space, _NOTHING_YET)
-        continues = habits.continues(demand, exclusive_overlap_of(overlaps, demand.block_size))
-        streams, recent = COST.streams_and_recent(roster)
+        continues = habits.continues(demand, _exclusive_overlap(overlaps, demand.block_size))
+        streams, recent = (roster.columns(_standing)[-2:].dot(roster.ones)).tolist()  # half the time of `sum`
         future = 0.0 if continues else habits.future(streams, recent)
         after = habits.after(continues, streams, len(roster))
-        totals = COST.totals(demand, roster, future, after)
+        totals = _totals(demand, roster, future, after)
         best = least_of(totals, COST.slack, demand.draw)
         held = overlaps.item(best)
         prefix, regret = habits.regret(demand, held)
         copy = None
         if regret is not None and len(less := (overlaps < held).nonzero()[0]):
             other = less.item(totals.take(less).argmin())
-            here, there = COST.of_all(demand, (roster[best], roster[other]), future, after)
-            regret, due = self._with_regret(
-                demand, regret, here, there, roster[other], roster[best].overlap, future, after
-            )
+            costs = map(sum, _of_all(demand, (roster[best], roster[other]), future, after))
+            regret, due = _with_regret(demand, regret, costs, roster[other], roster[best].overlap, future, after)
             copy = other if due else None
         index = best if copy is None else copy
         lesson = Lesson(continues, prefix, regret or 0.0, copy)
@@ -293,51 +385,41 @@ class LeastTime:
                 del self._habits[next(iter(self._habits))]
         habits.learn(demand, choice)
 
-    def _with_regret(
-        self,
-        demand: Demand,
-        regret: float,
-        here: tuple[float, ...],
-        there: tuple[float, ...],
-        other: Candidate,
-        held: int,
-        future: float,
-        after: float,
-    ) -> tuple[float, bool]:
-        """Return a prefix's regret including this request, and whether a copy is due.
 
-        A request adds what it loses because the candidate `other` lacks the prefix; a copy is due once the regret
-        equals the cost of computing the prefix there. `here`: the terms of the cheapest candidate, which holds `held`
-        tokens of the prompt; `there`: those of `other`, the cheapest of the candidates that hold less.
-        """
-        [copied] = COST.of_all(demand, (other,), future, after, held)
-        regret = _KEEP * regret + max(0.0, sum(here) - sum(copied))
-        return regret, regret >= sum(there) - sum(copied)
+def _with_regret(
+    demand: Demand, regret: float, costs: Iterable[float], other: Candidate, held: int, future: float, after: float
+) -> tuple[float, bool]:
+    """Return a prefix's regret including this request, and whether a copy is due.
+
+    A request adds what it loses because the candidate `other` lacks the prefix; a copy is due once the regret equals
+    the cost of computing the prefix there. `costs`: of the cheapest candidate, which holds `held` tokens of the prompt,
+    and of `other`, the cheapest of the candidates that hold less.
+    """
+    here, there = costs
+    [copied] = map(sum, _of_all(demand, (other,), future, after, held))
+    regret = _KEEP * regret + max(0.0, here - copied)
+    return regret, regret >= there - copied
 
 
-def exclusive_overlap(candidates: Sequence[Candidate], block_size: int) -> float:
-    """Return the longest overlap, in tokens, if one replica alone has it; else 0."""
+def _survey(candidates: Sequence[Candidate], block_size: int) -> tuple[float, int, float]:
+    """Return the longest overlap, in tokens, if one replica alone has it, else 0; and the streams and recent choices.
+
+    The latter are the sums of `Load.decoding` and `Load.recent` over the candidates.
+    """
     longest = second = -inf
+    streams, recent = 0, 0.0
     for candidate in candidates:
-        overlap = candidate.overlap
+        overlap, load = candidate.overlap, candidate.load
+        streams += load.decoding
+        recent += load.recent
         if overlap > longest:
             longest, second = overlap, longest
         elif overlap > second:
             second = overlap
-    return longest if second < longest - block_size else 0.0
+    return longest if second < longest - block_size else 0.0, streams, recent
 
 
-def exclusive_overlap_of(overlaps: np.ndarray, block_size: int) -> float:
-    """Return the same as `exclusive_overlap`, for overlaps in an array."""
+def _exclusive_overlap(overlaps: np.ndarray, block_size: int) -> float:
+    """Return the longest overlap in an array, in tokens, if one replica alone has it; else 0."""
     longest = overlaps.item(overlaps.argmax())  # 0.2 us; `max` takes 1 us
     return longest if len((overlaps >= longest - block_size).nonzero()[0]) == 1 else 0.0
-
-
-def streams_and_recent(candidates: Sequence[Candidate]) -> tuple[int, float]:
-    """Return the sums of `Load.decoding` and `Load.recent` over the candidates."""
-    streams, recent = 0, 0.0
-    for candidate in candidates:
-        load = candidate.load
-        streams += load.decoding
-        recent += load.recent
-    return streams, recent

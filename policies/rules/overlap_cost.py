@@ -10,31 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ledger import Load
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least
 
 
-def terms(
-    tokens: float,
-    output: float,
-    residual: float,
-    now: float,
-    future: float,
-    after: float,
-    ttft: Sequence[float],
-    step: Sequence[float],
-    overlap: float,
-    lower: float,
-    fetched: float,
-    load: Load,
-    speed: float,
-    pace: float,
-) -> tuple[float, ...]:
-    return max(0, load.prefill_tokens + tokens - overlap - fetched), load.context_tokens
+def _of_all(
+    demand: Demand, candidates: Sequence[Candidate], future: float = 0.0, after: float = 1.0, held: int = 0
+) -> Sequence[tuple[float, ...]]:
+    tokens, found = demand.tokens, []
+    for candidate in candidates:
+        overlap, _, worth = COST.held(candidate)
+        if overlap < held:
+            overlap, worth = held, 0.0
+        load = candidate.load
+        found.append((max(0.0, load.prefill_tokens + tokens - overlap - worth), float(load.context_tokens)))
+    return found
 
 
-COST = Cost(("prefill", "decode"), terms, shares={"cpu": 0.75, "disk": 0.25, "remote": 0.25})
+COST = Cost("overlap_cost", ("prefill", "decode"), _of_all, shares={"cpu": 0.75, "disk": 0.25, "remote": 0.25})
 
 
 class OverlapCost:

@@ -7,6 +7,7 @@ from bench.field import Grid
 from bench.field_cells import CELLS
 from bench.field_tables import OURS, judged
 from bench.field_verdict import AIMS, gaps, missed
+from policies import Candidate, CostGroup, Demand, Load
 from policies.rules import least_time
 
 OPEN = [f"agents {at}%" for at in (10, 30, 50, 70)]
@@ -90,21 +91,21 @@ def test_the_plot_has_every_panel_and_no_curve_but_of_the_weights():
         assert len(axes.lines[0].get_xdata()) == len(tradeoff.FACTORS)
 
 
-def test_the_weights_that_are_multiplied_are_those_that_the_compiled_cost_has(monkeypatch):
+def test_the_weights_that_are_multiplied_are_those_of_the_cost(monkeypatch):
     """The share of a stream's own steps that a conversation which goes on pays."""
-    compiled = least_time.LeastTime.cost
-    for owner, name in (
-        (least_time, "_BEGINNING"),
-        (least_time, "_GOING_ON"),
-        (least_time, "COST"),
-        (least_time.LeastTime, "cost"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that it is put back
+
+    def decode():
+        idle = Candidate("r", 0, Load(), CostGroup().add("r"))
+        [terms] = least_time.COST.of_all(Demand(100, output=100.0), [idle])
+        return dict(zip(least_time.TERMS, terms))["decode"]
+
+    for name in ("_BEGINNING", "_GOING_ON"):
+        monkeypatch.setattr(least_time, name, getattr(least_time, name))  # so that it is put back
     assert (least_time._BEGINNING, least_time._GOING_ON) == tradeoff._WEIGHTS
+    once = decode()
     tradeoff.weigh(2.0)
-    doubled = least_time._BEGINNING, least_time._GOING_ON
-    assert doubled == tuple(2 * weight for weight in tradeoff._WEIGHTS)
-    assert least_time.LeastTime.cost is least_time.COST is not compiled
+    assert tuple(2 * weight for weight in tradeoff._WEIGHTS) == (least_time._BEGINNING, least_time._GOING_ON)
+    assert decode() == pytest.approx(2 * once)
 
 
 def test_what_other_code_made_is_not_told(tmp_path):

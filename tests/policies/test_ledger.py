@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Ledger, Load
-from policies.ledger import FAR, ZERO_TOGETHER
+from policies.ledger import FAR
 
 ACTIONS = st.lists(
     st.tuples(
@@ -185,8 +185,8 @@ def test_what_has_begun_is_never_more_than_there_is_and_nothing_has_no_tokens(ac
         act(ledger, reservations, *action)
         for load in (ledger.add(replica) for replica in "012"):
             assert 0 <= load.begun <= load.prefilling and 0 <= load.begun_tokens <= load.prefill_tokens
-            for first, *others in ZERO_TOGETHER:
-                assert getattr(load, first) or not any(getattr(load, name) for name in others)
+            assert load.prefilling or not load.prefill_tokens
+            assert load.decoding or not load.context_tokens
 
 
 def test_recent_choices_are_shares_that_forget():

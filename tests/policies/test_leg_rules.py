@@ -39,7 +39,7 @@ def test_the_more_pauses_count_the_fewer_streams_send_a_prompt_away():
 
 def test_another_weight_of_a_term_is_a_cost_of_its_own_with_all_other_terms_as_they_were():
     cost = make("least_time").cost
-    heavier = cost.weighted({"stall": 3.0, "unknown": 2.0})
+    heavier = cost.with_pauses(3.0)
     made, asked = Router(make("least_time"), Prefixes(0, 0), Ledger(), CostGroup()), Demand(16_001, 16, 1, now=1.0)
     decoders = [made.add(name, slot) for slot, name in enumerate(("d", "e"))]
     made.ledger.reserve_decode("d", 900)

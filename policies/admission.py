@@ -42,13 +42,12 @@ from .fit import Fit, Question, unclaimed
 from .lines import ABSENT, Line, Resource, Ticket
 from .quotes import Place, Quote
 from .reserves import Reserves
-from .returns import Returns
 from .verdicts import (
     ADMITTED,
     CONTROL,
     DEGRADE,
     DEGRADED,
-    NO_OFFERS,
+    NO_OPTIONS,
     OBSERVE,
     OBSERVED,
     QUEUED,
@@ -56,7 +55,7 @@ from .verdicts import (
     SPILL,
     SPILLED,
     WAIT,
-    Offers,
+    Options,
     Rules,
     Verdict,
 )
@@ -90,7 +89,7 @@ class Admission:
         self.classes, self.rules, self.space = classes, rules, space or Space()
         self.space.fleets.append(self)
         self.lines: list[Line] = []
-        self._reserves, self._returns = Reserves(classes), Returns()
+        self._reserves = Reserves(classes)
         self.fit = Fit(classes, rules, self._reserves)
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._number = count()
@@ -135,7 +134,7 @@ class Admission:
         quotes: Sequence[Quote],
         now: float,
         places: Sequence[Place] = (),
-        offers: Offers = NO_OFFERS,
+        offers: Options = NO_OPTIONS,
     ) -> Verdict:
         """Judge a newcomer, or one of the waiting requests that `heads` yields.
 
@@ -144,8 +143,7 @@ class Admission:
             there are).
         `offers`: its alternatives, a capped answer and the overflow pool.
         """
-        verdict = self._judge(Question(ticket, quotes, now, places, offers), tokens)
-        floor = self._floor(ticket)
+        verdict, floor = self._judge(Question(ticket, quotes, now, places, offers), tokens), self._floor(ticket)
         if verdict.decision == REFUSED:
             return self._to_return(ticket, verdict, now)
         if ticket.qos.name in self.capped and verdict.decision == ADMITTED and offers.may_cap(floor):
@@ -164,9 +162,8 @@ class Admission:
         few = len(self.lines) < _MOST_LINES  # `why` may contain a model name that the client made up
         line = self._line(ticket.qos, frozenset((ABSENT, why if few else "others")), _GUESS)
         if ticket.waits:
-            if ticket.line is not None and ticket.line is not line:
-                ticket.line.remove(ticket, now)
-                line.add(ticket, now)
+            if ticket.line is not line:
+                self._move(ticket, line, now)
             return True
         if WAIT not in self.steps(ticket.qos) or self._is_shed(ticket):
             return False
@@ -175,13 +172,10 @@ class Admission:
 
     def _judge(self, asked: Question, tokens: int) -> Verdict:
         ticket, now = asked.ticket, asked.now
-        absent = ticket.line if ticket.waits and ticket.line is not None and ticket.line.is_absent else None
-        if absent is not None:
-            absent.remove(ticket, now)
         if not ticket.waits:
             ticket.tokens, ticket.own = tokens, asked.best.own
-        if absent is not None:  # replicas have become ready
-            self._line(ticket.qos, asked.replicas, self._guess(asked)).add(ticket, now)
+        elif ticket.line is not None and ticket.line.is_absent:  # replicas have become ready
+            self._move(ticket, self._line(ticket.qos, asked.replicas, self._guess(asked)), now, tokens, asked.best.own)
         self._reserves.ask(ticket.qos, now)
         steps = self.steps(ticket.qos)
         asked.room = self.fit.room(asked, asked.quotes)
@@ -197,6 +191,15 @@ class Admission:
         else:
             verdict = self._newcomer(asked)
         return self._otherwise(asked, steps, verdict) if verdict.decision == REFUSED else verdict
+
+    @staticmethod
+    def _move(ticket: Ticket, line: Line, now: float, tokens: int | None = None, own: float = 0.0) -> None:
+        """Let a request wait in another line; `tokens`, `own`: those of its prompt, if they are known better by now."""
+        if ticket.line is not None:
+            ticket.line.drop(ticket, now)
+        if tokens is not None:
+            ticket.tokens, ticket.own = tokens, own
+        line.add(ticket, now)
 
     def _otherwise(self, asked: Question, steps: Sequence[str], refused: Verdict) -> Verdict:
         """Try `steps` for a request that would be refused until one accepts it; return the last verdict.
@@ -305,29 +308,29 @@ class Admission:
         """
         ticket, now, line = asked.ticket, asked.now, asked.ticket.line
         assert line is not None
-        if ticket.deadline <= now and self.has_more_steps(ticket.qos):
-            self.leave(ticket, now)
-            return Verdict(REFUSED, "deadline", (), _drain(line))
+        late = ticket.deadline <= now
+        if late and self.has_more_steps(ticket.qos):
+            return self._late(ticket, now)
         line.targets = asked.replicas  # the set of ready replicas may have changed
         order = self._in_order(now)
         room = unclaimed(asked.room, asked.places, order[: order.index(line)])
-        if not room:
-            if ticket.deadline > now:
-                return Verdict(QUEUED, "full")
-            self.leave(ticket, now)
-            return Verdict(REFUSED, "deadline", (), _drain(line))
-        limit = ticket.slo.ttft
-        if limit is not None:
+        if not room and not late:
+            return Verdict(QUEUED, "full")
+        if (limit := ticket.slo.ttft) is not None:
             room = [index for index in room if self.fit.within(asked.quotes[index], asked.waited, limit)]
-            if not room:
-                self.leave(ticket, now)
-                return Verdict(REFUSED, "deadline", (), _drain(line))
+        if not room:
+            return self._late(ticket, now)
         if not (fast := self.fit.fast(ticket, asked.quotes, room)):
             self.leave(ticket, now)
             return self._refused(asked, "tpot", asked.ttft)
         line.take(ticket, now)
         self._left(ticket)
         return Verdict(ADMITTED, "turn", fast)
+
+    def _late(self, ticket: Ticket, now: float) -> Verdict:
+        """Remove a request whose deadline has passed or cannot be kept, and return its refusal."""
+        self.leave(ticket, now)
+        return Verdict(REFUSED, "deadline", (), _drain(ticket.line))
 
     def _queue(self, ticket: Ticket, line: Line, own: float, now: float) -> bool:
         """Add a request to a line and return True; return False if the queue is full. `own`: seconds of its prefill."""
@@ -451,16 +454,15 @@ class Admission:
             if ticket.waits and (absent or self.has_more_steps(ticket.qos)):
                 yield ticket, Verdict(QUEUED, "deadline")
             elif ticket.waits:
-                self.leave(ticket, now)
-                yield ticket, self._to_return(ticket, Verdict(REFUSED, "deadline", (), _drain(ticket.line)), now)
+                yield ticket, self._to_return(ticket, self._late(ticket, now), now)
 
     def _to_return(self, ticket: Ticket, refused: Verdict, now: float) -> Verdict:
         """Count the refusal, and set `retry_after` so that the client retries after those refused before it."""
         if _is_for_its_class(ticket, refused.reason):
             self.refused[ticket.qos.name] = self._counted(ticket.qos, now)
-        in_line = sum([line.pace.value for line in self.lines if line.qos is ticket.qos])
-        pace = max(in_line, self._reserves.pace(now))
-        return refused._replace(retry_after=self._returns.book(ticket.qos, refused.retry_after, ticket.own, pace, now))
+        pace = sum([line.pace.value for line in self.lines if line.qos is ticket.qos])
+        seconds = self._reserves.book_retry(ticket.qos, refused.retry_after, ticket.own, pace, now)
+        return refused._replace(retry_after=seconds)
 
     def _counted(self, qos: QosClass, now: float) -> Refused:
         """Return the refusal counts of a class, incremented by one."""
@@ -594,9 +596,7 @@ class Admission:
             self.fit.tpot_margin.learn(ticket.costs.stream_step(ticket.streams, ticket.context), tpot, limits.tpot)
         if limits.ttft is None and limits.tpot is None:
             return None
-        return (limits.ttft is None or ttft <= limits.ttft) and (
-            limits.tpot is None or tpot is None or tpot <= limits.tpot
-        )
+        return ttft <= (limits.ttft or inf) and (tpot or 0.0) <= (limits.tpot or inf)
 
 
 def _is_for_its_class(ticket: Ticket, reason: str) -> bool:

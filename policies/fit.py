@@ -15,7 +15,7 @@ from .control import TIGHT
 from .lines import Line, Ticket
 from .quotes import Place, Quote
 from .reserves import Reserves
-from .verdicts import Offers, Rules
+from .verdicts import Options, Rules
 
 _QUANTILE, _GAIN = 0.95, 0.01  # the quantile of the ratios, and the step of its logarithm per observation
 _MOST = log(1.5)  # bound of a margin: it learns with delay, so a burst of slow answers would raise it too far
@@ -55,7 +55,7 @@ class Question:
     __slots__ = ("ticket", "quotes", "best", "places", "replicas", "offers", "now", "waited", "room")
 
     def __init__(
-        self, ticket: Ticket, quotes: Sequence[Quote], now: float, places: Sequence[Place], offers: Offers
+        self, ticket: Ticket, quotes: Sequence[Quote], now: float, places: Sequence[Place], offers: Options
     ) -> None:
         self.ticket, self.quotes, self.places, self.offers, self.now = ticket, quotes, places, offers, now
         self.best, self.waited = min(quotes), now - ticket.since - ticket.held

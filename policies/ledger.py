@@ -14,9 +14,10 @@ not, or if an answer comes in one piece, the beginning is unknown until the next
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
+from operator import attrgetter
 
 from .changes import Changes
 
@@ -49,22 +50,7 @@ class Load:
 
     def copy(self) -> Load:
         """Return a copy; `dataclasses.replace` takes five times as long."""
-        return Load(
-            self.requests,
-            self.prefilling,
-            self.prefill_tokens,
-            self.decoding,
-            self.context_tokens,
-            self.output_tokens,
-            self.waiting,
-            self.kv_usage,
-            self.capacity_tokens,
-            self.since,
-            self.begun,
-            self.begun_tokens,
-            self.recent,
-            self.due,
-        )
+        return Load(*_FIGURES(self))
 
     def scraped(self, waiting: int | None, kv_usage: float | None) -> None:
         """Set the engine's own figures from a scrape; None: not reported.
@@ -86,7 +72,8 @@ class Load:
         self.begun, self.begun_tokens = self.prefilling, self.prefill_tokens
 
 
-_COUNTS = tuple(f.name for f in fields(Load))[:6]
+_FIGURES = attrgetter(*Load.__slots__)
+_COUNTS = Load.__slots__[:6]
 NOTHING = (0,) * len(_COUNTS)
 _VOID = 64  # void entries that the heap of `Unanswered` may have however few requests wait
 # Choices per replica over which `Load.recent` is averaged: with fewer it is noise; with more it counts conversations
@@ -152,11 +139,9 @@ class Unanswered:
         self._look()
 
     def answered(self, reservation: Reservation, now: float) -> None:
-        self._answered_at = now
-        if reservation.number:
-            self._overtaken = max(self._overtaken, reservation.number)
-            self._forget(reservation)
-        self._look()
+        self._overtaken = max(self._overtaken, reservation.number)
+        self.leave(reservation)
+        self.held_up(now)
 
     def held_up(self, now: float) -> None:
         """Note that the gateway was stalled until `now`: answers that came meanwhile may not have been seen yet."""
@@ -166,12 +151,9 @@ class Unanswered:
     def leave(self, reservation: Reservation) -> None:
         """Remove a request that has ended, or whose answer the gateway would not see."""
         if reservation.number:
-            self._forget(reservation)
+            reservation.number = 0
+            self._waiting -= 1
             self._look()
-
-    def _forget(self, reservation: Reservation) -> None:
-        reservation.number = 0
-        self._waiting -= 1
 
     def _counts(self, entry: tuple[float, int, Reservation]) -> bool:
         _, number, reservation = entry
@@ -209,6 +191,13 @@ class Ledger:
         if self.changes is None:
             self.changes = Changes()
         return self.changes
+
+    def _changed(self, replica: str, own: bool = True) -> None:
+        """Log that a replica's load has changed, and report it if this gateway's `own` part has."""
+        if self.changes is not None:
+            self.changes.tell(replica)
+        if own and self.moved is not None:
+            self.moved(replica)
 
     def add(self, replica: str) -> Load:
         """Add a replica if it is new, and return its load, the same object until `remove`."""
@@ -262,8 +251,7 @@ class Ledger:
         if stepped or load.since == FAR:
             load.timed(now if stepped and not self._shared else None)
         self._others[replica] = counts
-        if self.changes is not None:
-            self.changes.tell(replica)
+        self._changed(replica, own=False)
 
     def share(self, shared: bool) -> None:
         """Set whether other gateways' requests are counted; while they are, the start of a prefill step is unknown."""
@@ -271,14 +259,12 @@ class Ledger:
             self._shared = shared
             for replica, load in self._loads.items():
                 load.timed(None)
-                if self.changes is not None:
-                    self.changes.tell(replica)
+                self._changed(replica, own=False)
 
     def scraped(self, replica: str, waiting: int | None, kv_usage: float | None) -> None:
         """Set the engine's own figures from a scrape, as `Load.scraped` does."""
         self._loads[replica].scraped(waiting, kv_usage)
-        if self.changes is not None:
-            self.changes.tell(replica)
+        self._changed(replica, own=False)
 
     def reserve(
         self,
@@ -298,23 +284,8 @@ class Ledger:
         `output`: expected tokens of its answer; `due`: when its first byte is expected, FAR if it would not be seen.
         """
         load = self._loads[replica]
-        met = (
-            load.requests,
-            load.prefilling,
-            load.prefill_tokens,
-            load.decoding,
-            load.context_tokens,
-            load.output_tokens,
-            load.waiting,
-            load.kv_usage,
-            load.capacity_tokens,
-            load.since,
-            load.begun,
-            load.begun_tokens,
-            load.recent,
-            load.due,
-        )
-        reservation = Reservation(replica, load, met, uncached, tokens, UNTIMED if now is None else now, output, due)
+        at = UNTIMED if now is None else now
+        reservation = Reservation(replica, load, _FIGURES(load), uncached, tokens, at, output, due)
         if due != FAR:
             self._unanswered[replica].add(reservation)
         alone = not load.prefilling
@@ -328,10 +299,7 @@ class Ledger:
         load.output_tokens += output
         if alone or load.since == FAR:
             load.timed(now if alone and not self._shared else None)
-        if self.changes is not None:
-            self.changes.tell(replica)
-        if self.moved is not None and not counted:
-            self.moved(replica)
+        self._changed(replica, not counted)
         return reservation
 
     def reserve_decode(self, replica: str, tokens: int, output: int = 0) -> Reservation:
@@ -354,8 +322,7 @@ class Ledger:
         """Divide the weights of all choices before they overflow."""
         for replica, load in self._loads.items():
             load.recent = round(load.recent / self._weight, 30)  # 0 before it is too small to divide
-            if self.changes is not None:
-                self.changes.tell(replica)
+            self._changed(replica, own=False)
         self._weight = 1.0
 
     def compute_more(self, reservation: Reservation, tokens: int) -> None:
@@ -365,10 +332,7 @@ class Ledger:
             load.begun_tokens += tokens
         reservation.uncached += tokens
         load.prefill_tokens += tokens
-        if self.changes is not None:
-            self.changes.tell(reservation.replica)
-        if self.moved is not None:
-            self.moved(reservation.replica)
+        self._changed(reservation.replica)
 
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
         """Move a request from prefill to decode; `now`: when its first byte was seen, None if it was only assumed."""
@@ -383,10 +347,7 @@ class Ledger:
         load.decoding += 1
         load.context_tokens += tokens
         load.timed(None if self._shared else now)
-        if self.changes is not None:
-            self.changes.tell(reservation.replica)
-        if self.moved is not None:
-            self.moved(reservation.replica)
+        self._changed(reservation.replica)
 
     def came(self, reservation: Reservation, tokens: int) -> None:
         """Count further tokens of a request's answer, which are context for its next ones."""
@@ -394,17 +355,13 @@ class Ledger:
             return
         reservation.tokens += tokens
         reservation.load.context_tokens += tokens
-        if self.changes is not None:
-            self.changes.tell(reservation.replica)
-        if self.moved is not None:
-            self.moved(reservation.replica)
+        self._changed(reservation.replica)
 
     def answered(self, reservation: Reservation, now: float) -> None:
         """Note that a request's answer came in one piece."""
         if (unanswered := reservation.unanswered) is not None:
             unanswered.answered(reservation, now)
-            if self.changes is not None:
-                self.changes.tell(reservation.replica)
+            self._changed(reservation.replica, own=False)
 
     def held_up(self, now: float) -> None:
         """Note that this gateway was stalled until `now`.
@@ -413,8 +370,7 @@ class Ledger:
         """
         for replica, unanswered in self._unanswered.items():
             unanswered.held_up(now)
-            if self.changes is not None:
-                self.changes.tell(replica)
+            self._changed(replica, own=False)
 
     def expect(self, reservation: Reservation, due: float) -> None:
         """Change when the first byte of a request's answer is due; FAR: the gateway would not see it."""
@@ -424,8 +380,7 @@ class Ledger:
             reservation.due = due
             if due != FAR:
                 unanswered.add(reservation)
-            if self.changes is not None:
-                self.changes.tell(reservation.replica)
+            self._changed(reservation.replica, own=False)
 
     def release(self, reservation: Reservation) -> None:
         """End a reservation, for whatever reason; a no-op if it has ended."""
@@ -440,17 +395,12 @@ class Ledger:
         if stage == "prefill":
             load.prefilling -= 1
             load.prefill_tokens -= reservation.uncached
-            load.begun, load.begun_tokens = (
-                min(load.begun, load.prefilling),
-                min(load.begun_tokens, load.prefill_tokens),
-            )
+            load.begun = min(load.begun, load.prefilling)
+            load.begun_tokens = min(load.begun_tokens, load.prefill_tokens)
         else:
             load.decoding -= 1
             load.context_tokens -= reservation.tokens
-        if self.changes is not None:
-            self.changes.tell(reservation.replica)
-        if self.moved is not None:
-            self.moved(reservation.replica)
+        self._changed(reservation.replica)
 
     def outstanding(self) -> dict[str, tuple[int, ...]]:
         """Return this gateway's part of each replica's load, in the order of `own`.

@@ -8,8 +8,7 @@ caller passes `now` in seconds.
 
 from __future__ import annotations
 
-from collections import deque
-from heapq import heapify, heappop, heappush, heapreplace
+from collections import OrderedDict
 from math import exp
 from typing import Any, Literal
 
@@ -77,37 +76,37 @@ class Pace:
         self._work += work
 
 
-class _Tenant:
-    """The requests of one tenant in a line.
-
-    `deficit`: tokens that it may send before its turn is over.
-    `work`: seconds of its requests' prefills; `count`: number of the requests; `size`: their bytes.
-    `queue`: their tickets, and some that have left.
-    """
-
-    __slots__ = ("queue", "deficit", "work", "count", "size")
+class _Sums:
+    """Sums over waiting requests. `work`: seconds of their prefills; `count`: their number; `size`: their bytes."""
 
     def __init__(self) -> None:
-        self.queue: deque[Ticket] = deque()
-        self.deficit = self.work = 0.0
-        self.count = self.size = 0
+        self.work, self.count, self.size = 0.0, 0, 0
+
+    def sum(self, ticket: Ticket, sign: int) -> None:
+        """Add a request (`sign` 1), or subtract it (-1)."""
+        self.count += sign
+        self.size += sign * ticket.size
+        self.work = self.work + sign * ticket.own if self.count else 0.0
 
 
-class Line:
-    """The waiting requests of one class that may go to the same replicas, the `targets`; empty: to any.
+class _Tenant(_Sums):
+    """The requests of one tenant in a line, in order. `deficit`: tokens that it may send before its turn is over."""
 
-    `work`: seconds of their prefills; `count`: number of the requests; `size`: their bytes.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: OrderedDict[Ticket, None] = OrderedDict()
+        self.deficit = 0.0
+
+
+class Line(_Sums):
+    """The waiting requests of one class that may go to the same replicas, the `targets`; empty: to any."""
 
     def __init__(self, qos: QosClass, guess: float, targets: frozenset[str] = frozenset()) -> None:
+        super().__init__()
         self.qos, self.pace, self.targets = qos, Pace(guess), targets
-        self.work, self.count, self.size = 0.0, 0, 0
-        self._tenants: dict[str, _Tenant] = {}
+        # In the order of their turns. A tenant whose requests have all left stays until its turn comes.
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._present = 0  # tenants with a waiting request
-        # By resource a heap of (minus what a tenant had, tenant); entries may be outdated
-        self._ranked: dict[Resource, list[tuple[int, str]]] = {"count": [], "size": []}
-        self._turns: deque[str] = deque()  # tenants' names in the order of their turns
-        self._gone = 0  # tickets in the queues that have left
 
     @property
     def is_absent(self) -> bool:
@@ -118,83 +117,49 @@ class Line:
         self.pace.passed(now, self.count > 0)
         tenant = self._tenants.get(ticket.tenant)
         if tenant is None:
+            if len(self._tenants) > 64 + 2 * self._present:
+                self._tenants = OrderedDict((name, one) for name, one in self._tenants.items() if one.count)
             tenant = self._tenants[ticket.tenant] = _Tenant()
-            self._turns.append(ticket.tenant)
-        tenant.queue.append(ticket)
-        tenant.work += ticket.own
         self._present += not tenant.count
-        tenant.count += 1
-        tenant.size += ticket.size
-        self._rank(ticket.tenant, tenant)
-        self.work += ticket.own
-        self.count += 1
-        self.size += ticket.size
+        tenant.queue[ticket] = None
+        tenant.sum(ticket, 1)
+        self.sum(ticket, 1)
         ticket.waits, ticket.line = True, self
 
     def head(self) -> Ticket | None:
         """Return the next request to send, or None."""
-        turns = self._turns
-        while turns:
-            tenant = self._tenants[turns[0]]
-            queue = tenant.queue
-            while queue and not queue[0].waits:
-                queue.popleft()
-                self._gone -= 1
-            if not queue:
-                del self._tenants[turns.popleft()]
-            elif len(turns) == 1 or tenant.deficit >= max(QUANTUM, queue[0].tokens):
-                return queue[0]
-            else:
-                tenant.deficit += QUANTUM
-                turns.rotate(-1)
+        while self._tenants:
+            name, tenant = next(iter(self._tenants.items()))
+            if not tenant.count:
+                del self._tenants[name]
+                continue
+            first = next(iter(tenant.queue))
+            if len(self._tenants) == 1 or tenant.deficit >= max(QUANTUM, first.tokens):
+                return first
+            tenant.deficit += QUANTUM
+            self._tenants.move_to_end(name)
         return None
 
     def take(self, ticket: Ticket, now: float) -> None:
         """Remove a request that is sent, and charge it to its tenant."""
-        self.pace.passed(now, True)
+        self.drop(ticket, now)
         self.pace.left(ticket.own)
         tenant = self._tenants[ticket.tenant]
         tenant.deficit = max(0.0, tenant.deficit - max(QUANTUM, ticket.tokens))
-        self._leave(ticket)
 
     def drop(self, ticket: Ticket, now: float) -> None:
-        """Remove a request that leaves without being sent."""
+        """Remove a request that leaves without being sent, or that is to wait in another line."""
         self.pace.passed(now, True)
-        self._leave(ticket)
-
-    def remove(self, ticket: Ticket, now: float) -> None:
-        """Remove a request that is to wait in another line."""
-        self._tenants[ticket.tenant].queue.remove(ticket)
-        self._gone -= 1  # `drop` counts it
-        self.drop(ticket, now)
-
-    def _leave(self, ticket: Ticket) -> None:
-        ticket.waits = False
-        tenant = self._tenants[ticket.tenant]
-        tenant.count -= 1
+        ticket.waits, tenant = False, self._tenants[ticket.tenant]
+        del tenant.queue[ticket]
+        tenant.sum(ticket, -1)
+        self.sum(ticket, -1)
         self._present -= not tenant.count
-        tenant.size -= ticket.size
-        tenant.work = tenant.work - ticket.own if tenant.count else 0.0
-        self.count -= 1
-        self.size -= ticket.size
-        self.work = self.work - ticket.own if self.count else 0.0
-        self._gone += 1
-        if self._gone > 64 + self.count:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Drop the tickets that have left, wherever they stand."""
-        for name, tenant in [*self._tenants.items()]:
-            tenant.queue = deque([one for one in tenant.queue if one.waits])
-            if not tenant.queue:
-                del self._tenants[name]
-        self._turns = deque([name for name in self._turns if name in self._tenants])
-        self._gone = 0
 
     def last(self, resource: Resource) -> Ticket | None:
         """Return the request to displace if the queue is full: the latest one of the tenant that has most of it."""
         most = self._most(resource)
-        return most.queue[-1] if most is not None else None
+        return next(reversed(most.queue)) if most is not None else None
 
     def most(self, resource: Resource) -> int:
         """Return how much of the resource the tenant has that has most of it."""
@@ -217,47 +182,17 @@ class Line:
         found: list[Ticket] = []
         freed = 0
         for one in reversed(most.queue) if most is not None else ():
-            if one.waits:
-                found.append(one)
-                freed += one.size
+            found.append(one)
+            freed += one.size
             if len(found) >= count and freed >= size:
-                break
-        left = self.most(resource) - (len(found) if count > 0 else freed)
-        return found if len(found) >= count and freed >= size and share <= left else None
-
-    def _most(self, resource: Resource) -> _Tenant | None:
-        """Return the tenant with the most of a resource, with a waiting request at the end of its queue.
-
-        Entries of the heap may be outdated: a tenant may have less by now.
-        """
-        heap = self._ranked[resource]
-        while heap:
-            said, name = heap[0]
-            tenant = self._tenants.get(name)
-            if tenant is None or not tenant.count:
-                heappop(heap)
-            elif (has := getattr(tenant, resource)) != -said:
-                heapreplace(heap, (-has, name))
-            else:
-                self._trim(tenant.queue)
-                return tenant
+                left = self.most(resource) - (len(found) if count > 0 else freed)
+                return found if share <= left else None
         return None
 
-    def _trim(self, queue: deque[Ticket]) -> None:
-        """Drop the tickets that have left from a queue's end.
-
-        Otherwise each displaced request would pass all those displaced before it.
-        """
-        while not queue[-1].waits:
-            queue.pop()
-            self._gone -= 1
-
-    def _rank(self, name: str, tenant: _Tenant) -> None:
-        for resource, heap in self._ranked.items():
-            heappush(heap, (-getattr(tenant, resource), name))
-            if len(heap) > 64 + 4 * len(self._tenants):
-                heap[:] = [(-getattr(one, resource), name) for name, one in self._tenants.items() if one.count]
-                heapify(heap)
+    def _most(self, resource: Resource) -> _Tenant | None:
+        """Return the tenant that has most of a resource, of equal ones the first by name; None if nobody waits."""
+        present = [(-getattr(one, resource), name) for name, one in self._tenants.items() if one.count]
+        return self._tenants[min(present)[1]] if present else None
 
     def ahead(self, name: str) -> float:
         """Return the prefill seconds that precede a newcomer of this tenant.

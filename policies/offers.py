@@ -11,16 +11,11 @@ from .pairs import Pair, best_legs, pairs, quoted
 from .placement import Evaluation, Pairing
 from .quotes import Quote
 from .router import Router, Targets
-from .verdicts import SENT, SPILLED, Verdict
+from .verdicts import SENT, SPILLED, Options, Verdict
 from .vocabulary import Candidate
 
 
-def nobody() -> Targets | None:
-    """Return None: there is no overflow pool."""
-    return None
-
-
-class Offers:
+class Offers(Options):
     """The alternatives for a request: a capped answer, or the overflow pool. Quotes for them are made on demand.
 
     `spill`: returns the overflow pool's replicas that can take the request; `may_cap`: whether its answer can be
@@ -41,12 +36,10 @@ class Offers:
         self.slow: Sequence[Candidate] = ()  # the overflow pool's candidates, once `spilled` was called
 
     def may_cap(self, most: int) -> bool:
-        """Return whether the answer can be capped at `most` tokens, and might be longer otherwise."""
         asked = self._evaluation.demand.max_tokens
         return self._may_cap and (asked is None or asked > most)
 
     def capped(self, most: int) -> Sequence[Quote]:
-        """Return the quotes for an answer of at most `most` tokens; none unless `may_cap(most)`."""
         demand, evaluation = self._evaluation.demand, self._evaluation
         if not self.may_cap(most):
             return ()
@@ -61,7 +54,6 @@ class Offers:
             demand.output = output
 
     def spilled(self) -> Sequence[Quote]:
-        """Return the quotes of the overflow pool's replicas that can take the request."""
         targets = self._spill()
         if not targets:
             return ()
@@ -70,7 +62,6 @@ class Offers:
         return self._router.quotes(found)
 
     def spills_elsewhere(self) -> bool:
-        """Return whether the overflow pool has replicas, and none of them is already a candidate for the request."""
         targets = self._spill()
         if not targets:
             return False
@@ -84,7 +75,7 @@ def admit(
     ticket: Ticket,
     evaluation: Evaluation,
     now: float,
-    spill: Callable[[], Targets | None] = nobody,
+    spill: Callable[[], Targets | None] = lambda: None,
     may_cap: bool = False,
     pairings: Sequence[Pairing] = (),
 ) -> tuple[Verdict, Evaluation]:
@@ -103,9 +94,11 @@ def admit(
     quotes = router.quotes(evaluation)
     paired = pairs(router, evaluation, pairings, now) if pairings else []
     offers = Offers(router, evaluation, now, spill, may_cap, pairings)
+    best, whole_best = min(paired, key=lambda one: one.quote, default=None), candidates[evaluation.choice.index]
+    computing = whole_best if best is None or best.quote >= min(quotes) else best.prefiller
     verdict = admission.ask(
         ticket,
-        _uncached(evaluation, quotes, paired),
+        demand.tokens - computing.cached,
         quotes + [one.quote for one in paired],
         now,
         [*[(one.replica,) for one in candidates], *[one.place for one in paired]],
@@ -133,21 +126,12 @@ def admit(
         may_go_whole = bool(whole) or not verdict.among or admission.observes(ticket.qos)
         legs = _legs(router, unlimited, pairings, now, allowed, may_go_whole)
         evaluation = evaluation._replace(settled=True, legs=legs)
+    chosen, computing = quotes[evaluation.choice.index], writer
     if legs is not None:
-        chosen, writer = quoted(router, legs.prefiller, legs.decoder, demand), legs.decoder
-    else:
-        chosen = quotes[evaluation.choice.index]
-    computing = writer if legs is None else legs.prefiller
+        computing, writer = legs.prefiller, legs.decoder
+        chosen = quoted(router, computing, writer, demand)
     admission.sent(ticket, chosen, writer.costs, demand.tokens + demand.output, now, computing.replica)
     return verdict, evaluation
-
-
-def _uncached(evaluation: Evaluation, quotes: Sequence[Quote], paired: Sequence[Pair]) -> int:
-    """Return the prompt tokens to compute where the request would go."""
-    tokens, best = evaluation.demand.tokens, min(paired, key=lambda one: one.quote, default=None)
-    if best is not None and best.quote < min(quotes):
-        return tokens - best.prefiller.cached
-    return tokens - evaluation.candidates[evaluation.choice.index].cached
 
 
 def _legs(
@@ -165,10 +149,10 @@ def _legs(
     if not allowed:
         return None
     places = {one.place for one in allowed}
-    found = best_legs(router, evaluation, pairings, now, places)
-    if found is None and not whole:
-        found = best_legs(router, evaluation, pairings, now, places, must=True)
-    if found is not None or whole:
-        return found
+    for must in (False,) if whole else (False, True):
+        if (found := best_legs(router, evaluation, pairings, now, places, must)) is not None:
+            return found
+    if whole:
+        return None
     first, second, _ = min(allowed, key=lambda one: one.quote)  # none of the cheapest pairs is allowed
     return LegChoice(first, second, evaluation.demand.tokens - second.overlap, None, None)

@@ -57,11 +57,8 @@ class FirstLeg(NamedTuple):
 
 def quote(candidate: Candidate, demand: Demand) -> Quote:
     """Return a candidate's quote for a whole request; the candidate was weighed for it and its `output` is set."""
-    load = candidate.load
-    ttft, queue = _prompt(candidate, demand)
-    left, held = _left(candidate), _held(load, demand)
-    free = _until_it_fits(candidate, held, left)
-    return _quote(candidate, demand, left, held, ttft + free, queue + free, load.requests, load.prefilling)
+    load, prompt = candidate.load, _prompt(candidate, demand, demand.output)
+    return _quote(candidate, demand, prompt.ttft, prompt.wait, load.requests, load.prefilling)
 
 
 def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
@@ -69,9 +66,7 @@ def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
 
     The candidate was weighed for this demand.
     """
-    ttft, queue = _prompt(candidate, demand)
-    free = _until_it_fits(candidate, _held(candidate.load, demand) - demand.output, _left(candidate))
-    return FirstLeg(ttft + free, queue + free, candidate.load)
+    return _prompt(candidate, demand, 0.0)
 
 
 def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: Demand) -> Quote:
@@ -79,37 +74,31 @@ def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: De
 
     Work that the decoder has to do first counts only by how much longer it takes than the first leg.
     """
-    load, costs = decoder.load, decoder.costs
-    left, held = _left(decoder), _held(load, demand)
-    base, own, queue, crowd = costs.ttft_parts(load, 1, max(0, demand.tokens - 1), demand.now)
-    free = _until_it_fits(decoder, held, left)
-    late = max(0.0, queue + free - first.ttft)
+    load = decoder.load
+    base, own, queue, crowd = decoder.costs.ttft_parts(load, 1, max(0, demand.tokens - 1), demand.now)
+    late = max(0.0, queue + _until_it_fits(decoder, _held(load, demand)) - first.ttft)
     ttft, there = first.ttft + moving + late + base + own + crowd, first.load.requests + load.requests
-    return _quote(decoder, demand, left, held, ttft, first.wait + late, there, first.load.prefilling)
+    return _quote(decoder, demand, ttft, first.wait + late, there, first.load.prefilling)
 
 
-def _quote(
-    candidate: Candidate, demand: Demand, left: float, held: float, ttft: float, wait: float, there: int, computing: int
-) -> Quote:
-    """Return the quote, with the TPOT by the streams that are there after `ttft`.
-
-    `held`: tokens of cache that all requests there and this one take; the other arguments are fields of the quote.
-    """
-    load = candidate.load
+def _quote(candidate: Candidate, demand: Demand, ttft: float, wait: float, there: int, computing: int) -> Quote:
+    """Return the quote, with the TPOT by the streams that are there after `ttft`; the rest are fields of the quote."""
+    load, left = candidate.load, _left(candidate)
     stay = exp(-ttft / left) if left > 0.0 else 0.0
     all_ = load.decoding * stay + load.prefilling + 1
     streams = min(all_, candidate.seats)
     context = (load.context_tokens * stay + load.prefill_tokens + demand.tokens + 0.5 * demand.output) * streams / all_
-    tpot = candidate.costs.stream_step(streams, context)
-    return Quote(ttft, wait, tpot, left, there, computing, held / load.capacity_tokens, streams, context)
+    tpot, full = candidate.costs.stream_step(streams, context), _held(load, demand) / load.capacity_tokens
+    return Quote(ttft, wait, tpot, left, there, computing, full, streams, context)
 
 
-def _prompt(candidate: Candidate, demand: Demand) -> tuple[float, float]:
-    """Return the seconds to compute the prompt once there is room, and those of them before it begins."""
-    cached, costs = candidate.cached, candidate.costs
-    base, own, queue, crowd = costs.ttft_parts(candidate.load, demand.tokens - cached, cached, demand.now)
+def _prompt(candidate: Candidate, demand: Demand, output: float) -> FirstLeg:
+    """Return when the candidate would have computed the prompt, if an answer of `output` tokens has to fit as well."""
+    cached, costs, load = candidate.cached, candidate.costs, candidate.load
+    base, own, queue, crowd = costs.ttft_parts(load, demand.tokens - cached, cached, demand.now)
     fetched = candidate.fetch_seconds if candidate.lower else 0.0
-    return base + own + queue + crowd + fetched, queue
+    free = _until_it_fits(candidate, _held(load, demand) - demand.output + output)
+    return FirstLeg(base + own + queue + crowd + fetched + free, queue + free, load)
 
 
 def _held(load: Load, demand: Demand) -> float:
@@ -123,24 +112,13 @@ def _left(candidate: Candidate) -> float:
     return load.output_tokens / load.requests * candidate.costs.step_seconds(load) if load.requests else 0.0
 
 
-def _until_it_fits(candidate: Candidate, held: float, left: float) -> float:
-    """Return the seconds until there are blocks for `held` tokens, and a seat.
+def _until_it_fits(candidate: Candidate, held: float) -> float:
+    """Return the seconds until ending answers have freed blocks for `held` tokens, and a seat.
 
-    `left`: seconds that a present answer still takes, on average.
+    A seat is free for this request once it and all ahead of it can run.
     """
-    load = candidate.load
-    return max(_until_free(load, held - load.capacity_tokens, left), _until_seat(load, candidate.seats, left))
-
-
-def _until_free(load: Load, short: float, left: float) -> float:
-    """Return the seconds until ending streams have freed the `short` tokens that are lacking."""
-    return left * short / load.context_tokens if short > 0.0 and load.context_tokens else 0.0
-
-
-def _until_seat(load: Load, seats: float, left: float) -> float:
-    """Return the seconds until enough answers have ended for this request, and all ahead of it, to run.
-
-    `seats`: requests that the engine runs at once; `left`: seconds that a present answer still takes, on average.
-    """
-    short = load.requests + 1 - seats
-    return left * short / seats if short > 0.0 else 0.0
+    load, left, blocks = candidate.load, _left(candidate), 0.0
+    if held > load.capacity_tokens and load.context_tokens:
+        blocks = left * (held - load.capacity_tokens) / load.context_tokens
+    waiting = load.requests + 1 - candidate.seats
+    return max(blocks, left * waiting / candidate.seats if waiting > 0.0 else 0.0)

@@ -2,7 +2,17 @@
 
 The use of a class is its share of the prefill seconds, or of the token-seconds of cache, that all classes together were
 admitted to in the last _USED_SECONDS, whichever is larger (dominant resource fairness: Ghodsi et al., NSDI 2011). Its
-reserve is its `reserved_fraction` of both. No I/O and no clock.
+reserve is its `reserved_fraction` of both.
+
+Refused requests should be retried one after the other, at the pace at which requests are admitted. If the clients were
+told only when the prediction that refused their request falls below its limit, all would come back at once, since a
+full queue keeps predictions just above the limit: of requests that retried after a burst of twice what an engine can
+answer, 19 % were admitted, and 9 % after four times that. So each refusal books time after the earlier refusals of its
+class: what its prompt takes at half of the recent pace; the other half is for new requests. With that, 77 and 71 % are
+admitted. At most _MOST_BOOKED seconds are booked, and at most _FOLLOWED together with the request's own wait, since
+clients ignore a long `Retry-After` (Anthropic's for Python above 60 s, OpenAI's newest above 120 s), and a client that
+does not return leaves a gap. Refusals beyond that share the second half of the booked time with others. No I/O and no
+clock.
 """
 
 from __future__ import annotations
@@ -16,6 +26,10 @@ _USED_SECONDS = 10.0  # time constant over which a class's share is averaged
 CLEARLY = 4 / 3  # factor by which a class's share exceeds its reserved fraction clearly
 MOST = 0.5  # share of all use from which a class floods the fleet
 LITTLE = 0.1  # share of all use too small to be the reason why another class is refused
+_BOOKED = 0.5  # share of the pace that is booked for retries
+_LEAST_PACE = 0.25  # prefill seconds admitted per second, assumed if nothing was admitted lately
+# seconds: least and most bound on booked time; on the whole wait
+_LEAST_BOOKED, _MOST_BOOKED, _FOLLOWED = 10.0, 50.0, 60.0
 _FIRST_SWEEP = 256  # replicas in `_computes` from which idle ones are dropped
 
 
@@ -31,6 +45,7 @@ class Reserves:
         # By replica and class: until when the replica computes prompts of the class
         self._computes: dict[str, dict[str, float]] = {}
         self._sweep_at = _FIRST_SWEEP
+        self._booked: dict[str, float] = {}  # until when retries are booked, by class
 
     def ask(self, qos: QosClass, now: float) -> None:
         """Note a request of this class."""
@@ -74,6 +89,19 @@ class Reserves:
         """Return how many prefill seconds all classes together get per second."""
         self.decay(now)
         return sum([prefill for prefill, _ in self._used.values()]) / _USED_SECONDS
+
+    def book_retry(self, qos: QosClass, seconds: float, work: float, pace: float, now: float) -> float:
+        """Book a retry, and return after how many seconds it should come.
+
+        `seconds`: after how many it would be admitted if no other request retried; `work`: seconds of its prefill;
+        `pace`: prefill seconds that leave the queue of its class per second.
+        """
+        ahead = max(0.0, self._booked.get(qos.name, 0.0) - now)
+        most = min(_MOST_BOOKED, max(_LEAST_BOOKED, _FOLLOWED - seconds))
+        if ahead > most:
+            ahead = 0.5 * most + ahead % (0.5 * most)
+        self._booked[qos.name] = now + ahead + work / (_BOOKED * max(_LEAST_PACE, pace, self.pace(now)))
+        return max(0.0, seconds) + ahead
 
     def rank(self, qos: QosClass) -> tuple[bool, int, int]:
         """Return the sort key of a class: classes within their reserve come first, then those of higher priority."""

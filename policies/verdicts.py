@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .quotes import Quote
 
@@ -47,34 +47,24 @@ class Verdict(NamedTuple):
     cap: int = 0  # most tokens that its answer may have; 0: as many as it asks for
 
 
-class Offers(Protocol):
-    """The alternatives for a request: a capped answer, or the overflow pool. `offers.Offers` makes them."""
+class Options:
+    """The alternatives for a request that finds no room. Here there are none; `offers.Offers` makes them."""
 
     def may_cap(self, most: int) -> bool:
         """Return whether the request's answer can be capped at `most` tokens, and might be longer otherwise."""
+        return False
 
     def capped(self, most: int) -> Sequence[Quote]:
         """Return the candidates' quotes for an answer of at most `most` tokens; none unless `may_cap(most)`."""
+        return ()
 
     def spilled(self) -> Sequence[Quote]:
         """Return the quotes of the overflow pool's replicas that can take the request."""
+        return ()
 
     def spills_elsewhere(self) -> bool:
         """Return whether the overflow pool has replicas, and none of them is already a candidate for the request."""
-
-
-class _Nothing:
-    def may_cap(self, most: int) -> bool:
-        return False
-
-    def capped(self, most: int) -> Sequence[Quote]:
-        return ()
-
-    def spilled(self) -> Sequence[Quote]:
-        return ()
-
-    def spills_elsewhere(self) -> bool:
         return False
 
 
-NO_OFFERS = _Nothing()
+NO_OPTIONS = Options()

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -14,17 +13,20 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from replicas.adopt import Facts, probe
 from replicas.ask import PLAIN, Connector, Response, unresolved
+from replicas.deadline import within
 from replicas.event_source import EventSource
-from replicas.names import HostName
+from replicas.names import is_address, resolve
 from replicas.problems import Problem
 
 PROBE_SECONDS = 2.0  # the deadline of a single look at an engine: for resolving its name, and for each answer
 
 
 class Access:
-    """The address of one engine, and an HTTP session with it.
+    """The one address at which an engine is reached: by probes, by requests and for its KV events.
 
-    `find` looks for the engine; afterwards `address` is where the engine answered last, and `session` connects there.
+    A host name may resolve to several machines, and later to other ones. A gateway that resolved the name for each
+    connection could send prompts to one machine and get the cache events of another. So `find` resolves the name once,
+    all connections use the `address` that it found, and the name is resolved again when the engine does not answer.
     """
 
     def __init__(
@@ -40,31 +42,29 @@ class Access:
         `tls`: for https. `events`: where the engine publishes KV events, as the operator wrote it. `headers`: sent with
         each request to the engine.
         """
-        self.url, self._name, self._tls, self._events = url, HostName(host), tls, events
+        self.url, self._host, self._tls, self._events = url, host, tls, events
         self._headers = dict(headers or {})
-        self._publishers = {one: HostName(one) for one in (events.hosts if events else ()) if one != host}
+        self.address = host if is_address(host) else ""  # an IP address; "" until an engine answered at one
+        self._addresses: tuple[str, ...] = ()  # of the host name, at the last lookup
+        self._lookup: asyncio.Future[tuple[str, ...]] | None = None  # at most one at a time
         self._session: aiohttp.ClientSession | None = None
-
-    @property
-    def address(self) -> str:
-        """The engine's IP address; "" until its host name was resolved and an engine answered at that address."""
-        return self._name.address
 
     @property
     def session(self) -> aiohttp.ClientSession:
         if not self.address:
-            raise ConnectionError(f"{self._name.host} has not been found yet")
+            raise ConnectionError(f"{self._host} has not been found yet")
         if self._session is None:
             self._session = session_to(self.address, self._tls, headers=self._headers)
         return self._session
 
     @property
     def events(self) -> EventSource | None:
-        """The operator's event source with host names replaced by addresses, or None if the operator gave none."""
-        known = {self._name.host: self.address} | {host: name.address for host, name in self._publishers.items()}
-        return self._events and self._events.at({host: address for host, address in known.items() if address})
+        """The operator's event source, with the engine's host name replaced by its address; None if none was given."""
+        return self._events.at(self._host, self.address) if self._events and self.address else self._events
 
     async def close(self) -> None:
+        if self._lookup is not None:
+            self._lookup.cancel()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -73,25 +73,25 @@ class Access:
         """Probe the engine, and look its host name up again if it does not answer. Never raises.
 
         The last known address is probed first; then all addresses that the name resolves to.
-        `deadline`: seconds for each name lookup and for each answer; `patience`: further seconds for /health.
+        `deadline`: seconds for a name lookup and for each answer; `patience`: further seconds for /health.
         `in_use`: the engine is thought to be healthy, so its address is kept while the name still resolves to it.
         """
-        await asyncio.gather(*(_follow(one, deadline) for one in self._publishers.values()))
         known = None
         if self.address:
             known = await probe(self.url, self.session, deadline, self.address, patience)
-            if known.alive or known.fault == "own" or self._name.fixed:
+            if known.alive or known.fault == "own" or self.address == self._host:
                 return known
         try:
-            addresses = await self._name.look_up(deadline)
-        except TimeoutError as error:
-            return known or Facts(fault="connect", error=f"{error}; check DNS")
+            self._addresses = await self._look_up(deadline)
+        except TimeoutError:
+            why = f"host name {self._host!r} was not resolved within {deadline:g} s; check DNS"
+            return known or Facts(fault="connect", error=why)
         except OSError:
-            return known or Facts(fault="connect", error=unresolved(self._name.host))
-        if known is not None and in_use and self.address in addresses:
+            return known or Facts(fault="connect", error=unresolved(self._host))
+        if known is not None and in_use and self.address in self._addresses:
             return known
         tried = []
-        for address in addresses:
+        for address in self._addresses:
             if address != self.address:
                 facts = await self._try(address, deadline, patience)
                 if facts.alive or facts.fault == "own":
@@ -99,13 +99,22 @@ class Access:
                 tried.append(facts)
         return known or next((facts for facts in tried if facts.fault != "connect"), tried[-1])
 
+    async def _look_up(self, deadline: float) -> tuple[str, ...]:
+        """Return the addresses of the host name. Raises OSError, such as TimeoutError after `deadline` seconds."""
+        if self._lookup is None:
+            self._lookup = resolve(self._host)
+            self._lookup.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await within(deadline, asyncio.wait((self._lookup,)))
+        done, self._lookup = self._lookup, None
+        return done.result()
+
     async def _try(self, address: str, deadline: float, patience: float) -> Facts:
         """Probe the engine at `address`; use that address from then on if it answers."""
         session = session_to(address, self._tls, headers=self._headers)
         try:
             facts = await probe(self.url, session, deadline, address, patience)
             if facts.alive:
-                self._name.address = address
+                self.address = address
                 session, self._session = self._session, session
         finally:
             if session is not None:
@@ -114,23 +123,19 @@ class Access:
 
     @property
     def problem(self) -> Problem | None:
-        """The problem that the host name resolves to several machines, of which only one is used, or None."""
-        others = self._name.others
+        """The problem that the host name resolves to several machines, of which only one is used, or None.
+
+        Only addresses of one family (IPv4 or IPv6) are certainly those of several machines.
+        """
+        is_v6 = ":" in self.address
+        others = [one for one in self._addresses if one != self.address and (":" in one) is is_v6]
         if not others:
             return None
         return Problem(
-            f"host name {self._name.host!r} leads to other addresses as well ({', '.join(others)}), of which none is used: "
+            f"host name {self._host!r} leads to other addresses as well ({', '.join(others)}), of which none is used: "
             f"all requests go to {self.address}",
             "give each engine its own address or name as a replica URL; behind a load balancer no cache can be known",
         )
-
-
-async def _follow(publisher: HostName, deadline: float) -> None:
-    """Look up the host of an event publisher; change its address only if the name resolves to other addresses now."""
-    with suppress(OSError):
-        addresses = await publisher.look_up(deadline)
-        if publisher.address not in addresses:
-            publisher.address = addresses[0]
 
 
 class _Pinned(AbstractResolver):

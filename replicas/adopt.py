@@ -7,7 +7,7 @@ Only a healthy /health and a model in /v1/models are required. The gateway works
 import asyncio
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TypeGuard
+from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -115,28 +115,45 @@ class Facts:
     def num_blocks(self) -> int | None:
         return self.told.num_blocks or (self.scrape.num_blocks if self.scrape else None)
 
+    def describe(self, replica: Replica) -> None:
+        """Copy to a replica what the engine reports of itself; what a page that did not answer would say is kept."""
+        replica.models, replica.adapter_roots = self.models, self.adapter_roots
+        replica.root, replica.max_model_len = self.root, self.max_model_len
+        knows_version = "version" not in self.silent
+        if knows_version:
+            replica.dialect, replica.version, replica.page_size = self.dialect, self.version, self.told.page_size
+        if self.scrape:
+            replica.cache_dtype = self.scrape.cache_dtype
+            if knows_version:  # the version decides whether the page would show it
+                told, given = self.told, replica.launched_to_drop
+                replica.unable, replica.looks_to_end = told.unable, told.looks_to_end
+                replica.finds_parts, replica.takes_priority = told.finds_parts, told.takes_priority
+                replica.drops_block = told.drops_block if given is None else given
+        replica.block_size = self.block_of(replica.context_parallel) or replica.block_size
+        replica.num_blocks = self.num_blocks or replica.num_blocks
 
-async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> Answer:
+
+async def health(session: aiohttp.ClientSession, url: str, deadline: float) -> Facts:
     """Read /health; the result has a `fault` if the status is not 200 or a gateway answered.
 
     If the engine has no /health (404, 405), /v1/models is read in its place.
     """
-    answer = await get(session, f"{url}/health", deadline)
-    if answer.gateway:
-        answer.fault = "refused"
-        answer.error = IS_GATEWAY
-        return answer
-    if answer.status in (404, 405):
+    answer, needs_key = await get(session, f"{url}/health", deadline), False
+    if answer.status in (404, 405) and not answer.gateway:
         answer = await get(session, f"{url}/v1/models", deadline)
-        if answer.status in (401, 403):
-            return Answer(200, over=answer.over, closes=answer.closes)
-    if answer.status >= 500:
-        answer.fault, answer.turns_away = "5xx", answer.status == 503
-        answer.error = f"/health answers {answer.status}: the engine is loading or dead; see its log"
-    elif answer.status and answer.status != 200:
-        answer.fault = "refused"
-        answer.error = f"/health answers {answer.status}: is this an OpenAI-compatible engine?"
-    return answer
+        needs_key = answer.status in (401, 403)
+    facts = Facts(fault=answer.fault, error=answer.error, turns_away=answer.turns_away)
+    facts.closes, facts.over = answer.closes, answer.over
+    if answer.gateway:
+        facts.fault, facts.error = "refused", IS_GATEWAY
+    elif answer.status >= 500:
+        facts.fault, facts.turns_away = "5xx", answer.status == 503
+        facts.error = f"/health answers {answer.status}: the engine is loading or dead; see its log"
+    elif answer.status and answer.status != 200 and not needs_key:
+        facts.fault = "refused"
+        facts.error = f"/health answers {answer.status}: is this an OpenAI-compatible engine?"
+    facts.alive = not facts.fault
+    return facts
 
 
 async def probe(
@@ -147,28 +164,29 @@ async def probe(
     `deadline`: seconds for each answer; `patience`: further seconds for /health. `address`: the IP address that
     `session` connects to, at which the engine's KV events are expected too; by default the URL's host.
     """
-    alive = await health(session, url, deadline + patience)
-    if alive.fault:
-        return Facts(fault=alive.fault, error=alive.error, turns_away=alive.turns_away)
+    facts = await health(session, url, deadline + patience)
+    if facts.fault:
+        return facts
     paths = list(dict.fromkeys((*PATHS, *(path for one in DIALECTS for path in one.paths))))
     answers = dict(zip(paths, await asyncio.gather(*(get(session, url + path, deadline) for path in paths))))
-    facts = Facts(recognize(answers), alive=True, closes=alive.closes)
+    facts.dialect = recognize(answers)
     facts.large = any(answer.large for answer in answers.values())
     facts.told = facts.dialect.told(answers)
     if any(not answers[path].status or answers[path].status >= 500 for path in ("/version", *facts.dialect.paths)):
         facts.silent.add("version")
-    if not any(answer.fault == "timeout" for answer in answers.values()):  # else we may have closed it ourselves
-        facts.over = alive.over
+    if any(answer.fault == "timeout" for answer in answers.values()):
+        facts.over = None  # we may have closed it ourselves
     _models(facts, answers["/v1/models"])
     facts.root = facts.told.root or facts.root
     page = answers["/metrics"]
     await read(page.body, _metrics, facts, page)
     sources, problems = facts.dialect.event_sources(answers, address or urlsplit(url).hostname or "")
     facts.problems |= problems
-    if sources and len(sources) > MOST_RANKS:
-        facts.problems["ranks"] = _too_many(len(sources))
-        sources = {}
-    facts.sources = sources
+    too_many = max(len(sources or ()), facts.scrape.too_many if facts.scrape else 0)
+    if too_many > MOST_RANKS:
+        what = f"it tells of {too_many:,} data-parallel ranks, where an engine has {MOST_RANKS} at most"
+        facts.problems["ranks"] = Problem(f"{what}: none of them is believed", "is this one engine?")
+    facts.sources = {} if sources and len(sources) > MOST_RANKS else sources
     return facts
 
 
@@ -199,58 +217,43 @@ async def served_models(session: aiohttp.ClientSession, url: str, deadline: floa
 
 def _models(facts: Facts, answer: Answer) -> None:
     listed = answer.json().get("data")
-    if answer.status == 200 and isinstance(listed, list):
-        letters = 0
-        for entry in listed:
-            if len(facts.models) >= MOST_NAMES or letters >= MOST_LETTERS:
-                facts.problems["models"] = Problem(
-                    f"/v1/models lists more than {len(facts.models):,} names, or too long ones: the others are not known",
-                    "is this one engine, and not a catalogue of many?",
-                )
-                break
-            if isinstance(entry, dict) and _is_name(entry.get("id")):
-                parent = entry.get("parent")
-                facts.models[entry["id"]] = parent if _is_name(parent) else None
-                root = entry.get("root")
-                letters += len(entry["id"]) + len(root if _is_name(root) else "")
-                if parent is None and facts.root is None and _is_name(root):
-                    facts.root = root or None
-                elif _is_name(parent) and _is_name(root):
-                    facts.adapter_roots[entry["id"]] = root
-                length = entry.get("max_model_len")
-                if type(length) is int and 0 < length < MOST_LENGTH and facts.max_model_len is None:
-                    facts.max_model_len = length
-        facts.serving = bool(facts.models)
-        if not facts.serving:
-            none = (
-                f"only ids that are no text of at most {MOST_NAME:,} characters"
-                if listed
-                else "no model yet: still loading"
-            )
-            facts.error = f"/health is fine but /v1/models lists {none}"
-    elif answer.status == 0 or answer.status >= 500:
+    if answer.status == 0 or answer.status >= 500:
         facts.fault = answer.fault or "5xx"
         facts.error = answer.error or f"/health is fine but /v1/models answers {answer.status}"
-    else:
+    elif answer.status != 200 or not isinstance(listed, list):
         # Mocks and engines behind an API key: allow requests and judge the engine by their results.
-        facts.serving = True
-        facts.locked = answer.status in (401, 403)
-        if facts.locked:
-            facts.problems["models"] = Problem(
-                "/v1/models wants an API key: models and adapters are unknown, any model name is sent there",
-                facts.dialect.remedies.models,
-            )
-        else:
-            facts.problems["models"] = Problem(
-                "/v1/models tells no model names, any model name is sent there", "is this an OpenAI-compatible engine?"
-            )
+        facts.serving, facts.locked = True, answer.status in (401, 403)
+        what = "wants an API key: models and adapters are unknown" if facts.locked else "tells no model names"
+        remedy = facts.dialect.remedies.models if facts.locked else "is this an OpenAI-compatible engine?"
+        facts.problems["models"] = Problem(f"/v1/models {what}, any model name is sent there", remedy)
+    else:
+        _names(facts, listed)
+        facts.serving = bool(facts.models)
+        if not facts.serving:
+            ids = f"only ids that are no text of at most {MOST_NAME:,} characters"
+            facts.error = f"/health is fine but /v1/models lists {ids if listed else 'no model yet: still loading'}"
 
 
-def _too_many(ranks: int) -> Problem:
-    what = (
-        f"it tells of {ranks:,} data-parallel ranks, where an engine has {MOST_RANKS} at most: none of them is believed"
-    )
-    return Problem(what, "is this one engine, and not a page of many?")
+def _names(facts: Facts, listed: list[Any]) -> None:
+    """Take the names of models and adapters, and what is said of them, from the entries of /v1/models."""
+    letters = 0
+    for entry in listed:
+        if len(facts.models) >= MOST_NAMES or letters >= MOST_LETTERS:
+            what = f"/v1/models lists more than {len(facts.models):,} names, or too long ones: the others are not known"
+            facts.problems["models"] = Problem(what, "is this one engine, and not a catalogue of many?")
+            return
+        if not isinstance(entry, dict) or not _is_name(name := entry.get("id")):
+            continue
+        parent, root = (one if _is_name(one := entry.get(key)) else None for key in ("parent", "root"))
+        facts.models[name] = parent
+        letters += len(name) + len(root or "")
+        if parent is None:
+            facts.root = facts.root or root or None
+        elif root is not None:
+            facts.adapter_roots[name] = root
+        length = entry.get("max_model_len")
+        if type(length) is int and 0 < length < MOST_LENGTH and facts.max_model_len is None:
+            facts.max_model_len = length
 
 
 def _is_name(value: object) -> TypeGuard[str]:
@@ -258,43 +261,29 @@ def _is_name(value: object) -> TypeGuard[str]:
 
 
 def _metrics(facts: Facts, answer: Answer) -> None:
+    names, remedies, what = facts.dialect.metrics, facts.dialect.remedies, ""
+    remedy = remedies.figures
     if answer.status != 200:
         if answer.status == 0 or answer.status >= 500:
             facts.silent.add("metrics")
-        why = answer.error or f"answers {answer.status}"
-        if facts.told.block_size is not None:
-            facts.problems["metrics"] = Problem(
-                f"/metrics cannot be read ({why}): queue and use of the cache are unknown",
-                facts.dialect.remedies.figures,
-            )
-            return
-        facts.problems["metrics"] = Problem(
-            f"/metrics cannot be read ({why}): block size, cache size, queue and data-parallel ranks are unknown",
-            "let the gateway reach /metrics, or set block_size in its config",
-        )
-        return
-    names, remedies = facts.dialect.metrics, facts.dialect.remedies
-    scrape = facts.scrape = parse(answer.body, monotonic(), names)
-    if scrape.too_many:
-        facts.problems["ranks"] = _too_many(scrape.too_many)
-    gone = missing(answer.body, names)
-    if facts.block_size is None and len(gone) == len(missing(b"", names)):
-        facts.problems["metrics"] = Problem(
-            f"/metrics has no {names.prefix} series: block size, cache size, queue and data-parallel ranks are unknown",
-            remedies.figures,
-        )
-    elif facts.block_size is None:
-        facts.problems["metrics"] = Problem(
-            f"/metrics has no {names.cache_config.decode()} with a block_size: block size and cache size are unknown",
-            "set block_size in the gateway's config as the engine was started with",
-        )
-    elif gone or facts.num_blocks is None:
-        gone += [names.num_blocks.decode()] * (facts.num_blocks is None)
-        facts.problems["metrics"] = Problem(f"/metrics lacks {', '.join(gone)}: done without", remedies.names)
-    if False in (scrape.prefix_caching, facts.told.prefix_caching):
-        facts.problems["caching"] = Problem(
-            "prefix caching is off: nothing is ever found again, and no KV events come", remedies.caching
-        )
+        what = f"/metrics cannot be read ({answer.error or f'answers {answer.status}'})"
+    else:
+        scrape = facts.scrape = parse(answer.body, monotonic(), names)
+        lacking = missing(answer.body, names)
+        if facts.block_size is None and len(lacking) == len(missing(b"", names)):
+            what = f"/metrics has no {names.prefix} series"
+        elif facts.block_size is None:
+            what = f"/metrics has no {names.cache_config.decode()} with a block_size"
+            remedy = "set block_size in the gateway's config as the engine was started with"
+        elif lacking or facts.num_blocks is None:
+            lacking += [names.num_blocks.decode()] * (facts.num_blocks is None)
+            facts.problems["metrics"] = Problem(f"/metrics lacks {', '.join(lacking)}: done without", remedies.names)
+        if False in (scrape.prefix_caching, facts.told.prefix_caching):
+            off = "prefix caching is off: nothing is ever found again, and no KV events come"
+            facts.problems["caching"] = Problem(off, remedies.caching)
+    if what:
+        unknown = "queue and use" if facts.told.block_size else "block size, queue, data-parallel ranks and size"
+        facts.problems["metrics"] = Problem(f"{what}: {unknown} of the cache are unknown", remedy)
 
 
 def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSource | None]) -> dict[str, Problem]:
@@ -323,14 +312,9 @@ def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSour
 def described(address: Address, facts: Facts) -> list[Replica]:
     """Return the replicas behind an address, one for each data-parallel rank, as described by one probe's `facts`."""
     sources = facts.events(address.source)
-    lead = Replica(
-        address.id, address.url, address.host, address.port, dialect=facts.dialect, models=facts.models, root=facts.root,
-        version=facts.version, scrape=facts.scrape,
-        block_size=facts.block_size, num_blocks=facts.num_blocks, page_size=facts.told.page_size, max_model_len=facts.max_model_len, events=sources[0],
-        problems=tuple(map(str, problems_of(facts, address.source, sources).values())), role=address.role,
-        moves_by=address.transfer, bootstrap=address.bootstrap, peer=address.peer,
-        cache_dtype=facts.scrape.cache_dtype if facts.scrape else None, unable=facts.told.unable,
-    )  # fmt: skip
+    lead = Replica.at(address, dialect=facts.dialect, scrape=facts.scrape, events=sources[0])
+    facts.describe(lead)
+    lead.problems = tuple(map(str, problems_of(facts, address.source, sources).values()))
     if len(sources) == 1:
         return [lead]
     ranks = [lead.at_rank(rank, 0.0) for rank in range(len(sources))]

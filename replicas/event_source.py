@@ -1,9 +1,11 @@
 """The ZMQ endpoints of an engine's KV events."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from replicas.addresses import check_endpoint
 from replicas.names import bracketed
+
+WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # hosts in the endpoint of a publisher that listens on all interfaces
 
 
 class EventSource(NamedTuple):
@@ -27,30 +29,35 @@ class EventSource(NamedTuple):
         further = (where and _port_plus(where, rank) for where in (self.replay, self.snapshot))
         return EventSource(endpoint, next(further), self.topic, next(further))
 
-    @property
-    def hosts(self) -> set[str]:
-        """The hosts in the endpoints."""
-        return {
-            host for endpoint in (self.endpoint, self.replay, self.snapshot) if endpoint and (host := _host(endpoint))
-        }
+    def at(self, host: str, address: str) -> "EventSource":
+        """Return this source with `host` replaced by its IP address wherever it stands in an endpoint."""
 
-    def at(self, addresses: Mapping[str, str]) -> "EventSource":
-        """Return this source with each host in its endpoints replaced by its IP address, if `addresses` has it."""
-        replay, snapshot = (where and _at(where, addresses) for where in (self.replay, self.snapshot))
-        return EventSource(_at(self.endpoint, addresses), replay, self.topic, snapshot)
+        def moved(endpoint: str) -> str:
+            where, _, port = endpoint.rpartition(":")
+            return f"tcp://{bracketed(address)}:{port}" if where == f"tcp://{bracketed(host)}" else endpoint
 
-
-def _host(endpoint: str) -> str:
-    """Return the host of a TCP endpoint; "" for an endpoint of another kind."""
-    return endpoint[6:].rpartition(":")[0].strip("[]") if endpoint.startswith("tcp://") else ""
-
-
-def _at(endpoint: str, addresses: Mapping[str, str]) -> str:
-    address = addresses.get(_host(endpoint))
-    return f"tcp://{bracketed(address)}:{endpoint.rpartition(':')[2]}" if address else endpoint
+        replay, snapshot = (where and moved(where) for where in (self.replay, self.snapshot))
+        return EventSource(moved(self.endpoint), replay, self.topic, snapshot)
 
 
 def _port_plus(endpoint: str, rank: int) -> str | None:
     """Return the endpoint with `rank` added to its port; None if it has no port (ipc)."""
     where, _, port = endpoint.rpartition(":")
     return f"{where}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else None
+
+
+def reported(endpoint: str, replay: Any, topic: Any, host: str, snapshot: Any = None) -> EventSource:
+    """Return the source that an engine reports, with `host` (as clients reach the engine) in place of wildcards.
+
+    `replay`, `topic`, `snapshot`: ignored if they are no text. Raises ValueError if nobody can connect to an endpoint.
+    """
+
+    def reached(endpoint: str) -> str:
+        bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        is_open = endpoint.startswith("tcp://") and bound in WILDCARDS
+        found = f"tcp://{bracketed(host)}:{port}" if is_open else endpoint
+        check_endpoint(found)
+        return found
+
+    further = [reached(one) if isinstance(one, str) else None for one in (replay, snapshot)]
+    return EventSource(reached(endpoint), further[0], topic if isinstance(topic, str) else "", further[1])

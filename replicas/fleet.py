@@ -27,14 +27,13 @@ import aiohttp
 
 from replicas import tls
 from replicas.ask import body_of
-from replicas.duplicates import Name, duplicate, duplicates
-from replicas.engine import Engine
+from replicas.duplicates import Name, duplicate
 from replicas.engines import by_id
 from replicas.health import Limits
 from replicas.launch import devices
 from replicas.launch import profile as profiles
 from replicas.launch.command import Command, LaunchProfile, Model, Ports
-from replicas.launch.ports import holder, is_free, pick
+from replicas.launch.ports import is_free, pick
 from replicas.launch.supervisor import Supervisor
 from replicas.lifecycle import TAKES_TRAFFIC, Event, State
 from replicas.problems import Problem
@@ -89,15 +88,13 @@ class Fleet:
         self.on_change: list[Change] = []
         self.on_changed: list[Callable[[], None]] = []
         self._changing, self._is_changed = 0, False
-        self._inflight, self._waited, self._hear, self._interval = inflight, waited, hear, interval
-        self._holds, self._drain_timeout, self._limits, self._model = holds, drain_timeout, limits, model
+        self.inflight, self.waited, self.hear, self.holds = inflight, waited, hear, holds
+        self.interval, self.limits, self._drain_timeout, self._model = interval, limits, drain_timeout, model
         self._authorities, self._engine_key = authorities, engine_key
         self.pulse = pulse or Pulse()
-        self.engines: dict[str, Engine] = {}  # by "host:port"; `replicas` are theirs
-        self._drains: dict[str, asyncio.Task] = {}  # of single ranks
+        self.engines: dict[str, Watch] = {}  # by "host:port"; `replicas` are theirs
+        self._drains: dict[str, asyncio.Task[None]] = {}  # of single ranks
         self._launching = asyncio.Lock()
-        # messages that were logged about engines under several names, each with the ids of these engines
-        self._duplicates: set[tuple[str, ...]] = set()
 
     async def stop(self) -> None:
         """Stop watching all engines, and stop the engines that this gateway launched, without draining them."""
@@ -106,14 +103,14 @@ class Fleet:
         for engine in engines:
             engine.task.cancel()  # what they would see from here on is our doing and no failure
         await asyncio.gather(*(one.supervisor.stop(STOP_GRACE) for one in engines if one.supervisor))
-        tasks = [*(one.task for one in engines), *(one.drain for one in engines if one.drain), *self._drains.values()]
+        tasks = [*(one.task for one in engines), *self._drains.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for engine in engines:
             engine.lead.pid = None
             why = "the gateway stopped" if engine.lead.managed else "this gateway stops, and leaves the engine as it is"
-            self._tell(engine.lead, Event.STOPPED, why)
+            self.tell(engine.lead, Event.STOPPED, why)
 
     def add(self, url: str) -> Replica:
         """Adopt an engine, which need not run yet, and return the replica of its first rank.
@@ -127,12 +124,10 @@ class Fleet:
             for replica in known.replicas:
                 self.resume(replica.id)
             return known.replicas[0]
-        replica = Replica(address.id, address.url, address.host, address.port, since=monotonic(), role=address.role)
-        replica.spill, replica.moves_by, replica.bootstrap = address.spill, address.transfer, address.bootstrap
-        replica.peer = address.peer
-        replica.tls, replica.key = tls.context_for(address.url, self._authorities), self._engine_key
+        replica = Replica.at(address, since=monotonic(), key=self._engine_key)
+        replica.tls = tls.context_for(address.url, self._authorities)
         replica.required_model = address.model or self._model
-        self._follow(replica, given=address.source)
+        self._start(Watch(replica, self, given=address.source))
         return replica
 
     async def launch(
@@ -167,17 +162,13 @@ class Fleet:
 
     def _launch(
         self, profile: LaunchProfile, ports: Ports, model: Model, place: dict[str, str], role: str, spill: bool
-    ) -> Engine:
+    ) -> Watch:
         name = f"{HOST}:{ports.http}"
         replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
         replica.reason, replica.dialect = "its process is being started", by_id(profile.engine)
         replica.key, replica.role, replica.spill = self._engine_key, role, spill
-        replica.required_model = model.served_name
-        replica.moves_by, replica.bootstrap, replica.declared = (
-            profile.transfer,
-            profile.bootstrap(ports),
-            profile.traits,
-        )
+        replica.required_model, replica.declared = model.served_name, profile.traits
+        replica.moves_by, replica.bootstrap = profile.transfer, profile.bootstrap(ports)
         replica.context_parallel, replica.launched_to_drop = profile.context_parallel, profile.drops_block
         replica.drops_block = bool(profile.drops_block)
 
@@ -185,95 +176,63 @@ class Fleet:
             replica.restarts += replica.state is State.FAILED
             replica.pid = pid
             replica.since = monotonic()
-            self._tell(replica, Event.LAUNCHED, f"process {pid} started")
+            self.tell(replica, Event.LAUNCHED, f"process {pid} started")
 
         def exited(reason: str) -> None:
             news = [] if replica.state is not State.FAILED else [reason]  # else the change of state logs it
             replica.pid, replica.fault = None, ""  # a hang ends with the process
-            self._tell(replica, Event.GONE, reason)
+            self.tell(replica, Event.GONE, reason)
             if last := supervisor.tail.lines[-10:]:
                 news.append("its last lines:\n  " + "\n  ".join(last))
             if news:
                 log.warning("replica %s: %s", replica.id, "; ".join(news))
 
         def obstacle() -> str:
-            for port in filter(lambda port: not is_free(HOST, port), ports.all()):
-                return f"port {port} is taken by {holder(port) or 'another process'}: stop that"
-            return ""
+            taken = [port for port in ports.all() if not is_free(HOST, port)]
+            return f"port {taken[0]} is taken: stop what holds it (`ss -ltnp`)" if taken else ""
 
         argv, env = profile.command(HOST, ports, model)
-        command = Command(argv, {**place, **env})
         supervisor = Supervisor(
-            command, on_start=started, on_exit=exited, obstacle=obstacle, grammar=replica.dialect.log
+            Command(argv, {**place, **env}),
+            on_start=started,
+            on_exit=exited,
+            obstacle=obstacle,
+            grammar=replica.dialect.log,
         )
-        engine = self._follow(
-            replica,
-            given=profile.events(HOST, ports),
-            supervisor=supervisor,
-            start_timeout=profile.start_timeout_s,
-        )
-        engine.supervisor, engine.ports, engine.devices = supervisor, ports.all(), devices.shown_by(place)
-        engine.watch.sources = [
-            engine.watch.given and engine.watch.given.at_rank(rank) for rank in range(profile.ranks)
-        ]
-        self._looked(engine)
+        given = profile.events(HOST, ports)
+        engine = Watch(replica, self, given=given, supervisor=supervisor, start_timeout=profile.start_timeout_s)
+        engine.ports, engine.devices = ports.all(), devices.shown_by(place)
+        engine.sources = [given and given.at_rank(rank) for rank in range(profile.ranks)]
+        self._start(engine)
+        self.looked(engine)
         supervisor.start()
         return engine
 
-    def _follow(self, replica: Replica, **known) -> Engine:
-        watch = Watch(
-            replica,
-            self._tell,
-            lambda _: self._changed(engine),
-            lambda: self._looked(engine),
-            busy=lambda: any(self._inflight(one.id) > 0 for one in engine.replicas),
-            waited=lambda: max(self._waited(one.id) for one in engine.replicas),
-            hear=lambda: [self._hear(one.id) for one in engine.replicas],
-            holds=lambda: self._holds(replica.id),
-            duplicate=lambda created: self._duplicate(engine, created),
-            interval=self._interval,
-            limits=self._limits,
-            pulse=self.pulse,
-            **known,
-        )
+    def _start(self, engine: Watch) -> None:
         self.pulse.start()
-        task = asyncio.create_task(watch.run(), name=f"watch {replica.id}")
-        engine = self.engines[replica.id] = Engine(replica, watch, task)
-        self.replicas[replica.id] = replica
-        return engine
+        self.engines[engine.lead.id], self.replicas[engine.lead.id] = engine, engine.lead
+        engine.start()
 
-    def _duplicate(self, engine: Engine, created: float | None) -> Problem | None:
-        """Return the problem that the engine was given under another name too, or None.
+    def duplicate(self, lead: Replica, created: float | None) -> Problem | None:
+        """Return the problem that an engine was given under another name too, or None.
 
-        `created`: the creation time of one of its counters, from /metrics. The problem is logged once, until one of the
-        engines is removed; then all engines are probed again, so that the other name gets the same problem.
+        `created`: the creation time of one of its counters, from /metrics.
         """
         others = [
             Name(one.id, one.address, one.port, one.scrape.created if one.scrape else None)
             for one in (other.lead for other in self.engines.values())
             if one.state in TAKES_TRAFFIC
         ]
-        lead = engine.lead
-        name = Name(lead.id, lead.address, lead.port, created)
-        problem = duplicate(name, others)
-        if problem is None:
-            return None
-        logged = (problem.what, lead.id, *duplicates(name, others)[0])
-        if logged not in self._duplicates:
-            self._duplicates.add(logged)
-            log.warning("replica %s: %s", lead.id, problem)
-            for one in self.engines.values():
-                one.watch.nudge()
-        return problem
+        return duplicate(Name(lead.id, lead.address, lead.port, created), others)
 
-    def _engine(self, id: str) -> Engine:
+    def _engine(self, id: str) -> Watch:
         """Return the engine of a replica or engine id. Raises KeyError."""
         return self.engines.get(id) or self.engines[self.replicas[id].engine]
 
     def succeeded(self, id: str, count: int = 1) -> None:
         """Count `count` requests that the replica answered with any status below 500."""
         if id in self.replicas:
-            self._engine(id).watch.succeeded(self.pulse.clock(), count)
+            self._engine(id).succeeded(self.pulse.clock(), count)
 
     def failed(self, id: str, kind: str) -> None:
         """Count a request that failed by the engine's fault.
@@ -283,39 +242,37 @@ class Fleet:
         """
         if id in self.replicas:
             engine, now = self._engine(id), self.pulse.clock()
-            engine.watch.failed(now, kind)
+            engine.failed(now, kind)
             self._compare(engine, now)
 
     def unconfirmed(self, id: str) -> None:
         """Count a request answered with an error that may be the fault of the replica or of the request."""
         if id in self.replicas:
-            self._engine(id).watch.unconfirmed(self.pulse.clock())
+            self._engine(id).unconfirmed(self.pulse.clock())
 
-    def _compare(self, engine: Engine, now: float) -> None:
+    def _compare(self, engine: Watch, now: float) -> None:
         """Compare the engine's recent failures with those of other ready engines of the same model.
 
         Without another engine nothing happens: requests could go nowhere else.
         """
         models = engine.lead.models.keys()
         siblings = [
-            one.watch.health.recent.totals(now)
+            one.health.recent.totals(now)
             for one in self.engines.values()
             if one is not engine
             and one.lead.state is State.READY
             and (not models or not one.lead.models or models & one.lead.models.keys())
         ]
         if siblings:
-            engine.watch.compare(now, *map(sum, zip(*siblings)))
+            engine.compare(now, *map(sum, zip(*siblings)))
 
     async def prove(self, id: str) -> bool:
         """Probe everything of a replica's engine now; return whether it answered, after all callbacks have run."""
-        return id in self.replicas and await self._engine(id).watch.prove()
+        return id in self.replicas and await self._engine(id).prove()
 
     async def ask_models(self) -> None:
         """Read the list of models from every ready engine now; return after all callbacks about changes have run."""
-        await asyncio.gather(
-            *(one.watch.ask_models() for one in self.engines.values() if one.lead.state is State.READY)
-        )
+        await asyncio.gather(*(one.ask_models() for one in self.engines.values() if one.lead.state is State.READY))
 
     async def ask_engine(
         self, id: str, method: str, target: str, body: bytes, content_type: str
@@ -326,13 +283,13 @@ class Fleet:
         not answer.
         """
         engine = self._engine(id)
-        url, session = engine.lead.url + target, engine.watch.access.session
+        url, session = engine.lead.url + target, engine.access.session
         options = {"data": body, "headers": {"Content-Type": content_type}} if body else {}
         timeout = aiohttp.ClientTimeout(ENGINE_SECONDS)
         async with session.request(method, url, allow_redirects=False, timeout=timeout, **options) as answer:
             told = answer.status, answer.headers.get("Content-Type", "application/octet-stream"), await body_of(answer)
         if method != "GET":
-            engine.watch.nudge()  # it may serve other models and adapters now
+            engine.nudge()  # it may serve other models and adapters now
         return told
 
     def logs(self, id: str) -> list[str]:
@@ -348,49 +305,29 @@ class Fleet:
         the end; it need not be awaited.
         """
         engine = self._engine(id)
-        if id != engine.lead.id:
-            return self._drain_rank(self.replicas[id])
-        if engine.drain is None or engine.drain.done():
-            self._tell(engine.lead, Event.DRAIN, "drained on request")
-            if engine.supervisor:
+        is_whole = id == engine.lead.id
+        replica, tell = (engine.lead, self.tell) if is_whole else (self.replicas[id], self._apply)
+
+        async def drain() -> None:
+            deadline = monotonic() + self._drain_timeout
+            computing = engine.replicas if is_whole else [replica]
+            while (left := sum(self.inflight(one.id) for one in computing)) and monotonic() < deadline:
+                if replica.state is not State.DRAINING:
+                    break  # its process died
+                replica.reason = f"draining: {left} requests to finish"
+                await asyncio.sleep(0.05)
+            if is_whole and engine.supervisor:
+                await engine.supervisor.stop(STOP_GRACE)
+                replica.pid = None
+            late = f", {left} requests did not finish within {self._drain_timeout:g} s" if left else ""
+            tell(replica, Event.STOPPED, f"drained on request{late}")
+
+        if (running := self._drains.get(id)) is None or running.done():
+            tell(replica, Event.DRAIN, "drained on request")
+            if is_whole and engine.supervisor:
                 engine.supervisor.no_restart()
-            engine.drain = asyncio.create_task(self._drain(engine), name=f"drain {id}")
-        return engine.drain
-
-    async def _drain(self, engine: Engine) -> None:
-        left = await self._emptied(engine.lead, engine.replicas)
-        if engine.supervisor:
-            await engine.supervisor.stop(STOP_GRACE)
-            engine.lead.pid = None
-        self._tell(engine.lead, Event.STOPPED, self._drained(left))
-
-    def _drain_rank(self, replica: Replica) -> asyncio.Task:
-        async def run() -> None:
-            left = await self._emptied(replica, [replica])
-            self._apply(replica, Event.STOPPED, self._drained(left))
-
-        if (running := self._drains.get(replica.id)) is None or running.done():
-            self._apply(replica, Event.DRAIN, "drained on request")
-            running = self._drains[replica.id] = asyncio.create_task(run(), name=f"drain {replica.id}")
+            running = self._drains[id] = asyncio.create_task(drain(), name=f"drain {id}")
         return running
-
-    async def _emptied(self, watched: Replica, replicas: list[Replica]) -> int:
-        """Wait until the requests to these replicas are done, for at most the drain timeout; return how many are left.
-
-        `watched`: the wait also ends when this replica is no longer DRAINING.
-        """
-        deadline = monotonic() + self._drain_timeout
-        while (left := sum(self._inflight(one.id) for one in replicas)) and monotonic() < deadline:
-            if watched.state is not State.DRAINING:
-                break  # its process died
-            watched.reason = f"draining: {left} requests to finish"
-            await asyncio.sleep(0.05)
-        return left
-
-    def _drained(self, left: int) -> str:
-        return "drained on request" + (
-            f", {left} requests did not finish within {self._drain_timeout:g} s" if left else ""
-        )
 
     def resume(self, id: str) -> None:
         """Resume a stopped replica or engine. Raises KeyError for an unknown id."""
@@ -399,7 +336,7 @@ class Fleet:
             if engine.supervisor:
                 engine.supervisor.start()
             else:
-                self._tell(engine.lead, Event.LAUNCHED, "wanted again")
+                self.tell(engine.lead, Event.LAUNCHED, "wanted again")
         elif id in self.replicas and self.replicas[id].state is State.STOPPED:
             self._apply(self.replicas[id], Event.LAUNCHED, "wanted again")
             self._catch_up(self.replicas[id], engine.lead)
@@ -421,18 +358,17 @@ class Fleet:
     async def quiet(self, id: str) -> None:
         """Wait until no drain or removal of this engine or its ranks is in progress; an unknown id is fine."""
         while (engine := self.engines.get(id)) is not None:
-            tasks = engine.removal, engine.drain, *(self._drains.get(one.id) for one in engine.replicas)
+            tasks = [engine.removal, *(self._drains.get(one.id) for one in (engine.lead, *engine.replicas))]
             under_way = [task for task in tasks if task is not None and not task.done()]
             if not under_way:
                 return
             await asyncio.wait(under_way)
 
-    async def _remove(self, engine: Engine, drained: asyncio.Task) -> None:
+    async def _remove(self, engine: Watch, drained: asyncio.Task) -> None:
         await drained
         engine.task.cancel()
         del self.engines[engine.lead.id]
-        self._duplicates = {one for one in self._duplicates if engine.lead.id not in one}
-        for replica in engine.replicas:
+        for replica in (engine.lead, *engine.replicas):
             self.replicas.pop(replica.id, None)
             self._drains.pop(replica.id, None)
         await asyncio.gather(engine.task, return_exceptions=True)
@@ -449,27 +385,24 @@ class Fleet:
                 self._is_changed = False
                 self._try(self.on_changed)
 
-    def _looked(self, engine: Engine) -> None:
+    def looked(self, engine: Watch) -> None:
         """Update the replicas of an engine's ranks after a probe."""
-        with self._together():
-            self._look_at(engine)
-
-    def _look_at(self, engine: Engine) -> None:
         before = engine.replicas
-        if len(engine.watch.sources) != len(before):
-            engine.resize(len(engine.watch.sources))
-            gone = [one for one in before if one not in engine.replicas]
-            come = [one for one in engine.replicas if one not in before]
-            for replica in gone:
-                del self.replicas[replica.id]
-            self.replicas |= {replica.id: replica for replica in come}
+        with self._together():
+            if len(engine.sources) != len(before):
+                engine.resize(len(engine.sources))
+                gone = [one for one in before if one not in engine.replicas]
+                come = [one for one in engine.replicas if one not in before]
+                for replica in gone:
+                    del self.replicas[replica.id]
+                self.replicas |= {replica.id: replica for replica in come}
+                engine.follow()
+                for replica in gone:
+                    self._call_back(replica, replica.state)
+                for replica in come:
+                    log.info("replica %s: one of %d behind %s", replica.id, len(engine.replicas), engine.lead.url)
+                    self._catch_up(replica, engine.lead)
             engine.follow()
-            for replica in gone:
-                self._call_back(replica, replica.state)
-            for replica in come:
-                log.info("replica %s: one of %d behind %s", replica.id, len(engine.replicas), engine.lead.url)
-                self._catch_up(replica, engine.lead)
-        engine.follow()
 
     def _catch_up(self, replica: Replica, lead: Replica) -> None:
         """Bring a rank's replica, newly created or resumed, to the state of its engine."""
@@ -478,22 +411,22 @@ class Fleet:
         for event in MISSED.get(lead.state, ()):
             self._apply(replica, event, lead.reason)
 
-    def _changed(self, engine: Engine) -> None:
+    def changed(self, engine: Watch) -> None:
         """Report that a READY engine serves other models, or publishes its KV events elsewhere."""
         with self._together():
-            self._looked(engine)
+            self.looked(engine)
             for replica in engine.replicas:
                 if replica.state is State.READY:
                     self._call_back(replica, replica.state)
 
-    def _tell(self, lead: Replica, event: Event, reason: str) -> None:
+    def tell(self, lead: Replica, event: Event, reason: str) -> None:
         """Apply an event of an engine to each of its ranks.
 
         Ranks that an operator stopped stay stopped when the process starts again.
         """
         engine = self.engines.get(lead.id)
         was_stopped = lead.state is State.STOPPED
-        if engine and engine.ranked:
+        if engine and engine.is_ranked:
             lead.apply(event, reason, monotonic())
             engine.follow()
             with self._together():
@@ -503,7 +436,7 @@ class Fleet:
         else:
             self._apply(lead, event, reason)
         if engine and event is Event.LAUNCHED:
-            engine.watch.nudge()
+            engine.nudge()
 
     def _apply(self, replica: Replica, event: Event, reason: str) -> None:
         """Apply an event to a replica and report its change of state; no other code changes states."""

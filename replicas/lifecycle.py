@@ -49,67 +49,28 @@ class Event(StrEnum):
     STOPPED = "stopped"
 
 
+# What may happen in any state but DRAINING and STOPPED, and what may happen besides to a replica that served once.
+_ALWAYS = {
+    Event.LAUNCHED: State.STARTING,
+    Event.GONE: State.FAILED,
+    Event.DRAIN: State.DRAINING,
+    Event.STOPPED: State.STOPPED,
+}
+_SERVED = _ALWAYS | {
+    Event.TROUBLE: State.DEGRADED,
+    Event.LEAVES: State.LEAVING,
+    Event.RESTARTED: State.WARMING,
+    Event.DOUBTED: State.WARMING,
+}
 TABLE: dict[State, dict[Event, State]] = {
-    State.STARTING: {
-        Event.LAUNCHED: State.STARTING,
-        Event.ANSWERS: State.WARMING,
-        Event.GONE: State.FAILED,
-        Event.DRAIN: State.DRAINING,
-        Event.STOPPED: State.STOPPED,
-    },
-    State.WARMING: {
-        Event.LAUNCHED: State.STARTING,
-        Event.SERVES: State.READY,
-        Event.GONE: State.FAILED,
-        Event.DRAIN: State.DRAINING,
-        Event.STOPPED: State.STOPPED,
-    },
-    State.READY: {
-        Event.LAUNCHED: State.STARTING,
-        Event.TROUBLE: State.DEGRADED,
-        Event.LEAVES: State.LEAVING,
-        Event.RESTARTED: State.WARMING,
-        Event.DOUBTED: State.WARMING,
-        Event.GONE: State.FAILED,
-        Event.DRAIN: State.DRAINING,
-        Event.STOPPED: State.STOPPED,
-    },
-    State.DEGRADED: {
-        Event.LAUNCHED: State.STARTING,
-        Event.SERVES: State.READY,
-        Event.TROUBLE: State.DEGRADED,
-        Event.LEAVES: State.LEAVING,
-        Event.RESTARTED: State.WARMING,
-        Event.DOUBTED: State.WARMING,
-        Event.GONE: State.FAILED,
-        Event.DRAIN: State.DRAINING,
-        Event.STOPPED: State.STOPPED,
-    },
-    State.LEAVING: {
-        Event.LAUNCHED: State.STARTING,
-        Event.SERVES: State.READY,
-        Event.TROUBLE: State.DEGRADED,
-        Event.LEAVES: State.LEAVING,
-        Event.RESTARTED: State.WARMING,
-        Event.DOUBTED: State.WARMING,
-        Event.GONE: State.FAILED,
-        Event.DRAIN: State.DRAINING,
-        Event.STOPPED: State.STOPPED,
-    },
-    State.DRAINING: {
-        Event.GONE: State.STOPPED,
-        Event.STOPPED: State.STOPPED,
-    },
-    State.STOPPED: {
-        Event.LAUNCHED: State.STARTING,
-    },
-    State.FAILED: {
-        Event.LAUNCHED: State.STARTING,
-        Event.ANSWERS: State.WARMING,
-        Event.GONE: State.FAILED,
-        Event.DRAIN: State.DRAINING,
-        Event.STOPPED: State.STOPPED,
-    },
+    State.STARTING: _ALWAYS | {Event.ANSWERS: State.WARMING},
+    State.WARMING: _ALWAYS | {Event.SERVES: State.READY},
+    State.READY: _SERVED,
+    State.DEGRADED: _SERVED | {Event.SERVES: State.READY},
+    State.LEAVING: _SERVED | {Event.SERVES: State.READY},
+    State.DRAINING: {Event.GONE: State.STOPPED, Event.STOPPED: State.STOPPED},
+    State.STOPPED: {Event.LAUNCHED: State.STARTING},
+    State.FAILED: _ALWAYS | {Event.ANSWERS: State.WARMING},
 }
 
 

@@ -56,14 +56,13 @@ class Discover(Table):
             if value not in known:
                 raise ValueError(f"its label {self.labels[name]} says {value!r}, and not one of {', '.join(known)}")
         url = url_of(
-            address.url,
-            address.source,
-            said.get("model", address.model),
-            ROLES[role],
-            SWITCH[spill],
-            said.get("transfer", address.transfer),
-            address.bootstrap,
-            address.peer.replace("{ip}", bracketed(ip)),
+            address._replace(
+                model=said.get("model", address.model),
+                role=ROLES[role],
+                spill=SWITCH[spill],
+                transfer=said.get("transfer", address.transfer),
+                peer=address.peer.replace("{ip}", bracketed(ip)),
+            )
         )
         parse_url(url)
         return url

@@ -1,5 +1,7 @@
 """One replica (an engine, or one data-parallel rank of an engine): its URL, the models it serves, and its state."""
 
+from __future__ import annotations
+
 import asyncio
 import ssl
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from replicas.metrics import Scrape
 from replicas.names import bracketed
 from replicas.pairing import Traits
 from replicas.problems import Problem, unfit
-from replicas.roles import BOTH, DECODE, PREFILL, PREFILLERS, ROLES
+from replicas.roles import BOTH, PREFILLERS, ROLES
 
 
 class Address(NamedTuple):
@@ -199,27 +201,23 @@ class Replica:
         """The id of its engine: its own id, without the rank's suffix if it is one of several ranks."""
         return self.id if self.rank is None else self.id.removesuffix(f"-dp{self.rank}")
 
-    def at_rank(self, rank: int, now: float) -> "Replica":
+    @classmethod
+    def at(cls, address: Address, **more: Any) -> Replica:
+        """Return a replica of the engine at an address; `more`: further fields."""
+        settings = {name: getattr(address, name) for name in ("role", "spill", "bootstrap", "peer")}
+        place = (address.id, address.url, address.host, address.port)
+        return cls(*place, moves_by=address.transfer, **settings, **more)
+
+    def at_rank(self, rank: int, now: float) -> Replica:
         """Return a new replica for one data-parallel rank of this engine."""
-        return Replica(
-            f"{self.id}-dp{rank}",
-            self.url,
-            self.host,
-            self.port,
-            self.managed,
-            rank,
-            self.dialect,
-            since=now,
-            address=self.address,
-            tls=self.tls,
-            key=self.key,
-            role=self.role,
-            spill=self.spill,
-            moves_by=self.moves_by,
-            bootstrap=self.bootstrap,
-            peer=_of_rank(self.peer, rank),
-            required_model=self.required_model,
+        new = Replica(
+            f"{self.id}-dp{rank}", self.url, self.host, self.port, self.managed, rank, self.dialect, since=now
         )
+        for name in ("address", "tls", "key", "role", "spill", "moves_by", "bootstrap", "required_model"):
+            setattr(new, name, getattr(self, name))
+        host, _, port = self.peer.rpartition(":")
+        new.peer = f"{host}:{int(port) + rank}" if self.peer else ""  # rank r listens on the first rank's port + r
+        return new
 
     def become(self, incarnation: str) -> None:
         """Set the incarnation; if it is a new one, forget the facts that traffic and events showed of the old one."""
@@ -254,7 +252,7 @@ class Replica:
             self.moved_at = scrape.at
         self.scrape = scrape
 
-    def follow(self, engine: "Replica", events: EventSource | None) -> None:
+    def follow(self, engine: Replica, events: EventSource | None) -> None:
         """Copy to this rank the facts of the whole engine, and the rank's own part of the engine's metrics.
 
         `events`: where this rank publishes KV events.
@@ -320,37 +318,22 @@ def parse_url(text: str) -> Address:
     return Address(name, f"{scheme}://{name}", host, port, *told)
 
 
-def url_of(
-    url: str,
-    source: EventSource | None,
-    model: str | None,
-    role: str = BOTH,
-    spill: bool = False,
-    transfer: str = "",
-    bootstrap: int = 0,
-    peer: str = "",
-) -> str:
-    """Return `url` with a fragment from which `parse_url` reads these settings; parameters as the fields of Address."""
-    said = []
-    if source is not None:
-        said = [
-            f"events={source.endpoint}",
-            *([f"replay={source.replay}"] if source.replay else []),
-            *([f"topic={source.topic}"] if source.topic else []),
-        ]
-    if model and "," not in model:
-        said.append(f"model={model}")
-    if role != BOTH:
-        said.append(f"role={role}")
-    if spill:
-        said.append("spill=yes")
-    if transfer:
-        said.append(f"transfer={transfer}")
-    if bootstrap:
-        said.append(f"bootstrap={bootstrap}")
-    if peer:
-        said.append(f"peer={peer}")
-    return f"{url}#{','.join(said)}" if said else url
+def url_of(address: Address) -> str:
+    """Return the URL from which `parse_url` reads this address."""
+    source, model = address.source, address.model or ""
+    said = {
+        "events": source and source.endpoint,
+        "replay": source and source.replay,
+        "topic": source and source.topic,
+        "model": "" if "," in model else model,
+        "role": "" if address.role == BOTH else address.role,
+        "spill": "yes" if address.spill else "",
+        "transfer": address.transfer,
+        "bootstrap": address.bootstrap,
+        "peer": address.peer,
+    }
+    fragment = ",".join(f"{name}={value}" for name, value in said.items() if value)
+    return f"{address.url}#{fragment}" if fragment else address.url
 
 
 def _place(url: str) -> tuple[str, str, int]:
@@ -360,33 +343,26 @@ def _place(url: str) -> tuple[str, str, int]:
         host, port = parts.hostname, DEFAULT_PORTS.get(parts.scheme) if parts.port is None else parts.port
     except ValueError as error:
         raise ValueError(f"{error}; write http://HOST:PORT") from None
-    if (word := url.partition("//")[0]) in DEFAULT_PORTS:
-        raise ValueError(f"there is no colon behind {word!r}, write {word}://HOST:PORT")
+    wrong = ""
     if parts.scheme not in DEFAULT_PORTS:
-        raise ValueError(f"scheme {parts.scheme!r} is not supported, write http://HOST:PORT or https://HOST:PORT")
-    if not host:
-        raise ValueError("no host in it, write http://HOST:PORT")
-    if "@" in parts.netloc:
-        raise ValueError("a user or password in it is sent to nobody, write http://HOST:PORT")
-    if parts.path.rstrip("/") not in ("", "/v1") or parts.query:
-        raise ValueError("engines are expected at the root, write http://HOST:PORT alone")
-    if port == 0:
-        raise ValueError("nothing listens on port 0, write http://HOST:PORT")
-    if "://" not in url and parts.port is None:  # more likely a misplaced word than a server on port 80
-        raise ValueError(
-            f"there is no port in it, write http://{parts.netloc}:PORT, or http://{parts.netloc} for port 80"
-        )
+        wrong = f"scheme {parts.scheme!r} is not supported, write http://HOST:PORT or https://HOST:PORT"
+    elif not host:
+        wrong = "no host in it, write http://HOST:PORT"
+    elif "@" in parts.netloc:
+        wrong = "a user or password in it is sent to nobody, write http://HOST:PORT"
+    elif parts.path.rstrip("/") not in ("", "/v1") or parts.query:
+        wrong = "engines are expected at the root, write http://HOST:PORT alone"
+    elif port == 0:
+        wrong = "nothing listens on port 0, write http://HOST:PORT"
+    elif "://" not in url and parts.port is None:  # more likely a misplaced word than a server on port 80
+        wrong = f"there is no port in it, write http://{parts.netloc}:PORT, or http://{parts.netloc} for port 80"
+    if wrong or not host or port is None:
+        raise ValueError(wrong)
     check_host(host)
     return parts.scheme, one_spelling(host), port
 
 
 KEYS = ("events", "replay", "topic", "model", "role", "spill", "transfer", "bootstrap", "peer")
-
-
-def _of_rank(peer: str, rank: int) -> str:
-    """Return HOST:PORT of a rank's P2P side channel, from that of the first rank (`peer`): rank r has port + r."""
-    host, _, port = peer.rpartition(":")
-    return f"{host}:{int(port) + rank}" if peer else ""
 
 
 def _check_peer(peer: str) -> None:
@@ -405,35 +381,24 @@ def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str
             raise ValueError(f"{item[:100]!r} after # is none of {', '.join(f'{one}=' for one in KEYS)}")
         if key in given:
             raise ValueError(f"{key}= is given twice after #")
-        if key in ("events", "replay"):
-            try:
-                check_endpoint(value)
-            except ValueError as error:
-                raise ValueError(f"{key}={error}") from None
-        if key == "role" and value not in ROLES:
-            raise ValueError(f"role={value[:100]} is none of {PREFILL}, {DECODE}, {BOTH}")
-        if key == "spill" and value != "yes":
-            raise ValueError(f"spill={value[:100]} is not spill=yes; leave it out of replicas that are not slow")
-        if key == "transfer" and value not in TRANSFERS:
-            raise ValueError(f"transfer={value[:100]} is none of {', '.join(TRANSFERS)}")
-        if key == "bootstrap" and not (value.isdecimal() and 0 < int(value[:6]) < 65_536):
-            raise ValueError(f"bootstrap={value[:100]} is no port")
-        if key == "peer":
-            _check_peer(value)
         given[key] = value
-    model, role, spill, transfer, bootstrap, peer = (
-        given.get("model"),
-        given.get("role", BOTH),
-        "spill" in given,
-        given.get("transfer", ""),
-        int(given.get("bootstrap", 0)),
-        given.get("peer", ""),
-    )
-    if spill and role != BOTH:
+    for key, known in (("role", ROLES), ("spill", ("yes",)), ("transfer", TRANSFERS)):
+        if key in given and given[key] not in known:
+            raise ValueError(f"{key}={given[key][:100]} is none of {', '.join(known)}")
+    for key in ("events", "replay"):
+        try:
+            check_endpoint(given.get(key, "tcp://h:1"))
+        except ValueError as error:
+            raise ValueError(f"{key}={error}") from None
+    role, port = given.get("role", BOTH), given.get("bootstrap", "0")
+    if "bootstrap" in given and not (port.isdecimal() and 0 < int(port[:6]) < 65_536):
+        raise ValueError(f"bootstrap={port[:100]} is no port")
+    if "peer" in given:
+        _check_peer(given["peer"])
+    if "spill" in given and role != BOTH:
         raise ValueError(f"spill=yes and role={role} exclude each other: a slow pool takes whole requests")
-    if "events" not in given:
-        if "replay" in given or "topic" in given:
-            raise ValueError("replay= and topic= need events=tcp://HOST:PORT beside them")
-        return None, model, role, spill, transfer, bootstrap, peer
-    source = EventSource(given["events"], given.get("replay"), given.get("topic", ""))
-    return source, model, role, spill, transfer, bootstrap, peer
+    if "events" not in given and ("replay" in given or "topic" in given):
+        raise ValueError("replay= and topic= need events=tcp://HOST:PORT beside them")
+    source = EventSource(given["events"], given.get("replay"), given.get("topic", "")) if "events" in given else None
+    settings = role, "spill" in given, given.get("transfer", ""), int(port), given.get("peer", "")
+    return source, given.get("model"), *settings

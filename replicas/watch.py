@@ -5,12 +5,14 @@ probe, which reads everything else too, is made every 10 s, and each time while 
 have deadlines and use one session, at jittered times so that many engines are not probed in one burst.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import random
 from collections.abc import Callable
 from time import monotonic
-from typing import NamedTuple
+from typing import Protocol
 
 from replicas.access import Access
 from replicas.adopt import Facts, engine_ids, health, problems_of, served_models
@@ -25,7 +27,7 @@ from replicas.metrics import Scrape, parse
 from replicas.problems import Problem
 from replicas.progress import ILL, STALLED, Progress, asked, computes
 from replicas.pulse import Pulse
-from replicas.replica import EventSource, Replica
+from replicas.replica import Address, EventSource, Replica, url_of
 from replicas.served import base_names
 
 log = logging.getLogger("replicas")
@@ -37,67 +39,63 @@ DEADLINE, SHORT_DEADLINE = 2.0, 1.0
 WARMING_DEADLINE = 30.0  # for a launched engine's first tokens; a slower engine gets traffic anyway
 
 
-class Known(NamedTuple):
-    """The last report that identifies an engine, kept after the engine is gone."""
+class Owner(Protocol):
+    """The fleet, as the watchers of its engines see it; `Fleet` explains what it has."""
 
-    models: dict[str, str | None]
-    root: str | None
-    version: str | None
+    interval: float
+    limits: Limits
+    pulse: Pulse
+    inflight: Callable[[str], int]
+    waited: Callable[[str], float]
+    hear: Callable[[str], None]
+    holds: Callable[[str], bool]
+
+    def tell(self, lead: Replica, event: Event, reason: str) -> None: ...
+    def looked(self, engine: Watch) -> None: ...
+    def changed(self, engine: Watch) -> None: ...
+    def duplicate(self, lead: Replica, created: float | None) -> Problem | None: ...
 
 
 class Watch:
     def __init__(
         self,
-        replica: Replica,
-        tell: Callable[[Replica, Event, str], None],
-        changed: Callable[[Replica], None],
-        looked: Callable[[], None] = lambda: None,
+        lead: Replica,
+        fleet: Owner,
         *,
-        busy: Callable[[], bool],
-        waited: Callable[[], float] = lambda: 0.0,
-        hear: Callable[[], object] = lambda: None,
-        holds: Callable[[], bool] = lambda: False,
-        duplicate: Callable[[float | None], Problem | None] = lambda created: None,
-        interval: float = 1.0,
-        limits: Limits = Limits(),
         given: EventSource | None = None,
         supervisor: Supervisor | None = None,
         start_timeout: float = 0.0,
-        pulse: Pulse | None = None,
     ):
-        """Prepare to watch the engine that `replica` stands for; `run` starts.
+        """Prepare to watch one engine; `start` begins.
 
-        `tell(replica, event, reason)`: called with lifecycle events.
-        `changed(replica)`: called when a READY engine's models, block format, event addresses and the like differ from
-        before.
-        `looked()`: called whenever new facts may be known, before any `tell`.
-        `busy()`: returns whether the gateway has open requests to the engine.
-        `waited()`: returns the seconds since the oldest unanswered prompt was sent.
-        `hear()`: calls `succeeded` for answers that were not reported yet; called before a probe counts.
-        `holds()`: returns whether requests are on open connections to the engine.
-        `duplicate(created)`: returns the problem that another replica is the same engine, from the creation time of one
-        of the engine's counters.
-        `interval`: seconds between probes. `limits`: of the rules for health.
+        `lead`: stands for the whole engine: ranks share a server process, so health, restarts and the engine's reports
+        are handled once. Each data-parallel rank has its own cache, so with several ranks each is a replica of its own
+        (`replicas`); with one rank the lead is that replica.
+        `fleet`: applies the lifecycle events, and knows the traffic and the settings of all engines.
         `given`: the KV event source from the operator or the profile, used in place of the engine's report.
-        `pulse`: records when this process was stalled; `health` and `progress` get times of its clock.
         `supervisor`, `start_timeout` (seconds): of an engine that the gateway launched.
         """
-        self.replica, self.tell, self.changed, self.looked = replica, tell, changed, looked
-        self.access = Access(replica.url, replica.host, replica.tls, given, replica.credentials)
-        self.busy, self.waited, self.hear, self.holds, self.duplicate = busy, waited, hear, holds, duplicate
-        self.interval, self.limits = interval, limits
-        self.given = given
+        self.lead, self.fleet, self.given = lead, fleet, given
         self.supervisor, self.start_timeout = supervisor, start_timeout
-        self.pulse = pulse or Pulse()
+        # all ports that it listens on, and all devices that it may use, if the gateway launched it
+        self.ports: range = range(0)
+        self.devices: tuple[str, ...] = ()
+        self.replicas = [lead]
+        self.task: asyncio.Task[None] | None = None  # runs `run`
+        self.removal: asyncio.Task[None] | None = None
+        self.access = Access(lead.url, lead.host, lead.tls, given, lead.credentials)
+        self.interval, self.limits, self.pulse = fleet.interval, fleet.limits, fleet.pulse
         self._was_excused = False  # the last probe failed, which was ignored because this process was stalled
-        self.sources: list[EventSource | None] = [given]  # one for each data-parallel rank
-        self.health, self.progress = Health(limits), Progress()
+        # by data-parallel rank
+        self.sources: list[EventSource | None] = [given]
+        self.health, self.progress = Health(self.limits), Progress()
         self._nudged, self._urgent = asyncio.Event(), asyncio.Event()
         # while a caller waits for the next full probe: its future, which gets whether an engine answered
         self._wanted: asyncio.Future[bool] | None = None
         self._lives = 0  # how often the engine came back, if it does not report its start time
         self._was_refused = self._tells_start = False
-        self._known = Known({}, None, None)
+        # models, root and version of the engine at its last report, kept after the engine is gone
+        self._known: tuple[dict[str, str | None], str | None, str | None] = {}, None, None
         self._must_prove = False  # something that is no engine answered there
         self._has_figures = False  # /metrics reported the number of running requests
         self._named_pid: int | None = None
@@ -106,6 +104,40 @@ class Watch:
         self._facts_at = self._scraped_at = self._looked_at = self._held_at = float("-inf")
         self._closes = False  # the engine closes the connection after each answer
         self._is_large = False  # the last probe had large answers
+
+    def start(self) -> None:
+        self.task = asyncio.create_task(self.run(), name=f"watch {self.lead.id}")
+
+    @property
+    def url(self) -> str:
+        """The engine's URL, with all settings in its fragment, as `parse_url` reads them."""
+        lead = self.lead
+        settings = lead.role, lead.spill, lead.moves_by, lead.bootstrap, lead.peer
+        return url_of(Address(lead.id, lead.url, lead.host, lead.port, self.given, lead.required_model, *settings))
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.replicas != [self.lead]
+
+    def resize(self, count: int) -> None:
+        """Set the number of data-parallel ranks; ranks that stay keep their `Replica` objects."""
+        kept = self.replicas[:count] if self.is_ranked else []
+        more = [self.lead.at_rank(rank, monotonic()) for rank in range(len(kept), count)]
+        self.replicas = [self.lead] if count == 1 else kept + more
+
+    def follow(self) -> None:
+        """Copy the state and the facts of the whole engine to the replicas of its ranks."""
+        if self.is_ranked:
+            for replica, source in zip(self.replicas, self.sources):
+                replica.follow(self.lead, source)
+
+    def _tell(self, event: Event, reason: str) -> None:
+        self.fleet.tell(self.lead, event, reason)
+
+    def _hear(self) -> None:
+        """Count the answers that the gateway has not reported yet, before a probe counts."""
+        for one in self.replicas:
+            self.fleet.hear(one.id)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -117,21 +149,18 @@ class Watch:
                 try:
                     answered = await self.tick(full=wanted is not None)
                 except Exception:  # without its watcher the replica would keep its state forever
-                    log.exception("watching replica %s failed, trying again", self.replica.id)
+                    log.exception("watching replica %s failed, trying again", self.lead.id)
                 finally:
                     if wanted is not None:
                         wanted.set_result(answered)
                 self._looked_at = monotonic()
-                await self._pause()
+                if await _set_within(self._interval() * random.uniform(0.8, 1.2), self._nudged):
+                    self._nudged.clear()
+                    await _set_within(min(CLOSEST, self.interval) - (monotonic() - self._looked_at), self._urgent)
         finally:
             self._wanted = self._wanted or asyncio.get_running_loop().create_future()
             self._wanted.set_result(False)  # no more probes, so release those who wait for one
             await self.access.close()
-
-    async def _pause(self) -> None:
-        if await _set_within(self._interval() * random.uniform(0.8, 1.2), self._nudged):
-            self._nudged.clear()
-            await _set_within(min(CLOSEST, self.interval) - (monotonic() - self._looked_at), self._urgent)
 
     def _interval(self) -> float:
         """Return the seconds until the next probe.
@@ -140,9 +169,9 @@ class Watch:
         An engine that takes no traffic and has large answers is probed less often, since each probe then reads all of
         them.
         """
-        if self._is_large and self.replica.state not in IN_USE:
+        if self._is_large and self.lead.state not in IN_USE:
             return max(self.interval, FACTS)
-        young = self.replica.managed and self.replica.state in (State.STARTING, State.WARMING)
+        young = self.lead.managed and self.lead.state in (State.STARTING, State.WARMING)
         return min(self.interval, STARTING_INTERVAL) if young else self.interval
 
     def nudge(self) -> None:
@@ -165,12 +194,9 @@ class Watch:
 
     def succeeded(self, now: float, count: int = 1) -> None:
         self.health.succeeded(now, count)
-        if (
-            self.replica.state is State.DEGRADED
-            and not self.progress.stalled(now)
-            and self.health.opinion(now).verdict is Verdict.GOOD
-        ):
-            self.tell(self.replica, Event.SERVES, "answers requests again")
+        is_well = self.health.opinion(now).verdict is Verdict.GOOD and not self.progress.stalled(now)
+        if self.lead.state is State.DEGRADED and is_well:
+            self._tell(Event.SERVES, "answers requests again")
 
     def failed(self, now: float, kind: str) -> None:
         self._was_refused |= kind == "connect"
@@ -191,9 +217,9 @@ class Watch:
         True is remembered for CLOSEST seconds: when many connections fail at once, `holds` is called seldom, as each
         call looks at all requests.
         """
-        if self.replica.state is State.FAILED:
+        if self.lead.state is State.FAILED:
             return False
-        if monotonic() - self._held_at >= CLOSEST and self.holds():
+        if monotonic() - self._held_at >= CLOSEST and self.fleet.holds(self.lead.id):
             self._held_at = monotonic()
         return monotonic() - self._held_at < CLOSEST
 
@@ -213,63 +239,54 @@ class Watch:
     def _doubt(self, reason: str) -> None:
         """Stop traffic until whatever answers at the engine's address has shown that it is an engine."""
         self._must_prove = True
-        self.tell(self.replica, Event.DOUBTED, reason)
+        self._tell(Event.DOUBTED, reason)
 
     # What probes show
 
     async def tick(self, full: bool = False) -> bool:
         """Probe the engine, fully if this is due or something is new; return whether it answered and was identified."""
-        replica = self.replica
-        if replica.state in (State.DRAINING, State.STOPPED) or (replica.managed and replica.pid is None):
+        lead = self.lead
+        if lead.state in (State.DRAINING, State.STOPPED) or (lead.managed and lead.pid is None):
             return False
-        pid, now, was_proven = replica.pid, monotonic(), replica.is_proven
-        full = full or replica.state is not State.READY or now - self._facts_at >= FACTS
-        facts = None if full else await self._brief(now)
+        pid, began, was_proven = lead.pid, monotonic(), lead.is_proven
+        full = full or lead.state is not State.READY or began - self._facts_at >= FACTS
+        facts = None if full else await self._brief(began)
         if facts is None:
-            full = True
-            facts = await self.access.find(
-                DEADLINE, in_use=replica.state in IN_USE, patience=replica.dialect.health_seconds
-            )
-        if replica.pid != pid:
+            full, patience = True, lead.dialect.health_seconds
+            facts = await self.access.find(DEADLINE, in_use=lead.state in IN_USE, patience=patience)
+        if lead.pid != pid:
             return False  # the process ended meanwhile: the answer is about the past
-        self._is_large = facts.large
+        self._is_large, self._closes = facts.large, facts.closes
         self._keep_proof(facts, full, was_proven)
-        if self._excuses(facts, now):
+        # A failed probe is repeated at once if this process was stalled meanwhile. Two failures in a row count: a
+        # machine that always stalls must not hide that an engine is gone.
+        self._was_excused = bool(facts.fault) and not self._was_excused and not self.pulse.saw(began, monotonic())
+        if self._was_excused:
+            self._nudged.set()
             return False
-        replica.fault = facts.fault
+        lead.fault = facts.fault
         if facts.fault not in ("", "timeout", "own"):  # these do not show what is there
-            replica.foreign = facts.fault == "refused"
+            lead.foreign = facts.fault == "refused"
         if full:
             self._facts_at = monotonic()
         now, answered = self.pulse.clock(), False
         if facts.fault == "own":
-            replica.reason = facts.error
+            lead.reason = facts.error
         elif facts.fault:
-            turned_away = facts.turns_away and replica.state in IN_USE and self.holds()
+            turned_away = facts.turns_away and lead.state in IN_USE and self.fleet.holds(lead.id)
             if turned_away and facts.fault != "connect" and (scrape := (await self._figures())[1]) is not None:
-                replica.scraped(scrape)
+                lead.scraped(scrape)
             self._missed(self.pulse.clock(), facts, turned_away)
         elif (self._moved or not await self._stalls(now, facts)) and await self._warm(facts):
-            if full and (problem := await engine_ids(self.access.session, replica, DEADLINE)) is not None:
+            if full and (problem := await engine_ids(self.access.session, lead, DEADLINE)) is not None:
                 facts.problems["transfer"] = problem
-            if replica.pid != pid:
+            if lead.pid != pid:
                 return False
             self._answered(self.pulse.clock(), facts, full)
             await self._question()
             answered = True
-        self.looked()
+        self.fleet.looked(self)
         return answered
-
-    def _excuses(self, facts: Facts, since: float) -> bool:
-        """Return whether to ignore a failed probe and repeat it at once, since this process was stalled meanwhile.
-
-        `since`: when the probe began. Two failures in a row are not ignored: a machine that always stalls must not hide
-        that an engine is gone.
-        """
-        self._was_excused = bool(facts.fault) and not self._was_excused and not self.pulse.saw(since, monotonic())
-        if self._was_excused:
-            self._nudged.set()
-        return self._was_excused
 
     def _keep_proof(self, facts: Facts, full: bool, was_proven: bool) -> None:
         """Keep a connection as the proof that the process still exists, or drop one that proves nothing.
@@ -278,21 +295,20 @@ class Watch:
         process closes them. If the connection kept so far was already broken (`was_proven` is false), a failed probe
         keeps the broken one, so that whatever answers next has to identify itself.
         """
-        self._closes = facts.closes
         if not facts.fault:
             closed = facts.closes or (full and facts.over is not None and facts.over.is_closing())
-            self.replica.proof = None if closed else facts.over
+            self.lead.proof = None if closed else facts.over
         elif facts.fault in ("timeout", "own") and was_proven:
-            self.replica.proof = None
+            self.lead.proof = None
 
     async def _question(self) -> None:
         """Send a test request if it is unclear whether the engine or its requests are at fault (rule 6 of `health`)."""
-        replica, health = self.replica, self.health
+        lead, health = self.lead, self.health
         if health.in_question(self.pulse.clock(), self.is_computing):
-            name, aborted = next(iter(replica.models), ""), replica.dialect.aborted[ANY_PATH]
-            status = await asked(self.access.session, replica.url, name, DEADLINE, aborted)
+            name, aborted = next(iter(lead.models), ""), lead.dialect.aborted[ANY_PATH]
+            status = await asked(self.access.session, lead.url, name, DEADLINE, aborted)
             if health is self.health:  # else it is another process by now
-                self.hear()
+                self._hear()
                 now = self.pulse.clock()
                 health.asked(now, status in ILL if status else None, self.is_computing)
                 self._judge(now)
@@ -300,18 +316,18 @@ class Watch:
     @property
     def is_computing(self) -> bool:
         """Whether the engine has work, and its counters changed within the last STALLED seconds."""
-        scrape = self.replica.scrape
-        return scrape is not None and bool(scrape.running) and scrape.at - self.replica.moved_at < STALLED
+        scrape = self.lead.scrape
+        return scrape is not None and bool(scrape.running) and scrape.at - self.lead.moved_at < STALLED
 
     async def ask_models(self) -> None:
         """Read the models that the engine serves now, as a client wants one that no engine is known to serve."""
-        replica, pid = self.replica, self.replica.pid
-        found = await served_models(self.access.session, replica.url, SHORT_DEADLINE)
-        before = self._told()
-        if found.models and replica.pid == pid and replica.state is State.READY:
-            replica.models, replica.adapter_roots = found.models, found.adapter_roots
-            if self._told() != before:
-                self.changed(replica)
+        lead, pid = self.lead, self.lead.pid
+        found = await served_models(self.access.session, lead.url, SHORT_DEADLINE)
+        before = self._snapshot()
+        if found.models and lead.pid == pid and lead.state is State.READY:
+            lead.models, lead.adapter_roots = found.models, found.adapter_roots
+            if self._snapshot() != before:
+                self.fleet.changed(self)
 
     async def _warm(self, facts: Facts) -> bool:
         """Let an engine that the gateway launched compute its first tokens before clients wait for them.
@@ -320,79 +336,64 @@ class Watch:
         to correct this impression. Returns False if the engine ended meanwhile or failed: the probe's facts are then
         outdated, and the next probe shows whether the engine died.
         """
-        replica, pid = self.replica, self.replica.pid
-        if replica.managed and facts.serving and self._warmed_pid != pid:
-            self._warmed_pid, replica.reason = pid, "answers, and computes its first tokens"
-            log.info("replica %s: %s before it gets requests", replica.id, replica.reason)
-            if not await computes(self.access.session, replica.url, next(iter(facts.models), ""), WARMING_DEADLINE):
+        lead, pid = self.lead, self.lead.pid
+        if lead.managed and facts.serving and self._warmed_pid != pid:
+            self._warmed_pid, lead.reason = pid, "answers, and computes its first tokens"
+            log.info("replica %s: %s before it gets requests", lead.id, lead.reason)
+            if not await computes(self.access.session, lead.url, next(iter(facts.models), ""), WARMING_DEADLINE):
                 return False
-        return replica.pid == pid and replica.state not in (State.DRAINING, State.STOPPED)
+        return lead.pid == pid and lead.state not in (State.DRAINING, State.STOPPED)
 
     async def _brief(self, now: float) -> Facts | None:
         """Read /health, and /metrics if due; None if a full probe is needed because the process may be another one.
 
         It may be if no open connection leads to the process that was probed last, or if /metrics lacks its figures.
         """
-        answer = await health(
-            self.access.session, self.replica.url, SHORT_DEADLINE + self.replica.dialect.health_seconds
-        )
-        facts = Facts(
-            alive=not answer.fault,
-            fault=answer.fault,
-            error=answer.error,
-            serving=True,
-            closes=answer.closes,
-            over=answer.over,
-            turns_away=answer.turns_away,
-        )
-        proof = self.replica.proof
-        always_closes = self._closes and facts.closes
-        if facts.alive and not always_closes and (proof is None or proof.is_closing()):
+        lead, proof = self.lead, self.lead.proof
+        facts = await health(self.access.session, lead.url, SHORT_DEADLINE + lead.dialect.health_seconds)
+        facts.serving = True
+        if not facts.alive:
+            return facts
+        if not (self._closes and facts.closes) and (proof is None or proof.is_closing()):
             return None
-        due = 0.0 if self.busy() else IDLE_SCRAPE
-        if facts.alive and now - self._scraped_at >= due:
+        is_busy = any(self.fleet.inflight(one.id) > 0 for one in self.replicas)
+        if is_busy or now - self._scraped_at >= IDLE_SCRAPE:
             page, facts.scrape = await self._figures()
             if page.fault == "timeout":
                 facts.over = None  # we closed its connection, which may have been the same
-            if (
-                page.status
-                and page.status < 500
-                and self._has_figures
-                and (facts.scrape is None or facts.scrape.running is None)
-            ):
+            lacks_figures = facts.scrape is None or facts.scrape.running is None
+            if 0 < page.status < 500 and self._has_figures and lacks_figures:
                 return None
             self._scraped_at = monotonic()
         return facts
 
     async def _figures(self) -> tuple[Answer, Scrape | None]:
         """Read the engine's /metrics; return the answer, and the figures in it (None if the status is not 200)."""
-        page = await get(self.access.session, f"{self.replica.url}/metrics", DEADLINE)
+        page = await get(self.access.session, f"{self.lead.url}/metrics", DEADLINE)
         if page.status != 200:
             return page, None
-        return page, await read(page.body, parse, page.body, monotonic(), self.replica.dialect.metrics)
+        return page, await read(page.body, parse, page.body, monotonic(), self.lead.dialect.metrics)
 
     async def _stalls(self, now: float, facts: Facts) -> bool:
         """Return whether the engine answers but makes no progress; if so, report TROUBLE and restart a launched engine.
 
         `now`: by the clock of `pulse`. An engine is restarted only after HUNG seconds without progress.
         """
-        replica, progress = self.replica, self.progress
-        if replica.state not in TAKES_TRAFFIC or not facts.scrape:
+        lead, progress = self.lead, self.progress
+        if lead.state not in TAKES_TRAFFIC or not facts.scrape:
             return False
-        progress.look(now, facts.scrape, self.waited())
+        progress.look(now, facts.scrape, max(self.fleet.waited(one.id) for one in self.replicas))
         if not progress.stalled(now):
             return False
-        name = next(iter(replica.models), "")
         # it gets no other requests, so nothing else would show
-        if await computes(self.access.session, replica.url, name, DEADLINE):
+        if await computes(self.access.session, lead.url, next(iter(lead.models), ""), DEADLINE):
             progress.answered()
             return False
-        reason = f"answers /health, but has computed nothing for {progress.still(now):.0f} s with requests waiting"
-        self.tell(
-            replica, Event.TROUBLE, f"{reason}: its engine core hangs" + ("" if self.supervisor else "; restart it")
-        )
+        still = f"answers /health, but has computed nothing for {progress.still(now):.0f} s with requests waiting"
+        reason = f"{still}: its engine core hangs"
+        self._tell(Event.TROUBLE, reason if self.supervisor else f"{reason}; restart it")
         if self.supervisor and progress.hung(now):
-            self.supervisor.restart(f"{reason}: its engine core hangs, so it was killed")
+            self.supervisor.restart(f"{reason}, so it was killed")
         return True
 
     def _missed(self, now: float, facts: Facts, turned_away: bool) -> None:
@@ -400,65 +401,59 @@ class Watch:
 
         `turned_away`: the engine turned the probe away while requests are on open connections to it.
         """
-        replica = self.replica
+        lead = self.lead
         self._was_refused |= facts.fault == "connect"
-        if replica.state is State.STARTING and replica.managed:
-            self._still_starting(facts.error)
-        elif replica.state in (State.STARTING, State.FAILED) and not replica.managed:
+        if lead.state is State.STARTING and self.supervisor is not None:
+            waited, tail = self.pulse.ran(lead.since, monotonic()), self.supervisor.tail
+            log_says = f'last log line: "{said(tail.last, tail.grammar)}"' if tail.last else "its log is empty"
+            lead.reason = f"starting for {waited:.0f} s; {log_says}"
+            if waited > self.start_timeout:
+                self.supervisor.restart(
+                    f"not ready {waited:.0f} s after its start ({facts.error}); {log_says}; if it only is slow, raise "
+                    "start_timeout_s in the profile"
+                )
+        elif lead.state in (State.STARTING, State.FAILED) and not lead.managed:
             self.health.probed(now, facts.fault, facts.error)
             why = self.health.silence(now) if facts.fault == "timeout" else facts.error
-            self.tell(replica, Event.GONE, f"{why}; asked again every {self._interval():g} s")
+            self._tell(Event.GONE, f"{why}; asked again every {self._interval():g} s")
         else:
-            self.hear()
+            self._hear()
             self.health.probed(now, facts.fault, facts.error, turned_away)
             self._judge(now)
-            if replica.state is State.READY:
+            if lead.state is State.READY:
                 self._nudged.set()  # probe again at once: a second refusal is decisive, and a timeout took long enough
 
-    def _still_starting(self, error: str) -> None:
-        replica, waited = self.replica, self.pulse.ran(self.replica.since, monotonic())
-        if waited > self.start_timeout:
-            self.supervisor.restart(
-                f"not ready {waited:.0f} s after its start ({error}); last log line: {self._log()}; if it only is"
-                " slow, raise start_timeout_s in the profile"
-            )
-        else:
-            replica.reason = f"starting for {waited:.0f} s; last log line: {self._log()}"
-
-    def _log(self) -> str:
-        return f'"{said(tail.last, tail.grammar)}"' if (tail := self.supervisor.tail).last else "none yet"
-
     def _answered(self, now: float, facts: Facts, full: bool) -> None:
-        replica = self.replica
+        lead = self.lead
         unproven = self._unproven(facts) if full else ""
-        replica.foreign = bool(unproven) and facts.serving  # else it is an engine that lists no model yet
+        lead.foreign = bool(unproven) and facts.serving  # else it is an engine that lists no model yet
         another = full and not unproven and self._is_another(facts)
         if not unproven and self._follow_incarnation(facts.scrape, another) and not full:
             return self.nudge()  # what the old process served says nothing about this one
         if full and not unproven:
             self._learn(facts)
         if facts.scrape and not unproven:
-            replica.scraped(facts.scrape)
-        self.looked()
+            lead.scraped(facts.scrape)
+        self.fleet.looked(self)
         wrong = unproven or (facts.error if not facts.serving else self._wrong_model())
-        if wrong and replica.state in IN_USE:
+        if wrong and lead.state in IN_USE:
             self._doubt(wrong)
-        if replica.state in (State.STARTING, State.FAILED):
-            self.tell(replica, Event.ANSWERS, "answers /health")
-        if replica.state is State.WARMING:
+        if lead.state in (State.STARTING, State.FAILED):
+            self._tell(Event.ANSWERS, "answers /health")
+        if lead.state is State.WARMING:
             if wrong:
-                if wrong != replica.reason:
-                    log.info("replica %s: still warming: %s", replica.id, wrong)
-                replica.reason = wrong
+                if wrong != lead.reason:
+                    log.info("replica %s: still warming: %s", lead.id, wrong)
+                lead.reason = wrong
                 return
             if not self._must_prove:  # else it is the same process, and the results of its requests still count
                 self.health = Health(self.limits)
             self._must_prove, self.progress = False, Progress()
             if self.supervisor:
                 self.supervisor.works()
-            names = ", ".join(replica.models)  # an engine that lists none now may list some later
-            self.tell(replica, Event.SERVES, "answers" + (names and f" and serves {names}"))
-        self.hear()
+            names = ", ".join(lead.models)  # an engine that lists none now may list some later
+            self._tell(Event.SERVES, "answers" + (names and f" and serves {names}"))
+        self._hear()
         self.health.probed(now)
         self._judge(now)
 
@@ -468,27 +463,24 @@ class Watch:
         The reason is that it lists no models, although the engine did before, or although a request was answered by
         something that is no engine.
         """
-        if facts.models or facts.locked or not (self._known.models or self._must_prove):
+        if facts.models or facts.locked or not (self._known[0] or self._must_prove):
             return ""
-        what = facts.error or "/v1/models lists no models"
-        return f"something else than the engine answers there: {what}"
+        return f"something else than the engine answers there: {facts.error or '/v1/models lists no models'}"
 
     def _is_another(self, facts: Facts) -> bool:
         """Return whether version, models or model root show another engine than before.
 
         This replaces the start time for engines that do not report one.
         """
-        before = self._known
-        known = set(base_names(before.models))
-        now = set(base_names(facts.models))
-        versions = (before.version, facts.version) if "version" not in facts.silent else (None, None)
-        roots = before.root, facts.root
-        return bool(known and now and not known & now) or any(
-            None not in pair and pair[0] != pair[1] for pair in (versions, roots)
-        )
+        models, root, version = self._known
+        known, now = set(base_names(models)), set(base_names(facts.models))
+        if known and now and not known & now:
+            return True
+        pairs = [(root, facts.root)] + [(version, facts.version)] * ("version" not in facts.silent)
+        return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
     def _wrong_model(self) -> str:
-        names, required = self.replica.models, self.replica.required_model
+        names, required = self.lead.models, self.lead.required_model
         if required is None or not names or required in names:
             return ""
         return (
@@ -497,73 +489,52 @@ class Watch:
         )
 
     def _learn(self, facts: Facts) -> None:
-        replica = self.replica
-        before = self._told()
-        replica.models, replica.adapter_roots = facts.models, facts.adapter_roots
-        replica.root = facts.root
-        replica.max_model_len = facts.max_model_len
-        if "version" not in facts.silent:
-            replica.dialect, replica.version = facts.dialect, facts.version
-        self._known = Known(replica.models, replica.root, replica.version or self._known.version)
+        """Take over the facts of a full probe, and report if a READY engine differs from before."""
+        lead, before = self.lead, self._snapshot()
+        facts.describe(lead)
+        self._known = lead.models, lead.root, lead.version or self._known[2]
         self._has_figures = facts.scrape is not None and facts.scrape.running is not None
         if facts.scrape:
             self._scraped_at = monotonic()
-            replica.cache_dtype = facts.scrape.cache_dtype
-            if "version" not in facts.silent:  # the version decides whether the page would show it
-                replica.unable = facts.told.unable
-                given, replica.looks_to_end = replica.launched_to_drop, facts.told.looks_to_end
-                replica.finds_parts, replica.takes_priority = facts.told.finds_parts, facts.told.takes_priority
-                replica.drops_block = facts.told.drops_block if given is None else given
-        replica.block_size = facts.block_of(replica.context_parallel) or replica.block_size
-        replica.num_blocks = facts.num_blocks or replica.num_blocks
-        if "version" not in facts.silent:
-            replica.page_size = facts.told.page_size
         if self.given or facts.sources is not None:  # a late answer says nothing about where events are
             self.sources = facts.events(self.access.events, len(self.sources))
-        replica.events = self.sources[0]
-        duplicate = self.duplicate(facts.scrape.created if facts.scrape else None)
-        problems = [*problems_of(facts, self.given, self.sources).values(), self.access.problem, duplicate]
-        replica.problems = tuple(str(one) for one in problems if one)
-        if replica.state is State.READY and before != self._told():
-            self.changed(replica)
+        lead.events = self.sources[0]
+        twice = self.fleet.duplicate(lead, facts.scrape.created if facts.scrape else None)
+        problems = [*problems_of(facts, self.given, self.sources).values(), self.access.problem, twice]
+        if twice is not None and str(twice) not in lead.problems:
+            log.warning("replica %s: %s", lead.id, twice)
+        lead.problems = tuple(str(one) for one in problems if one)
+        if lead.state is State.READY and before != self._snapshot():
+            self.fleet.changed(self)
 
-    def _told(self) -> tuple:
-        replica = self.replica
-        return (
-            replica.models,
-            replica.adapter_roots,
-            self.sources,
-            replica.max_model_len,
-            replica.block_size,
-            replica.num_blocks,
-            replica.page_size,
-            replica.role,
-            replica.drops_block,
-            replica.traits,
-        )
+    def _snapshot(self) -> tuple[object, ...]:
+        """Return the facts whose change is reported while the engine is READY."""
+        lead = self.lead
+        sizes = lead.max_model_len, lead.block_size, lead.num_blocks, lead.page_size
+        return lead.models, lead.adapter_roots, self.sources, *sizes, lead.role, lead.drops_block, lead.traits
 
     @property
     def _moved(self) -> bool:
         """Whether the engine answered at another IP address than its replica has."""
-        return bool(self.replica.address) and self.replica.address != self.access.address
+        return bool(self.lead.address) and self.lead.address != self.access.address
 
     def _follow_incarnation(self, scrape: Scrape | None, another: bool) -> bool:
         """Set the replica's incarnation, and report a restart; return whether there was one.
 
         Another process has another, empty cache. `another`: the models and versions differ from before.
         """
-        replica = self.replica
-        before, left, moved = replica.incarnation, replica.address, self._moved
-        replica.address = self.access.address
-        replica.become(self._name(scrape.started if scrape else None, another, moved))
+        lead = self.lead
+        before, left, moved = lead.incarnation, lead.address, self._moved
+        lead.address = self.access.address
+        lead.become(self._name(scrape.started if scrape else None, another, moved))
         self._was_refused = False
-        if not before or before == replica.incarnation:
+        if not before or before == lead.incarnation:
             return False
         self.health, self.progress, self._must_prove = Health(self.limits), Progress(), False
         why = "another process answers: it was restarted, its cache is empty"
         if moved:
-            why = f"{replica.host} leads to {replica.address} now, no longer to {left}: another engine, whose cache is not known"
-        self.tell(replica, Event.RESTARTED, why)
+            why = f"{lead.host} leads to {lead.address} now, no longer to {left}: another engine, whose cache is not known"
+        self._tell(Event.RESTARTED, why)
         return True
 
     def _name(self, started: float | None, another: bool, moved: bool) -> str:
@@ -574,16 +545,16 @@ class Watch:
         lacks it. An engine at another address is another incarnation: if it has the same start time, "@" and its
         address are appended, which gateways leave out when they share what they know of it.
         """
-        replica, known = self.replica, self.replica.incarnation
-        if replica.managed:
-            if replica.pid == self._named_pid:
+        lead, known = self.lead, self.lead.incarnation
+        if lead.managed:
+            if lead.pid == self._named_pid:
                 return known
-            self._named_pid = replica.pid
-            return f"{started:.2f}" if started else f"pid-{replica.pid}"
+            self._named_pid = lead.pid
+            return f"{started:.2f}" if started else f"pid-{lead.pid}"
         if started and (self._tells_start or self._was_refused or moved or not known):
             self._tells_start = True
             if moved:
-                self._mark = f"@{replica.address}" if known == f"{started:.2f}" else ""
+                self._mark = f"@{lead.address}" if known == f"{started:.2f}" else ""
             return f"{started:.2f}{self._mark}"
         if known and not moved and not another and (self._tells_start or not self._was_refused):
             return known
@@ -591,31 +562,24 @@ class Watch:
         return f"seen-{self._lives}"
 
     def _judge(self, now: float) -> None:
-        replica = self.replica
+        lead = self.lead
         verdict, reason = self.health.opinion(now)
         if verdict is Verdict.LOST:
-            self._lost(now, reason)
+            reason += " though its process is alive" if lead.managed and lead.pid else ""
+            if lead.state in (State.WARMING, *IN_USE):
+                self._tell(Event.GONE, reason)
+            # A refused connection alone restarts no engine: if its process were dead, the supervisor would know.
+            if self.supervisor and self.health.hung(now):
+                self.supervisor.restart(f"{reason}: it hangs, so it was killed")
         elif verdict is Verdict.LEAVING:
-            self.tell(replica, Event.LEAVES, reason)
-        elif replica.state is State.DEGRADED and self.progress.stalled(now):
+            self._tell(Event.LEAVES, reason)
+        elif lead.state is State.DEGRADED and self.progress.stalled(now):
             pass  # reported already; requests that were taken from it since then are no new reason
         elif verdict is Verdict.TROUBLE:
-            if replica.state is not State.LEAVING or self.health.stayed:  # a late probe does not show that it stays
-                self.tell(replica, Event.TROUBLE, reason)
-        elif replica.state is State.DEGRADED or (replica.state is State.LEAVING and self.health.answers):
-            self.tell(replica, Event.SERVES, "answers probes again")
-
-    def _lost(self, now: float, reason: str) -> None:
-        """Report the replica as gone; if the engine hangs and the gateway launched it, restart it.
-
-        A refused connection alone does not restart an engine: if its process were dead, the supervisor would know.
-        """
-        replica = self.replica
-        alive = " though its process is alive" if replica.managed and replica.pid else ""
-        if replica.state in (State.WARMING, *IN_USE):
-            self.tell(replica, Event.GONE, reason + alive)
-        if self.supervisor and self.health.hung(now):
-            self.supervisor.restart(f"{reason}{alive}: it hangs, so it was killed")
+            if lead.state is not State.LEAVING or self.health.stayed:  # a late probe does not show that it stays
+                self._tell(Event.TROUBLE, reason)
+        elif lead.state is State.DEGRADED or (lead.state is State.LEAVING and self.health.answers):
+            self._tell(Event.SERVES, "answers probes again")
 
 
 async def _set_within(seconds: float, event: asyncio.Event) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from cachemap.background import Background
 from cachemap.events.zmtp import Inbox
 from replicas.deadline import within
+from replicas.fleet import Fleet
 from replicas.lifecycle import Event, State
 from replicas.replica import Replica
 from replicas.watch import Watch
@@ -73,7 +74,7 @@ async def test_the_watcher_of_a_replica_that_is_nudged(later):
     replica = Replica("10.0.0.7:8000", "http://10.0.0.7:8000", "10.0.0.7", 8000)
     replica.apply(Event.STOPPED, "not asked while a test looks", 0.0)
     assert replica.state is State.STOPPED
-    watch = Watch(replica, lambda *_: None, lambda _: None, busy=lambda: False)
+    watch = Watch(replica, Fleet())
     assert await cancelled(watch.run(), watch.nudge, later)
 
 

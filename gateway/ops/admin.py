@@ -123,7 +123,7 @@ async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
 
 def _refuse_another(engine: Any, address: Address) -> None:
     """Raise Refusal if the URL's fragment contradicts the fragment with which the engine was added."""
-    source, model = engine.watch.given, engine.lead.required_model
+    source, model = engine.given, engine.lead.required_model
     said = (address.source not in (None, source), address.model not in (None, model))
     kept = engine.lead
     said += (address.role not in (BOTH, kept.role), address.spill and not kept.spill)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import resource
 import secrets
 from collections import Counter
@@ -25,7 +24,6 @@ from replicas.cluster_api import Pods, PodsError
 from replicas.discovery import wanted
 from replicas.engines import TRANSFERS
 from replicas.event_source import EventSource
-from replicas.launch.ports import holder
 from replicas.pods import Discover, place
 from replicas.ports import cannot_listen
 from replicas.replica import Address, parse_url
@@ -294,8 +292,6 @@ def ports_taken(gateway: Gateway) -> Iterator[Finding]:
         if wrong := why_taken(host, port):
             flags = [f"--{name.replace('_', '-')}" for name in names]
             what, _, remedy = cannot_listen(host, port, wrong, *flags).partition(". ")
-            if wrong.errno == errno.EADDRINUSE and (process := holder(port)):
-                what += f" by {process}"
             if setting == "admin_port" and gateway.other:
                 what += f"; {gateway.other}"
             yield fail(what, remedy[0].lower() + remedy[1:], setting)

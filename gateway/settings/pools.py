@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from replicas.launch.command import LaunchProfile
+from replicas.pairing import refusals
 from replicas.roles import BOTH, DECODERS, PREFILLERS, lacks
 from replicas.tables import Table
 
@@ -77,7 +78,9 @@ def _unlike(pools: list[Kind]) -> list[str]:
         if one.profile.engine != other.profile.engine:
             why = [f"their engines are {one.profile.engine} and {other.profile.engine}: let both be of one kind"]
         else:
-            why = one.profile.unlike(other.profile)
+            why = refusals(one.profile.traits, other.profile.traits)
+            if one.profile.transfer != other.profile.transfer:
+                why.append("they pass caches on by different connectors: give both the same kv_connector")
         if one.directory != other.directory:
             why.append(f"they are started with different models, {one.directory} and {other.directory}, under one name: "
                        "give both the same, or each its own served_model_name and both roles")  # fmt: skip

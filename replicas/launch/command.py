@@ -1,8 +1,9 @@
 """The types that launch profiles and the supervisor share: model, ports, command line, errors."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from replicas.event_source import EventSource
 from replicas.pairing import Traits
@@ -44,55 +45,68 @@ class Command(NamedTuple):
     env: dict[str, str]  # added to the gateway's own environment
 
 
-class LaunchProfile(Protocol):
-    """The fields and methods of a launch profile; each engine dialect has a pydantic model of its own with these."""
+class LaunchProfile(ABC):
+    """A launch profile; each engine dialect has a pydantic model of its own that inherits from this class."""
 
-    engine: str  # the dialect's id
-    own_model: str | None  # the model that it serves if none is given
-    role: str  # role of its engines, see `replicas.roles`
-    start_timeout_s: float
+    if TYPE_CHECKING:  # fields of the models
+        engine: Any  # the dialect's id
+        role: Any  # role of its engines, see `replicas.roles`
+        start_timeout_s: float
+
+    own_model: ClassVar[str | None] = None  # the model that it serves if none is given
 
     @property
     def ranks(self) -> int:
         """The number of data-parallel ranks of one engine."""
+        return 1
 
+    @property
+    def traits(self) -> Traits:
+        """The settings of its engines that decide with which other engines they can exchange KV caches."""
+        return Traits()
+
+    @property
+    def context_parallel(self) -> int:
+        """The number of GPUs that share each block of the KV cache."""
+        return 1
+
+    @property
+    def drops_block(self) -> bool | None:
+        """Whether its engines recompute the last block of a cache hit; None if the profile does not say."""
+        return None
+
+    @property
+    @abstractmethod
+    def publishes(self) -> bool:
+        """Whether its engines publish KV events."""
+
+    @property
+    @abstractmethod
+    def no_transfer(self) -> str:
+        """The reason why its engines cannot pass a prompt's KV cache on, with a remedy; "" if they can."""
+
+    @property
+    @abstractmethod
+    def transfer(self) -> str:
+        """How its engines pass KV cache on: one of `replicas.engines.TRANSFERS`; "": their dialect's default."""
+
+    @abstractmethod
+    def bootstrap(self, ports: Ports) -> int:
+        """Return the port at which other engines find the engine with these ports to fetch KV cache, or 0."""
+
+    @abstractmethod
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
         """Return the profile as this machine can run it, and the environment variables of each of `count` engines.
 
         `used`: devices that are taken already. Raises ProfileError.
         """
 
-    @property
-    def no_transfer(self) -> str:
-        """The reason why its engines cannot pass a prompt's KV cache on, with a remedy; "" if they can."""
-
-    @property
-    def transfer(self) -> str:
-        """How its engines pass KV cache on: one of `replicas.engines.TRANSFERS`; "": their dialect's default."""
-
-    def bootstrap(self, ports: Ports) -> int:
-        """Return the port at which other engines find the engine with these ports to fetch KV cache, or 0."""
-
-    @property
-    def traits(self) -> Traits:
-        """The settings of its engines that decide with which other engines they can exchange KV caches."""
-
-    @property
-    def context_parallel(self) -> int:
-        """The number of GPUs that share each block of the KV cache."""
-
-    @property
-    def drops_block(self) -> bool | None:
-        """Whether its engines recompute the last block of a cache hit; None if the profile does not say."""
-
-    def unlike(self, decoder: Self) -> list[str]:
-        """Return why engines of profile `decoder` cannot fetch KV cache from engines of this profile; [] if they can.
-
-        Both profiles must be of the same kind, and their engines must pass caches on.
-        """
-
+    @abstractmethod
     def command(self, host: str, ports: Ports, model: Model) -> Command:
         """Return the engine's command line and environment. Raises ProfileError."""
 
     def events(self, host: str, ports: Ports) -> EventSource | None:
         """Return where the engine's first rank publishes KV events; None if it publishes none."""
+        if not self.publishes:
+            return None
+        return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")

@@ -1,14 +1,10 @@
-"""The last log lines of an engine process, and the reason for its exit, with a remedy.
-
-Only `oom_kills` does I/O: it reads kernel counters.
-"""
+"""The last log lines of an engine process, and the reason for its exit, with a remedy."""
 
 import re
 import signal
 from collections import deque
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN = 100, 500, 300  # kept for each process that writes to the log
 
@@ -45,10 +41,17 @@ class LogGrammar:
 
 
 PLAIN = LogGrammar()
-_LESS_MEMORY = "give it more, or run fewer replicas or smaller caches (kv_cache_memory_bytes, cpu_offload_gb)"
+_SIGNALS = {
+    signal.SIGKILL: "for memory probably (`dmesg | grep -i oom`, the container's events), else by someone; give it more, or "
+    "run fewer replicas or smaller caches (kv_cache_memory_bytes, cpu_offload_gb)",
+    **dict.fromkeys(
+        (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE),
+        "it crashed in native code: see its log",
+    ),
+}
 # at the start of a line, which excludes `raise RuntimeError(` in a traceback
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b|.*\berror: ")
-_DIED_SILENTLY = "one of its processes was killed or crashed (`dmesg`)"
+_DIED_SILENTLY = "one of its processes was killed, for memory probably, or crashed (`dmesg`)"
 
 
 class Tail:
@@ -97,78 +100,25 @@ def said(line: str, grammar: LogGrammar = PLAIN) -> str:
     for prefix in (grammar.writer, grammar.stamp):
         if found := prefix.match(line):
             line = line[found.end() :]
-    text = line
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+    return line if len(line) <= LONGEST_SHOWN else line[: LONGEST_SHOWN - 3] + "..."
 
 
-def oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes the kernel has killed for lack of memory, or None if this is unknown.
-
-    The count is for this process's control group if available (v2, then v1), else for the whole machine since boot.
-    """
-    for path in (*_group_counters(root), root / "proc/vmstat"):
-        try:
-            words = path.read_text().split()
-        except OSError:
-            continue
-        if "oom_kill" in words:
-            return int(words[words.index("oom_kill") + 1])
-    return None
-
-
-def _group_counters(root: Path) -> list[Path]:
-    try:
-        rows = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-    groups = {controllers: path.lstrip("/") for _, controllers, path in rows}
-    mounts, found = root / "sys/fs/cgroup", []
-    if "" in groups:  # in a container the path may be the host's, and our group the root of the mount
-        found += [mounts / groups[""] / "memory.events", mounts / "memory.events"]
-    if "memory" in groups:
-        found += [mounts / "memory" / groups["memory"] / "memory.oom_control", mounts / "memory/memory.oom_control"]
-    return found
-
-
-def explain(code: int, seconds: float, lines: list[str], oom: bool | None, grammar: LogGrammar = PLAIN) -> str:
+def explain(code: int, seconds: float, lines: list[str], grammar: LogGrammar = PLAIN) -> str:
     """Return why an engine process ended that was not asked to stop, and what to do.
 
-    `code`: its exit code, negative for a signal. `seconds`: how long it ran. `lines`: its last log lines. `oom`: the
-    kernel killed a process for lack of memory meanwhile (None: unknown).
+    `code`: its exit code, negative for a signal. `seconds`: how long it ran. `lines`: its last log lines.
     """
     after = f"after {seconds:.0f} s" if seconds >= 10 else f"after {seconds:.1f} s"
     if code < 0:
-        return f"killed by {_signal_name(-code)} {after}: {_signal_meaning(-code, oom)}"
+        name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+        return f"killed by {name} {after}: {_SIGNALS.get(-code, 'another process asked it to stop')}"
     text = f"exited with code {code} {after}"
     telling, remedy = _telling(lines, grammar)
-    if oom:
-        remedy = f"the kernel killed one of its processes for memory: {_LESS_MEMORY}"
-    elif remedy is _DIED_SILENTLY and oom is None:
-        remedy += ", for memory probably"
-    elif code == 0 and not remedy and not _ERROR.match(said(telling, grammar)):
+    if code == 0 and not remedy and not _ERROR.match(said(telling, grammar)):
         remedy = "as if asked to stop, and not by this gateway"
     if remedy:
         text += f": {remedy}"
     return f'{text}; log: "{said(telling, grammar)}"' if telling else f"{text}, and left no log"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _signal_meaning(number: int, oom: bool | None) -> str:
-    if number == signal.SIGKILL and oom:
-        return f"the kernel killed it for memory (`dmesg | grep -i oom`): {_LESS_MEMORY}"
-    if number == signal.SIGKILL and oom is None:
-        return "for memory probably (`dmesg | grep -i oom`, the container's events), else by someone"
-    if number == signal.SIGKILL:
-        return "by someone, or by a guard of memory such as systemd-oomd; the kernel counted no kill for memory"
-    if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE):
-        return "it crashed in native code: see its log"
-    return "another process asked it to stop"
 
 
 def _telling(lines: list[str], grammar: LogGrammar) -> tuple[str, str]:

@@ -1,6 +1,5 @@
-"""The search for free TCP ports for engines, and for the process that listens on a port."""
+"""The search for free TCP ports for engines."""
 
-import os
 import random
 import socket
 
@@ -48,34 +47,3 @@ def _ephemeral_start() -> int:
             return min(max(int(file.read().split()[0]), 20_000), 60_000)
     except OSError:
         return 32_768
-
-
-def holder(port: int) -> str:
-    """Return which process listens on a port, by /proc, such as "pid 12 (python server.py)"; "" if none does."""
-    inodes = _listening_inodes(port)
-    if not inodes:
-        return ""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            for fd in os.listdir(f"/proc/{pid}/fd"):
-                if os.readlink(f"/proc/{pid}/fd/{fd}") in inodes:
-                    with open(f"/proc/{pid}/cmdline", "rb") as file:
-                        words = file.read().replace(b"\0", b" ").decode(errors="replace")
-                    return f"pid {pid} ({words.strip()[:120]})"
-        except OSError:
-            continue  # gone meanwhile, or another user's
-    return "a process of another user"
-
-
-def _listening_inodes(port: int) -> set[str]:
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table) as file:
-                rows = [line.split() for line in file][1:]
-        except OSError:
-            continue
-        for row in rows:
-            if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port:
-                found.add(f"socket:[{row[9]}]")
-    return found

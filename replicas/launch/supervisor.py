@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 
 from replicas.launch.command import Command
-from replicas.launch.exits import PLAIN, LogGrammar, Tail, explain, oom_kills
+from replicas.launch.exits import PLAIN, LogGrammar, Tail, explain
 
 log = logging.getLogger("replicas")
 
@@ -75,7 +75,7 @@ class Supervisor:
         self.pid: int | None = None
         self._on_start, self._on_exit, self._obstacle = on_start, on_exit, obstacle
         self._stopping = asyncio.Event()
-        self._last_life = False
+        self._is_last_run = False
         self._keeper: asyncio.subprocess.Process | None = None
         self._control: asyncio.StreamWriter | None = None
         self._why = ""  # the reason if we ended the process ourselves
@@ -87,12 +87,12 @@ class Supervisor:
         if self._task is not None and not self._task.done() and not self._stopping.is_set():
             return
         self._stopping.clear()
-        self._last_life = False
+        self._is_last_run = False
         self._task = asyncio.create_task(self._run(), name=f"supervise {self.command.argv[:3]}")
 
     def no_restart(self) -> None:
         """Leave the process running, but do not restart it after its exit."""
-        self._last_life = True
+        self._is_last_run = True
 
     def works(self) -> None:
         """Note that the engine answers and lists its model, so its start counts as successful."""
@@ -122,11 +122,11 @@ class Supervisor:
 
     def _kill(self) -> None:
         """Kill the keeper, and the engine's process group, without asking the keeper to do so."""
-        if self._keeper is not None:
-            with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
+            if self._keeper is not None:
                 self._keeper.kill()
-        if self.pid is not None:
-            with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
+            if self.pid is not None:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def _run(self) -> None:
@@ -134,7 +134,7 @@ class Supervisor:
         while not self._stopping.is_set():
             began, self._why, self._worked_at = monotonic(), "", None
             try:
-                reason = self._obstacle() or await self._one_life()
+                reason = self._obstacle() or await self._run_once()
             except OSError as error:  # out of descriptors, processes or memory
                 reason = f"cannot start a process: {error.strerror}; check the gateway's limits (`ulimit -a`)"
             if self._stopping.is_set():
@@ -142,45 +142,21 @@ class Supervisor:
             now, worked_at = monotonic(), self._worked_at
             in_vain = in_vain + 1 if worked_at is None else 0
             wait = backoff.after(now - began, now - worked_at if worked_at else 0.0) * random.uniform(0.9, 1.1)
-            if self._last_life:
+            if self._is_last_run:
                 return self._on_exit(reason)
             again = f" ({in_vain} starts in a row failed)" if in_vain > 1 else ""
             self._on_exit(f"{reason}; next start in {wait:.1f} s{again}")
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._stopping.wait()
-            except TimeoutError:
-                continue
 
-    async def _one_life(self) -> str:
+    async def _run_once(self) -> str:
         """Start the engine, and wait for its end; return why it ended."""
-        self.tail = Tail(self.tail.grammar)
-        keeper, ours = await self._start_keeper()
-        self._keeper = keeper
-        reader, self._control = await asyncio.open_connection(sock=ours)
-        logs = asyncio.create_task(self._read_log(keeper.stdout))
-        began, kills = monotonic(), oom_kills()
-        try:
-            said, code = await self._listen(reader)
-            await asyncio.wait([logs], timeout=2)  # the last lines matter most
-        finally:
-            self._control.close()  # if we are being cancelled: end of file makes the keeper stop the engine
-            await keeper.wait()
-            self._control = self._keeper = self.pid = None
-            logs.cancel()
-        self.tail.close()
-        if self._why or said:
-            return self._why or said
-        now = oom_kills()
-        oom = None if now is None or kills is None else now > kills
-        return explain(code, monotonic() - began, self.tail.lines, oom, self.tail.grammar)
-
-    async def _start_keeper(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        self.tail = tail = Tail(self.tail.grammar)
         ours, theirs = socket.socketpair()
-        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), f"{ORPHAN_GRACE:g}"]
         try:
-            process = await asyncio.create_subprocess_exec(
-                *keeper,
+            keeper = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), f"{ORPHAN_GRACE:g}"),
                 *self.command.argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -194,7 +170,24 @@ class Supervisor:
             raise
         finally:
             theirs.close()
-        return process, ours
+        self._keeper = keeper
+
+        async def read_log() -> None:
+            while keeper.stdout is not None and (data := await keeper.stdout.read(65536)):
+                tail.feed(data)
+
+        reader, self._control = await asyncio.open_connection(sock=ours)
+        logs, began = asyncio.create_task(read_log()), monotonic()
+        try:
+            wrong, code = await self._listen(reader)
+            await asyncio.wait([logs], timeout=2)  # the last lines matter most
+        finally:
+            self._control.close()  # if we are being cancelled: end of file makes the keeper stop the engine
+            await keeper.wait()
+            self._control = self._keeper = self.pid = None
+            logs.cancel()
+        tail.close()
+        return self._why or wrong or explain(code, monotonic() - began, tail.lines, tail.grammar)
 
     async def _listen(self, reader: asyncio.StreamReader) -> tuple[str, int]:
         """Read the keeper's lines until the engine's end; return ("", exit code), or (what went wrong, 0)."""
@@ -208,13 +201,7 @@ class Supervisor:
             elif word == "exit":
                 return "", int(rest)
             elif word == "error":
-                return (
-                    f"cannot start {self.command.argv[0]}: {rest}; is it installed? A profile's `executable` may name its path",
-                    0,
-                )
+                where = "is it installed? A profile's `executable` may name its path"
+                return f"cannot start {self.command.argv[0]}: {rest}; {where}", 0
         self._kill()
         return "its keeper process was killed, and the engine with it", 0
-
-    async def _read_log(self, stream: asyncio.StreamReader) -> None:
-        while data := await stream.read(65536):
-            self.tail.feed(data)

@@ -233,7 +233,7 @@ async def test_a_publisher_that_gives_snapshots(serve, session):
         source == EventSource("tcp://127.0.0.1:1", None, "kv", "tcp://127.0.0.1:3") and "replay" not in facts.problems
     )
     assert source.at_rank(2) == EventSource("tcp://127.0.0.1:3", None, "kv", "tcp://127.0.0.1:5")
-    assert source.at({"127.0.0.1": "10.0.0.7"}).snapshot == "tcp://10.0.0.7:3"
+    assert source.at("127.0.0.1", "10.0.0.7").snapshot == "tcp://10.0.0.7:3"
 
 
 async def test_events_without_replay(serve, session):

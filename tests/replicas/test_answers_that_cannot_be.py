@@ -76,7 +76,7 @@ async def test_an_engine_of_large_answers_is_asked_less_often_until_it_is_ready(
         try:
             replica = fleet.add(url)
             await until(lambda: replica.state is State.WARMING)
-            watch = fleet.engines[replica.id].watch
+            watch = fleet.engines[replica.id]
             assert watch._interval() == FACTS
             pages["/v1/models"] = (MODELS, {})
             await watch.prove()

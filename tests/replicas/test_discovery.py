@@ -91,7 +91,7 @@ async def test_those_that_come_and_go_later_are_followed(cluster, fleet, discove
 
 async def test_one_that_is_to_end_finishes_what_it_has(cluster, fleet, discover, until):
     running = {"127.0.1.1:1": 1}
-    fleet._inflight, fleet._drain_timeout = lambda id: running.get(id, 0), 60.0
+    fleet.inflight, fleet._drain_timeout = lambda id: running.get(id, 0), 60.0
     await cluster.create("p", "127.0.1.1", P)
     discover()
     (replica,) = await until(lambda: [*fleet.replicas.values()])
@@ -324,7 +324,7 @@ async def test_who_goes_with_its_pod_is_told_before_and_not_what_an_operator_rem
     discover().leaving = left.extend
     await until(lambda: len(fleet.replicas) == 2)
     first, second = fleet.replicas.values()
-    fleet._inflight = lambda id: int(id == first.id and not left)  # the drain goes on meanwhile
+    fleet.inflight = lambda id: int(id == first.id and not left)  # the drain goes on meanwhile
     removal = fleet.remove(first.id)
     await cluster.watched.wait()
     await cluster.delete("p")

@@ -143,7 +143,7 @@ async def test_a_hung_engine_is_degraded_then_killed_and_started_again(fleet, fa
 
 
 async def test_an_engine_that_only_paused_is_taken_back(fleet, fake_profile, comes):
-    fleet._limits = Limits(fall=2, lost_after=60)
+    fleet.limits = Limits(fall=2, lost_after=60)
     (replica,) = await fleet.launch(1, fake_profile())
     await comes(replica, READY)
     pid, incarnation = replica.pid, replica.incarnation
@@ -169,14 +169,14 @@ async def test_a_slow_start_shows_its_last_log_line_and_has_an_end(fleet, fake_p
     assert "not ready 1 s after its start" in replica.reason and "raise start_timeout_s" in replica.reason
 
 
-async def test_a_taken_port_names_its_holder(fleet, fake_profile, comes, until):
+async def test_an_engine_whose_port_is_taken_waits_for_it(fleet, fake_profile, comes, until):
     (replica,) = await fleet.launch(1, fake_profile())
     await comes(replica, READY)
     os.kill(replica.pid, signal.SIGKILL)
     await comes(replica, FAILED)
     with socket.create_server((HOST, replica.port)):
         await until(
-            lambda: f"port {replica.port} is taken by pid {os.getpid()}" in replica.reason, lambda: replica.reason
+            lambda: f"port {replica.port} is taken: stop what holds it" in replica.reason, lambda: replica.reason
         )
         assert replica.state is FAILED
     await comes(replica, READY)
@@ -208,7 +208,7 @@ async def test_many_at_once_and_none_left_over(fleet, fake_profile, comes, alive
 
 async def test_drain_waits_for_requests_then_stops_the_process(fleet, fake_profile, comes, alive, until):
     open_requests = {}
-    fleet._inflight = lambda id: open_requests.get(id, 0)
+    fleet.inflight = lambda id: open_requests.get(id, 0)
     fleet._drain_timeout = 30.0
     (replica,) = await fleet.launch(1, fake_profile())
     await comes(replica, READY)
@@ -228,7 +228,7 @@ async def test_drain_waits_for_requests_then_stops_the_process(fleet, fake_profi
 async def test_a_drain_ends_at_its_deadline_and_says_so(fleet, fake_profile, comes):
     (replica,) = await fleet.launch(1, fake_profile())
     await comes(replica, READY)
-    fleet._inflight, fleet._drain_timeout = lambda id: 3, 0.1
+    fleet.inflight, fleet._drain_timeout = lambda id: 3, 0.1
     await fleet.drain(replica.id)
     assert replica.reason == "drained on request, 3 requests did not finish within 0.1 s"
 
@@ -236,12 +236,12 @@ async def test_a_drain_ends_at_its_deadline_and_says_so(fleet, fake_profile, com
 async def test_an_engine_that_dies_while_draining_is_not_started_again(fleet, fake_profile, comes):
     (replica,) = await fleet.launch(1, fake_profile())
     await comes(replica, READY)
-    fleet._inflight, fleet._drain_timeout = lambda id: 1, 30.0
+    fleet.inflight, fleet._drain_timeout = lambda id: 1, 30.0
     fleet.drain(replica.id)
     os.kill(replica.pid, signal.SIGKILL)
     await comes(replica, STOPPED)
     assert "killed by SIGKILL" in replica.reason
-    await fleet.engines[replica.id].drain  # though its requests were not told to have ended
+    await fleet.drain(replica.id)  # though its requests were not told to have ended
     assert "killed by SIGKILL" in replica.reason and State.STARTING not in states(fleet, replica)[2:]
 
 
@@ -268,7 +268,7 @@ async def test_an_engine_that_is_stopped_with_the_fleet_is_not_called_failed(fle
         """As where another engine takes its time to end: the watcher has ended, or has looked at what is gone."""
         await stop(grace)
         looked, looks = asyncio.Event(), 0
-        tick = engine.watch.tick
+        tick = engine.tick
 
         async def look():
             nonlocal looks
@@ -277,7 +277,7 @@ async def test_an_engine_that_is_stopped_with_the_fleet_is_not_called_failed(fle
             if looks == 3:  # it takes two in vain to call an engine lost
                 looked.set()
 
-        engine.watch.tick = look
+        engine.tick = look
         looking = asyncio.ensure_future(looked.wait())
         await asyncio.wait((looking, engine.task), return_when=asyncio.FIRST_COMPLETED)
         looking.cancel()
@@ -349,7 +349,7 @@ async def test_an_adopted_engine_that_goes_away_is_failed_quickly_and_taken_back
 
 async def test_a_restart_between_two_looks_is_a_new_incarnation(fleet, engine, comes, until):
     replica = await comes(fleet.add(await engine()), READY)
-    fleet._inflight = lambda id: 1  # busy: every look reads the metrics
+    fleet.inflight = lambda id: 1  # busy: every look reads the metrics
     fleet.seen.clear()
     engine.pages["/metrics"] = "process_start_time_seconds 2.5\n"
     await until(lambda: states(fleet, replica) == [State.WARMING, READY])
@@ -370,10 +370,10 @@ async def test_a_missing_scrape_does_not_rename_an_incarnation(fleet, engine, co
     replica = await comes(fleet.add(await engine()), READY)
     fleet.seen.clear()
     page = engine.pages.pop("/metrics")
-    fleet.engines[replica.id].watch.nudge()
+    fleet.engines[replica.id].nudge()
     await until(lambda: any("/metrics cannot be read" in problem for problem in replica.problems))
     engine.pages["/metrics"] = page
-    fleet.engines[replica.id].watch.nudge()
+    fleet.engines[replica.id].nudge()
     before = replica.scrape.at
     await until(lambda: replica.scrape.at > before)
     assert replica.incarnation == "1.00" and not states(fleet, replica)
@@ -383,7 +383,7 @@ async def test_a_new_adapter_is_told_to_who_listens(fleet, engine, comes, until)
     replica = await comes(fleet.add(await engine()), READY)
     fleet.seen.clear()
     engine.pages["/v1/models"] = {"data": [{"id": "m"}, {"id": "sql", "parent": "m"}]}
-    fleet.engines[replica.id].watch.nudge()
+    fleet.engines[replica.id].nudge()
     await until(lambda: fleet.seen == [(replica.id, READY, READY)], lambda: str(fleet.seen))
     assert replica.models == {"m": None, "sql": "m"}
 
@@ -394,7 +394,7 @@ async def test_an_engine_that_is_for_one_leg_has_a_problem_as_long_as_it_says_so
     assert "--disaggregation-mode decode" in str(replica.problems)
     fleet.seen.clear()
     engine.pages["/server_info"] = {"page_size": 1, "max_total_num_tokens": 1000, "disaggregation_mode": "null"}
-    fleet.engines[replica.id].watch.nudge()
+    fleet.engines[replica.id].nudge()
     await until(lambda: "--disaggregation-mode" not in str(replica.problems), lambda: str(replica.problems))
 
 
@@ -453,7 +453,7 @@ async def test_adopted_engines_have_to_serve_the_name_that_was_given(engine, com
         engine.pages["/v1/models"] = {"data": [{"id": "mine"}]}
         await comes(replica, READY)
         engine.pages["/v1/models"] = {"data": [{"id": "other"}]}  # another server took the port
-        fleet.engines[replica.id].watch.nudge()
+        fleet.engines[replica.id].nudge()
         await comes(replica, State.WARMING)  # out; one that is degraded gets requests where no other is ready
         assert "serves other, not 'mine'" in replica.reason
     finally:
@@ -589,7 +589,7 @@ async def test_failing_requests_do_not_make_the_fleet_ask_more_often(fleet, serv
         asked += request.path == "/health"
         return web.json_response({})
 
-    fleet._interval = 60.0
+    fleet.interval = 60.0
     replica = await comes(fleet.add(await serve(handler)), READY)
     before = asked
     for _ in range(100):

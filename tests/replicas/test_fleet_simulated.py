@@ -20,7 +20,7 @@ async def complete(session: aiohttp.ClientSession, url: str) -> dict:
 async def test_launched_asked_killed_and_asked_again(fleet, session, until):
     profile = profiles.load("sim").model_copy(update={"speedup": 20.0})
     (replica,) = await fleet.launch(1, profile, served_name="sim")
-    fleet._inflight = lambda id: 1  # busy: read the metrics at every look
+    fleet.inflight = lambda id: 1  # busy: read the metrics at every look
 
     async def ready():
         await until(lambda: replica.state is State.READY, lambda: f"{replica.reason}\n{fleet.logs(replica.id)}", 40)

@@ -79,7 +79,7 @@ async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engi
         url = await engine()
         replica = await comes(fleet.add(url), READY)
         engine.asked.clear()
-        await fleet.engines[replica.id].watch.tick()
+        await fleet.engines[replica.id].tick()
         assert engine.asked[:1] == ["/health"] and "/v1/models" not in engine.asked, (
             "a kept connection: the same process"
         )
@@ -190,10 +190,10 @@ async def test_an_engine_that_answers_late_is_not_asked_to_prove_itself(engine, 
         with monkeypatch.context() as while_late:  # on a busy machine the other looks take longer than this
             while_late.setattr(watch, "SHORT_DEADLINE", 0.05)
             while_late.setattr(watch, "DEADLINE", 0.05)
-            await fleet.engines[replica.id].watch.tick()
+            await fleet.engines[replica.id].tick()
         assert replica.proof is None and replica.is_proven and replica.state is READY
         engine.hold.set()
-        await fleet.engines[replica.id].watch.tick()
+        await fleet.engines[replica.id].tick()
         assert replica.proof is not None
     finally:
         await fleet.stop()
@@ -249,11 +249,11 @@ async def test_who_closed_one_connection_as_engines_do_that_end_is_asked_for_all
         url = await engine()
         replica = await comes(fleet.add(url), READY)
         engine.closes = "announced"
-        await fleet.engines[replica.id].watch.tick()
+        await fleet.engines[replica.id].tick()
         engine.closes = ""
         await engine.stop()
         await engine(int(url.rpartition(":")[2]), models=("other",))
-        await fleet.engines[replica.id].watch.tick()
+        await fleet.engines[replica.id].tick()
         assert "other" in replica.models
     finally:
         await fleet.stop()
@@ -262,7 +262,7 @@ async def test_who_closed_one_connection_as_engines_do_that_end_is_asked_for_all
 async def test_an_engine_without_its_figures_is_asked_for_all(fleet, engine, comes):
     """As behind a proxy, which keeps its connections whatever is behind it."""
     replica = await comes(fleet.add(await engine()), READY)
-    fleet._inflight = lambda id: 1  # busy: figures are read at each look
+    fleet.inflight = lambda id: 1  # busy: figures are read at each look
     engine.html()
     await comes(replica, WARMING)
 
@@ -296,7 +296,7 @@ async def test_another_version_or_model_is_another_process_where_no_start_is_tol
     replica = await comes(fleet.add(await engine(started=started)), READY)
     del engine.pages["/metrics"]
     before = replica.incarnation
-    await fleet.engines[replica.id].watch.tick()
+    await fleet.engines[replica.id].tick()
     assert replica.incarnation == before
     if "version" in change:
         engine.pages["/version"] = change
@@ -317,7 +317,7 @@ async def test_a_version_that_comes_late_makes_no_engine_able(fleet, engine, com
         facts = await probe(url, session)
     facts.silent.add("version")
     facts.told = Told()
-    fleet.engines[replica.id].watch._learn(facts)
+    fleet.engines[replica.id]._learn(facts)
     assert replica.unable == {"nixl"}
 
 

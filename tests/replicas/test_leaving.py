@@ -22,8 +22,8 @@ def impatient(monkeypatch):
 def held(fleet):
     """The replicas that have requests on connections that stand; one may be added and taken away."""
     held: set[str] = set()
-    fleet._holds = held.__contains__
-    fleet._inflight = lambda id: int(id in held)
+    fleet.holds = held.__contains__
+    fleet.inflight = lambda id: int(id in held)
     return held
 
 
@@ -95,7 +95,7 @@ async def test_nobody_listens_any_more_and_its_connections_stand(fleet, engine, 
         fleet.succeeded(replica.id)  # what it has is answered
         fleet.failed(replica.id, "connect")  # what had been sent there before anybody knew
     looks = []
-    fleet._hear = lambda id: looks.append(id)
+    fleet.hear = lambda id: looks.append(id)
     await until(lambda: len(looks) > 3)
     assert replica.state is LEAVING
     held.clear()
@@ -110,7 +110,7 @@ async def test_requests_that_are_refused_while_others_run_do_not_show_that_nobod
     held.add(replica.id)
     await serve.stop()
     looks = []
-    fleet._holds = lambda id: looks.append(id) or id in held
+    fleet.holds = lambda id: looks.append(id) or id in held
     for _ in range(1000):
         fleet.failed(replica.id, "connect")
     assert replica.state is READY and len(looks) < 100, "each look goes through all requests"
@@ -144,7 +144,7 @@ async def test_an_idle_engine_that_fails_what_it_is_sent_is_ill_and_not_leaving(
     replica = await comes(fleet.add(engine.url), READY)
     engine.answer, engine.moves = (500, {}), False
     await until(lambda: replica.scrape and replica.scrape.at - replica.moved_at > 0)
-    fleet._engine(replica.id).watch.replica.moved_at = float("-inf")  # as after 20 s without a step
+    fleet._engine(replica.id).lead.moved_at = float("-inf")  # as after 20 s without a step
     for _ in range(3):
         fleet.unconfirmed(replica.id)
     await comes(replica, DEGRADED)

@@ -108,7 +108,7 @@ async def watched(serve, until):
     fleet = Fleet(interval=3600.0)
     replica = fleet.add(await serve(handler))
     await until(lambda: replica.state is State.READY, lambda: replica.reason)
-    yield fleet, replica, fleet.engines[replica.id].watch
+    yield fleet, replica, fleet.engines[replica.id]
     await fleet.stop()
 
 
@@ -164,6 +164,6 @@ async def test_a_look_that_failed_while_we_were_held_up_is_taken_again_once(watc
     for _ in range(3):
         await watch.tick(full=True)
         failures.append(watch.health._probe_failures)
-        watch.tell(replica, Event.SERVES, "as before")
+        watch.fleet.tell(replica, Event.SERVES, "as before")
     await close()
     assert failures[0] == 0 and failures[1] == 1

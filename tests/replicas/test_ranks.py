@@ -155,7 +155,7 @@ async def test_a_restart_with_other_ranks(fleet, ranked, become):
     fleet.on_change.append(lambda replica, old, new: replica.id in fleet.replicas or gone.append(replica))
     for count in (3, 1, 2):
         ranked.count, ranked.started = count, ranked.started + 1
-        fleet.engines[names(url, 1)[0]].watch.nudge()
+        fleet.engines[names(url, 1)[0]].nudge()
         after = await become(names(url, count))
         assert {one.incarnation for one in after} == {f"{ranked.started:.2f}"}
         if count == 3:
@@ -180,7 +180,7 @@ async def test_one_rank_is_drained_and_the_other_goes_on(fleet, ranked, become, 
     fleet.add(url)
     zero, one = await become(names(url, 2))
     open_requests = {one.id: 1}
-    fleet._inflight = lambda id: open_requests.get(id, 0)
+    fleet.inflight = lambda id: open_requests.get(id, 0)
     drained = fleet.drain(one.id)
     assert one.state is State.DRAINING and zero.state is READY and fleet.drain(one.id) is drained
     await until(lambda: "1 requests to finish" in one.reason)
@@ -189,7 +189,7 @@ async def test_one_rank_is_drained_and_the_other_goes_on(fleet, ranked, become, 
     assert one.state is STOPPED and zero.state is READY
     # another process, and it stays out; asked for, it is what its engine is
     ranked.started = 2.0
-    fleet.engines[one.engine].watch.nudge()
+    fleet.engines[one.engine].nudge()
     await until(lambda: zero.incarnation == "2.00" and zero.state is READY)
     assert one.state is STOPPED and one.reason == "drained on request"
     assert fleet.add(url) is zero and one.state is READY

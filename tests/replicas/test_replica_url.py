@@ -72,7 +72,7 @@ def test_the_fragment_carries_what_the_engine_cannot_tell():
         ("http://[fe80::1%eth0]:1", "zone"),
         ("http://user:password@h:1", "user or password"),
         ("http://h:0", "port 0"),
-        ("https//h:1", "there is no colon behind 'https', write https://HOST:PORT"),
+        ("https//h:1", "expected at the root"),
         ("foo", "no port in it, write http://foo:PORT, or http://foo for port 80"),
         ("10.0.0.7/v1", "no port in it, write http://10.0.0.7:PORT"),
         ("[::1]", "no port in it, write http://[::1]:PORT"),
@@ -118,9 +118,7 @@ def test_a_url_nobody_can_use_is_refused_with_the_reason(text, said):
     ],
 )
 def test_a_url_is_written_as_it_was_read(text):
-    address = parse_url(text)
-    said = address.source, address.model, address.role, address.spill, address.transfer, address.bootstrap, address.peer
-    assert url_of(address.url, *said) == text
+    assert url_of(parse_url(text)) == text
 
 
 def test_each_rank_passes_its_memory_on_at_a_port_of_its_own():
@@ -149,7 +147,7 @@ def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(role):
 
 @pytest.mark.parametrize(
     "fragment, said",
-    [("spill=no", "leave it out"), ("spill=yes,spill=yes", "twice"), ("spill=yes,role=decode", "exclude each other")],
+    [("spill=no", "is none of yes"), ("spill=yes,spill=yes", "twice"), ("spill=yes,role=decode", "exclude each other")],
 )
 def test_what_is_said_wrongly_of_a_slow_pool_is_refused(fragment, said):
     with pytest.raises(ValueError, match=said):

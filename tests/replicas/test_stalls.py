@@ -64,7 +64,7 @@ async def test_it_gets_no_traffic_until_its_counters_move(fleet, hung, comes):
 
 async def test_hung_while_idle_it_is_found_by_the_requests_that_wait(fleet, hung, comes, until):
     waited = 0.0
-    fleet._waited = lambda id: waited
+    fleet.waited = lambda id: waited
     replica = await comes(fleet.add(hung.url), READY)
     waited = 1.0
     await comes(replica, DEGRADED)

@@ -8,12 +8,10 @@ from typing import Any
 
 import orjson
 
-from replicas.addresses import check_endpoint
 from replicas.answer import Answer
 from replicas.engines.dialect import Sources, Told
-from replicas.event_source import EventSource
+from replicas.event_source import WILDCARDS, EventSource, reported
 from replicas.metrics import MOST_RANKS
-from replicas.names import bracketed
 from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Remedies
 
 PATHS = ("/server_info", "/get_server_info")
@@ -27,7 +25,6 @@ UNFOLLOWED = frozenset(
     truncate_prompt_tokens truncation truncation_side
     """.split()
 )
-WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 
 def info(answers: Mapping[str, Answer]) -> dict[str, Any]:
@@ -71,101 +68,63 @@ def sources(answers: Mapping[str, Answer], host: str, remedies: Remedies) -> Sou
     if not found:
         asked = answers[PATHS[0]]
         why = f"{PATHS[0]} cannot be read ({asked.error or f'answers {asked.status}'})"
-        return Sources(
-            None if asked.status == 0 or asked.status >= 500 else {}, {"events": Problem(why, remedies.unlisted)}
-        )
-    ranks = min(_number(found.get("dp_size")) or 1, MOST_RANKS + 1)  # one more than are accepted
-    problems = _half(found.get("disaggregation_mode"))
+        unread = asked.status == 0 or asked.status >= 500
+        return Sources(None if unread else {}, {"events": Problem(why, remedies.unlisted)})
+    ranks = range(min(_number(found.get("dp_size")) or 1, MOST_RANKS + 1))  # one more than are accepted
+    problems, mode = {}, found.get("disaggregation_mode")
+    if mode in ("prefill", "decode"):  # "null" for neither
+        what = f"it was started with --disaggregation-mode {mode}, so it refuses every request that names no bootstrap room"
+        remedy = "start SGLang without --disaggregation-mode: nobody here names such rooms"
+        problems["role"] = Problem(what, remedy)
     try:
-        configured = _configured(found.get("kv_events_config"), host)
-        first = _described(found.get("kv_events"), host) or configured
+        first = _source(found, host)
     except ValueError as error:
-        return Sources(dict.fromkeys(range(ranks)), problems | {"events": Problem(str(error), remedies.binding)})
+        return Sources(dict.fromkeys(ranks), problems | {"events": Problem(str(error), remedies.binding)})
     if first is None:
-        return Sources(dict.fromkeys(range(ranks)), problems | {"events": Problem(EVENTS_OFF, remedies.events)})
+        return Sources(dict.fromkeys(ranks), problems | {"events": Problem(EVENTS_OFF, remedies.events)})
     if first.replay is None:
         problems["replay"] = Problem(NO_REPLAY, remedies.replay)
-    return Sources({rank: first.at_rank(rank) for rank in range(ranks)}, problems)
+    return Sources({rank: first.at_rank(rank) for rank in ranks}, problems)
 
 
-def _half(mode: Any) -> dict[str, Problem]:
-    """Return the problem that the engine was started for prefill or decode only, under "role"; {} if it was not."""
-    if mode not in ("prefill", "decode"):  # "null" for neither
-        return {}
-    what = f"it was started with --disaggregation-mode {mode}, so it refuses every request that names no bootstrap room"
-    return {"role": Problem(what, "start SGLang without --disaggregation-mode: nobody here names such rooms")}
+def _source(found: Mapping[str, Any], host: str) -> EventSource | None:
+    """Return the first rank's KV event source, or None if there is none.
 
-
-def _described(told: Any, host: str) -> EventSource | None:
-    """Return the KV event source that newer versions describe in /server_info (`told`), or None.
-
-    The description does not say whether the publisher binds its address or connects to it; `_configured` finds out.
+    Newer versions describe it in /server_info, but only the flag --kv-events-config says whether the publisher binds
+    its address. Raises ValueError if it connects, so that nobody can subscribe, or if nobody can connect to it.
     """
-    if not isinstance(told, dict) or told.get("publisher") != "zmq":
-        return None
-    where, port, replay = (
-        told.get(f"{name}") for name in ("endpoint_host", "endpoint_port_base", "replay_endpoint_port_base")
-    )
-    if not isinstance(where, str) or not _number(port):
-        return None
-    at = _reachable(where, host)
-    topic = told.get("topic")
-    return _checked(
-        EventSource(
-            f"{at}:{port}", f"{at}:{replay}" if _number(replay) else None, topic if isinstance(topic, str) else ""
-        )
-    )
-
-
-def _configured(given: Any, host: str) -> EventSource | None:
-    """Return the KV event source from the engine's flag --kv-events-config (`given`), or None.
-
-    Raises ValueError if the publisher connects to its address, instead of binding it, so that nobody can subscribe.
-    """
+    told, given = found.get("kv_events"), found.get("kv_events_config")
     try:
         config = orjson.loads(given) if isinstance(given, str) else None
     except ValueError:
-        return None
-    if not isinstance(config, dict) or config.get("publisher") != "zmq":
-        return None
-    endpoint, replay = config.get("endpoint") or "tcp://*:5557", config.get("replay_endpoint")
-    where = _host(endpoint)
-    if where is not None and where not in WILDCARDS and "::" not in where and config.get("bind") is not True:
-        raise ValueError(
-            f"KV events go to {endpoint}, which SGLang connects to rather than binds, so nobody can subscribe"
+        config = None
+    endpoint = replay = topic = None
+    if isinstance(config, dict) and config.get("publisher") == "zmq":
+        endpoint, replay, topic = (
+            str(config.get("endpoint") or "tcp://*:5557"),
+            config.get("replay_endpoint"),
+            config.get("topic"),
         )
-    topic = config.get("topic")
-    return _checked(
-        EventSource(
-            _endpoint(endpoint, host),
-            _endpoint(replay, host) if isinstance(replay, str) else None,
-            topic if isinstance(topic, str) else "",
+        bound = endpoint.removeprefix("tcp://").rpartition(":")[0]
+        if (
+            endpoint.startswith("tcp://")
+            and "::" not in bound
+            and bound not in WILDCARDS
+            and config.get("bind") is not True
+        ):
+            what = f"KV events go to {endpoint}, which SGLang connects to rather than binds"
+            raise ValueError(f"{what}, so nobody can subscribe")
+    if isinstance(told, dict) and told.get("publisher") == "zmq" and _number(told.get("endpoint_port_base")):
+        where, ports = (
+            told.get("endpoint_host"),
+            [_number(told.get(f"{one}endpoint_port_base")) for one in ("", "replay_")],
         )
-    )
-
-
-def _host(endpoint: str) -> str | None:
-    """Return the host of a TCP endpoint, None for an endpoint of another kind."""
-    scheme, _, rest = endpoint.partition("://")
-    return rest.rpartition(":")[0] if scheme == "tcp" else None
-
-
-def _endpoint(endpoint: str, host: str) -> str:
-    where = _host(endpoint)
-    return endpoint if where is None else f"{_reachable(where, host)}:{endpoint.rpartition(':')[2]}"
-
-
-def _reachable(bound: str, host: str) -> str:
-    return f"tcp://{bracketed(host) if bound in WILDCARDS else bound}"
-
-
-def _checked(source: EventSource) -> EventSource:
-    for endpoint in (source.endpoint, source.replay):
-        if endpoint is not None:
-            try:
-                check_endpoint(endpoint)
-            except ValueError as error:
-                raise ValueError(
-                    f"its KV events are at an endpoint that cannot be connected to: {error}; give it as {EVENTS_BY_HAND}"
-                ) from None
-    return source
+        endpoint, replay = (port and f"tcp://{where}:{port}" for port in ports)
+        topic = told.get("topic")
+    if endpoint is None:
+        return None
+    try:
+        return reported(endpoint, replay, topic, host)
+    except ValueError as error:
+        what = f"its KV events are at an endpoint that cannot be connected to: {error}"
+        raise ValueError(f"{what}; give it as {EVENTS_BY_HAND}") from None

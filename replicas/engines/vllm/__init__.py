@@ -8,14 +8,7 @@ from replicas.engines.dialect import EventRecords, Sources, Told
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
 from replicas.engines.vllm.transfer import NIXL, PEER_PULL
-from replicas.engines.vllm.versions import (
-    finds_parts,
-    has_random_hash_seed,
-    has_series_of_connectors,
-    looks_to_end,
-    takes_priority,
-    version_quirks,
-)
+from replicas.engines.vllm.versions import finds_all, has_random_hash_seed, is_known, version_quirks
 from replicas.launch.command import LaunchProfile
 from replicas.problems import EVENTS_BY_HAND, Remedies
 
@@ -74,14 +67,14 @@ class Vllm:
         told, page = answers["/version"].json().get("version"), answers["/metrics"].body
         version = told if isinstance(told, str) else None
         # A connector has its series from the start, also within a MultiConnector (0.28 and 0.32).
-        has_page = b"\n" + self.metrics.cache_config in page and has_series_of_connectors(version)
+        has_page = b"\n" + self.metrics.cache_config in page and is_known(version)
         return Told(
             version,
             unable=frozenset({NIXL.id} if has_page and NIXL_SERIES not in page else ()),
             drops_block=DRAFTS in page,
-            looks_to_end=looks_to_end(version),
-            finds_parts=finds_parts(version),
-            takes_priority=self.speaks(answers) and takes_priority(version),
+            looks_to_end=finds_all(version),
+            finds_parts=finds_all(version),
+            takes_priority=self.speaks(answers) and is_known(version),
         )
 
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:

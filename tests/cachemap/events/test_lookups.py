@@ -18,7 +18,7 @@ from cachemap.events.apply import EventApplier
 from cachemap.events.records import Blocks
 from cachemap.hashing import named_ahead
 from replicas.engines.vllm.events import Decoder
-from replicas.engines.vllm.versions import finds_parts, looks_to_end
+from replicas.engines.vllm.versions import finds_all
 
 from ...vllm.managers import asks, texts
 
@@ -50,12 +50,12 @@ def followed(job: dict, answers: list[Answer]) -> Iterator[tuple[int, int]]:
         for _, payload in answers[:LEARNED]:
             applier.apply(decode(payload).events)
         told = applier.stored_as
-        before, size = (size, looks_ahead), told.parts if told.parts and finds_parts(job["vllm"]) else told.size
+        before, size = (size, looks_ahead), told.parts if told.parts and finds_all(job["vllm"]) else told.size
         looks_ahead = told.ahead
         if before == (size, looks_ahead):
             break
     cache_map.clear(slot)
-    cache_map.drop(slot, job["drops"] and not looks_ahead, looks_to_end(job["vllm"]))
+    cache_map.drop(slot, job["drops"] and not looks_ahead, finds_all(job["vllm"]))
     applier = EventApplier(cache_map, slot, "m", size, looks_ahead, told)
     written = texts(job["seed"], job["longest"] + 60)
     for (text, prompt, _), (found, payload) in zip(
@@ -79,7 +79,7 @@ def test_the_recording_is_of_each_version():
 
 def test_versions_between_those_that_were_recorded_look_as_their_sources_do():
     """0.29 to 0.31 still bound the lookup with the length that 0.28 bounds it with."""
-    looks = {version: looks_to_end(version) for version in ("0.28.1", "0.29.0", "0.30.2", "0.31.0", "0.32.0", None)}
+    looks = {version: finds_all(version) for version in ("0.28.1", "0.29.0", "0.30.2", "0.31.0", "0.32.0", None)}
     assert [version for version, found in looks.items() if found] == ["0.32.0", None]
 
 

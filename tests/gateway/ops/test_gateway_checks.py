@@ -1,6 +1,5 @@
 """What `hitherto doctor` reads out of a running gateway's status, and says of one that does not tell it."""
 
-import os
 import socket
 import socketserver
 import threading
@@ -109,7 +108,7 @@ def test_another_server_at_the_admin_port_is_called_so(capsys, fake, speaks_http
         code, found = examine(capsys, "--launch", "1", "--admin-port", port)
         closing.shutdown()
     level, said = found["admin_port"]
-    assert (code, level) == (1, "fail") and f"Address already in use by pid {os.getpid()} (" in said
+    assert (code, level) == (1, "fail") and "Address already in use" in said
     assert ("another server, not a gateway, answers there with 404 to /status (BaseHTTP" in said) is speaks_http
     assert ("what is there is no gateway: it does not speak HTTP" in said) is not speaks_http
     assert said.endswith(" stop what holds the port, or give another with --admin-port (and --admin-host)")

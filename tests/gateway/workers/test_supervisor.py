@@ -39,7 +39,7 @@ async def test_how_long_a_replica_may_be_silent_is_a_setting_of_every_kind_of_ga
     try:
         fleet.add("http://127.0.0.1:1")
         (engine,) = fleet.engines.values()
-        assert engine.watch.limits.lost_after == 90.0
+        assert engine.limits.lost_after == 90.0
     finally:
         await fleet.stop()
 

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from replicas.engines.vllm.log import GRAMMAR
 from replicas.launch import exits
-from replicas.launch.exits import KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN, oom_kills
+from replicas.launch.exits import KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN
 
 
-def explain(code: int, seconds: float, lines: list[str], oom: bool | None) -> str:
-    return exits.explain(code, seconds, lines, oom, GRAMMAR)
+def explain(code: int, seconds: float, lines: list[str]) -> str:
+    return exits.explain(code, seconds, lines, GRAMMAR)
 
 
 def said(line: str) -> str:
@@ -33,7 +33,7 @@ def Tail() -> exits.Tail:
     ],
 )
 def test_a_known_failure_has_a_remedy_and_shows_its_line(lines, remedy):
-    reason = explain(1, 3.21, ["starting", *lines], oom=False)
+    reason = explain(1, 3.21, ["starting", *lines])
     assert reason.startswith("exited with code 1 after 3.2 s: ")
     assert remedy in reason and max(lines, key=len) in reason
 
@@ -70,7 +70,7 @@ LIMIT = (
     ],
 )  # fmt: skip
 def test_what_vllm_says_when_it_cannot_start_is_found_among_what_else_it_says(lines, remedy):
-    reason = explain(1, 20, [LIMIT, *lines], oom=False)
+    reason = explain(1, 20, [LIMIT, *lines])
     telling = next(said(line) for line in reversed(lines) if "rror: " in line and line not in AFTER)
     assert remedy in reason and reason.endswith(f'; log: "{telling}"')
 
@@ -105,33 +105,36 @@ ERRORS = "pydantic_core._pydantic_core.ValidationError: 1 validation error for "
 )  # fmt: skip
 def test_a_profile_that_vllm_refuses_is_told_by_its_own_words(lines, remedy, shown):
     for prefix in ("", SERVER):
-        reason = explain(1, 8, [LIMIT, *(prefix + line for line in lines)], oom=False)
+        reason = explain(1, 8, [LIMIT, *(prefix + line for line in lines)])
         assert remedy in reason and f'; log: "{shown}' in reason
 
 
 def test_an_unknown_failure_shows_the_line_that_says_most():
-    assert explain(7, 60, ["x", "ValueError: no common block size for 16", "shutting down"], oom=False) == (
+    assert explain(7, 60, ["x", "ValueError: no common block size for 16", "shutting down"]) == (
         'exited with code 7 after 60 s; log: "ValueError: no common block size for 16"'
     )
-    assert explain(4, 1, ["one", "two"], oom=False) == 'exited with code 4 after 1.0 s; log: "two"'
-    assert explain(4, 1, [], oom=False) == "exited with code 4 after 1.0 s, and left no log"
+    assert explain(4, 1, ["one", "two"]) == 'exited with code 4 after 1.0 s; log: "two"'
+    assert explain(4, 1, []) == "exited with code 4 after 1.0 s, and left no log"
 
 
 def test_an_end_without_an_error_was_asked_for():
     lines = [SERVER + "INFO:     Shutting down", "  warnings.warn('resource_tracker: There appear to be %d '"]
-    assert explain(0, 46, lines, oom=False) == (
+    assert explain(0, 46, lines) == (
         'exited with code 0 after 46 s: as if asked to stop, and not by this gateway; log: "INFO:     Shutting down"'
     )
 
 
-def test_signals_are_told_apart():
-    kill = explain(-signal.SIGKILL, 5, ["fine"], oom=False)
-    assert "SIGKILL" in kill and "by someone" in kill and "no kill for memory" in kill
-    assert "the kernel killed it for memory" in explain(-signal.SIGKILL, 5, ["fine"], oom=True)
-    assert "for memory probably" in explain(-signal.SIGKILL, 5, ["fine"], oom=None)
-    assert "crashed in native code" in explain(-signal.SIGSEGV, 5, [], oom=False)
-    assert "asked it to stop" in explain(-signal.SIGTERM, 5, [], oom=False)
-    assert "signal 250" in explain(-250, 5, [], oom=False)
+@pytest.mark.parametrize(
+    "number, said",
+    [
+        (signal.SIGKILL, "SIGKILL after 5.0 s: for memory probably"),
+        (signal.SIGSEGV, "crashed in native code"),
+        (signal.SIGTERM, "asked it to stop"),
+        (250, "signal 250"),
+    ],
+)
+def test_signals_are_told_apart(number, said):
+    assert said in explain(-number, 5, ["fine"])
 
 
 def test_a_core_that_died_without_a_word_is_the_reason():
@@ -147,33 +150,10 @@ def test_a_core_that_died_without_a_word_is_the_reason():
         dead,
         SERVER + "INFO:     Finished server process [3]",
     ]
-    assert "the kernel killed one of its processes for memory" in explain(0, 5, lines, oom=True)
-    reason = explain(0, 5, lines, oom=False)
-    assert (
-        'one of its processes was killed or crashed (`dmesg`); log: "vllm.v1.engine.exceptions.EngineDeadError'
-        in reason
-    )
-    assert "(`dmesg`), for memory probably" in explain(0, 5, lines, oom=None)
-    told = explain(1, 5, [lines[0], CORE + "ValueError: the core's own", *lines[1:]], oom=None)
+    said = "one of its processes was killed, for memory probably, or crashed (`dmesg`)"
+    assert f'{said}; log: "vllm.v1.engine.exceptions.EngineDeadError' in explain(0, 5, lines)
+    told = explain(1, 5, [lines[0], CORE + "ValueError: the core's own", *lines[1:]])
     assert told == 'exited with code 1 after 5.0 s; log: "ValueError: the core\'s own"'
-
-
-def write(root, path, text):
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(text)
-
-
-def test_kills_for_memory_are_counted_where_they_are_told_best(tmp_path):
-    assert oom_kills(tmp_path) is None
-    write(tmp_path, "proc/vmstat", "nr_free_pages 9\noom_kill 3\nend 1\n")
-    assert oom_kills(tmp_path) == 3
-    write(tmp_path, "proc/self/cgroup", "4:memory:/job\n1:cpu,cpuacct:/\n")
-    assert oom_kills(tmp_path) == 3
-    write(tmp_path, "sys/fs/cgroup/memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
-    assert oom_kills(tmp_path) == 2
-    write(tmp_path, "proc/self/cgroup", "0::/host/path/of/a/container\n")
-    write(tmp_path, "sys/fs/cgroup/memory.events", "low 0\noom 1\noom_kill 1\n")
-    assert oom_kills(tmp_path) == 1
 
 
 def test_a_line_is_shown_without_who_wrote_it_where():
@@ -194,7 +174,7 @@ def test_a_tail_keeps_each_processes_last_lines_and_no_access_log():
         )
     assert tail.lines[0] == "(EngineCore pid=7) ValueError: the cause" and len(tail.lines) == 1 + KEPT_LINES
     assert tail.lines[-1] == tail.last and tail.last.endswith(f"cause. {3 * KEPT_LINES - 1}")
-    assert explain(1, 2, tail.lines, oom=False).endswith('; log: "ValueError: the cause"')
+    assert explain(1, 2, tail.lines).endswith('; log: "ValueError: the cause"')
 
 
 @given(st.lists(st.binary(max_size=30)))

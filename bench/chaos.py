@@ -77,7 +77,7 @@ def _played(
     for when, durations in ((SLOW_FROM, Slow), (SLOW_TO, StepDurations)) if fault else ():
         fleet.at(when * window, _turn, fleet.replicas[0].engine, durations, profile)
     records = fleet.run().records
-    steps = [(when, change.rung.step, change.rung.qos, change.taken) for when, change in fleet.gates[0].changes]
+    steps = [(when, change.step, change.qos, change.taken) for when, change in fleet.gates[0].changes]
     found = []
     for number in range(WINDOWS):
         begin, until = number * window, (number + 1) * window

@@ -21,7 +21,7 @@ from gateway.proxy.exchange import Attempt, Exchange
 from gateway.proxy.figures import Figures
 from gateway.proxy.overload import Overload
 from gateway.proxy.queue import Queue
-from policies import Admission, Classes, QosClass, Rule, Rules, Ticket
+from policies import Admission, Classes, QosClass, QueuedRequest, Rule, Rules
 from policies.admission import Space
 
 from .stages import build
@@ -65,7 +65,7 @@ async def measured(rounds: int = ROUNDS) -> dict[str, float]:
     attempt = exchange.attempts[0]
     qos = OVERLOAD.classes.all[0]
     fleet = Admission(OVERLOAD.classes, OVERLOAD.rules, Space())
-    queue._tickets[exchange] = fleet, Ticket(qos, qos.slo, exchange.begun, "", 1000, exchange)
+    queue._tickets[exchange] = fleet, QueuedRequest(qos, qos.slo, exchange.begun, "", 1000, exchange)
 
     found = {
         "first token": microseconds(lambda: figures.first_token(attempt, False), CALLS, rounds),

@@ -47,7 +47,7 @@ import numpy as np
 
 from loadgen.simulate import Fleet, Record, Turn
 from loadgen.simulate.gateway import Gateway
-from policies import Admission, Candidate, Classes, QosClass, Quote, Rules, Ticket, Verdict
+from policies import Admission, AdmissionDecision, Candidate, Classes, Estimate, QosClass, QueuedRequest, Rules
 from replicas.simulated.profile import StepDurations, load_profile
 
 from .chaos import chaos
@@ -67,29 +67,31 @@ WAITING, CONCURRENT = (2, 8), (64, 48)  # limits that are tried, the better one 
 class Limit(Admission):
     """Sends a request to the candidates that `takes` it, and refuses it where there are none."""
 
-    def __init__(self, candidates: Sequence[Candidate], takes: Callable[[Candidate, Quote], bool]) -> None:
+    def __init__(self, candidates: Sequence[Candidate], takes: Callable[[Candidate, Estimate], bool]) -> None:
         super().__init__(Classes((QosClass("default", slo=SLO),)), Rules())
         self._candidates, self._takes = candidates, takes
 
-    def ask(self, ticket: Ticket, tokens: int, quotes: Sequence[Quote], *besides: Any) -> Verdict:
-        """By the candidates and their quotes alone."""
-        pairs = enumerate(zip(self._candidates, quotes, strict=True))
-        if among := [index for index, (one, quote) in pairs if self._takes(one, quote)]:
-            return Verdict("admitted", "room", among)
-        return Verdict("refused", "full")
+    def ask(
+        self, ticket: QueuedRequest, tokens: int, estimates: Sequence[Estimate], *besides: Any
+    ) -> AdmissionDecision:
+        """By the candidates and their estimates alone."""
+        pairs = enumerate(zip(self._candidates, estimates, strict=True))
+        if among := [index for index, (one, estimate) in pairs if self._takes(one, estimate)]:
+            return AdmissionDecision("admitted", "room", among)
+        return AdmissionDecision("refused", "full")
 
 
-def queue_length(most: int, candidate: Candidate, quote: Quote) -> bool:
+def queue_length(most: int, candidate: Candidate, estimate: Estimate) -> bool:
     return candidate.load.waiting <= most
 
 
-def concurrency(most: int, candidate: Candidate, quote: Quote) -> bool:
+def concurrency(most: int, candidate: Candidate, estimate: Estimate) -> bool:
     return candidate.load.requests < most
 
 
-def early_rejection(candidate: Candidate, quote: Quote) -> bool:
+def early_rejection(candidate: Candidate, estimate: Estimate) -> bool:
     """By the queue and the streams that are there now."""
-    return quote.ttft <= SLO.ttft and candidate.costs.step_seconds(candidate.load) <= SLO.tpot
+    return estimate.ttft <= SLO.ttft and candidate.costs.step_seconds(candidate.load) <= SLO.tpot
 
 
 def rule(name: str, limit: int, gateway: Gateway) -> Admission:

@@ -474,7 +474,7 @@ class Gateway:
             return
         seen[backend.id] = scrape.at
         self.ledger.scraped(backend.id, scrape.waiting, scrape.kv_usage)
-        self.proxy.router.count_seats(backend.id, scrape.running)
+        self.proxy.router.learn_max_num_seqs(backend.id, scrape.running)
         idle = backend.candidate.load.requests == 0 and monotonic() - scrape.at < 0.5
         self.proxy.settling.compare_counts(backend, scrape.prefix_queries, scrape.prefix_hits, idle)
 

@@ -6,15 +6,16 @@ keeps the load of each replica; `CostGroup` and `Costs` predict seconds from a l
 
 from . import leg_rules, legs, two_legs
 from .admission import Admission
+from .class_queue import QueuedRequest
 from .classes import Classes, QosClass, Rule, Slo
 from .control import Control
 from .costs import CostGroup, Costs, Lower
+from .decisions import AdmissionDecision, Rules
+from .estimates import Estimate
 from .ledger import UNTIMED, Ledger, Load, Reservation
-from .lines import Ticket
-from .offers import admit
+from .options import admit
 from .own import FORM, Own, is_own, make_own
 from .placement import Decision, Evaluation, Pairing, PrefixMap, behind
-from .quotes import Quote
 from .roster import Roster
 from .router import Placement, Router, Targets, hittable
 from .rules.consistent_hash import ConsistentHash
@@ -26,7 +27,6 @@ from .rules.power_of_two import PowerOfTwo
 from .rules.prefix_affinity import PrefixAffinity
 from .rules.random import Random
 from .rules.round_robin import RoundRobin
-from .verdicts import Rules, Verdict
 from .vocabulary import Candidate, Choice, Demand, Policy, Pull
 
 _POLICIES = {
@@ -56,6 +56,7 @@ __all__ = [
     "NAMES",
     "UNTIMED",
     "Admission",
+    "AdmissionDecision",
     "Candidate",
     "Choice",
     "Classes",
@@ -65,6 +66,7 @@ __all__ = [
     "Costs",
     "Decision",
     "Demand",
+    "Estimate",
     "Evaluation",
     "Ledger",
     "Load",
@@ -76,7 +78,7 @@ __all__ = [
     "PrefixMap",
     "Pull",
     "QosClass",
-    "Quote",
+    "QueuedRequest",
     "Reservation",
     "Roster",
     "Router",
@@ -84,8 +86,6 @@ __all__ = [
     "Rules",
     "Slo",
     "Targets",
-    "Ticket",
-    "Verdict",
     "admit",
     "behind",
     "hittable",

@@ -1,7 +1,7 @@
 """Overload control: what lower classes give up while a higher class misses its limits, or nearly does.
 
 At the end of each window, a fixed time, every class has a *pressure*: its p99 (and p99.9 if it had enough answers) of
-TTFT and TPOT, divided by its limits. Pressure that the last third of the window no longer shows is over (an engine that
+TTFT and TPOT, divided by its limits. SloRatio that the last third of the window no longer shows is over (an engine that
 stalled, or answers that began during a fault and ended after it), and no step is taken for it. The *steps* against a
 class depend on the highest pressure among the classes above it:
 
@@ -20,7 +20,7 @@ do to others. So everything is undone in two windows if one class was shed, plus
 both takes and undoes steps.
 
 A request that was refused because nobody could meet its class's limits counts as a miss, like a slow answer, if a lower
-class had capacity that the rules would have given to it (`Reserves.is_owed`). If more than one request in a hundred
+class had capacity that the rules would have given to it (`FairShare.is_owed`). If more than one request in a hundred
 missed that way, the pressure is at least REFUSED: an overloaded fleet refuses most requests and answers few, all of
 them in time. Refusals demand no step if the class had its due (because it floods the fleet, or because lower classes
 are shed and have nothing left to give). If the class also had most of what all classes had, its slow answers demand no
@@ -70,7 +70,7 @@ HOLD = 2  # windows in a row in which steps are kept without evidence that they 
 PATIENCE, MOST_PATIENCE = 6, 48
 # Least gain by refusing others, as a share of a class's requests: of 60 requests, as many miss their limits by chance
 HELPS = 0.05
-REFUSING = [*FROM].index(HALVE)  # index of the first rung that refuses somebody
+REFUSING = [*FROM].index(HALVE)  # index of the first step that refuses somebody
 FLOODED = 1.25  # pressure that a flood explains, admitted to just within the limit; slower answers have another cause
 
 
@@ -130,10 +130,10 @@ class Refusals:
         self._window, self._lately = dict(self._counted), dict(self._counted)
 
 
-class Rung(NamedTuple):
+class ControlStep(NamedTuple):
     """One step against one class, as an element of the ladder of all steps."""
 
-    step: str
+    kind: str
     qos: str  # name of the class that the step takes from
     at: float  # pressure from which the step is taken
 
@@ -141,12 +141,13 @@ class Rung(NamedTuple):
 class Change(NamedTuple):
     """A step that was taken or undone, and the pressure at that time."""
 
-    rung: Rung
+    step: str
+    qos: str
     taken: bool
     pressure: float
 
 
-class Pressure(NamedTuple):
+class SloRatio(NamedTuple):
     """How near a class came to its limits in a window, or how far it exceeded them: 1 is the limit.
 
     `whole`: over the whole window, None if too little is known; only the undoing of `shed` depends on it.
@@ -163,13 +164,13 @@ class Pressure(NamedTuple):
     missed: float = 0.0
 
 
-def pressure(
+def slo_ratio(
     limits: Slo,
     window: Answers,
     lately: Answers,
     refused: Refused = NONE_REFUSED,
     refused_lately: Refused = NONE_REFUSED,
-) -> Pressure:
+) -> SloRatio:
     """Return a class's pressure in a window.
 
     `window`, `lately`: the answers of the whole window and of its last third; `refused`, `refused_lately`: the refusals
@@ -192,7 +193,7 @@ def pressure(
     )
     late, turned_away = max([one.late for one in window if one is not None], default=0.0), sum(refused)
     missed = (late + turned_away) / max(1.0, answers + turned_away)
-    return Pressure(whole, lasting or 0.0, firm or 0.0, unsure, missed)
+    return SloRatio(whole, lasting or 0.0, firm or 0.0, unsure, missed)
 
 
 def answered(seen: Answers) -> float:
@@ -238,7 +239,7 @@ def is_late(answers: float, late: int, wanted: bool) -> bool:
 class Trial(NamedTuple):
     """A trial without the steps that refuse somebody.
 
-    `level`: `Control.level` before the trial; `missed`: the mean of `Pressure.missed` in the windows before it.
+    `level`: `Control.level` before the trial; `missed`: the mean of `SloRatio.missed` in the windows before it.
     """
 
     level: int
@@ -248,7 +249,7 @@ class Trial(NamedTuple):
 class Control:
     """The overload control of one fleet, the replicas of one model.
 
-    `level` is the number of `rungs`, from the first, that are taken; `trial`: the present trial, if any.
+    `level` is the number of `ladder`, from the first, that are taken; `trial`: the present trial, if any.
     """
 
     def __init__(self, classes: Sequence[QosClass], observes: Callable[[QosClass], bool] = lambda _: False) -> None:
@@ -266,22 +267,22 @@ class Control:
         self.highest = frozenset(one.name for one in classes if one.priority == most)
         lower = [one for one in classes if one.priority < most and not observes(one)]
         lower.sort(key=lambda one: one.priority)
-        self.rungs = [
-            Rung(step, one.name, 1.0 if place else share)
+        self.ladder = [
+            ControlStep(step, one.name, 1.0 if place else share)
             for place, one in enumerate(lower)
             for step, share in FROM.items()
         ]
-        self.level = 0  # number of rungs that are taken
+        self.level = 0  # number of ladder that are taken
         self.trial: Trial | None = None
         self._unchanged: deque[float] = deque(maxlen=MOST_PATIENCE)  # share of misses in each window without a change
         self._patience = PATIENCE
 
-    def ended(self, pressures: Mapping[str, Pressure], late: bool = False) -> list[Change]:
+    def ended(self, pressures: Mapping[str, SloRatio], late: bool = False) -> list[Change]:
         """Close a window and return the steps taken or undone, in order.
 
         `pressures`: by class name; `late`: whether some class is late (`is_late`).
         """
-        found = {name: pressures.get(name, Pressure()) for name in self.pressures}
+        found = {name: pressures.get(name, SloRatio()) for name in self.pressures}
         self.pressures = {name: one.whole for name, one in found.items()}
         for name, one in found.items():
             self._unsure[name] = self._unsure[name] + 1 if one.whole is None or one.unsure else 0
@@ -296,71 +297,71 @@ class Control:
             self._patience = PATIENCE
         return changes
 
-    def _judge_trial(self, found: Mapping[str, Pressure]) -> list[Change]:
+    def _judge_trial(self, found: Mapping[str, SloRatio]) -> list[Change]:
         """End the trial, if there is one, when it has harmed or is no longer needed; return the steps taken again."""
         if self.trial is None:
             return []
-        (level, before), first = self.trial, self.rungs[0]
+        (level, before), first = self.trial, self.ladder[0]
         above, missed = self._highest(first, found)
         if above >= FROM[HALVE] and missed > max(2.0 * before, before + HELPS):
-            taken = [Change(rung, True, above) for rung in self.rungs[self.level : level]]
+            taken = [Change(step.kind, step.qos, True, above) for step in self.ladder[self.level : level]]
             self.level, self.trial, self._patience = level, None, min(MOST_PATIENCE, 2 * self._patience)
             return taken
         if above < FROM[HALVE] - SLACK[HALVE] and not self._is_kept(first):
             self.trial = None
         return []
 
-    def _try_without(self, found: Mapping[str, Pressure]) -> list[Change]:
+    def _try_without(self, found: Mapping[str, SloRatio]) -> list[Change]:
         """Begin a trial if the steps that refuse somebody were held for long enough; return the steps undone for it."""
         if self.level <= REFUSING:
             return []
-        above, missed = self._highest(self.rungs[0], found)
+        above, missed = self._highest(self.ladder[0], found)
         self._unchanged.append(missed)
-        if len(self._unchanged) < self._patience or self._is_kept(self.rungs[0]):
+        if len(self._unchanged) < self._patience or self._is_kept(self.ladder[0]):
             return []
-        undone = [Change(rung, False, above) for rung in reversed(self.rungs[REFUSING : self.level])]
+        undone = [Change(step.kind, step.qos, False, above) for step in reversed(self.ladder[REFUSING : self.level])]
         self.trial, self.level = Trial(self.level, fmean(self._unchanged)), REFUSING
         return undone
 
-    def _highest(self, rung: Rung, found: Mapping[str, Pressure]) -> tuple[float, float]:
-        """Return the highest lasting pressure, and the highest share of misses, of the classes above this rung's."""
-        above = self._above(rung, found)
+    def _highest(self, step: ControlStep, found: Mapping[str, SloRatio]) -> tuple[float, float]:
+        """Return the highest lasting pressure, and the highest share of misses, of the classes above this step's."""
+        above = self._above(step, found)
         return max([one.lasting for one in above]), max([one.missed for one in above])
 
-    def _climb(self, found: Mapping[str, Pressure]) -> list[Change]:
+    def _climb(self, found: Mapping[str, SloRatio]) -> list[Change]:
         """Take the steps that the pressures demand, and return them."""
         taken: list[Change] = []
-        for rung in self.rungs[self.level : REFUSING if self.trial is not None else None]:
-            above = max([one.firm if taken else one.lasting for one in self._above(rung, found)])
-            if above < rung.at or (taken and rung.qos != self.rungs[0].qos):
+        for step in self.ladder[self.level : REFUSING if self.trial is not None else None]:
+            above = max([one.firm if taken else one.lasting for one in self._above(step, found)])
+            if above < step.at or (taken and step.qos != self.ladder[0].qos):
                 break
-            taken.append(Change(rung, True, above))
+            taken.append(Change(step.kind, step.qos, True, above))
         self.level += len(taken)
         return taken
 
-    def _descend(self, found: Mapping[str, Pressure]) -> list[Change]:
+    def _descend(self, found: Mapping[str, SloRatio]) -> list[Change]:
         """Undo the steps that the pressures no longer demand, and return them."""
         undone: list[Change] = []
-        for rung in reversed(self.rungs[: self.level]):
-            above = max([(one.whole or 0.0) if rung.step == SHED else one.lasting for one in self._above(rung, found)])
-            if above >= rung.at - SLACK[rung.step] or self._is_kept(rung):
+        for step in reversed(self.ladder[: self.level]):
+            above = max([(one.whole or 0.0) if step.kind == SHED else one.lasting for one in self._above(step, found)])
+            if above >= step.at - SLACK[step.kind] or self._is_kept(step):
                 break
-            undone.append(Change(rung, False, above))
-            if rung.step == SHED:
+            undone.append(Change(step.kind, step.qos, False, above))
+            if step.kind == SHED:
                 break
         self.level -= len(undone)
         return undone
 
-    def _above(self, rung: Rung, found: Mapping[str, Pressure]) -> list[Pressure]:
-        """Return the pressures of the classes of higher priority than the one that a step takes from."""
-        return [one for name, one in found.items() if self._is_above(name, rung)]
+    def _names_above(self, step: ControlStep) -> list[str]:
+        """Return the classes of higher priority than the one that a step takes from."""
+        return [name for name, priority in self._priorities.items() if priority > self._priorities[step.qos]]
 
-    def _is_above(self, name: str, rung: Rung) -> bool:
-        return self._priorities[name] > self._priorities[rung.qos]
+    def _above(self, step: ControlStep, found: Mapping[str, SloRatio]) -> list[SloRatio]:
+        return [found[name] for name in self._names_above(step)]
 
-    def _is_kept(self, rung: Rung) -> bool:
+    def _is_kept(self, step: ControlStep) -> bool:
         """Return whether a step is kept for a class above it about which nothing certain is known."""
-        return any(self._is_above(name, rung) and self._is_held(name) for name in self._unsure)
+        return any(map(self._is_held, self._names_above(step)))
 
     def _is_held(self, name: str) -> bool:
         """Return whether steps taken for a class are kept although nothing certain is known about its pressure.
@@ -370,6 +371,6 @@ class Control:
         """
         return 0 < self._unsure[name] <= HOLD and name not in self.taken_from(SHED)
 
-    def taken_from(self, step: str) -> frozenset[str]:
-        """Return the names of the classes from which this step is taken now."""
-        return frozenset(rung.qos for rung in self.rungs[: self.level] if rung.step == step)
+    def taken_from(self, kind: str) -> frozenset[str]:
+        """Return the names of the classes from which steps of this kind are taken now."""
+        return frozenset(step.qos for step in self.ladder[: self.level] if step.kind == kind)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from math import ceil, exp, inf, log
 
+from .class_queue import ClassQueue, QueuedRequest
 from .classes import NO_LIMITS, Classes
 from .control import TIGHT
-from .lines import Line, Ticket
-from .quotes import Place, Quote
-from .reserves import Reserves
-from .verdicts import Options, Rules
+from .decisions import AdmissionOptions, Rules
+from .estimates import Estimate, Place
+from .fair_share import FairShare
 
 _QUANTILE, _GAIN = 0.95, 0.01  # the quantile of the ratios, and the step of its logarithm per observation
 _MOST = log(1.5)  # bound of a margin: it learns with delay, so a burst of slow answers would raise it too far
@@ -47,25 +47,30 @@ class Margin:
 class Question:
     """A request that is being judged.
 
-    `quotes`: the predicted latency of each way to serve it; `places`: the replicas of each way (empty: the quotes are
-    of all replicas); `best`: the quote of the lowest TTFT; `waited`: seconds; `room`: the indices of the ways that have
-    room for it, once known.
+    `estimates`: the predicted latency of each way to serve it; `places`: the replicas of each way (empty: the estimates
+    are of all replicas); `best`: the estimate of the lowest TTFT; `waited`: seconds; `room`: the indices of the ways
+    that have room for it, once known.
     """
 
-    __slots__ = ("ticket", "quotes", "best", "places", "replicas", "offers", "now", "waited", "room")
+    __slots__ = ("request", "estimates", "best", "places", "replicas", "offers", "now", "waited", "room")
 
     def __init__(
-        self, ticket: Ticket, quotes: Sequence[Quote], now: float, places: Sequence[Place], offers: Options
+        self,
+        request: QueuedRequest,
+        estimates: Sequence[Estimate],
+        now: float,
+        places: Sequence[Place],
+        offers: AdmissionOptions,
     ) -> None:
-        self.ticket, self.quotes, self.places, self.offers, self.now = ticket, quotes, places, offers, now
-        self.best, self.waited = min(quotes), now - ticket.since - ticket.held
+        self.request, self.estimates, self.places, self.offers, self.now = request, estimates, places, offers, now
+        self.best, self.waited = min(estimates), now - request.since - request.held
         self.replicas: frozenset[str] = frozenset().union(*places)
         self.room: Sequence[int] = ()
 
     @property
     def limited(self) -> bool:
-        """Whether the request has limits; without any, every quote would meet them and it could never be refused."""
-        return self.ticket.slo != NO_LIMITS
+        """Whether the request has limits; without any, every estimate would meet them and it could never be refused."""
+        return self.request.slo != NO_LIMITS
 
     @property
     def ttft(self) -> float:
@@ -78,8 +83,8 @@ class Question:
         `whole`: True for replicas that would take the whole request, False for the prefill replicas of a pair.
         """
         if not self.places:
-            return {index: one.computing for index, one in enumerate(self.quotes)} if whole else {}
-        pairs = zip(self.places, self.quotes, strict=True)
+            return {index: one.computing for index, one in enumerate(self.estimates)} if whole else {}
+        pairs = zip(self.places, self.estimates, strict=True)
         return {place[0]: one.computing for place, one in pairs if (len(place) == 1) is whole}
 
     def is_whole(self, index: int) -> bool:
@@ -90,80 +95,83 @@ class Question:
 class Fit:
     """The room that one fleet has for requests.
 
-    `reserves`: how much of the fleet its classes have used; `tight`: names of the classes that overload control
+    `fair_share`: how much of the fleet its classes have used; `tight`: names of the classes that overload control
     tightens.
     """
 
-    def __init__(self, classes: Classes, rules: Rules, reserves: Reserves) -> None:
-        self._rules, self._reserves = rules, reserves
+    def __init__(self, classes: Classes, rules: Rules, fair_share: FairShare) -> None:
+        self._rules, self._fair_share = rules, fair_share
         self.ttft_margin, self.tpot_margin = Margin(), Margin()
         self.tight: frozenset[str] = frozenset()
         self._tpot = min([one.slo.tpot for one in classes.all if one.slo.tpot is not None], default=inf)
 
     def room(
-        self, asked: Question, quotes: Sequence[Quote], fits: Callable[[Quote, float, float], bool] | None = None
+        self,
+        asked: Question,
+        estimates: Sequence[Estimate],
+        fits: Callable[[Estimate, float, float], bool] | None = None,
     ) -> Sequence[int]:
         """Return the ways that have room for a request beyond what is kept for higher classes.
 
-        `fits`: a test of quotes to use in place of `has_room`, with the same arguments.
+        `fits`: a test of estimates to use in place of `has_room`, with the same arguments.
 
         A prefill that has begun cannot be interrupted, so higher classes' fractions of the replicas are kept free of
         lower classes' prefills in full; of streams and cache, only the part of these fractions that the higher classes
         have not used lately. Nor does a request join the prefill of a higher class: the engine computes both in one
         step, which takes as long as both.
         """
-        qos, reserves, fits = asked.ticket.qos, self._reserves, fits or self.has_room
-        above, first = reserves.above(qos, asked.now), reserves.others_yield(qos, asked.now)
+        qos, fair_share, fits = asked.request.qos, self._fair_share, fits or self.has_room
+        above, first = fair_share.above(qos, asked.now), fair_share.others_yield(qos, asked.now)
         tight = TIGHT if qos.name in self.tight else 1.0
-        share = inf if first else tight * (1.0 - sum([reserves.unused(one) for one in above]))
+        share = inf if first else tight * (1.0 - sum([fair_share.unused(one) for one in above]))
         kept = sum([one.reserved_fraction for one in above])
         clear = [_clear(asked.computing(whole).values(), kept) for whole in (False, True)]
         room = [
             index
-            for index, one in enumerate(quotes)
+            for index, one in enumerate(estimates)
             if clear[asked.is_whole(index)] >= (not one.computing)
             and fits(one, share, tight)
-            and not (one.computing and asked.places and reserves.computes(asked.places[index][0], above, asked.now))
+            and not (one.computing and asked.places and fair_share.computes(asked.places[index][0], above, asked.now))
         ]
-        return [index for index in room if not quotes[index].computing] or room if first else room
+        return [index for index in room if not estimates[index].computing] or room if first else room
 
-    def has_room(self, quote: Quote, share: float, tight: float) -> bool:
+    def has_room(self, estimate: Estimate, share: float, tight: float) -> bool:
         """Return whether an engine has room by the limits of the classes; a request's own limits do not matter here.
 
         `share`: of the KV cache and of the TPOT limit that the request may use; `tight`: factor on the longest queue
         that may be ahead of it.
         """
-        if not quote.there:
+        if not estimate.there:
             return True
         return (
-            quote.wait <= tight * self._rules.engine_wait
-            and quote.tpot * self.tpot_margin.factor <= share * self._tpot
-            and quote.full <= share
+            estimate.wait <= tight * self._rules.engine_wait
+            and estimate.tpot * self.tpot_margin.factor <= share * self._tpot
+            and estimate.full <= share
         )
 
-    def fast(self, ticket: Ticket, quotes: Sequence[Quote], room: Sequence[int]) -> Sequence[int]:
+    def fast(self, request: QueuedRequest, estimates: Sequence[Estimate], room: Sequence[int]) -> Sequence[int]:
         """Return those of the ways in `room` that keep the request's own TPOT limit, or are idle."""
-        limit = ticket.slo.tpot
+        limit = request.slo.tpot
         if limit is None or limit >= self._tpot:
             return room
         factor = self.tpot_margin.factor
-        return [index for index in room if not quotes[index].there or quotes[index].tpot * factor <= limit]
+        return [index for index in room if not estimates[index].there or estimates[index].tpot * factor <= limit]
 
-    def meeting(self, quotes: Sequence[Quote], asked: Question) -> list[int]:
-        """Return the indices of the quotes that meet the request's limits; none if it has no limits."""
-        return [i for i, one in enumerate(quotes) if self.too_much(one, asked) is None] if asked.limited else []
+    def meeting(self, estimates: Sequence[Estimate], asked: Question) -> list[int]:
+        """Return the indices of the estimates that meet the request's limits; none if it has no limits."""
+        return [i for i, one in enumerate(estimates) if self.too_much(one, asked) is None] if asked.limited else []
 
-    def too_much(self, quote: Quote, asked: Question) -> str | None:
-        """Return "ttft" or "tpot" for a limit that the quote exceeds, or None."""
-        ttft, tpot = asked.ticket.slo
-        if ttft is not None and not self.within(quote, asked.waited, ttft):
+    def too_much(self, estimate: Estimate, asked: Question) -> str | None:
+        """Return "ttft" or "tpot" for a limit that the estimate exceeds, or None."""
+        ttft, tpot = asked.request.slo
+        if ttft is not None and not self.within(estimate, asked.waited, ttft):
             return "ttft"
         limit = self._tpot if tpot is None else min(self._tpot, tpot)
-        return "tpot" if quote.tpot * self.tpot_margin.factor > limit else None
+        return "tpot" if estimate.tpot * self.tpot_margin.factor > limit else None
 
-    def within(self, quote: Quote, waited: float, limit: float) -> bool:
+    def within(self, estimate: Estimate, waited: float, limit: float) -> bool:
         """Return whether the first token comes within `limit` seconds, `waited` ones included."""
-        return waited + quote.ttft * self.ttft_margin.factor <= limit
+        return waited + estimate.ttft * self.ttft_margin.factor <= limit
 
 
 def _clear(computing: Collection[int], kept: float) -> int:
@@ -171,8 +179,8 @@ def _clear(computing: Collection[int], kept: float) -> int:
     return sum([not one for one in computing]) - min(ceil(kept * len(computing) - 1e-9), len(computing) - 1)
 
 
-def unclaimed(room: Sequence[int], places: Sequence[Place], ahead: Sequence[Line]) -> Sequence[int]:
-    """Return those of the ways in `room` for whose replicas no line in `ahead` waits."""
+def unclaimed(room: Sequence[int], places: Sequence[Place], ahead: Sequence[ClassQueue]) -> Sequence[int]:
+    """Return those of the ways in `room` for whose replicas no queue in `ahead` waits."""
     if not ahead or not room:
         return room
     if not places:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, cast
 
-from .quotes import Place
+from .estimates import Place
 from .rules.least_cost import Cost
 from .transfers import Transfers
 from .vocabulary import Candidate, Choice, Demand, Policy, pick

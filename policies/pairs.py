@@ -14,19 +14,19 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from . import two_legs
+from .estimates import Estimate, Place, after_prefill, first_leg
 from .legs import FEW, LegChoice
 from .placement import Evaluation, Pairing
-from .quotes import Place, Quote, after_prefill, first_leg
 from .router import Router
 from .vocabulary import Candidate, Demand
 
 
 class Pair(NamedTuple):
-    """A prefiller, a decoder, and the quote of both together."""
+    """A prefiller, a decoder, and the estimate of both together."""
 
     prefiller: Candidate
     decoder: Candidate
-    quote: Quote
+    estimate: Estimate
 
     @property
     def place(self) -> Place:
@@ -41,15 +41,15 @@ def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: f
     replica.
     """
     return [
-        Pair(first, second, quoted(router, first, second, whole.demand))
+        Pair(first, second, estimated(router, first, second, whole.demand))
         for ways in two_legs.ways(router, whole, pairings, now)
         for first, second in _combined(ways.demand, ways.prefillers, ways.decoders)
         if first is not second and ways.can_pair(first, second)
     ]
 
 
-def quoted(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand) -> Quote:
-    """Return the quote of this pair; both replicas must have been weighed for the request."""
+def estimated(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand) -> Estimate:
+    """Return the estimate of this pair; both replicas must have been weighed for the request."""
     moving = router.transfers.seconds(prefiller.replica, decoder.replica, demand.tokens - decoder.overlap, demand.now)
     return after_prefill(first_leg(prefiller, demand), moving, decoder, demand)
 

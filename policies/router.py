@@ -22,7 +22,9 @@ import numpy as np
 
 from . import legs, pulls
 from .costs import PEER, CostGroup, Costs, Lower
+from .estimates import Estimate, estimate
 from .ledger import FAR, UNTIMED, Ledger, Reservation
+from .max_num_seqs import MaxNumSeqs
 from .outputs import Outputs, answer_seconds, due
 from .placement import (
     NO_PULLS,
@@ -33,9 +35,7 @@ from .placement import (
     behind,
     leading,
 )
-from .quotes import Quote, quote
 from .roster import Roster
-from .seats import Seats
 from .transfers import Transfers
 from .vocabulary import Candidate, Demand, Policy, Pull
 
@@ -167,7 +167,7 @@ class Router:
         self.outputs = Outputs()
         self.transfers, self.pulls = Transfers(), Transfers()
         self.candidates: dict[str, Candidate] = {}
-        self._seats: dict[str, Seats] = {}
+        self._max_num_seqs: dict[str, MaxNumSeqs] = {}
         # Optional methods of a policy, see `Policy`.
         self.placed, self._first, self._ended, self._gone = [
             getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")
@@ -201,16 +201,16 @@ class Router:
         candidate = Candidate(
             replica, 0, self.ledger.add(replica), self.costs.add(replica), slot=slot, rank_paths=rank_paths
         )
-        self.candidates[replica], self._seats[replica] = candidate, Seats()
+        self.candidates[replica], self._max_num_seqs[replica] = candidate, MaxNumSeqs()
         return candidate
 
-    def count_seats(self, replica: str, running: int | None) -> None:
-        """Learn how many requests a replica runs at once (its seats), after a scrape.
+    def learn_max_num_seqs(self, replica: str, running: int | None) -> None:
+        """Learn how many requests a replica runs at once, after a scrape.
 
         `running`: requests running there; None if not reported.
         """
         if running is not None and (candidate := self.candidates.get(replica)) is not None:
-            candidate.seats = self._seats[replica].scraped(candidate.load, running)
+            candidate.max_num_seqs = self._max_num_seqs[replica].scraped(candidate.load, running)
 
     def regroup(self, replica: str, group: CostGroup) -> None:
         """Move a replica to another group of costs, discarding what its former group learned about it."""
@@ -218,7 +218,7 @@ class Router:
         if candidate.costs.group is not group:
             candidate.costs.group.remove(replica)
             candidate.costs = group.add(replica)
-            self._seats[replica], candidate.seats = Seats(), inf
+            self._max_num_seqs[replica], candidate.max_num_seqs = MaxNumSeqs(), inf
 
     def remove(self, replica: str) -> None:
         """Remove a replica; requests still placed there can end, without effect on the map."""
@@ -226,7 +226,7 @@ class Router:
             candidate.slot = -1
             candidate.costs.group.remove(replica)
         self._used.pop(replica, None)
-        self._seats.pop(replica, None)
+        self._max_num_seqs.pop(replica, None)
         self.transfers.forget(replica)
         self.pulls.forget(replica)
         self.ledger.remove(replica)
@@ -314,9 +314,9 @@ class Router:
             best.lower, best.pull = whole.lower, whole.pulls[best.replica]
             self._tiered.append(best)
 
-    def quotes(self, evaluation: Evaluation) -> list[Quote]:
+    def estimates(self, evaluation: Evaluation) -> list[Estimate]:
         """Return each candidate's predicted latency for the request, right after `evaluate`."""
-        return [quote(candidate, evaluation.demand) for candidate in evaluation.candidates]
+        return [estimate(candidate, evaluation.demand) for candidate in evaluation.candidates]
 
     def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
         """Place a request as evaluated: count its load, expect its blocks, and notify the policy, once per placement.

@@ -60,7 +60,9 @@ class Candidate:
     rank_paths: Collection[str] | None = None
     space: int = 0  # the space of the tokens and blocks in its cache
     pull: Pull | None = None  # where the last entry of `lower` comes from, if that entry is of the tier PEER
-    seats: float = inf  # requests that its engine runs at once, learned by `Seats`; infinite: no limit noticed yet
+    max_num_seqs: float = (
+        inf  # requests that its engine runs at once, learned by `MaxNumSeqs`; infinite: no limit noticed yet
+    )
 
     @property
     def fetch_seconds(self) -> float:

@@ -32,7 +32,7 @@ from time import perf_counter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 
 from policies.control import FROM
-from policies.verdicts import DECISIONS, REASONS
+from policies.decisions import DECISIONS, REASONS
 
 from ..prompt.prompt import MEDIA, PROMPT_PATHS
 from ..tenants.limits import WORDS

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from gateway.prompt import Prompt
 from policies import Candidate, Demand, Evaluation, Policy, legs
+from policies.decisions import SPILLED
 from policies.outputs import Outputs
-from policies.verdicts import SPILLED
 
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
 LEAST_REASON = 0.02  # share of the cost: a term that differs by less is no reason

@@ -27,7 +27,7 @@ from gateway.tenants.limits import WORDS
 from gateway.tenants.metering import Metering
 from gateway.tls import Certificate
 from policies import Ledger, Load
-from policies.verdicts import DECISIONS, REFUSED
+from policies.decisions import DECISIONS, REFUSED
 from replicas.discovery import Discovery
 from replicas.lifecycle import ENGINE_THERE, TAKES_TRAFFIC, State
 from replicas.problems import DRAINED, NO_CACHED_TOKENS, Problem

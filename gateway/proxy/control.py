@@ -26,14 +26,14 @@ from policies.control import (
     TIGHTEN,
     Answers,
     Change,
-    Pressure,
     Refusals,
     Seen,
+    SloRatio,
     answered,
     is_late,
-    pressure,
+    slo_ratio,
 )
-from policies.verdicts import OBSERVE
+from policies.decisions import OBSERVE
 
 from ..ops.gains import Gains
 from ..ops.metrics import quantile
@@ -169,7 +169,7 @@ class OverloadControl:
             for one in self._classes:
                 seen = self._seen(window, one, fleet)
                 refused, refused_lately = fleet.refusals.of(one.name)
-                pressures[one.name] = pressure(one.slo, seen, self._seen(lately, one, fleet), refused, refused_lately)
+                pressures[one.name] = slo_ratio(one.slo, seen, self._seen(lately, one, fleet), refused, refused_lately)
                 count = sum(refused) if one.name in fleet.control.highest else refused.owed
                 if (limit := one.slo.ttft) is not None:
                     count += sum(age > limit for name in fleet.names for age in waited.get((one.name, name), ()))
@@ -185,7 +185,7 @@ class OverloadControl:
         ]
         return ttft, tpot, whole
 
-    def _judge(self, fleet: Fleet, pressures: dict[str, Pressure], late: bool, now: float) -> None:
+    def _judge(self, fleet: Fleet, pressures: dict[str, SloRatio], late: bool, now: float) -> None:
         control, wanted, trial = fleet.control, fleet.control.wants_more, fleet.control.trial
         changes = control.ended(pressures, late)
         if control.trial is not None and trial is None:
@@ -193,7 +193,7 @@ class OverloadControl:
         elif control.trial is None and trial is not None:
             self._note(fleet, HELPED if changes and changes[0].taken else OVER, False, "trial", None)
         for one in changes:
-            self._metrics.control_steps.inc(one.rung.step, one.rung.qos, "taken" if one.taken else "undone")
+            self._metrics.control_steps.inc(one.step, one.qos, "taken" if one.taken else "undone")
             self._tell(fleet, one)
         if control.wants_more != wanted:
             self._note(fleet, MORE if control.wants_more else ENOUGH, control.wants_more, "more", None)
@@ -204,7 +204,7 @@ class OverloadControl:
     # --- events and status
 
     def _tell(self, fleet: Fleet, change: Change) -> None:
-        step, qos = change.rung.step, change.rung.qos
+        step, qos = change.step, change.qos
         text = WORDS[step][not change.taken].format(qos=qos)
         self._note(fleet, text, change.taken, step, qos, f"pressure of the classes above it {change.pressure:.2f}")
 
@@ -226,7 +226,7 @@ class OverloadControl:
                     "model": fleet.name,
                     "level": fleet.control.level,
                     "steps": [
-                        {"step": one.step, "class": one.qos} for one in fleet.control.rungs[: fleet.control.level]
+                        {"step": one.kind, "class": one.qos} for one in fleet.control.ladder[: fleet.control.level]
                     ],
                     "pressures": dict(fleet.control.pressures),
                     "wants_more": fleet.control.wants_more,

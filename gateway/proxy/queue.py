@@ -1,9 +1,9 @@
 """The queue in front of the replicas: a request is sent if a replica has room, else waits or gets a Retry-After.
 
 `policies.Admission` decides, with one instance ("fleet") for the replicas of each prompt space (`gateway.spaces`), and
-one `Ticket` per request; this module has the clock, the requests and the metrics. A waiting request has no attempt, so
-it reserves no load, and it is placed by the replicas' load when it leaves the queue. Retries do not wait again. Without
-classes and limits there is no queue, and `Placing.queue` is None.
+one `QueuedRequest` per request; this module has the clock, the requests and the metrics. A waiting request has no
+attempt, so it reserves no load, and it is placed by the replicas' load when it leaves the queue. Retries do not wait
+again. Without classes and limits there is no queue, and `Placing.queue` is None.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from math import ceil
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from policies import Admission, Evaluation, Pairing, QosClass, Slo, Ticket, Verdict, admit
+from policies import Admission, AdmissionDecision, Evaluation, Pairing, QosClass, QueuedRequest, Slo, admit
 from policies.admission import Space
 from policies.classes import NO_LIMITS
-from policies.verdicts import LEFT, NO_REPLICA, QUEUED, REFUSED, SENT, SHUTTING_DOWN, SPILLED
+from policies.decisions import LEFT, NO_REPLICA, QUEUED, REFUSED, SENT, SHUTTING_DOWN, SPILLED
 
 from ..durations import parse_limits
 from ..errors import ApiError, bad
@@ -62,7 +62,7 @@ class Queue:
         self._space = Space()
         self._fleets: dict[int, Admission] = {}  # by prompt space
         self._names: Mapping[int, str] = {}  # prompt space -> base model
-        self._tickets: dict[Asker, tuple[Admission, Ticket]] = {}
+        self._tickets: dict[Asker, tuple[Admission, QueuedRequest]] = {}
         self.control: OverloadControl | None = None
         self._notes: dict[Asker, bytes] = {}  # the note for a client whose answer is degraded
         self._looks = False  # a check is scheduled or under way
@@ -131,7 +131,7 @@ class Queue:
         return True
 
     def _judge(
-        self, asker: Asker, fleet: Admission, ticket: Ticket, evaluation: Evaluation, now: float
+        self, asker: Asker, fleet: Admission, ticket: QueuedRequest, evaluation: Evaluation, now: float
     ) -> Evaluation | None:
         waited, prompt, placing = ticket.waits, _computed(asker), self._placing
         verdict, evaluation = admit(
@@ -187,7 +187,7 @@ class Queue:
             return b""  # a retry or the shared ledger has chosen another replica
         return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
-    def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, Ticket]:
+    def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, QueuedRequest]:
         key, qos = asker.tenant, self._class(asker, prompt)
         slo, given = qos.slo, asker.header(SLO_HEADER)
         if given is not None:
@@ -198,7 +198,7 @@ class Queue:
         fleet = self._fleet(prompt.space if asker.prompt is not None else space)
         if self.control is not None and asker.prompt is not None:  # there are no figures of unread prompts
             self.control.follow(fleet, self._model_of(prompt), self._names.get(prompt.space, ""))
-        ticket = Ticket(qos, slo, since, tenant or "", asker.size, asker)
+        ticket = QueuedRequest(qos, slo, since, tenant or "", asker.size, asker)
         ticket.held = now - since - self._placing.pulse.ran(since, now)
         return fleet, ticket
 
@@ -237,7 +237,7 @@ class Queue:
         if self.control is not None:
             self.control.keep(self._fleets.values(), models)
 
-    def _turn_away(self, asker: Asker, ticket: Ticket, verdict: Verdict) -> None:
+    def _turn_away(self, asker: Asker, ticket: QueuedRequest, verdict: AdmissionDecision) -> None:
         self._take_ticket(asker)
         seconds = min(MOST_RETRY_AFTER, max(1, ceil(verdict.retry_after)))
         why = WHY[verdict.reason].format(limit=ticket.slo.ttft or 0.0)
@@ -313,7 +313,7 @@ class Queue:
                     break
                 yield
 
-    def _call(self, ticket: Ticket) -> bool:
+    def _call(self, ticket: QueuedRequest) -> bool:
         """Place a request if there is room for it now; return whether the next one may be checked at once."""
         asker: Asker = ticket.payload
         asker.run_isolated(asker.called, self._placing.place)
@@ -340,12 +340,12 @@ class Queue:
             self._leave_line(*known, decision, reason)
         self.look()
 
-    def _leave_line(self, fleet: Admission, ticket: Ticket, decision: str, reason: str) -> None:
+    def _leave_line(self, fleet: Admission, ticket: QueuedRequest, decision: str, reason: str) -> None:
         if ticket.waits:
             fleet.leave(ticket, monotonic())
             self._metrics.admission.inc(decision, ticket.qos.name, reason)
 
-    def _take_ticket(self, asker: Asker) -> tuple[Admission, Ticket] | None:
+    def _take_ticket(self, asker: Asker) -> tuple[Admission, QueuedRequest] | None:
         """Remove and return a request's ticket.
 
         The class's queue may keep the ticket for a while; the request, with its prompt and headers, is freed now.
@@ -359,7 +359,7 @@ class Queue:
     def first_token(self, attempt: Attempt, held_up: bool) -> None:
         """Compare the predicted and the measured time of a stream's first token."""
         known = self._tickets.get(attempt.exchange)
-        if known is not None and not held_up and _is_as_quoted(attempt.exchange, attempt, known[1]):
+        if known is not None and not held_up and _is_as_estimated(attempt.exchange, attempt, known[1]):
             known[0].first_token(known[1], attempt.first_at - known[1].since)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
@@ -382,8 +382,8 @@ class Queue:
             return
         if outcome == "aborted" and _left_late(exchange, prompt, ticket):
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "missed")
-        as_quoted = attempt is not None and _is_as_quoted(exchange, attempt, ticket)
-        if not as_quoted:
+        as_estimated = attempt is not None and _is_as_estimated(exchange, attempt, ticket)
+        if not as_estimated:
             ticket.costs = None
         if outcome == "complete" and attempt is not None and not attempt.streams:
             if _is_judged(False, prompt, ticket.slo) and usage is not None and usage.completion:
@@ -396,7 +396,7 @@ class Queue:
         met = fleet.ended(ticket, ttft, tpot, counted=usage is not None and usage.completion is not None)
         if met is not None:
             self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if met else "missed")
-            if as_quoted:
+            if as_estimated:
                 self._metrics.predicted_answers.inc(name)
                 self._metrics.predicted_ttft_seconds.inc(name, by=ticket.ttft)
                 self._metrics.delivered_ttft_seconds.inc(name, by=ttft)
@@ -405,7 +405,7 @@ class Queue:
         """Return the number of waiting requests by class."""
         waiting = {one.name: 0 for one in self._classes.all}
         for fleet in self._fleets.values():
-            for line in fleet.lines:
+            for line in fleet.queues:
                 waiting[line.qos.name] += line.count
         return waiting
 
@@ -421,7 +421,7 @@ def _failed(exchange: Exchange, outcome: str) -> bool:
     return outcome == "cut" or (outcome == "refused" and exchange.status >= 500)
 
 
-def _left_late(exchange: Exchange, prompt: Prompt, ticket: Ticket) -> bool:
+def _left_late(exchange: Exchange, prompt: Prompt, ticket: QueuedRequest) -> bool:
     """Return whether a stream's client left without a first token after its TTFT limit, which counts as missed.
 
     Clients that leave earlier, or within the answer, are not counted.
@@ -458,7 +458,7 @@ class AddedByQueue(Added):
         return self._queue.note(exchange, attempt) + super().lines(exchange, attempt, last)
 
 
-def _is_as_quoted(exchange: Exchange, attempt: Attempt, ticket: Ticket) -> bool:
+def _is_as_estimated(exchange: Exchange, attempt: Attempt, ticket: QueuedRequest) -> bool:
     """Return whether a request is answered by the replica for which it was admitted, and its prompt's size is known.
 
     Retries and the shared ledger may choose another replica, for which nothing was predicted.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from policies.verdicts import SHUTTING_DOWN
+from policies.decisions import SHUTTING_DOWN
 
 from ..ops.spans import Spans, traceparent
 from .answers import NOTHING, Usage

@@ -15,7 +15,7 @@ from ..durations import parse_seconds, show_seconds, split_limits
 from .fields import Bytes, Name
 
 Step = Literal["wait", "degrade", "spill", "reject", "observe"]
-STEPS = get_args(Step)  # as `policies.verdicts.STEPS`
+STEPS = get_args(Step)  # as `policies.decisions.STEPS`
 _STEPS = f"one or more of {', '.join(STEPS)}"
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from policies.verdicts import SPILL
+from policies.decisions import SPILL
 from replicas.replica import parse_url
 
 from ..proxy.overload import Overload

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from policies import Ledger, Placement, Ticket, Verdict
+from policies import AdmissionDecision, Ledger, Placement, QueuedRequest
 from replicas.simulated.engine import EngineRequest, Output
 from replicas.simulated.profile import Profile
 
@@ -54,7 +54,7 @@ class _Live:
     stays_whole: bool = False  # not in two legs any more, because a transfer failed
     gate: Gate | None = None  # admission of its gateway, if there is one
     id: int = 0
-    ticket: Ticket | None = None  # where the gateway has admission
+    queued: QueuedRequest | None = None  # where the gateway has admission
     capped: bool = False  # its answer was shortened by admission
     steps: int = 0  # that its engine had ended when its gateway last counted the answer's tokens
 
@@ -144,12 +144,12 @@ class Fleet:
         live = _Live(record, gateways[number], session, on_end, id=next(self._ids))
         if self.gates:
             live.gate = self.gates[number]
-            live.ticket = live.gate.ask(live, self.now)
+            live.queued = live.gate.ask(live, self.now)
         else:
             self._dispatch(live)
         return record
 
-    def _refused(self, live: _Live, verdict: Verdict) -> None:
+    def _refused(self, live: _Live, verdict: AdmissionDecision) -> None:
         live.record.retry_after = verdict.retry_after
         self.at(self.now, self._ended, live, "http_429", verdict.reason)
 
@@ -340,7 +340,7 @@ class Fleet:
             record.first, live.steps = self.now, self.replicas[index].steps(self.now)
             live.gateway.first(live.placement, self.now)
             if live.gate is not None:
-                live.gate.first(live.ticket, self.now)
+                live.gate.first(live.queued, self.now)
             if legs is None:
                 record.cached = output.cached_tokens
             else:
@@ -352,7 +352,7 @@ class Fleet:
                 live.gateway.router.pulled(live.placement, record.cached, self.now)
             live.gateway.complete(live.placement, self.now - record.first, record.output, cached, live.capped)
             if live.gate is not None:
-                live.gate.complete(live.ticket, record.first, self.now, record.output)
+                live.gate.complete(live.queued, record.first, self.now, record.output)
             record.gaps = self.replicas[index].gaps(record.first, self.now)
             self._ended(live, None)
 
@@ -444,7 +444,7 @@ class Fleet:
             for ledger in ledgers:
                 ledger.scraped(name, replica.engine.waiting, replica.engine.kv_usage)
             for gateway in self.gateways:
-                gateway.router.count_seats(name, replica.engine.running)
+                gateway.router.learn_max_num_seqs(name, replica.engine.running)
 
     def _sweep(self) -> None:
         """Report the progress of all streams to their gateways."""

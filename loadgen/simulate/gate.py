@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from policies import Admission, Control, Placement, Ticket, admit
-from policies.control import LATELY, Change, Refusals, Seen, pressure
+from policies import Admission, Control, Placement, QueuedRequest, admit
+from policies.control import LATELY, Change, Refusals, Seen, slo_ratio
+from policies.decisions import QUEUED, REFUSED, AdmissionDecision
 from policies.outputs import LEAST_OUTPUT
-from policies.verdicts import QUEUED, REFUSED, Verdict
 
 from .gateway import Gateway, Legs
 from .turns import Turn
 
 # Functions that send a request with its placement (None: no replica can take it), or refuse it with a verdict.
 Send = Callable[[Any, Placement | Legs | None], None]
-Refuse = Callable[[Any, Verdict], None]
+Refuse = Callable[[Any, AdmissionDecision], None]
 
 
 class Asking(Protocol):
@@ -55,16 +55,16 @@ class Gate:
         self._ttfts: dict[str, list[tuple[float, float]]] = {}  # of this window, by class: (time, seconds)
         self._tpots: dict[str, list[tuple[float, float]]] = {}
 
-    def ask(self, request: Asking, now: float) -> Ticket:
-        """Admit, queue or refuse a request and return its ticket."""
+    def ask(self, request: Asking, now: float) -> QueuedRequest:
+        """Admit, queue or refuse a request and return it as a queued request."""
         self._look(now)
         turn = request.turn
         qos = self._classes.get(turn.qos) or self.admission.classes.last
-        ticket = Ticket(qos, qos.slo, now, turn.tenant, payload=request)
-        self._judge(ticket, now)
-        if ticket.waits:
-            self._at(ticket.deadline, self.drain, ticket.deadline)
-        return ticket
+        queued = QueuedRequest(qos, qos.slo, now, turn.tenant, payload=request)
+        self._judge(queued, now)
+        if queued.waits:
+            self._at(queued.deadline, self.drain, queued.deadline)
+        return queued
 
     def drain(self, now: float) -> None:
         """Send the requests at the heads of the queues as far as there is capacity.
@@ -74,45 +74,45 @@ class Gate:
         """
         self._look(now)
         admission = self.admission
-        for ticket, verdict in admission.turned_out(now):
+        for queued, verdict in admission.turned_out(now):
             if verdict.decision == QUEUED:
-                self._judge(ticket, now)
+                self._judge(queued, now)
             else:
-                self._refuse(ticket.payload, verdict)
-        for ticket in admission.heads(now):
-            self._judge(ticket, now)
+                self._refuse(queued.payload, verdict)
+        for queued in admission.heads(now):
+            self._judge(queued, now)
 
-    def _judge(self, ticket: Ticket, now: float) -> None:
-        request, gateway = ticket.payload, self._gateway
+    def _judge(self, queued: QueuedRequest, now: float) -> None:
+        request, gateway = queued.payload, self._gateway
         evaluation = gateway.evaluate(request.turn, request.session, now)
         if evaluation is None:
-            self.admission.leave(ticket, now)
+            self.admission.leave(queued, now)
             self._send(request, None)
             return
         pairings = gateway.pairings(request.turn)
         verdict, evaluation = admit(
-            gateway.router, self.admission, ticket, evaluation, now, may_cap=True, pairings=pairings
+            gateway.router, self.admission, queued, evaluation, now, may_cap=True, pairings=pairings
         )
         if verdict.cap:
             request.cap(verdict.cap)
         if verdict.decision == REFUSED:
             self._refuse(request, verdict)
-        elif not ticket.waits:
+        elif not queued.waits:
             self._send(request, gateway.commit(evaluation, request.turn, now))
 
-    def first(self, ticket: Ticket, now: float) -> None:
+    def first(self, queued: QueuedRequest, now: float) -> None:
         """Record that an admitted request has its first token now."""
         self._look(now)
-        self._ttfts.setdefault(ticket.qos.name, []).append((now, now - ticket.since))
-        self.admission.first_token(ticket, now - ticket.since)
+        self._ttfts.setdefault(queued.qos.name, []).append((now, now - queued.since))
+        self.admission.first_token(queued, now - queued.since)
 
-    def complete(self, ticket: Ticket, first: float, now: float, output: int) -> None:
+    def complete(self, queued: QueuedRequest, first: float, now: float, output: int) -> None:
         """Record the end of an admitted request; its `output` tokens began to come at time `first`."""
         self._look(now)
         tpot = (now - first) / (output - 1) if output > LEAST_OUTPUT else None
         if tpot is not None:
-            self._tpots.setdefault(ticket.qos.name, []).append((now, tpot))
-        self.admission.ended(ticket, first - ticket.since, tpot)
+            self._tpots.setdefault(queued.qos.name, []).append((now, tpot))
+        self.admission.ended(queued, first - queued.since, tpot)
 
     def _look(self, now: float) -> None:
         """Run overload control for the windows that have ended by now; every event calls this, so there is no timer."""
@@ -127,7 +127,7 @@ class Gate:
                 if not self._late:  # no event since the last third began
                     self._refusals.last_third()
                     self._late = True
-                pressures[name] = pressure(one.slo, window, end, *self._refusals.of(name))
+                pressures[name] = slo_ratio(one.slo, window, end, *self._refusals.of(name))
             self._ttfts, self._tpots, self._late = {}, {}, False
             self._refusals.next_window()
             if changes := self._control.ended(pressures):

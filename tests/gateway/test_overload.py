@@ -9,7 +9,7 @@ from gateway.settings import overload as tables
 from gateway.settings.warnings import find_warnings
 from policies import QosClass, Rule, Rules, Slo
 from policies.classes import DEFAULT_CLASS
-from policies.verdicts import STEPS
+from policies.decisions import STEPS
 
 # As the issue and the book have it.
 FILE = """

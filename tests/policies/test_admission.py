@@ -6,12 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import Admission, Classes, CostGroup, Demand, Ledger, Load, QosClass, Quote, Rule, Rules, Slo, Ticket
+from policies import (
+    Admission,
+    Classes,
+    CostGroup,
+    Demand,
+    Estimate,
+    Ledger,
+    Load,
+    QosClass,
+    QueuedRequest,
+    Rule,
+    Rules,
+    Slo,
+)
 from policies.admission import Space
+from policies.class_queue import QUANTUM, ClassQueue
+from policies.estimates import estimate
+from policies.fair_share import FairShare
 from policies.fit import Margin
-from policies.lines import QUANTUM, Line
-from policies.quotes import quote
-from policies.reserves import Reserves
 from policies.vocabulary import Candidate
 
 PREMIUM, STANDARD, FREE = (
@@ -19,28 +32,28 @@ PREMIUM, STANDARD, FREE = (
     for name, fraction, priority in (("premium", 0.1, 100), ("standard", 0.3, 50), ("free", 0.6, 10))
 )
 CLASSES = Classes((PREMIUM, STANDARD, FREE))
-ROOM = Quote(0.05, 0.0, 0.02, 1.0, there=2)
-FULL = Quote(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
-SLOW = Quote(0.05, 0.0, 0.08, 4.0, there=40)
-LATE = Quote(2.5, 2.4, 0.02, 1.0, there=9, computing=2)
+ROOM = Estimate(0.05, 0.0, 0.02, 1.0, there=2)
+FULL = Estimate(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
+SLOW = Estimate(0.05, 0.0, 0.08, 4.0, there=40)
+LATE = Estimate(2.5, 2.4, 0.02, 1.0, there=9, computing=2)
 
 
 COSTS = CostGroup().add("r")
 
 
 def ticket(qos=FREE, now=0.0, tenant="", size=1000, slo=None):
-    return Ticket(qos, slo or qos.slo, now, tenant, size)
+    return QueuedRequest(qos, slo or qos.slo, now, tenant, size)
 
 
-def ask(admission, one, *quotes, now=0.0, tokens=1000):
-    verdict = admission.ask(one, tokens, quotes, now)
+def ask(admission, one, *estimates, now=0.0, tokens=1000):
+    verdict = admission.ask(one, tokens, estimates, now)
     if verdict.decision == "admitted":
-        admission.sent(one, quotes[verdict.among[0]], COSTS, 2000, now)
+        admission.sent(one, estimates[verdict.among[0]], COSTS, 2000, now)
     return verdict
 
 
 def filled(count=3, rules=Rules(), qos=FREE, **given):
-    """One with so many of a class in line."""
+    """One with so many of a class in queue."""
     admission = Admission(CLASSES, rules)
     waiting = [ticket(qos, **given) for _ in range(count)]
     for one in waiting:
@@ -64,7 +77,7 @@ def test_it_goes_only_where_there_is_room():
 
 def test_an_idle_replica_has_room_however_slow_it_is():
     """A limit that no replica can ever keep would else be a door that never opens."""
-    idle = Quote(9.0, 0.0, 0.5)
+    idle = Estimate(9.0, 0.0, 0.5)
     for mode in ("wait", "reject"):
         assert ask(Admission(CLASSES, Rules((mode,))), ticket(), idle).decision == "admitted"
 
@@ -91,7 +104,7 @@ def test_a_request_without_limits_is_refused_only_where_nobody_has_room():
     assert ask(Admission(Classes((free,)), Rules(("observe",))), ticket(free), LATE)[:2] == ("observed", "full")
 
 
-# --- in line
+# --- in queue
 
 
 def test_who_finds_no_room_waits_and_goes_when_there_is_some():
@@ -179,8 +192,8 @@ def with_a_prompt(qos, others=0):
 
 
 def finds(admission, qos, now, computing=(1, 1, 0)):
-    quotes = [ROOM._replace(computing=prompts) for prompts in computing]
-    return admission.ask(ticket(qos, now=now), 1000, quotes, now, places("abc")).among
+    estimates = [ROOM._replace(computing=prompts) for prompts in computing]
+    return admission.ask(ticket(qos, now=now), 1000, estimates, now, places("abc")).among
 
 
 def test_a_lower_class_joins_no_prompt_of_a_higher_one_that_is_within_its_reserve():
@@ -194,11 +207,11 @@ def test_a_lower_class_joins_no_prompt_of_a_higher_one_that_is_within_its_reserv
 
 
 def test_of_replicas_that_compute_for_nobody_any_more_few_are_remembered():
-    reserves = Reserves(CLASSES)
+    fair_share = FairShare(CLASSES)
     for number in range(1000):
-        reserves.compute(FREE, f"r{number}", number + 1.0, float(number))
-    assert reserves.computes("r999", [FREE], 999.5) and not reserves.computes("r999", [PREMIUM], 999.5)
-    assert len(reserves._computes) <= 256
+        fair_share.compute(FREE, f"r{number}", number + 1.0, float(number))
+    assert fair_share.computes("r999", [FREE], 999.5) and not fair_share.computes("r999", [PREMIUM], 999.5)
+    assert len(fair_share._computes) <= 256
 
 
 def test_where_many_replicas_compute_at_once_they_are_gone_through_a_few_times_and_not_for_each_prompt():
@@ -209,16 +222,16 @@ def test_where_many_replicas_compute_at_once_they_are_gone_through_a_few_times_a
             Counted.sweeps += 1
             return super().items()
 
-    reserves, replicas = Reserves(CLASSES), [f"r{number}" for number in range(1000)]
+    fair_share, replicas = FairShare(CLASSES), [f"r{number}" for number in range(1000)]
     for _ in range(3):
         for replica in replicas:
-            reserves._computes = Counted(reserves._computes)
-            reserves.compute(FREE, replica, 2.0, 1.0)
+            fair_share._computes = Counted(fair_share._computes)
+            fair_share.compute(FREE, replica, 2.0, 1.0)
     assert Counted.sweeps <= 2, "at 256 and 512"
-    assert all(reserves.computes(replica, [FREE], 1.5) for replica in replicas)
+    assert all(fair_share.computes(replica, [FREE], 1.5) for replica in replicas)
     for number in range(1000):  # what was once many is forgotten as well
-        reserves.compute(FREE, f"late{number}", number + 4.0, number + 3.0)
-    assert len(reserves._computes) <= 1024
+        fair_share.compute(FREE, f"late{number}", number + 4.0, number + 3.0)
+    assert len(fair_share._computes) <= 1024
 
 
 def test_who_is_predicted_to_wait_too_long_is_refused_at_once_and_told_when_to_come_back():
@@ -244,7 +257,7 @@ def test_seconds_in_which_nobody_could_be_asked_are_waited_by_nobody():
     assert ask(admission, first, ROOM, now=101.4).decision == "admitted"
     without, (same, _) = filled(2)
     assert ask(without, same, ROOM, now=1.4).decision == "admitted"
-    assert admission.lines[0].pace.value == pytest.approx(without.lines[0].pace.value)
+    assert admission.queues[0].pace.value == pytest.approx(without.queues[0].pace.value)
     assert [one for one, _ in admission.turned_out(102.1)] == [second]
 
 
@@ -306,24 +319,24 @@ def test_the_lowest_class_gives_way_to_a_higher_one_of_another_fleet():
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9), st.booleans()), max_size=60))
 def test_the_tenant_with_most_is_known_whoever_comes_and_leaves(steps):
-    line, waiting = Line(FREE, 1.0), []
+    queue, waiting = ClassQueue(FREE, 1.0), []
     for tenant, size, leaves in steps:
         if leaves and waiting:
-            line.drop(waiting.pop(size % len(waiting)), 0.0)
+            queue.drop(waiting.pop(size % len(waiting)), 0.0)
         else:
             waiting.append(ticket(tenant=tenant, size=size))
-            line.add(waiting[-1], 0.0)
+            queue.add(waiting[-1], 0.0)
         counts, sizes = Counter(one.tenant for one in waiting), Counter()
         for one in waiting:
             sizes[one.tenant] += one.size
-        assert line.most("count") == max(counts.values(), default=0)
-        assert line.most("size") == max(sizes.values(), default=0) and line.size == sum(sizes.values())
+        assert queue.most("count") == max(counts.values(), default=0)
+        assert queue.most("size") == max(sizes.values(), default=0) and queue.size == sum(sizes.values())
         for resource, sums in (("count", counts), ("size", sizes)):
-            last = line.last(resource)
+            last = queue.last(resource)
             if last is not None:
                 assert sums[last.tenant] == max(sums.values())
                 assert last is [one for one in waiting if one.tenant == last.tenant][-1], "the latest of them"
-        assert {one for tenant in line._tenants.values() for one in tenant.queue} == set(waiting)
+        assert {one for tenant in queue._tenants.values() for one in tenant.requests} == set(waiting)
 
 
 class Name(str):
@@ -337,24 +350,24 @@ class Name(str):
 
 
 def test_tenants_leave_without_each_being_looked_for_among_all():
-    line, waiting = Line(FREE, 1.0), [ticket(tenant=Name(number)) for number in range(2000)]
+    queue, waiting = ClassQueue(FREE, 1.0), [ticket(tenant=Name(number)) for number in range(2000)]
     for one in waiting:
-        line.add(one, 0.0)
+        queue.add(one, 0.0)
     Name.compared = 0
     for one in reversed(waiting):
-        line.drop(one, 0.0)
-    assert not line.count and Name.compared < 20_000
+        queue.drop(one, 0.0)
+    assert not queue.count and Name.compared < 20_000
 
 
 def test_tenants_whose_requests_have_all_left_are_not_ahead():
-    line, here = Line(FREE, 1.0), [ticket(tenant="here") for _ in range(4)]
+    queue, here = ClassQueue(FREE, 1.0), [ticket(tenant="here") for _ in range(4)]
     gone = [ticket(tenant=f"gone {number}") for number in range(20)]
     for one in here + gone:
         one.own = 1.0
-        line.add(one, 0.0)
+        queue.add(one, 0.0)
     for one in gone:
-        line.drop(one, 0.0)
-    assert line.ahead("new") == 1.0
+        queue.drop(one, 0.0)
+    assert queue.ahead("new") == 1.0
 
 
 @pytest.mark.parametrize("rules", [Rules(max_requests=5), Rules(max_bytes=5000)])
@@ -437,11 +450,11 @@ def test_its_counts_are_those_of_who_waits_whatever_happens(steps):
             admission.leave(waiting.pop(), now)
         for one, _ in admission.turned_out(now):
             waiting.remove(one)
-        assert admission.space.requests == len(waiting) == sum(line.count for line in admission.lines)
+        assert admission.space.requests == len(waiting) == sum(queue.count for queue in admission.queues)
         assert admission.space.bytes == 1000 * len(waiting)
         assert {one for one in waiting if not one.waits} == set()
-        for line in admission.lines:
-            assert line.work == pytest.approx(sum(one.own for one in waiting if one.qos is line.qos))
+        for queue in admission.queues:
+            assert queue.work == pytest.approx(sum(one.own for one in waiting if one.qos is queue.qos))
 
 
 # --- tenants
@@ -449,29 +462,29 @@ def test_its_counts_are_those_of_who_waits_whatever_happens(steps):
 
 def test_tenants_of_a_class_take_turns_by_the_tokens_of_their_prompts():
     """One that asks ten times as much gets as many tokens, not ten times as many."""
-    line, sent = Line(FREE, 1.0), Counter()
+    queue, sent = ClassQueue(FREE, 1.0), Counter()
     for _ in range(400):
         for tenant, tokens in (("greedy", 4096), ("greedy", 4096), ("small", 512)):
-            one = Ticket(FREE, FREE.slo, 0.0, tenant)
+            one = QueuedRequest(FREE, FREE.slo, 0.0, tenant)
             one.tokens, one.own = tokens, tokens * 1e-5
-            line.add(one, 0.0)
+            queue.add(one, 0.0)
     for _ in range(300):
-        head = line.head()
+        head = queue.head()
         sent[head.tenant] += head.tokens
-        line.take(head, 0.0)
+        queue.take(head, 0.0)
     assert abs(sent["greedy"] - sent["small"]) <= 2 * max(QUANTUM, 4096)
 
 
 def test_tenants_that_left_leave_nothing_behind():
-    line = Line(FREE, 1.0)
+    queue = ClassQueue(FREE, 1.0)
     for number in range(1000):
-        one = Ticket(FREE, FREE.slo, 0.0, f"t{number}")
-        line.add(one, 0.0)
-        line.drop(one, 0.0)
-    assert line.count == 0 and len(line._tenants) < 100 and line.head() is None and not line._tenants
+        one = QueuedRequest(FREE, FREE.slo, 0.0, f"t{number}")
+        queue.add(one, 0.0)
+        queue.drop(one, 0.0)
+    assert queue.count == 0 and len(queue._tenants) < 100 and queue.head() is None and not queue._tenants
 
 
-# --- quotes and their margin
+# --- estimates and their margin
 
 
 def candidate(**load):
@@ -488,25 +501,25 @@ def demand(tokens=1000, output=100.0):
 
 def test_a_quote_is_what_the_costs_predict():
     one = candidate(requests=3, prefilling=1, prefill_tokens=900, decoding=2, context_tokens=3000, output_tokens=300)
-    assert quote(one, demand()).ttft == pytest.approx(one.costs.ttft_seconds(one.load, 1000, 0))
-    assert quote(candidate(), demand()).own == pytest.approx(quote(candidate(), demand()).ttft)
+    assert estimate(one, demand()).ttft == pytest.approx(one.costs.ttft_seconds(one.load, 1000, 0))
+    assert estimate(candidate(), demand()).own == pytest.approx(estimate(candidate(), demand()).ttft)
 
 
 def test_prompts_ahead_are_streams_by_then_and_streams_end_meanwhile():
     streams = {"requests": 20, "decoding": 20, "context_tokens": 40_000}
     lasting, ending = candidate(output_tokens=20_000, **streams), candidate(output_tokens=20, **streams)
-    assert quote(ending, demand()).tpot < quote(lasting, demand()).tpot
+    assert estimate(ending, demand()).tpot < estimate(lasting, demand()).tpot
     ahead = candidate(
         requests=25, prefilling=5, prefill_tokens=5000, decoding=20, context_tokens=40_000, output_tokens=25_000
     )
-    assert quote(ahead, demand()).tpot > quote(lasting, demand()).tpot
+    assert estimate(ahead, demand()).tpot > estimate(lasting, demand()).tpot
 
 
 def test_a_full_cache_makes_it_wait_for_streams_to_end():
     load = {"requests": 20, "decoding": 20, "context_tokens": 40_000, "output_tokens": 4000}
     with_room, full = candidate(**load), candidate(capacity_tokens=40_000, **load)
-    assert quote(full, demand()).wait > quote(with_room, demand()).wait
-    assert quote(full, demand()).full > 1.0 and quote(with_room, demand()).full == 0.0
+    assert estimate(full, demand()).wait > estimate(with_room, demand()).wait
+    assert estimate(full, demand()).full > 1.0 and estimate(with_room, demand()).full == 0.0
 
 
 def test_the_margin_grows_to_what_nearly_all_keep():
@@ -526,7 +539,7 @@ def test_what_was_predicted_before_the_costs_had_learned_leaves_no_margin(answer
     for _ in range(answers):
         costs.observe_ttft(0.05, 1000, 0, Load())
     for _ in range(20):
-        admission.sent(one := ticket(slo=Slo(2.0, None)), Quote(1.9, 1.8, 0.02), costs, 2000, 0.0)
+        admission.sent(one := ticket(slo=Slo(2.0, None)), Estimate(1.9, 1.8, 0.02), costs, 2000, 0.0)
         admission.first_token(one, 6.0)
     assert (admission.fit.ttft_margin.factor > 1.1) == grows and (grows or admission.fit.ttft_margin.factor == 1.0)
 
@@ -577,10 +590,10 @@ def test_an_api_key_says_the_class_itself_or_by_its_name():
 
 def test_an_earlier_time_lets_no_time_pass_again():
     """As of a caller that goes through those that wait, by the time at which it began."""
-    reserves = Reserves(CLASSES)
-    reserves.take(PREMIUM, 5.0, 5.0, 100.0)
-    pace = reserves.pace(101.0)
+    fair_share = FairShare(CLASSES)
+    fair_share.take(PREMIUM, 5.0, 5.0, 100.0)
+    pace = fair_share.pace(101.0)
     for _ in range(100):
-        reserves.decay(100.0)
-        reserves.decay(101.0)
-    assert reserves.pace(101.0) == pace
+        fair_share.decay(100.0)
+        fair_share.decay(101.0)
+    assert fair_share.pace(101.0) == pace

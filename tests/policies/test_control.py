@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import Admission, Classes, Control, QosClass, Quote, Rules, Slo, Ticket
-from policies.control import HOLD, MOST_PATIENCE, PATIENCE, SLACK, Pressure, Refused, Rung, Seen, pressure
+from policies import Admission, Classes, Control, Estimate, QosClass, QueuedRequest, Rules, Slo
+from policies.control import HOLD, MOST_PATIENCE, PATIENCE, SLACK, ControlStep, Refused, Seen, SloRatio, slo_ratio
 
 SLO = Slo(2.0, 0.05)
 PREMIUM, STANDARD, FREE = (
@@ -13,21 +13,21 @@ PREMIUM, STANDARD, FREE = (
     for name, fraction, priority in (("premium", 0.1, 100), ("standard", 0.3, 50), ("free", 0.6, 10))
 )
 CLASSES = (PREMIUM, STANDARD, FREE)
-ROOM = Quote(0.05, 0.0, 0.02, 1.0, there=2)
-FULL = Quote(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
+ROOM = Estimate(0.05, 0.0, 0.02, 1.0, there=2)
+FULL = Estimate(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
 
 
 def whole(limits, *window):
-    return pressure(limits, window, (None, None)).whole
+    return slo_ratio(limits, window, (None, None)).whole
 
 
 def lasting(*given):
-    return pressure(*given).lasting
+    return slo_ratio(*given).lasting
 
 
 def steady(value):
     """A pressure that the last third of the window shows as well, and more than one request."""
-    return Pressure(value, value, value)
+    return SloRatio(value, value, value)
 
 
 def after(control, *windows, name="premium"):
@@ -35,7 +35,7 @@ def after(control, *windows, name="premium"):
     changes = []
     for value in windows:
         changes = control.ended({name: steady(value)})
-    return [(one.rung.step, one.rung.qos, one.taken) for one in changes]
+    return [(one.step, one.qos, one.taken) for one in changes]
 
 
 # --- pressure
@@ -65,59 +65,61 @@ def refused(owed, answers, lately=None, beyond=0, owed_lately=None, beyond_latel
     last third."""
     window, last = [(Seen(count, 1.0, 1.0), None) if count else (None, None) for count in (answers, lately)]
     late = Refused(owed if owed_lately is None else owed_lately, beyond if beyond_lately is None else beyond_lately)
-    return pressure(SLO, window, last, Refused(owed, beyond), late)._replace(missed=0.0)
+    return slo_ratio(SLO, window, last, Refused(owed, beyond), late)._replace(missed=0.0)
 
 
 def test_who_was_refused_for_the_limits_has_missed_them():
     """9 answers beside 58 refusals, as a gateway had them whose engines were forty times slower."""
-    assert refused(58, 9) == Pressure(1.0, 1.0, 1.0)
-    assert refused(20, 0) == Pressure(1.0, 1.0, 1.0), "nobody is answered at all"
+    assert refused(58, 9) == SloRatio(1.0, 1.0, 1.0)
+    assert refused(20, 0) == SloRatio(1.0, 1.0, 1.0), "nobody is answered at all"
     assert refused(10, 9).whole is None, "few of both"
-    assert refused(1, 100) == Pressure(0.5, 0.5, 0.5), "one in a hundred may be"
-    assert refused(1, 50) == Pressure(1.0, 1.0, 0.5), "one says little"
-    assert refused(2, 50) == Pressure(1.0, 1.0, 1.0)
-    late = pressure(SLO, (Seen(100, 4.0, 4.0), None), (None, None), Refused(9))
+    assert refused(1, 100) == SloRatio(0.5, 0.5, 0.5), "one in a hundred may be"
+    assert refused(1, 50) == SloRatio(1.0, 1.0, 0.5), "one says little"
+    assert refused(2, 50) == SloRatio(1.0, 1.0, 1.0)
+    late = slo_ratio(SLO, (Seen(100, 4.0, 4.0), None), (None, None), Refused(9))
     assert late.whole == late.lasting == pytest.approx(2.0), "nor are answers that are later than that forgotten"
 
 
 def test_refusals_that_were_over_before_the_last_third_of_a_window_are_over():
-    assert refused(20, 60, lately=20, owed_lately=0) == Pressure(1.0, 0.5, 0.5)
-    assert refused(20, 60, lately=3, owed_lately=0) == Pressure(1.0, 1.0, 1.0), "too few to say that"
-    assert refused(20, 60, lately=3, owed_lately=9) == Pressure(1.0, 1.0, 1.0)
+    assert refused(20, 60, lately=20, owed_lately=0) == SloRatio(1.0, 0.5, 0.5)
+    assert refused(20, 60, lately=3, owed_lately=0) == SloRatio(1.0, 1.0, 1.0), "too few to say that"
+    assert refused(20, 60, lately=3, owed_lately=9) == SloRatio(1.0, 1.0, 1.0)
     assert not refused(0, 60, lately=20, beyond=20, beyond_lately=0).unsure
     assert refused(0, 60, lately=3, beyond=20, beyond_lately=0).unsure, "too few to say that"
     assert refused(0, 60, lately=20, beyond=20, beyond_lately=2).unsure
 
 
 def test_what_a_class_is_refused_beyond_its_due_is_no_pressure_but_may_be_a_fault():
-    assert refused(0, 60, beyond=60) == Pressure(0.5, 0.5, 0.5, unsure=True)
-    assert refused(0, 5, beyond=60) == Pressure(None, unsure=True)
+    assert refused(0, 60, beyond=60) == SloRatio(0.5, 0.5, 0.5, unsure=True)
+    assert refused(0, 5, beyond=60) == SloRatio(None, unsure=True)
     assert not refused(0, 60).unsure
 
 
 def test_answers_of_a_class_that_floods_demand_no_step():
     """As many are admitted as come just within the limit, or miss it by little."""
     window = Seen(70, 2.2, 2.2), None
-    assert pressure(SLO, window, (None, None), Refused(0, 0, 80)) == Pressure(
+    assert slo_ratio(SLO, window, (None, None), Refused(0, 0, 80)) == SloRatio(
         pytest.approx(1.1), unsure=True, missed=pytest.approx(80 / 150)
     )
     slower = Seen(70, 2.6, 2.6), None
-    assert pressure(SLO, slower, (None, None), Refused(0, 0, 80)).lasting == pytest.approx(1.3), "no flood does that"
-    assert pressure(SLO, window, (None, None), Refused(10, 0, 80)).lasting == pytest.approx(1.1), "some were owed to it"
+    assert slo_ratio(SLO, slower, (None, None), Refused(0, 0, 80)).lasting == pytest.approx(1.3), "no flood does that"
+    assert slo_ratio(SLO, window, (None, None), Refused(10, 0, 80)).lasting == pytest.approx(1.1), (
+        "some were owed to it"
+    )
     control = Control(CLASSES)
     for _ in range(9):
-        assert control.ended({"premium": Pressure(1.1, unsure=True)}) == [] and control.wants_more
+        assert control.ended({"premium": SloRatio(1.1, unsure=True)}) == [] and control.wants_more
 
 
 def test_the_share_that_missed_limits_is_that_of_answers_and_refusals_together():
     window = Seen(60, 2.4, 2.4, late=12), Seen(50, 0.1, 0.1, late=20), Seen(80, 9.0, 9.0)
-    assert pressure(SLO, window, (None, None), Refused(15, 5)).missed == pytest.approx((20 + 20) / 100)
-    assert pressure(SLO, (None, None), (None, None)).missed == 0.0
+    assert slo_ratio(SLO, window, (None, None), Refused(15, 5)).missed == pytest.approx((20 + 20) / 100)
+    assert slo_ratio(SLO, (None, None), (None, None)).missed == 0.0
 
 
 def test_one_slow_answer_among_few_is_not_firm():
     window = Seen(40, 2.4, 2.4, 1.3), None
-    assert pressure(SLO, window, (None, None)) == Pressure(*map(pytest.approx, (1.2, 1.2, 0.65)))
+    assert slo_ratio(SLO, window, (None, None)) == SloRatio(*map(pytest.approx, (1.2, 1.2, 0.65)))
 
 
 # --- steps
@@ -184,40 +186,40 @@ def test_of_two_classes_that_were_shed_the_higher_is_back_when_the_lower_is_by_h
 
 def test_for_what_is_over_nothing_is_taken_and_what_was_taken_comes_back():
     control = Control(CLASSES)
-    assert control.ended({"premium": Pressure(1.5, 0.1, 0.1)}) == [] and control.pressures["premium"] == 1.5
-    taken = control.ended({"premium": Pressure(1.5, 0.95, 0.95)})
-    assert [one.rung.step for one in taken] == ["tighten", "cap"] and taken[0].pressure == 0.95
-    assert control.ended({"premium": Pressure(1.5, 0.86)}) == [], "within the slack"
-    undone = control.ended({"premium": Pressure(1.5, 0.75)})
-    assert [(one.rung.step, one.taken, one.pressure) for one in undone] == [("cap", False, 0.75)]
-    assert len(control.ended({"premium": Pressure(1.5, 0.1)})) == 1 and control.level == 0
+    assert control.ended({"premium": SloRatio(1.5, 0.1, 0.1)}) == [] and control.pressures["premium"] == 1.5
+    taken = control.ended({"premium": SloRatio(1.5, 0.95, 0.95)})
+    assert [one.step for one in taken] == ["tighten", "cap"] and taken[0].pressure == 0.95
+    assert control.ended({"premium": SloRatio(1.5, 0.86)}) == [], "within the slack"
+    undone = control.ended({"premium": SloRatio(1.5, 0.75)})
+    assert [(one.step, one.taken, one.pressure) for one in undone] == [("cap", False, 0.75)]
+    assert len(control.ended({"premium": SloRatio(1.5, 0.1)})) == 1 and control.level == 0
 
 
 def test_a_class_that_was_shed_comes_back_only_after_a_whole_window_below():
     control = Control(CLASSES)
     after(control, 1.5)
-    assert control.ended({"premium": Pressure(0.9, 0.1)}) == [], "without its crowd the last third says little"
+    assert control.ended({"premium": SloRatio(0.9, 0.1)}) == [], "without its crowd the last third says little"
     assert after(control, 0.89) == [("shed", "free", False)]
-    rest = control.ended({"premium": Pressure(0.95, 0.1)})
-    assert [one.rung.step for one in rest] == ["halve", "cap", "tighten"], "by the last third, as it is back by half"
+    rest = control.ended({"premium": SloRatio(0.95, 0.1)})
+    assert [one.step for one in rest] == ["halve", "cap", "tighten"], "by the last third, as it is back by half"
 
 
 def test_for_one_slow_answer_there_is_one_step_a_window():
     control = Control(CLASSES)
-    noise = Pressure(1.21, 1.21, 0.66)
-    assert [one.rung.step for one in control.ended({"premium": noise})] == ["tighten"]
-    assert [one.rung.step for one in control.ended({"premium": noise})] == ["cap"]
-    assert [one.rung.step for one in control.ended({"premium": steady(1.21)})] == ["halve", "shed"]
+    noise = SloRatio(1.21, 1.21, 0.66)
+    assert [one.step for one in control.ended({"premium": noise})] == ["tighten"]
+    assert [one.step for one in control.ended({"premium": noise})] == ["cap"]
+    assert [one.step for one in control.ended({"premium": steady(1.21)})] == ["halve", "shed"]
 
 
-@pytest.mark.parametrize("nothing", [Pressure(), Pressure(unsure=True), Pressure(0.5, 0.5, 0.5, unsure=True)])
+@pytest.mark.parametrize("nothing", [SloRatio(), SloRatio(unsure=True), SloRatio(0.5, 0.5, 0.5, unsure=True)])
 def test_what_was_taken_is_kept_for_a_while_where_nothing_says_whether_it_is_needed(nothing):
     control = Control(CLASSES)
     after(control, 1.5)
     for _ in range(HOLD):
         assert control.ended({"premium": nothing}) == [] and control.wants_more and control.level == 4
         assert control.pressures["premium"] == nothing.whole
-    assert [one.rung.step for one in control.ended({"premium": nothing})] == ["shed"] and not control.wants_more
+    assert [one.step for one in control.ended({"premium": nothing})] == ["shed"] and not control.wants_more
     assert len(control.ended({"premium": nothing})) == 3 and control.level == 0
     after(control, 1.5)
     assert control.ended({"premium": nothing}) == [], "again, since it was known"
@@ -241,16 +243,16 @@ def test_the_silence_of_a_class_that_is_shed_keeps_nothing():
 def test_a_class_of_which_nothing_is_ever_known_keeps_no_step():
     control = Control(CLASSES)
     after(control, 1.5)
-    crowd = {"standard": Pressure(unsure=True)}
+    crowd = {"standard": SloRatio(unsure=True)}
     for _ in range(HOLD):
         control.ended(crowd | {"premium": steady(1.5)})
-    assert [one.rung.step for one in control.ended(crowd | {"premium": steady(0.5)})] != []
+    assert [one.step for one in control.ended(crowd | {"premium": steady(0.5)})] != []
 
 
 def lasts(control, value, missed, windows):
     """In each of so many windows the pressure is this, and that many miss their limits: say by window what changes."""
     each = [control.ended({"premium": steady(value)._replace(missed=missed)}) for _ in range(windows)]
-    return [[(one.rung.step, one.rung.qos, one.taken) for one in changes] for changes in each]
+    return [[(one.step, one.qos, one.taken) for one in changes] for changes in each]
 
 
 REFUSALS = [(step, "free", False) for step in ("shed", "halve")]
@@ -297,8 +299,8 @@ def test_what_is_over_by_the_last_third_of_a_window_ends_no_trial_with_a_refusal
     control = Control(CLASSES)
     lasts(control, 1.2, 0.02, 1)
     lasts(control, 0.95, 0.0, PATIENCE)
-    undone = control.ended({"premium": Pressure(2.0, 0.5, 0.5, missed=0.5)})
-    assert [(one.rung.step, one.taken) for one in undone] == [("cap", False), ("tighten", False)] and not control.trial
+    undone = control.ended({"premium": SloRatio(2.0, 0.5, 0.5, missed=0.5)})
+    assert [(one.step, one.taken) for one in undone] == [("cap", False), ("tighten", False)] and not control.trial
 
 
 def test_a_trial_waits_while_nothing_is_known_and_is_over_once_nobody_asks():
@@ -317,7 +319,7 @@ def test_a_trial_waits_while_nothing_is_known_and_is_over_once_nobody_asks():
 
 def test_more_replicas_are_wanted_while_limits_are_missed_whatever_else_there_is_to_take():
     alone = Control((FREE,))
-    assert alone.rungs == [] and after(alone, 1.1, name="free") == [] and alone.wants_more
+    assert alone.ladder == [] and after(alone, 1.1, name="free") == [] and alone.wants_more
     after(alone, 0.95, name="free")
     assert alone.wants_more
     after(alone, 0.89, name="free")
@@ -339,18 +341,19 @@ def test_whatever_comes_windows_only_climb_or_descend_lower_classes_first_and_al
         for one in changes:
             above = max(
                 pressures.get(name, steady(0.0)).whole
-                for name in ("premium", "standard")[: 2 - (one.rung.qos == "standard")]
+                for name in ("premium", "standard")[: 2 - (one.qos == "standard")]
             )
+            [step] = [step for step in control.ladder if (step.kind, step.qos) == (one.step, one.qos)]
             if one.taken:
-                assert above >= one.rung.at
-                held.append(one.rung)
+                assert above >= step.at
+                held.append(step)
             else:
-                assert above < one.rung.at - SLACK[one.rung.step] or control.trial
-                assert held.pop() == one.rung, "in reverse order"
-        assert held == control.rungs[: control.level]
+                assert above < step.at - SLACK[step.kind] or control.trial
+                assert held.pop() == step, "in reverse order"
+        assert held == control.ladder[: control.level]
         assert [one.qos for one in held] == sorted([one.qos for one in held]), "free before standard"
         assert "premium" not in {one.qos for one in held}
-    shed = len([one for one in held if one.step == "shed"])
+    shed = len([one for one in held if one.kind == "shed"])
     for _ in range(HOLD + shed + 1):
         control.ended({})
     assert control.level == 0 and not control.wants_more, "where nobody asks any more"
@@ -375,7 +378,7 @@ def test_a_pressure_that_trembles_by_less_than_the_slack_takes_nothing_back_and_
 
 
 any_of_it = st.builds(
-    lambda value, unsure: Pressure(value, value or 0.0, value or 0.0, unsure),
+    lambda value, unsure: SloRatio(value, value or 0.0, value or 0.0, unsure),
     st.none() | st.floats(0.0, 3.0),
     st.booleans(),
 )
@@ -407,13 +410,13 @@ def had(admission, **shares):
     """Each class asks, and this is what it had lately."""
     for qos in CLASSES:
         if qos.name in shares:
-            admission._reserves.ask(qos, 29.0)
-            admission._reserves.take(qos, shares[qos.name], shares[qos.name], 29.0)
+            admission._fair_share.ask(qos, 29.0)
+            admission._fair_share.take(qos, shares[qos.name], shares[qos.name], 29.0)
 
 
 def refuse(admission, qos, slo=None):
     """It can be answered by nobody in time."""
-    ticket = Ticket(qos, slo or qos.slo, 30.0)
+    ticket = QueuedRequest(qos, slo or qos.slo, 30.0)
     assert admission.ask(ticket, 1000, [FULL._replace(wait=5.0, ttft=5.05)], 30.0).decision == "refused"
     return admission.refused[qos.name]
 
@@ -443,7 +446,7 @@ def test_who_is_refused_for_anything_but_a_limit_of_its_class_has_missed_none():
     admission = Admission(Classes(CLASSES), Rules(("wait",), max_requests=0))
     had(admission, free=1.0)
     assert refuse(admission, PREMIUM, Slo(0.5, 0.05)) == Refused(), "its own limit, that perhaps nobody meets"
-    full = admission.ask(Ticket(PREMIUM, SLO, 30.0), 1000, [FULL], 30.0)
+    full = admission.ask(QueuedRequest(PREMIUM, SLO, 30.0), 1000, [FULL], 30.0)
     assert full[:2] == ("refused", "queue_full") and admission.refused["premium"] == Refused()
     unlimited = QosClass("batch", priority=200)
     admission = Admission(Classes((unlimited, FREE)), Rules(("reject",)))
@@ -454,7 +457,7 @@ def test_who_is_refused_for_anything_but_a_limit_of_its_class_has_missed_none():
 def test_who_waited_in_vain_has_missed_its_limit():
     admission = Admission(Classes(CLASSES), Rules(("wait",)))
     had(admission, free=1.0)
-    assert admission.ask(Ticket(PREMIUM, SLO, 30.0), 1000, [FULL], 30.0).decision == "queued"
+    assert admission.ask(QueuedRequest(PREMIUM, SLO, 30.0), 1000, [FULL], 30.0).decision == "queued"
     assert [verdict[:2] for _, verdict in admission.turned_out(32.0)] == [("refused", "deadline")]
     assert admission.refused["premium"] == Refused(1, 0)
 
@@ -475,8 +478,8 @@ class Any:
         return True
 
 
-def ask(admission, qos, quote, offers=None):
-    return admission.ask(Ticket(qos, qos.slo, 30.0), 1000, [quote], 30.0, (), *([offers] if offers else []))
+def ask(admission, qos, estimate, offers=None):
+    return admission.ask(QueuedRequest(qos, qos.slo, 30.0), 1000, [estimate], 30.0, (), *([offers] if offers else []))
 
 
 def test_a_tightened_class_finds_less_room_and_others_as_much_as_before():
@@ -494,7 +497,7 @@ def test_a_capped_class_gets_short_answers_where_there_is_room_too():
 
 def test_a_shed_class_is_refused_until_the_next_window_and_so_are_those_that_wait():
     admission, control = gate(0.5)
-    waits, stays = Ticket(FREE, SLO, 30.0), Ticket(STANDARD, SLO, 30.0)
+    waits, stays = QueuedRequest(FREE, SLO, 30.0), QueuedRequest(STANDARD, SLO, 30.0)
     for one in (waits, stays):
         assert admission.ask(one, 1000, [FULL], 30.0).decision == "queued"
     control.ended({"premium": steady(1.0)})
@@ -509,25 +512,25 @@ def test_a_shed_class_is_refused_until_the_next_window_and_so_are_those_that_wai
 
 def test_a_shed_class_gets_what_is_idle_and_nobody_before_it_waits_for():
     admission, _ = gate(1.0)
-    idle = Quote(0.05, 0.0, 0.02)
-    asked = Ticket(FREE, SLO, 30.0)
+    idle = Estimate(0.05, 0.0, 0.02)
+    asked = QueuedRequest(FREE, SLO, 30.0)
     verdict = admission.ask(asked, 1000, [ROOM, idle], 30.0)
     assert verdict[:3] == ("admitted", "room", [1])
     assert ask(admission, FREE, idle, Any())[:2] == ("degraded", "control"), "a short answer"
-    assert admission.ask(Ticket(STANDARD, SLO, 30.0), 1000, [FULL], 30.0).decision == "queued"
+    assert admission.ask(QueuedRequest(STANDARD, SLO, 30.0), 1000, [FULL], 30.0).decision == "queued"
     assert ask(admission, FREE, idle)[:2] == ("refused", "control")
 
 
 class Slow(Any):
     """The slow pool, of one replica."""
 
-    def __init__(self, quote):
-        self._quote = quote
+    def __init__(self, estimate):
+        self._estimate = estimate
 
-    def spilled(self):
-        return [self._quote]
+    def in_overflow_pool(self):
+        return [self._estimate]
 
-    def spills_elsewhere(self):
+    def has_separate_overflow_pool(self):
         return True
 
 
@@ -558,7 +561,7 @@ def test_of_a_halved_class_every_other_newcomer_is_refused_and_nobody_who_waits(
     admission.obey(control, 60.0)
     decisions = [ask(admission, FREE, ROOM).decision for _ in range(6)]
     assert decisions == ["refused", "admitted"] * 3 and ask(admission, STANDARD, ROOM).decision == "admitted"
-    waits = Ticket(FREE, SLO, 30.0)
+    waits = QueuedRequest(FREE, SLO, 30.0)
     while admission.ask(waits, 1000, [FULL], 30.0).decision != "queued":
         pass
     for _ in range(3):
@@ -567,7 +570,7 @@ def test_of_a_halved_class_every_other_newcomer_is_refused_and_nobody_who_waits(
 
 def test_nothing_is_taken_in_shadow_mode():
     admission, control = gate(1.0, "observe")
-    assert ask(admission, FREE, ROOM, Any())[0] == "admitted" and control.rungs == [] and control.wants_more
+    assert ask(admission, FREE, ROOM, Any())[0] == "admitted" and control.ladder == [] and control.wants_more
 
 
 def test_of_a_class_in_shadow_mode_nothing_is_taken_nor_said_to_be_but_of_the_next():
@@ -578,9 +581,9 @@ def test_of_a_class_in_shadow_mode_nothing_is_taken_nor_said_to_be_but_of_the_ne
 
 
 def test_what_is_taken_is_named_by_step_and_class():
-    assert gate(1.0)[1].rungs[:4] == [
-        Rung("tighten", "free", 0.8),
-        Rung("cap", "free", 0.9),
-        Rung("halve", "free", 1.0),
-        Rung("shed", "free", 1.0),
+    assert gate(1.0)[1].ladder[:4] == [
+        ControlStep("tighten", "free", 0.8),
+        ControlStep("cap", "free", 0.9),
+        ControlStep("halve", "free", 1.0),
+        ControlStep("shed", "free", 1.0),
     ]

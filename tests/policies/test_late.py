@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import UNTIMED, Choice, CostGroup, Demand, Ledger, Load, Router, make, two_legs
+from policies.estimates import estimate
 from policies.ledger import FAR, Reservation, Unanswered
 from policies.legs import LegChoice
-from policies.quotes import quote
 
 from .test_router import SIZE, Prefixes, Told
 
@@ -212,9 +212,9 @@ def test_it_is_predicted_with_what_it_is_late():
     candidate = router.candidates["r0"]
     demand = prompt(8000)
     router.evaluate(demand, router.targets([candidate]), START)
-    on_time = quote(candidate, demand)
+    on_time = estimate(candidate, demand)
     candidate.load.due = START - 2
-    late = quote(candidate, demand)
+    late = estimate(candidate, demand)
     assert (late.ttft - on_time.ttft, late.wait - on_time.wait) == pytest.approx((2, 2))
     placed = router.place(demand, router.targets([candidate]), START)
     assert placed.ttft == pytest.approx(late.ttft) and placed.reservation.due == pytest.approx(START + late.ttft)

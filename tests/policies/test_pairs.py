@@ -9,30 +9,30 @@ from policies import (
     Classes,
     CostGroup,
     Demand,
+    Estimate,
     Ledger,
     QosClass,
-    Quote,
+    QueuedRequest,
     Router,
     Rules,
     Slo,
     Targets,
-    Ticket,
     admit,
     make,
     two_legs,
 )
+from policies.estimates import estimate
 from policies.leg_rules import make_leg_rule
 from policies.legs import FEW
-from policies.pairs import pairs, quoted
-from policies.quotes import quote
+from policies.pairs import estimated, pairs
 
 from .test_router import Prefixes
 
 SIZE = 16
 SLO = Slo(2.0, 0.05)
 PREMIUM, FREE = QosClass("premium", 0.5, 100, SLO), QosClass("free", 0.5, 10, SLO)
-ROOM = Quote(0.05, 0.0, 0.02, 1.0, there=2)
-FULL = Quote(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
+ROOM = Estimate(0.05, 0.0, 0.02, 1.0, there=2)
+FULL = Estimate(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
 
 
 def demand(blocks=100, **more):
@@ -67,7 +67,7 @@ class Fleet:
 
     def ask(self, qos=FREE, now=1.0, asked=None, one=None, **given):
         """The decision, and by which replicas it goes."""
-        one = one or Ticket(qos, qos.slo, now)
+        one = one or QueuedRequest(qos, qos.slo, now)
         evaluation = self.evaluate(asked or demand(), now)
         verdict, evaluation = admit(
             self.router, self.admission, one, evaluation, now, pairings=self.pairings, may_cap=True, **given
@@ -93,15 +93,15 @@ def test_a_first_token_takes_the_prefillers_queue_the_prompt_its_transfer_and_a_
     first += prefiller.costs.backlog_seconds(prefiller.load, asked.now)
     moving = made.router.transfers.seconds("p0", "d0", asked.tokens, 1.0)
     last = decoder.costs.ttft_seconds(decoder.load, 1, asked.tokens - 1, asked.now)
-    assert pair.quote.ttft == pytest.approx(first + moving + last)
-    assert 0.0 < pair.quote.wait < first and pair.quote.computing == 2 and pair.quote.there == 12
+    assert pair.estimate.ttft == pytest.approx(first + moving + last)
+    assert 0.0 < pair.estimate.wait < first and pair.estimate.computing == 2 and pair.estimate.there == 12
 
 
 def test_what_the_decoder_computes_itself_holds_up_only_who_is_there_before_it_is_done():
     made = Fleet()
     made.compute(made.decoders[0], 1, 4000)
     (short,), (long,) = made.pairs(demand(1)), made.pairs(demand(2000))
-    assert short.quote.wait > 0.0 and long.quote.wait == 0.0
+    assert short.estimate.wait > 0.0 and long.estimate.wait == 0.0
 
 
 def test_tokens_come_as_fast_as_the_decoder_makes_them_once_the_prompt_is_computed():
@@ -109,9 +109,9 @@ def test_tokens_come_as_fast_as_the_decoder_makes_them_once_the_prompt_is_comput
     for one, left in ((made, 4000), (ending, 4)):
         one.stream(one.decoders[0], 40, left=left)
     (pair,), (quick,) = made.pairs(demand()), ending.pairs(demand())
-    assert quick.quote.tpot < pair.quote.tpot, "its streams end meanwhile"
+    assert quick.estimate.tpot < pair.estimate.tpot, "its streams end meanwhile"
     made.stream(made.prefillers[0], 40)
-    assert made.pairs(demand())[0].quote.streams < 42, "the prefiller's are not among them"
+    assert made.pairs(demand())[0].estimate.streams < 42, "the prefiller's are not among them"
 
 
 def test_blocks_must_be_free_on_the_decoder():
@@ -119,9 +119,9 @@ def test_blocks_must_be_free_on_the_decoder():
     made.stream(made.decoders[0], 10)
     made.decoders[0].load.capacity_tokens = 40_000
     (pair,) = made.pairs(demand())
-    assert pair.quote.full > 1.0 and pair.quote.wait > 0.0
+    assert pair.estimate.full > 1.0 and pair.estimate.wait > 0.0
     made.decoders[0].load.capacity_tokens = 400_000
-    assert made.pairs(demand())[0].quote.wait == 0.0
+    assert made.pairs(demand())[0].estimate.wait == 0.0
 
 
 def test_blocks_must_be_free_on_the_prefiller_as_well():
@@ -131,7 +131,7 @@ def test_blocks_must_be_free_on_the_prefiller_as_well():
     (roomy,) = made.pairs(demand())
     made.prefillers[0].load.capacity_tokens = 40_000
     (full,) = made.pairs(demand())
-    assert roomy.quote.wait == 0.0 < full.quote.wait == pytest.approx(full.quote.ttft - roomy.quote.ttft)
+    assert roomy.estimate.wait == 0.0 < full.estimate.wait == pytest.approx(full.estimate.ttft - roomy.estimate.ttft)
 
 
 def test_the_same_replica_computes_and_answers_as_quoted_for_the_whole():
@@ -139,7 +139,7 @@ def test_the_same_replica_computes_and_answers_as_quoted_for_the_whole():
     made = Fleet()
     asked = demand()
     made.evaluate(asked)
-    whole, apart = quote(made.decoders[0], asked), quoted(made.router, *made.prefillers, *made.decoders, asked)
+    whole, apart = estimate(made.decoders[0], asked), estimated(made.router, *made.prefillers, *made.decoders, asked)
     moving = made.router.transfers.seconds("p0", "d0", asked.tokens, 1.0)
     assert whole.ttft + moving < apart.ttft < 2 * whole.ttft + moving and whole.tpot == pytest.approx(apart.tpot, 0.01)
 
@@ -167,7 +167,7 @@ def test_who_finds_room_on_one_pair_alone_takes_that():
     made = Fleet(2, 2, policy="round_robin")
     made.compute(made.prefillers[0], 4)
     made.compute(made.decoders[1], 4)
-    assert {made.ask(one=Ticket(FREE, SLO, 1.0)) for _ in range(4)} <= {
+    assert {made.ask(one=QueuedRequest(FREE, SLO, 1.0)) for _ in range(4)} <= {
         ("admitted", ("p1", "d0")),
         ("admitted", ("d0",)),
     }
@@ -178,20 +178,22 @@ def test_a_ledger_of_several_gateways_chooses_among_prefillers_with_room_alone()
     for one in made.prefillers[:2]:
         made.compute(one, 4)
     evaluation = made.evaluate(demand())
-    _, evaluation = admit(made.router, made.admission, Ticket(FREE, SLO, 1.0), evaluation, 1.0, pairings=made.pairings)
+    _, evaluation = admit(
+        made.router, made.admission, QueuedRequest(FREE, SLO, 1.0), evaluation, 1.0, pairings=made.pairings
+    )
     assert [one.replica for one in evaluation.legs.near] == ["p2", "p3"]
 
 
 def test_who_finds_room_nowhere_waits_and_goes_by_the_way_that_has_some_then():
     made = Fleet(1, 1, policy="round_robin")
     on_prefiller, on_decoder = made.compute(made.prefillers[0], 4), made.compute(made.decoders[0], 4)
-    waits = Ticket(FREE, SLO, 1.0)
+    waits = QueuedRequest(FREE, SLO, 1.0)
     assert made.ask(one=waits) == ("queued", ())
     assert made.admission.head(1.1) is waits and made.ask(one=waits, now=1.1) == ("queued", ())
     for one in on_decoder:
         made.router.ledger.release(one)
     assert made.ask(one=waits, now=1.2) == ("admitted", ("d0",)), "the prefiller still has prompts to compute"
-    other = Ticket(FREE, SLO, 1.3)
+    other = QueuedRequest(FREE, SLO, 1.3)
     made.compute(made.decoders[0], 4)
     assert made.ask(one=other, now=1.3) == ("queued", ())
     for one in on_prefiller:
@@ -226,19 +228,19 @@ def test_the_slow_pool_answers_whole():
 
 def test_who_waits_for_a_decoder_keeps_it_from_pairs_as_well():
     gate = Admission(Classes((FREE,)), Rules())
-    alone = Ticket(FREE, SLO, 0.0)
+    alone = QueuedRequest(FREE, SLO, 0.0)
     assert gate.ask(alone, 1000, [FULL], 0.0, [("d0",)]).decision == "queued"
     places = [("d0",), ("d1",), ("p0", "d0"), ("p0", "d1")]
-    assert gate.ask(Ticket(FREE, SLO, 0.1), 1000, [ROOM] * 4, 0.1, places).among == [1, 3]
-    assert gate.ask(Ticket(FREE, SLO, 0.1), 1000, [ROOM, FULL, ROOM, FULL], 0.1, places).decision == "queued"
+    assert gate.ask(QueuedRequest(FREE, SLO, 0.1), 1000, [ROOM] * 4, 0.1, places).among == [1, 3]
+    assert gate.ask(QueuedRequest(FREE, SLO, 0.1), 1000, [ROOM, FULL, ROOM, FULL], 0.1, places).decision == "queued"
 
 
 def test_a_reserve_keeps_prefillers_clear_of_lower_classes_however_many_decoders_there_are():
     gate = Admission(Classes((PREMIUM, FREE)), Rules())
     busy, places = ROOM._replace(computing=1), [("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")]
-    assert gate.ask(Ticket(PREMIUM, SLO, 0.0), 1000, [ROOM] * 4, 0.0, places).decision == "admitted"
-    assert gate.ask(Ticket(FREE, SLO, 0.1), 1000, [busy, busy, ROOM, ROOM], 0.1, places).among == [0, 1]
-    assert gate.ask(Ticket(PREMIUM, SLO, 0.2), 1000, [busy, busy, ROOM, ROOM], 0.2, places).among == [2, 3]
+    assert gate.ask(QueuedRequest(PREMIUM, SLO, 0.0), 1000, [ROOM] * 4, 0.0, places).decision == "admitted"
+    assert gate.ask(QueuedRequest(FREE, SLO, 0.1), 1000, [busy, busy, ROOM, ROOM], 0.1, places).among == [0, 1]
+    assert gate.ask(QueuedRequest(PREMIUM, SLO, 0.2), 1000, [busy, busy, ROOM, ROOM], 0.2, places).among == [2, 3]
 
 
 loads = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 60)), min_size=5, max_size=5)
@@ -252,8 +254,10 @@ def test_who_is_sent_goes_by_a_way_that_was_found_to_have_room(loads, policy, bl
         made.stream(one, streams if one in made.decoders else 0)
     asked = demand(blocks)
     evaluation = made.evaluate(asked)
-    ways = {(one.replica,): quote for one, quote in zip(made.decoders, made.router.quotes(evaluation), strict=True)}
-    ways |= {one.place: one.quote for one in pairs(made.router, evaluation, made.pairings, 1.0)}
+    ways = {
+        (one.replica,): estimate for one, estimate in zip(made.decoders, made.router.estimates(evaluation), strict=True)
+    }
+    ways |= {one.place: one.estimate for one in pairs(made.router, evaluation, made.pairings, 1.0)}
     decision, place = made.ask(asked=asked)
     room = [way for way, one in ways.items() if made.admission.fit.has_room(one, 1.0, 1.0)]
     assert (decision, place in room) in {("admitted", True), ("queued", False), ("refused", False)}
@@ -270,9 +274,9 @@ def test_what_two_replicas_alone_answer_in_time_goes_by_those_that_cost_least_bu
     made.stream(made.prefillers[0], tokens=400)  # which it would hold up
     made.compute(made.prefillers[1], 1)  # which it waits for
     asked = demand(2500)
-    ways = {one.place: one.quote for one in made.pairs(asked)}
+    ways = {one.place: one.estimate for one in made.pairs(asked)}
     assert ways["p0", "d0"] < ways["p1", "d0"] and ways["p1", "d0"].ttft < SLO.ttft
-    assert quote(made.decoders[0], asked).ttft > SLO.ttft
+    assert estimate(made.decoders[0], asked).ttft > SLO.ttft
     assert made.ask(asked=asked) == ("admitted", way)
 
 
@@ -286,7 +290,7 @@ def test_limits_do_not_make_a_request_two_legs_that_it_would_not_have_without():
     evaluation = made.evaluate(asked)
     assert evaluation.candidates[evaluation.choice.index].replica == "d0"
     assert two_legs.choose(made.router, evaluation, made.prefillers, made.decoders, 1.0) is None
-    slow, other = made.router.quotes(evaluation)
+    slow, other = made.router.estimates(evaluation)
     assert slow.tpot > SLO.tpot > other.tpot and other.ttft < SLO.ttft
     on_the_other = made.router.evaluate(asked, Targets(made.decoders[1:]), 1.0)
     assert two_legs.choose(made.router, on_the_other, made.prefillers, made.decoders, 1.0) is not None

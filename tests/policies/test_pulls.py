@@ -6,11 +6,11 @@ import pytest
 
 from policies import CostGroup, Decision, Demand, Ledger, Load, Router, Targets, admit, make, two_legs
 from policies.costs import PEER
+from policies.decisions import ADMITTED, DEGRADED, SPILLED, AdmissionDecision
 from policies.ledger import NOTHING
 from policies.legs import FEW
 from policies.pulls import offer
 from policies.transfers import BANDWIDTH, LATENCY, TOKEN_BYTES
-from policies.verdicts import ADMITTED, DEGRADED, SPILLED, Verdict
 
 from .test_router import Prefixes
 
@@ -251,17 +251,17 @@ class Admits:
     def __init__(self, index, offer=None, **more):
         self.index, self.offer, self.more = index, offer, more
 
-    def ask(self, ticket, tokens, quotes, now, places, offers):
-        self.quoted = (quotes if self.offer is None else self.offer(offers))[self.index].ttft
-        return Verdict(among=(self.index,), **{"decision": ADMITTED, "reason": "room"} | self.more)
+    def ask(self, ticket, tokens, estimates, now, places, offers):
+        self.estimated = (estimates if self.offer is None else self.offer(offers))[self.index].ttft
+        return AdmissionDecision(among=(self.index,), **{"decision": ADMITTED, "reason": "room"} | self.more)
 
-    def sent(self, ticket, quote, *more):
-        self.sent_as = quote.ttft
+    def sent(self, ticket, estimate, *more):
+        self.sent_as = estimate.ttft
 
 
 def spill_or_cap(step):
     if step == SPILLED:
-        return Admits(0, lambda offers: offers.spilled(), decision=SPILLED)
+        return Admits(0, lambda offers: offers.in_overflow_pool(), decision=SPILLED)
     if step == DEGRADED:
         return Admits(1, lambda offers: offers.capped(7), decision=DEGRADED, cap=7)
     return None
@@ -289,4 +289,4 @@ def test_a_request_that_is_admitted_by_a_pull_makes_it(step, roles):
     placement = made.commit(evaluation, 1.0)
     assert placement.candidate is (slow or everybody)[gate.index]
     assert placement.pull is not None and placement.pull.source == "r0" and placement.reservation.uncached == 1
-    assert gate.sent_as == pytest.approx(gate.quoted)
+    assert gate.sent_as == pytest.approx(gate.estimated)

@@ -4,19 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import Admission, Classes, CostGroup, QosClass, Quote, Rules, Slo, Ticket
+from policies import Admission, Classes, CostGroup, Estimate, QosClass, QueuedRequest, Rules, Slo
 
 SLO = Slo(2.0, 0.05)
 PREMIUM, FREE = QosClass("premium", 0.1, 100, SLO), QosClass("free", 0.6, 10, SLO)
-ROOM = Quote(0.05, 0.0, 0.02, 1.0, there=2)
-FULL = Quote(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
-LATE = Quote(2.5, 2.4, 0.02, 1.0, there=9, computing=2)
-IDLE = Quote(9.0, 0.0, 0.5)
+ROOM = Estimate(0.05, 0.0, 0.02, 1.0, there=2)
+FULL = Estimate(0.45, 0.4, 0.02, 1.0, there=9, computing=2)
+LATE = Estimate(2.5, 2.4, 0.02, 1.0, there=9, computing=2)
+IDLE = Estimate(9.0, 0.0, 0.5)
 COSTS = CostGroup().add("r")
 
 
 class Offered:
-    """`capped`: the quotes for a short answer, for a cap of at most so many tokens; `slow`: those of the slow pool."""
+    """`capped`: the estimates for an answer capped at so many tokens; `slow`: those of the overflow pool."""
 
     def __init__(self, capped=(), slow=(), asks=10_000):
         self._capped, self._slow, self._asks = capped, slow, asks
@@ -24,7 +24,7 @@ class Offered:
     def capped(self, most):
         return self._capped if most < self._asks else ()
 
-    def spilled(self):
+    def in_overflow_pool(self):
         return self._slow
 
 
@@ -32,9 +32,9 @@ def admission(*steps, **given):
     return Admission(Classes((PREMIUM, FREE)), Rules(steps, **given))
 
 
-def ask(gate, offered, *quotes, qos=FREE, now=0.0, one=None):
-    one = one or Ticket(qos, qos.slo, now)
-    return gate.ask(one, 1000, quotes, now, (), offered)
+def ask(gate, offered, *estimates, qos=FREE, now=0.0, one=None):
+    one = one or QueuedRequest(qos, qos.slo, now)
+    return gate.ask(one, 1000, estimates, now, (), offered)
 
 
 BOTH = Offered([FULL], [IDLE])
@@ -90,7 +90,7 @@ def test_a_short_answer_that_is_late_all_the_same_is_not_sent():
 
 
 def test_the_slow_pool_is_not_filled_without_bound():
-    slow = Quote(9.0, 0.3, 0.5, there=3, computing=1)
+    slow = Estimate(9.0, 0.3, 0.5, there=3, computing=1)
     assert ask(admission("spill"), Offered(slow=[slow]), LATE)[:2] == ("refused", "ttft")
     assert ask(admission("spill"), Offered(slow=[slow, IDLE]), LATE).among == [1]
 
@@ -98,13 +98,13 @@ def test_the_slow_pool_is_not_filled_without_bound():
 def test_a_degraded_request_does_not_overtake_a_higher_class():
     gate = Admission(Classes((QosClass("premium", 0.1, 100, SLO, ("wait",)), FREE)), Rules(("degrade", "wait")))
     assert ask(gate, BOTH, LATE, qos=gate.classes.all[0]).decision == "refused"
-    waits = Quote(1.0, 0.9, 0.02, 1.0, there=9, computing=2)
+    waits = Estimate(1.0, 0.9, 0.02, 1.0, there=9, computing=2)
     assert ask(gate, BOTH, waits, qos=gate.classes.all[0]).decision == "queued"
     assert ask(gate, Offered([FULL]), waits).decision == "queued"
 
 
 def test_who_would_wait_too_long_goes_to_the_slow_pool():
-    gate, one = admission("wait", "spill"), Ticket(FREE, SLO, 0.0)
+    gate, one = admission("wait", "spill"), QueuedRequest(FREE, SLO, 0.0)
     assert ask(gate, BOTH, FULL, one=one).decision == "queued"
     assert [*gate.turned_out(1.0)] == []
     late = one.deadline + 0.01
@@ -114,7 +114,7 @@ def test_who_would_wait_too_long_goes_to_the_slow_pool():
 
 
 def test_who_would_wait_too_long_is_refused_where_the_slow_pool_is_full_too():
-    gate, one = admission("wait", "spill"), Ticket(FREE, SLO, 0.0)
+    gate, one = admission("wait", "spill"), QueuedRequest(FREE, SLO, 0.0)
     ask(gate, BOTH, FULL, one=one)
     late = one.deadline + 0.01
     assert [*gate.turned_out(late)]
@@ -122,15 +122,20 @@ def test_who_would_wait_too_long_is_refused_where_the_slow_pool_is_full_too():
     assert not gate.waiting
 
 
-quotes = st.sampled_from([ROOM, FULL, LATE, IDLE])
+estimates = st.sampled_from([ROOM, FULL, LATE, IDLE])
 orders = st.permutations(["wait", "degrade", "spill"]).flatmap(
     lambda steps: st.integers(1, 3).map(lambda count: tuple(steps[:count]))
 )
 
 
-@given(orders, st.lists(quotes, min_size=1, max_size=3), st.lists(quotes, max_size=3), st.lists(quotes, max_size=3))
+@given(
+    orders,
+    st.lists(estimates, min_size=1, max_size=3),
+    st.lists(estimates, max_size=3),
+    st.lists(estimates, max_size=3),
+)
 def test_a_request_is_sent_to_somebody_or_waits_or_is_refused(steps, normal, capped, slow):
-    gate, one = admission(*steps), Ticket(FREE, SLO, 0.0)
+    gate, one = admission(*steps), QueuedRequest(FREE, SLO, 0.0)
     verdict = ask(gate, Offered(capped[: len(normal)], slow), *normal, one=one)
     sent = verdict.decision in ("admitted", "degraded", "spilled")
     assert sent == bool(verdict.among) and one.waits == (verdict.decision == "queued") == gate.waiting

@@ -366,7 +366,7 @@ async def test_a_replica_that_dies_while_others_wait_takes_nobody_with_it():
 
 async def be_too_late(queue):
     """No replica is ready for those that wait, and they have waited for as long as they may."""
-    await eventually(lambda: all(line.is_absent for one in queue._fleets.values() for line in one.lines if line.count))
+    await eventually(lambda: all(line.is_absent for one in queue._fleets.values() for line in one.queues if line.count))
     for fleet in queue._fleets.values():
         fleet.held_up(-1000.0)
 

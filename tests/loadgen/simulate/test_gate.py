@@ -9,7 +9,7 @@ import pytest
 
 from loadgen.simulate import Fleet, Turn
 from loadgen.simulate.gate import Gate
-from policies import Admission, Classes, QosClass, Rules, Slo, Ticket
+from policies import Admission, Classes, QosClass, QueuedRequest, Rules, Slo
 from replicas.simulated.profile import RequestTime, StepDurations, load_profile
 
 SLO = Slo(2.0, 0.05)
@@ -213,9 +213,9 @@ def test_an_answer_that_ends_after_a_window_is_none_of_its_last_third(ends, step
     slow, quick = 0.1, 0.01  # seconds a token; a limit of 0.05
     for tpot, end, answers in ((slow, 5.0, 20), (quick, 25.0, 7), (slow, ends, 7)):
         for _ in range(answers):
-            gate.complete(Ticket(PREMIUM, SLO, 0.0), end - 40 * tpot, end, 41)
-    gate.first(Ticket(PREMIUM, SLO, 31.0), 31.1)
-    assert [change.rung.step for _, change in gate.changes] == steps
+            gate.complete(QueuedRequest(PREMIUM, SLO, 0.0), end - 40 * tpot, end, 41)
+    gate.first(QueuedRequest(PREMIUM, SLO, 31.0), 31.1)
+    assert [change.step for _, change in gate.changes] == steps
 
 
 class Slow(StepDurations):
@@ -241,7 +241,7 @@ def test_of_a_fault_in_which_nearly_all_are_refused_the_control_takes_its_steps_
     records = one.run().records
     slow = [record for record in records if record.turn.qos == "premium" and begin + window <= record.sent < end]
     assert sum(record.error is None for record in slow) < 0.1 * len(slow)
-    steps = [(when, change.rung.step, change.taken) for when, change in one.gates[0].changes]
+    steps = [(when, change.step, change.taken) for when, change in one.gates[0].changes]
     assert steps[:4] == [(begin + window, step, True) for step in ("tighten", "cap", "halve", "shed")]
     assert steps[4:] and all(when > end for when, *_ in steps[4:]), "none is undone as long as the fault lasts"
     assert [taken for *_, taken in steps[4:]] == [False] * 4, "and all afterwards"

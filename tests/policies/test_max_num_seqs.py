@@ -6,8 +6,8 @@ from math import inf
 import pytest
 
 from policies import CostGroup, Demand, Ledger, Load, Router, make
-from policies.quotes import quote
-from policies.seats import CALM, ENOUGH, Seats
+from policies.estimates import estimate
+from policies.max_num_seqs import CALM, ENOUGH, MaxNumSeqs
 
 from .test_router import Prefixes
 
@@ -19,7 +19,7 @@ CALMLY = replace(FULL, requests=8, prefilling=0, waiting=0)
 
 def found(*scrapes) -> float:
     """Of loads, with 8 that run if nothing else is said."""
-    seats = Seats()
+    seats = MaxNumSeqs()
     for scrape in scrapes:
         load, running = scrape if isinstance(scrape, tuple) else (scrape, 8)
         seats.scraped(load, running)
@@ -83,14 +83,14 @@ def test_a_quote_counts_the_wait_for_a_seat():
             router.ledger.first_byte(reservation)
     demand = Demand(100, 16, 1, now=0.0, max_tokens=100)
     router.weighed(demand, router.targets([candidate]), 0.0)
-    before = quote(candidate, demand)
+    before = estimate(candidate, demand)
     for _ in range(ENOUGH):
         router.ledger.scraped("r0", 3, 0.1)
-        router.count_seats("r0", 8)
-    after = quote(candidate, demand)
-    assert candidate.seats == 8
+        router.learn_max_num_seqs("r0", 8)
+    after = estimate(candidate, demand)
+    assert candidate.max_num_seqs == 8
     assert after.wait - before.wait == pytest.approx(before.left * 4 / 8)  # four have to end, of eight
     assert after.streams == 8 and after.tpot < before.tpot
 
     router.regroup("r0", CostGroup())
-    assert candidate.seats == inf  # another kind of engine
+    assert candidate.max_num_seqs == inf  # another kind of engine

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .admission import Admission
+from .class_queue import QueuedRequest
+from .decisions import SENT, SPILLED, AdmissionDecision, AdmissionOptions
+from .estimates import Estimate
 from .legs import LegChoice
-from .lines import Ticket
-from .pairs import Pair, best_legs, pairs, quoted
+from .pairs import Pair, best_legs, estimated, pairs
 from .placement import Evaluation, Pairing
-from .quotes import Quote
 from .router import Router, Targets
-from .verdicts import SENT, SPILLED, Options, Verdict
 from .vocabulary import Candidate
 
 
-class Offers(Options):
+class RouterOptions(AdmissionOptions):
     """The alternatives for a request: a capped answer, or the overflow pool. Quotes for them are made on demand.
 
     `spill`: returns the overflow pool's replicas that can take the request; `may_cap`: whether its answer can be
@@ -39,7 +39,7 @@ class Offers(Options):
         asked = self._evaluation.demand.max_tokens
         return self._may_cap and (asked is None or asked > most)
 
-    def capped(self, most: int) -> Sequence[Quote]:
+    def capped(self, most: int) -> Sequence[Estimate]:
         demand, evaluation = self._evaluation.demand, self._evaluation
         if not self.may_cap(most):
             return ()
@@ -48,20 +48,20 @@ class Offers(Options):
             evaluation = self._router.evaluate(demand, targets, self._now, peers=evaluation.peers)
         demand.output, output = min(demand.output, most), demand.output
         try:
-            whole = self._router.quotes(evaluation)
-            return whole + [one.quote for one in pairs(self._router, evaluation, self._pairings, self._now)]
+            whole = self._router.estimates(evaluation)
+            return whole + [one.estimate for one in pairs(self._router, evaluation, self._pairings, self._now)]
         finally:
             demand.output = output
 
-    def spilled(self) -> Sequence[Quote]:
+    def in_overflow_pool(self) -> Sequence[Estimate]:
         targets = self._spill()
         if not targets:
             return ()
         found = self._router.evaluate(self._evaluation.demand, targets, self._now, peers=self._evaluation.peers)
         self.slow = [*found.candidates]
-        return self._router.quotes(found)
+        return self._router.estimates(found)
 
-    def spills_elsewhere(self) -> bool:
+    def has_separate_overflow_pool(self) -> bool:
         targets = self._spill()
         if not targets:
             return False
@@ -72,17 +72,17 @@ class Offers(Options):
 def admit(
     router: Router,
     admission: Admission,
-    ticket: Ticket,
+    request: QueuedRequest,
     evaluation: Evaluation,
     now: float,
     spill: Callable[[], Targets | None] = lambda: None,
     may_cap: bool = False,
     pairings: Sequence[Pairing] = (),
-) -> tuple[Verdict, Evaluation]:
+) -> tuple[AdmissionDecision, Evaluation]:
     """Decide whether a request is sent, right after `Router.evaluate`; return the verdict and the evaluation to commit.
 
     If not all ways to serve the request suit it, the policy chooses again among those that do. A request that is sent
-    must be committed at once. `spill`, `may_cap`, `pairings`: as in `Offers`.
+    must be committed at once. `spill`, `may_cap`, `pairings`: as in `RouterOptions`.
 
     Two legs (prompt and answer on different replicas) are taken where they cost less than the request would on one
     replica without limits. So limits alone never split a request, unless no single replica suits it. A class whose
@@ -91,15 +91,15 @@ def admit(
     their limits with two legs, 89 % without).
     """
     demand, candidates, unlimited = evaluation.demand, evaluation.candidates, evaluation
-    quotes = router.quotes(evaluation)
+    estimates = router.estimates(evaluation)
     paired = pairs(router, evaluation, pairings, now) if pairings else []
-    offers = Offers(router, evaluation, now, spill, may_cap, pairings)
-    best, whole_best = min(paired, key=lambda one: one.quote, default=None), candidates[evaluation.choice.index]
-    computing = whole_best if best is None or best.quote >= min(quotes) else best.prefiller
+    offers = RouterOptions(router, evaluation, now, spill, may_cap, pairings)
+    best, whole_best = min(paired, key=lambda one: one.estimate, default=None), candidates[evaluation.choice.index]
+    computing = whole_best if best is None or best.estimate >= min(estimates) else best.prefiller
     verdict = admission.ask(
-        ticket,
+        request,
         demand.tokens - computing.cached,
-        quotes + [one.quote for one in paired],
+        estimates + [one.estimate for one in paired],
         now,
         [*[(one.replica,) for one in candidates], *[one.place for one in paired]],
         offers,
@@ -110,27 +110,27 @@ def admit(
         demand.max_tokens = verdict.cap
         if demand.also is not None:
             demand.also.max_tokens = verdict.cap
-    whole, allowed = [index for index in verdict.among if index < len(quotes)], paired
+    whole, allowed = [index for index in verdict.among if index < len(estimates)], paired
     if verdict.decision == SPILLED:
         candidates, allowed, whole = offers.slow, [], [*verdict.among]
     elif verdict.among:
-        allowed = [paired[index - len(quotes)] for index in verdict.among if index >= len(quotes)]
+        allowed = [paired[index - len(estimates)] for index in verdict.among if index >= len(estimates)]
     if offers.slow or verdict.cap or (whole and evaluation.choice.index not in whole):
         targets = Targets([candidates[index] for index in whole or range(len(candidates))])
         evaluation = router.evaluate(demand, targets, now, peers=evaluation.peers)
-        quotes = router.quotes(evaluation)
+        estimates = router.estimates(evaluation)
         if verdict.decision == SPILLED or len(targets) < len(candidates):
             evaluation = evaluation._replace(narrowed=verdict.decision)
     writer, legs = evaluation.candidates[evaluation.choice.index], None
     if pairings:
-        may_go_whole = bool(whole) or not verdict.among or admission.observes(ticket.qos)
+        may_go_whole = bool(whole) or not verdict.among or admission.observes(request.qos)
         legs = _legs(router, unlimited, pairings, now, allowed, may_go_whole)
         evaluation = evaluation._replace(settled=True, legs=legs)
-    chosen, computing = quotes[evaluation.choice.index], writer
+    chosen, computing = estimates[evaluation.choice.index], writer
     if legs is not None:
         computing, writer = legs.prefiller, legs.decoder
-        chosen = quoted(router, computing, writer, demand)
-    admission.sent(ticket, chosen, writer.costs, demand.tokens + demand.output, now, computing.replica)
+        chosen = estimated(router, computing, writer, demand)
+    admission.sent(request, chosen, writer.costs, demand.tokens + demand.output, now, computing.replica)
     return verdict, evaluation
 
 
@@ -154,5 +154,5 @@ def _legs(
             return found
     if whole:
         return None
-    first, second, _ = min(allowed, key=lambda one: one.quote)  # none of the cheapest pairs is allowed
+    first, second, _ = min(allowed, key=lambda one: one.estimate)  # none of the cheapest pairs is allowed
     return LegChoice(first, second, evaluation.demand.tokens - second.overlap, None, None)

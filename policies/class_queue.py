@@ -1,4 +1,4 @@
-"""The queue in front of a fleet: one line per class and set of replicas, with deficit round robin over its tenants.
+"""The queue in front of a fleet: one queue per class and set of replicas, with deficit round robin over its tenants.
 
 Deficit round robin is by Shreedhar and Varghese ("Efficient fair queuing using deficit round robin", IEEE/ACM
 Transactions on Networking 4(3), 1996): each tenant in turn may send QUANTUM uncached tokens, and saves up for a longer
@@ -16,13 +16,13 @@ from .classes import QosClass, Slo
 from .costs import Costs
 
 QUANTUM = 512  # uncached tokens a turn
-ABSENT = ""  # if among a line's targets, its requests wait until a replica is ready for them
+ABSENT = ""  # if among a queue's targets, its requests wait until a replica is ready for them
 Resource = Literal["count", "size"]  # what the queue bounds: requests ("count") and their bytes ("size")
-_WINDOW = 5.0  # seconds of waiting over which a line's pace is averaged
+_WINDOW = 5.0  # seconds of waiting over which a queue's pace is averaged
 _PRIOR = 1.0  # seconds of waiting that the first guess of a pace counts as
 
 
-class Ticket:
+class QueuedRequest:
     """A request that wants to be sent.
 
     `since`: when its client began to wait; `held`: seconds since then in which the stalled gateway could send nobody;
@@ -31,8 +31,8 @@ class Ticket:
 
     __slots__ = (
         "qos", "tenant", "slo", "since", "held", "size", "payload",
-        # uncached tokens and seconds of its prefill, as last quoted; its deadline; whether it waits, and in which line
-        "tokens", "own", "deadline", "waits", "line",
+        # uncached tokens and seconds of its prefill, as last estimated; its deadline; whether it waits, and where
+        "tokens", "own", "deadline", "waits", "queue",
         # set when it is sent: predicted seconds from `since` to its first token, whether the costs behind them had
         # learned, the costs of its replica, and the streams and context tokens among which it will decode there
         "ttft", "learned", "costs", "streams", "context",
@@ -44,11 +44,11 @@ class Ticket:
         self.tokens, self.own, self.deadline, self.waits = 0, 0.0, 0.0, False
         self.ttft, self.learned, self.streams, self.context = 0.0, True, 1.0, 0.0
         self.costs: Costs | None = None
-        self.line: Line | None = None
+        self.queue: ClassQueue | None = None
 
 
 class Pace:
-    """The pace of a line: prefill seconds that leave it per second in which some request waits in it."""
+    """The pace of a queue: prefill seconds that leave it per second in which some request waits in it."""
 
     __slots__ = ("_work", "_seconds", "_at")
 
@@ -72,7 +72,7 @@ class Pace:
         self._at += seconds
 
     def left(self, work: float) -> None:
-        """Count `work` prefill seconds that left the line."""
+        """Count `work` prefill seconds that left the queue."""
         self._work += work
 
 
@@ -82,23 +82,23 @@ class _Sums:
     def __init__(self) -> None:
         self.work, self.count, self.size = 0.0, 0, 0
 
-    def sum(self, ticket: Ticket, sign: int) -> None:
+    def sum(self, request: QueuedRequest, sign: int) -> None:
         """Add a request (`sign` 1), or subtract it (-1)."""
         self.count += sign
-        self.size += sign * ticket.size
-        self.work = self.work + sign * ticket.own if self.count else 0.0
+        self.size += sign * request.size
+        self.work = self.work + sign * request.own if self.count else 0.0
 
 
 class _Tenant(_Sums):
-    """The requests of one tenant in a line, in order. `deficit`: tokens that it may send before its turn is over."""
+    """The requests of one tenant in a queue, in order. `deficit`: tokens that it may send before its turn is over."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: OrderedDict[Ticket, None] = OrderedDict()
+        self.requests: OrderedDict[QueuedRequest, None] = OrderedDict()
         self.deficit = 0.0
 
 
-class Line(_Sums):
+class ClassQueue(_Sums):
     """The waiting requests of one class that may go to the same replicas, the `targets`; empty: to any."""
 
     def __init__(self, qos: QosClass, guess: float, targets: frozenset[str] = frozenset()) -> None:
@@ -113,53 +113,53 @@ class Line(_Sums):
         """Whether no replica was ready for its requests when that was last checked."""
         return ABSENT in self.targets
 
-    def add(self, ticket: Ticket, now: float) -> None:
+    def add(self, request: QueuedRequest, now: float) -> None:
         self.pace.passed(now, self.count > 0)
-        tenant = self._tenants.get(ticket.tenant)
+        tenant = self._tenants.get(request.tenant)
         if tenant is None:
             if len(self._tenants) > 64 + 2 * self._present:
                 self._tenants = OrderedDict((name, one) for name, one in self._tenants.items() if one.count)
-            tenant = self._tenants[ticket.tenant] = _Tenant()
+            tenant = self._tenants[request.tenant] = _Tenant()
         self._present += not tenant.count
-        tenant.queue[ticket] = None
-        tenant.sum(ticket, 1)
-        self.sum(ticket, 1)
-        ticket.waits, ticket.line = True, self
+        tenant.requests[request] = None
+        tenant.sum(request, 1)
+        self.sum(request, 1)
+        request.waits, request.queue = True, self
 
-    def head(self) -> Ticket | None:
+    def head(self) -> QueuedRequest | None:
         """Return the next request to send, or None."""
         while self._tenants:
             name, tenant = next(iter(self._tenants.items()))
             if not tenant.count:
                 del self._tenants[name]
                 continue
-            first = next(iter(tenant.queue))
+            first = next(iter(tenant.requests))
             if len(self._tenants) == 1 or tenant.deficit >= max(QUANTUM, first.tokens):
                 return first
             tenant.deficit += QUANTUM
             self._tenants.move_to_end(name)
         return None
 
-    def take(self, ticket: Ticket, now: float) -> None:
+    def take(self, request: QueuedRequest, now: float) -> None:
         """Remove a request that is sent, and charge it to its tenant."""
-        self.drop(ticket, now)
-        self.pace.left(ticket.own)
-        tenant = self._tenants[ticket.tenant]
-        tenant.deficit = max(0.0, tenant.deficit - max(QUANTUM, ticket.tokens))
+        self.drop(request, now)
+        self.pace.left(request.own)
+        tenant = self._tenants[request.tenant]
+        tenant.deficit = max(0.0, tenant.deficit - max(QUANTUM, request.tokens))
 
-    def drop(self, ticket: Ticket, now: float) -> None:
-        """Remove a request that leaves without being sent, or that is to wait in another line."""
+    def drop(self, request: QueuedRequest, now: float) -> None:
+        """Remove a request that leaves without being sent, or that is to wait in another queue."""
         self.pace.passed(now, True)
-        ticket.waits, tenant = False, self._tenants[ticket.tenant]
-        del tenant.queue[ticket]
-        tenant.sum(ticket, -1)
-        self.sum(ticket, -1)
+        request.waits, tenant = False, self._tenants[request.tenant]
+        del tenant.requests[request]
+        tenant.sum(request, -1)
+        self.sum(request, -1)
         self._present -= not tenant.count
 
-    def last(self, resource: Resource) -> Ticket | None:
+    def last(self, resource: Resource) -> QueuedRequest | None:
         """Return the request to displace if the queue is full: the latest one of the tenant that has most of it."""
         most = self._most(resource)
-        return next(reversed(most.queue)) if most is not None else None
+        return next(reversed(most.requests)) if most is not None else None
 
     def most(self, resource: Resource) -> int:
         """Return how much of the resource the tenant has that has most of it."""
@@ -171,7 +171,7 @@ class Line(_Sums):
         tenant = self._tenants.get(name)
         return int(getattr(tenant, resource)) if tenant is not None else 0
 
-    def gives(self, count: int, size: int, share: int) -> list[Ticket] | None:
+    def gives(self, count: int, size: int, share: int) -> list[QueuedRequest] | None:
         """Return the latest requests of the largest tenant that together free `count` requests and `size` bytes.
 
         Return None if that would leave this tenant less than `share`, which is what the newcomer's tenant would then
@@ -179,9 +179,9 @@ class Line(_Sums):
         """
         resource: Resource = "count" if count > 0 else "size"
         most = self._most(resource)
-        found: list[Ticket] = []
+        found: list[QueuedRequest] = []
         freed = 0
-        for one in reversed(most.queue) if most is not None else ():
+        for one in reversed(most.requests) if most is not None else ():
             found.append(one)
             freed += one.size
             if len(found) >= count and freed >= size:
@@ -197,7 +197,7 @@ class Line(_Sums):
     def ahead(self, name: str) -> float:
         """Return the prefill seconds that precede a newcomer of this tenant.
 
-        Before it, each other tenant sends as much as this tenant has in line, and one request more; at most all that
+        Before it, each other tenant sends as much as this tenant has in queue, and one request more; at most all that
         waits.
         """
         tenant = self._tenants.get(name)

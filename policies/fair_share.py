@@ -33,7 +33,7 @@ _LEAST_BOOKED, _MOST_BOOKED, _FOLLOWED = 10.0, 50.0, 60.0
 _FIRST_SWEEP = 256  # replicas in `_computes` from which idle ones are dropped
 
 
-class Reserves:
+class FairShare:
     """The recent use of one fleet, by class."""
 
     def __init__(self, classes: Classes) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from policies import CostGroup, Demand, Ledger, Router, Targets, admit, make
-from policies.verdicts import ADMITTED, DEGRADED, OBSERVED, SPILLED, Verdict
+from policies.decisions import ADMITTED, DEGRADED, OBSERVED, SPILLED, AdmissionDecision
 
 from .test_router import Prefixes
 
@@ -16,8 +16,8 @@ class Says:
     def __init__(self, verdict):
         self.verdict = verdict
 
-    def ask(self, ticket, tokens, quotes, now, places, offers):
-        assert len(offers.spilled()) == 2
+    def ask(self, ticket, tokens, estimates, now, places, offers):
+        assert len(offers.in_overflow_pool()) == 2
         return self.verdict
 
     def sent(self, *given):
@@ -31,7 +31,7 @@ def admitted(*verdict, **more):
     everybody = [router.add(name, slot) for slot, name in enumerate(names)]
     asked = Demand(SIZE * BLOCKS + 1, SIZE, 1, hashes=range(1, BLOCKS + 1), now=1.0, output=100.0)
     evaluation = router.evaluate(asked, Targets(everybody[:2]), 1.0)
-    gate = Says(Verdict(*verdict, **more))
+    gate = Says(AdmissionDecision(*verdict, **more))
     _, evaluation = admit(router, gate, None, evaluation, 1.0, lambda: Targets(everybody[2:]), True)
     assert asked.max_tokens == more.get("cap")
     return [one.replica for one in evaluation.candidates], evaluation.narrowed

@@ -1,7 +1,7 @@
 """Quotes: the latency that a candidate would give a request, predicted before it is sent.
 
     ttft = the prediction of `costs` by the present load + fetching from slower tiers
-           + the wait for free blocks and a seat (a place among the requests that the engine runs at once)
+           + the wait for free blocks and for a place among those that run
     tpot = a decode step with the streams that are there when its first token is out
 
 Where one replica computes the prompt and another writes the answer (`pairs`), `first_leg` predicts the first replica's
@@ -10,7 +10,8 @@ part, and `after_prefill` combines it with the second's.
 A present stream is still there after `ttft` with probability exp(-ttft / left), where `left` is the time that an answer
 observed at a random moment still takes (`Load.output_tokens` over its requests). Prompts that wait on the replica are
 computed before the request's own, so they are streams by then. While the cache is full, blocks come free as streams
-end, and so do seats while all are taken: of the answers on all seats, the k-th ends after k / seats of `left`.
+end, and so does a place among the max_num_seqs requests that the engine runs at once:
+of these answers, the k-th ends after k / max_num_seqs of `left`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .vocabulary import Candidate, Demand
 Place = tuple[str, ...]
 
 
-class Quote(NamedTuple):
+class Estimate(NamedTuple):
     """Predicted seconds for a request on one candidate, and the load by which they were predicted."""
 
     ttft: float  # seconds to its first token
@@ -55,10 +56,10 @@ class FirstLeg(NamedTuple):
     load: Load
 
 
-def quote(candidate: Candidate, demand: Demand) -> Quote:
-    """Return a candidate's quote for a whole request; the candidate was weighed for it and its `output` is set."""
+def estimate(candidate: Candidate, demand: Demand) -> Estimate:
+    """Return a candidate's estimate for a whole request; the candidate was weighed for it and its `output` is set."""
     load, prompt = candidate.load, _prompt(candidate, demand, demand.output)
-    return _quote(candidate, demand, prompt.ttft, prompt.wait, load.requests, load.prefilling)
+    return _estimate(candidate, demand, prompt.ttft, prompt.wait, load.requests, load.prefilling)
 
 
 def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
@@ -69,8 +70,8 @@ def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
     return _prompt(candidate, demand, 0.0)
 
 
-def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: Demand) -> Quote:
-    """Return the quote of a `decoder` that gets the prompt's cache `moving` seconds after the first leg is done.
+def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: Demand) -> Estimate:
+    """Return the estimate of a `decoder` that gets the prompt's cache `moving` seconds after the first leg is done.
 
     Work that the decoder has to do first counts only by how much longer it takes than the first leg.
     """
@@ -78,18 +79,18 @@ def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: De
     base, own, queue, crowd = decoder.costs.ttft_parts(load, 1, max(0, demand.tokens - 1), demand.now)
     late = max(0.0, queue + _until_it_fits(decoder, _held(load, demand)) - first.ttft)
     ttft, there = first.ttft + moving + late + base + own + crowd, first.load.requests + load.requests
-    return _quote(decoder, demand, ttft, first.wait + late, there, first.load.prefilling)
+    return _estimate(decoder, demand, ttft, first.wait + late, there, first.load.prefilling)
 
 
-def _quote(candidate: Candidate, demand: Demand, ttft: float, wait: float, there: int, computing: int) -> Quote:
-    """Return the quote, with the TPOT by the streams that are there after `ttft`; the rest are fields of the quote."""
+def _estimate(candidate: Candidate, demand: Demand, ttft: float, wait: float, there: int, computing: int) -> Estimate:
+    """Return the estimate, with the TPOT by the streams that are there after `ttft`; the rest are its fields."""
     load, left = candidate.load, _left(candidate)
     stay = exp(-ttft / left) if left > 0.0 else 0.0
     all_ = load.decoding * stay + load.prefilling + 1
-    streams = min(all_, candidate.seats)
+    streams = min(all_, candidate.max_num_seqs)
     context = (load.context_tokens * stay + load.prefill_tokens + demand.tokens + 0.5 * demand.output) * streams / all_
     tpot, full = candidate.costs.stream_step(streams, context), _held(load, demand) / load.capacity_tokens
-    return Quote(ttft, wait, tpot, left, there, computing, full, streams, context)
+    return Estimate(ttft, wait, tpot, left, there, computing, full, streams, context)
 
 
 def _prompt(candidate: Candidate, demand: Demand, output: float) -> FirstLeg:
@@ -113,12 +114,12 @@ def _left(candidate: Candidate) -> float:
 
 
 def _until_it_fits(candidate: Candidate, held: float) -> float:
-    """Return the seconds until ending answers have freed blocks for `held` tokens, and a seat.
+    """Return the seconds until ending answers have freed blocks for `held` tokens, and a place in its batch.
 
-    A seat is free for this request once it and all ahead of it can run.
+    There is a place once this request and all ahead of it can run.
     """
     load, left, blocks = candidate.load, _left(candidate), 0.0
     if held > load.capacity_tokens and load.context_tokens:
         blocks = left * (held - load.capacity_tokens) / load.context_tokens
-    waiting = load.requests + 1 - candidate.seats
-    return max(blocks, left * waiting / candidate.seats if waiting > 0.0 else 0.0)
+    waiting = load.requests + 1 - candidate.max_num_seqs
+    return max(blocks, left * waiting / candidate.max_num_seqs if waiting > 0.0 else 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .quotes import Quote
+from .estimates import Estimate
 
 ADMITTED, QUEUED, REFUSED, OBSERVED = "admitted", "queued", "refused", "observed"
 DEGRADED, SPILLED = "degraded", "spilled"  # sent: with a capped answer, or to the overflow pool
@@ -36,7 +36,7 @@ class Rules(NamedTuple):
     control_window: float | None = 30.0  # seconds of one window of overload control; None: no overload control
 
 
-class Verdict(NamedTuple):
+class AdmissionDecision(NamedTuple):
     """The decision on a request."""
 
     decision: str
@@ -47,24 +47,24 @@ class Verdict(NamedTuple):
     cap: int = 0  # most tokens that its answer may have; 0: as many as it asks for
 
 
-class Options:
-    """The alternatives for a request that finds no room. Here there are none; `offers.Offers` makes them."""
+class AdmissionOptions:
+    """The alternatives for a request that finds no room. Here there are none; `offers.RouterOptions` makes them."""
 
     def may_cap(self, most: int) -> bool:
         """Return whether the request's answer can be capped at `most` tokens, and might be longer otherwise."""
         return False
 
-    def capped(self, most: int) -> Sequence[Quote]:
-        """Return the candidates' quotes for an answer of at most `most` tokens; none unless `may_cap(most)`."""
+    def capped(self, most: int) -> Sequence[Estimate]:
+        """Return the candidates' estimates for an answer of at most `most` tokens; none unless `may_cap(most)`."""
         return ()
 
-    def spilled(self) -> Sequence[Quote]:
-        """Return the quotes of the overflow pool's replicas that can take the request."""
+    def in_overflow_pool(self) -> Sequence[Estimate]:
+        """Return the estimates of the overflow pool's replicas that can take the request."""
         return ()
 
-    def spills_elsewhere(self) -> bool:
+    def has_separate_overflow_pool(self) -> bool:
         """Return whether the overflow pool has replicas, and none of them is already a candidate for the request."""
         return False
 
 
-NO_OPTIONS = Options()
+NO_OPTIONS = AdmissionOptions()

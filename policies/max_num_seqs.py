@@ -1,9 +1,10 @@
-"""Seats: how many requests an engine runs at once (vLLM's `max_num_seqs`), learned because no metric reports it.
+"""MaxNumSeqs: how many requests an engine runs at once (vLLM's `max_num_seqs`), learned because no metric reports it.
 
-A prompt waits in its engine for the current step, for cache, for a transfer, or for a seat. It waits for a seat if, at
+A prompt waits in its engine for the current step, for cache, for a transfer, or for a place among the
+requests that run. It waits for such a place if, at
 each of several scrapes, the same number of requests runs while others wait, the cache is not full, and no fewer run
-than the ledger counts as decoding (it also counts those whose cache is being fetched). There are more seats than
-assumed if more requests run, or if none waits for long while all seats are taken. Pure.
+than the ledger counts as decoding (it also counts those whose cache is being fetched). There are more places than
+assumed if more requests run, or if none waits for long while all places are taken. Pure.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from math import inf
 from .ledger import Load
 
 ENOUGH = 5  # scrapes in a row that have to agree
-CALM = 10  # scrapes in a row without waiting requests, all seats taken, after which one more seat is assumed
+CALM = 10  # scrapes in a row without waiting requests, all places taken, after which one more is assumed
 FULL = 0.9  # share of the cache in use from which requests may be waiting for cache
 
 
-class Seats:
-    """The number of seats of one engine, learned from scrapes."""
+class MaxNumSeqs:
+    """The number of requests that one engine runs at once, learned from scrapes."""
 
     __slots__ = ("count", "_running", "_seen", "_calm")
 
     def __init__(self) -> None:
-        self.count: float = inf  # the number of seats; infinite: no limit noticed yet
+        self.count: float = inf  # the number of requests; infinite: no limit noticed yet
         self._running = self._seen = self._calm = 0
 
     def scraped(self, load: Load, running: int) -> float:
-        """Learn from a scrape of the engine's metrics, and return the number of seats.
+        """Learn from a scrape of the engine's metrics, and return how many requests it runs at once.
 
         `running`: requests that run there, of any client.
         """

@@ -1,7 +1,7 @@
 """Messages about a wrong command line, for every command of the project: each says what would be right.
 
-argparse's own messages are worse: they name a Python type ("invalid int value"), list all choices without guessing the
-one that was meant, and do not mention an unknown flag if another argument is missing.
+Some of argparse's own messages are worse: they list all choices without guessing the one that was meant, and do not
+mention an unknown flag if another argument is missing.
 """
 
 import argparse
@@ -9,16 +9,11 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NoReturn
 
 from replicas.spelling import did_you_mean, none_of
 
 _MISPLACED = re.compile(" required|invalid choice")  # errors that a misspelt flag may cause
-_VALUELESS = re.compile(r"flag (--[\w-]+): ignored explicit argument .*")
-_FLAG = re.compile(r"argument (-[\w/-]+)")
-_NUMBER = re.compile(r"invalid (int|float) value: (.+)")
-_NOTHING = re.compile(r"flag (--[\w-]+): expected (?:one|at least one) argument")
 _NEGATIVE = re.compile(r"-\.?\d")  # argparse takes -80 for a value, and -80GiB for a flag
 _ELSEWHERE = {"--replicas": "--launch", "--launch": "--replicas"}  # another command's name for the same thing
 _CHOICE = re.compile(r"invalid choice: (.+) \(choose from (.+)\)")
@@ -41,7 +36,7 @@ class PlainParser(argparse.ArgumentParser, ABC):
     def error(self, message: str) -> NoReturn:
         if _MISPLACED.search(message) and (word := first_unknown(self._given, self)):
             self.refuse(unknown(word, self))
-        said = in_words(message, self._given, options_of(self))
+        said = in_words(message)
         self.refuse(f"{said}{'' if said.endswith('?') else '.'} `{self.prog} --help` lists what there is")
 
     @abstractmethod
@@ -49,37 +44,12 @@ class PlainParser(argparse.ArgumentParser, ABC):
         """End the program with this message: a sentence or two, without the program's name."""
 
 
-def in_words(message: str, given: Sequence[str] = (), options: Sequence[str] = ()) -> str:
-    """Return argparse's error message in plain words.
-
-    `given`: the arguments on the command line; `options`: the flags that the command has.
-    """
-    message = _FLAG.sub(lambda found: f"flag {_as_given(found[1].split('/'), given)}", message)
-    if found := _NUMBER.search(message):
-        kind = "no whole number" if found[1] == "int" else "no number"
-        return f"{message[: found.start()]}{found[2]} is {kind}"
-    if found := _NOTHING.search(message):
-        word = next((after for before, after in pairwise(given) if before == found[1]), "")
-        dashed = (
-            f"; write one that begins with a dash as {found[1]}={word}"
-            if word.startswith("-") and word not in options
-            else ""
-        )
-        return f"flag {found[1]}: it needs a value{dashed}"
-    if found := _VALUELESS.search(message):
-        return f"flag {found[1]}: it takes no value"
+def in_words(message: str) -> str:
+    """Return argparse's error message, with the choice that was probably meant."""
+    message = message.replace("argument -", "flag -", 1)
     if found := _CHOICE.search(message):
-        choices = [choice.strip("'") for choice in found[2].split(", ")]
-        if len(choices) == 1:
-            return f"{message[: found.start()]}{found[1]} is unknown; there is only {choices[0]}"
-        return message[: found.start()] + none_of(found[1].strip("'"), choices)
+        return message[: found.start()] + none_of(found[1].strip("'"), [one.strip("'") for one in found[2].split(", ")])
     return message
-
-
-def _as_given(names: Sequence[str], given: Sequence[str]) -> str:
-    """Return that one of a flag's `names` which the command line uses, else the first of them."""
-    used = {word.partition("=")[0] for word in given}
-    return next((name for name in names if name in used), names[0])
 
 
 def unknown(word: str, parser: argparse.ArgumentParser) -> str:

@@ -22,31 +22,22 @@ class Name(NamedTuple):
     created: float | None  # unix time of a counter's creation, from /metrics
 
 
-def duplicates(one: Name, names: Iterable[Name]) -> tuple[list[str], bool]:
-    """Return the ids of other `names` that lead to the same engine as `one`, and whether this is certain.
+def duplicate(one: Name, names: Iterable[Name]) -> tuple[Problem | None, list[str]]:
+    """Return the problem that other `names` lead to the same engine as `one`, and the ids of these; None if none do.
 
     If it is certain for some names, only these are returned; else those for which it is likely.
     """
     others = [other for other in names if other.id != one.id]
-    if sure := [other.id for other in others if other.created is not None and other.created == one.created]:
-        return sorted(sure), True
-    unsure = [other for other in others if one.address and None in (one.created, other.created)]
-    return sorted(other.id for other in unsure if (one.address, one.port) == (other.address, other.port)), False
-
-
-def duplicate(one: Name, names: Iterable[Name]) -> Problem | None:
-    """Return the problem that other `names` certainly or probably lead to the same engine as `one`; None if none do."""
-    same, is_sure = duplicates(one, names)
-    if not same:
-        return None
-    others = " and ".join(same)
-    if is_sure:
-        return Problem(
-            f"the same engine is also given as {others}: its load and its cache count under each name",
-            "give an engine once, by one of its names",
-        )
-    return Problem(
-        f"by its address and port it may be the same engine as {others}: "
-        "then its load and its cache count under each name",
-        "if it is one engine, give it once, by one of its names",
-    )
+    sure = [other for other in others if other.created is not None and other.created == one.created]
+    same = sure or [
+        other
+        for other in others
+        if one.address
+        and None in (one.created, other.created)
+        and (one.address, one.port) == (other.address, other.port)
+    ]
+    ids = sorted(other.id for other in same)
+    said = "the same engine is also given as" if sure else "by its address and port it may be the same engine as"
+    counts = f": {'' if sure else 'then '}its load and its cache count under each name"
+    problem = Problem(f"{said} {' and '.join(ids)}{counts}", "if it is one engine, give it once, by one of its names")
+    return (problem if ids else None), ids

@@ -223,7 +223,7 @@ class Fleet:
             for one in (other.lead for other in self.engines.values())
             if one.state in TAKES_TRAFFIC
         ]
-        return duplicate(Name(lead.id, lead.address, lead.port, created), others)
+        return duplicate(Name(lead.id, lead.address, lead.port, created), others)[0]
 
     def _engine(self, id: str) -> Watch:
         """Return the engine of a replica or engine id. Raises KeyError."""
@@ -443,15 +443,9 @@ class Fleet:
         before = replica.apply(event, reason, monotonic())
         if before is None:
             return
-        bad = replica.state in (State.FAILED, State.DEGRADED, State.LEAVING)
-        log.log(
-            logging.WARNING if bad else logging.INFO,
-            "replica %s: %s -> %s: %s",
-            replica.id,
-            before,
-            replica.state,
-            reason,
-        )
+        is_bad = replica.state in (State.FAILED, State.DEGRADED, State.LEAVING)
+        say = log.warning if is_bad else log.info
+        say("replica %s: %s -> %s: %s", replica.id, before, replica.state, reason)
         self._call_back(replica, before)
 
     def _call_back(self, replica: Replica, before: State) -> None:

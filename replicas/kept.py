@@ -40,20 +40,20 @@ class KeptReplicas:
 
         Raises ValueError if `url` is no replica's URL.
         """
-        lines, had = self._lines(), self._of(parse_url(url).id)
+        id, lines = parse_url(url).id, self._lines()
+        had = next((line for line in lines if _id(line) == id), None)
         if had is None:
             self._write([*lines, url.strip()])
         return had
 
     def remove(self, id: str) -> str | None:
         """Remove the replica with this id; return its URL, or None if it was not in the file."""
-        lines, had = self._lines(), self._of(id)
-        if had is not None:
-            self._write([line for line in lines if _id(line) != id])
-        return had
-
-    def _of(self, id: str) -> str | None:
-        return next((line for line in self._lines() if _id(line) == id), None)
+        lines = self._lines()
+        left = [line for line in lines if _id(line) != id]
+        if left == lines:
+            return None
+        self._write(left)
+        return next(line for line in lines if _id(line) == id)
 
     def _lines(self) -> list[str]:
         try:

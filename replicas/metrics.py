@@ -6,6 +6,7 @@ are tried after current ones, and a series that is missing gives None.
 """
 
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -79,16 +80,10 @@ class MetricNames(NamedTuple):
     attention_block_size: bytes = b""
 
 
-# How the ranks' values of a field are combined.
-COMBINED = {
-    "running": sum,
-    "waiting": sum,
+# How the ranks' values of a field are combined; all but `kv_usage` are counts.
+COMBINED: dict[str, Callable[[Iterable[float]], float]] = {
     "kv_usage": max,
-    "prefix_queries": sum,
-    "prefix_hits": sum,
-    "prompted": sum,
-    "generated": sum,
-    "external_queries": sum,
+    **dict.fromkeys("running waiting prefix_queries prefix_hits prompted generated external_queries".split(), sum),
 }
 # Fields that are read only to see whether they change; they are not reported as missing.
 MOVING = ("prompted", "generated", "external_queries")
@@ -130,20 +125,13 @@ def _found(page: bytes, names: tuple[bytes, ...], rank: bytes) -> list[tuple[int
 
     `rank`: the label with the rank's number.
     """
-    for name in names:
-        if samples := _lines(page, name):
-            return [(_rank(labels, rank), value) for labels, value in samples]
-    return []
+    samples = next(filter(None, (_lines(page, name) for name in names)), [])
+    return [(_rank(labels, rank), value) for labels, value in samples]
 
 
 def _rank(labels: bytes, label: bytes) -> int | None:
     engine = re.search(rb'(?:^|,)\s*%b="(\d{1,6})"' % label, labels)
     return int(engine[1]) if engine else None
-
-
-def _count(value: float | None) -> int | None:
-    """Return the value as an integer; None for None, and for NaN and infinities, which a page may have."""
-    return int(value) if value is not None and abs(value) < 2**63 else None
 
 
 def _cache_configs(page: bytes, names: MetricNames) -> list[tuple[int | None, dict[str, bytes]]]:
@@ -164,86 +152,64 @@ def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
     """
     samples = {field: _found(page, getattr(names, field), names.rank) for field in COMBINED}
     configs = _cache_configs(page, names)
-    began = _found(page, names.started, names.rank)
-    started = min((value for _, value in began), default=None)
-    made = _found(page, names.created, names.rank)
-    created = min((value for _, value in made if value % 1.0), default=None)  # whole seconds do not identify a process
+    started = min((value for _, value in _found(page, names.started, names.rank)), default=None)
+    made = (value for _, value in _found(page, names.created, names.rank))
+    created = min((value for value in made if value % 1.0), default=None)  # whole seconds do not identify a process
+    blank = Scrape(now, None, None, None, None, None, started, None, None, created=created)
+    whole = _scrape(blank, {field: [value for _, value in found] for field, found in samples.items()}, configs[:1])
     # With several API servers, gauges of a rank appear with its first request; counters and the configuration are there
     # from the start.
     numbers = sorted({rank for one in (configs, *samples.values()) for rank, _ in one if rank is not None})
-    whole = _scrape(now, started, created, samples, configs)
     if len(numbers) > MOST_RANKS:
         return whole._replace(too_many=len(numbers))
     if len(numbers) < 2:
         return whole._replace(engines=tuple(numbers))
-    blocks = [_number(config["num_blocks"]) for _, config in configs]
-    share = max(blocks, default=0) // len(numbers) or None
-    of_rank: dict[int | None, dict[str, list]] = {rank: {field: [] for field in samples} for rank in (None, *numbers)}
-    for field, values in samples.items():
-        for one in values:
-            of_rank[one[0]][field].append(one)
-    first: dict[int | None, int] = {}  # index of each rank's configuration, and of one without a rank
-    for at, (rank, _) in enumerate(configs):
-        first.setdefault(rank, at)
+    share = max((_number(config["num_blocks"]) for _, config in configs), default=0) // len(numbers) or None
+    of_rank: dict[int | None, dict[str, list[float]]] = {number: {} for number in (None, *numbers)}
+    for field, found in samples.items():
+        for rank, value in found:
+            of_rank[rank].setdefault(field, []).append(value)
+    first: dict[int | None, tuple[int | None, dict[str, bytes]]] = {}
+    for one in configs:
+        first.setdefault(one[0], one)
     ranks = []
     for number in numbers:
-        found = [first[rank] for rank in (number, None) if rank in first]
-        config = [configs[min(found)]] if found else []
-        ranks.append(_scrape(now, started, created, of_rank[number], config, share))
+        config = first.get(number) or first.get(None)
+        ranks.append(_scrape(blank, of_rank[number], [config] if config else [], share))
     return whole._replace(ranks=tuple(ranks), engines=tuple(numbers))
 
 
 def _scrape(
-    now: float,
-    started: float | None,
-    created: float | None,
-    samples: dict[str, list],
-    configs: list,
+    blank: Scrape,
+    samples: Mapping[str, list[float]],
+    configs: Sequence[tuple[int | None, dict[str, bytes]]],
     share: int | None = None,
 ) -> Scrape:
     """Return the figures of one rank, or of all ranks combined, from samples by field.
 
-    `configs`: the cache configurations, of which the first is used. `share`: for one rank, the number of its blocks if
-    the configuration does not give the rank's tokens.
+    `configs`: the cache configuration, if there is one. `share`: for one rank, the number of its blocks if the
+    configuration does not give the rank's tokens: the label with the number of blocks may count several ranks. vLLM
+    (0.28, 0.32) adds the blocks up as ranks report: with two ranks of 256 blocks the labels say 256 and 512, or 512 for
+    both. The size in tokens is that of one rank.
     """
-    told = {
-        field: combine(value for _, value in samples[field]) if samples[field] else None
-        for field, combine in COMBINED.items()
-    }
-    usage = told.pop("kv_usage")
-    config = configs[0][1] if configs else {}
-    blocks, caching = config.get("num_blocks", b""), config.get("prefix_caching")
-    return Scrape(
-        at=now,
+    told = {field: COMBINED[field](values) for field, values in samples.items() if values}
+    usage = told.pop("kv_usage", None)
+    found = blank._replace(
         kv_usage=min(max(usage, 0.0), 1.0) if usage is not None and usage == usage else None,
-        started=started,
-        created=created,
-        block_size=_number(config["block_size"]) if config else None,
-        attention_block_size=_attention_block(config),
-        num_blocks=_rank_blocks(config, share) if share else _number(blocks) or None,
-        prefix_caching={b"True": True, b"False": False}.get(caching),
-        cache_dtype=config.get("cache_dtype", b"").decode(errors="replace") or None,
-        **{field: _count(value) for field, value in told.items()},
+        # a page may have NaN and infinities
+        **{field: int(value) for field, value in told.items() if abs(value) < 2**63},
     )
-
-
-def _rank_blocks(config: dict[str, bytes], share: int) -> int:
-    """Return how many blocks one data-parallel rank has: its size in tokens by the configuration, else `share`.
-
-    The label with the number of blocks may count several ranks. vLLM (0.28, 0.32) adds the blocks up as ranks report:
-    with two ranks of 256 blocks the labels say 256 and 512, or 512 for both. The size in tokens is that of one rank.
-    """
-    tokens = config.get("rank_tokens", b"")
-    size = _attention_block(config) or _number(config["block_size"]) if config else 0
-    return _number(tokens) // size if size and _number(tokens) else share
-
-
-def _attention_block(config: dict[str, bytes]) -> int | None:
-    """Return how many tokens a full-attention block has, if the configuration says so, else None.
-
-    With decode context parallelism one GPU holds only a share of each block, such as 64 tokens of 512.
-    """
-    return _number(config.get("attention_block_size", b"")) or None
+    for _, config in configs:
+        size = _number(config["attention_block_size"]) or _number(config["block_size"])
+        blocks = _number(config["rank_tokens"]) // size or share if share else _number(config["num_blocks"])
+        found = found._replace(
+            block_size=_number(config["block_size"]),
+            attention_block_size=_number(config["attention_block_size"]) or None,
+            num_blocks=blocks or None,
+            prefix_caching={b"True": True, b"False": False}.get(config["prefix_caching"]),
+            cache_dtype=config["cache_dtype"].decode(errors="replace") or None,
+        )
+    return found if configs or not share else found._replace(num_blocks=share)
 
 
 def _number(digits: bytes) -> int:

@@ -150,20 +150,12 @@ def _by_traits(replicas: Iterable[T]) -> dict[Traits, list[T]]:
 
 
 def _whose(prefillers: Sequence[Paired], decoders: Sequence[Paired]) -> str:
-    """Return a sentence that says which decoders cannot fetch from which prefillers.
-
-    A replica that is on both sides is not said to be unable to fetch from itself.
-    """
-    if only := [one for one in prefillers if one not in decoders]:
-        return f"{_named(decoders)} cannot fetch what {_named(only)} {'computes' if len(only) == 1 else 'compute'}"
-    if len(prefillers) > 1:
-        more = f", nor can {_named(rest)} from them" if (rest := _without(decoders, prefillers)) else ""
-        return f"{_named(prefillers)} cannot fetch from each other{more}"
-    return f"{_named(_without(decoders, prefillers))} cannot fetch what {_named(prefillers)} computes"
-
-
-def _without(replicas: Sequence[Paired], others: Sequence[Paired]) -> list[Paired]:
-    return [one for one in replicas if one not in others]
+    """Return a sentence that says which decoders cannot fetch from which prefillers, and none from itself."""
+    computing = [one for one in prefillers if one not in decoders] or prefillers
+    fetching = [one for one in decoders if one not in computing] or decoders
+    return (
+        f"{_named(fetching)} cannot fetch what {_named(computing)} {'computes' if len(computing) == 1 else 'compute'}"
+    )
 
 
 def _named(replicas: Sequence[Paired]) -> str:

@@ -24,7 +24,6 @@ from replicas import pairing
 from replicas.access import PROBE_SECONDS, Access
 from replicas.adopt import IS_GATEWAY, Facts, described, problems_of
 from replicas.duplicates import Name, duplicate
-from replicas.duplicates import duplicates as same_engines
 from replicas.lifecycle import TAKES_TRAFFIC, State
 from replicas.problems import DRAINED, Problem
 from replicas.replica import Address, Replica, bearer, parse_url
@@ -246,9 +245,10 @@ def duplicates(engines: Engines) -> Iterator[Finding]:
     """Report each engine that is or may be given under several names, once, unless a running gateway knows it."""
     names, reported = [one.name for one in engines.serving], {one.id for one in engines.serving if one.known}
     for one in names:
-        if one.id not in reported and (problem := duplicate(one, names)) is not None:
+        problem, others = duplicate(one, names)
+        if one.id not in reported and problem is not None:
             yield warn(problem.what, problem.remedy, f"twice {one.id}"[:60])
-            reported.update(same_engines(one, names)[0])
+            reported.update(others)
 
 
 async def clocks(engines: Engines) -> AsyncIterator[Finding]:

@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+from math import inf
 from time import monotonic, sleep
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
@@ -51,56 +52,31 @@ def _wakeups() -> int:
     return readable
 
 
-def _signal(pid: int, number: int, group: bool) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number) if group else os.kill(pid, number)
-
-
 def _reap(engine: int) -> int | None:
     """Collect all children that ended, adopted orphans too; return the engine's exit code if it ended, else None."""
     code = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return code
-        if pid == 0:
-            return code
-        if pid == engine:
-            code = os.waitstatus_to_exitcode(status)
-
-
-def _children() -> list[int]:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(pid) for pid in file.read().split()]
-    except FileNotFoundError:  # the kernel does not list them; the group was killed already
-        return []
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == engine:
+                code = os.waitstatus_to_exitcode(ended[1])
+    return code
 
 
 def _sweep(group: int) -> None:
-    """Kill the engine's remaining processes, in rounds: children of a killed process become this process's children."""
-    _signal(group, signal.SIGKILL, group=True)
-    deadline = monotonic() + 5
-    while (left := _children()) and monotonic() < deadline:
+    """Kill the engine's remaining processes, in rounds: children of a killed process become this process's children.
+
+    A kernel that does not list children leaves it at the process group.
+    """
+    deadline, left = monotonic() + 5, [-group]
+    while left and monotonic() < deadline:
         for pid in left:
-            _signal(pid, signal.SIGKILL, group=False)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         sleep(0.01)
         _reap(group)
-
-
-def _stop_asked(data: bytes, default: float) -> float | None:
-    """Return the seconds of grace if the gateway's `data` asks for a stop, else None.
-
-    End of file (no data) asks for a stop too, with the `default` grace.
-    """
-    if not data:
-        return default
-    for line in data.decode(errors="replace").splitlines():
-        word, _, seconds = line.partition(" ")
-        if word == "stop":
-            return float(seconds)
-    return None
+        left = []
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+            left = [int(pid) for pid in file.read().split()]
 
 
 def _keep(engine: int, control: socket.socket, wakeups: int, grace: float) -> int:
@@ -108,56 +84,53 @@ def _keep(engine: int, control: socket.socket, wakeups: int, grace: float) -> in
 
     `wakeups`: the descriptor from `_wakeups`. `grace`: seconds between SIGTERM and SIGKILL unless the gateway says.
     """
-    kill_at: float | None = None
-    watched = [control, wakeups]
+    kill_at = inf
+    watched: list[int] = [control.fileno(), wakeups]
     while (code := _reap(engine)) is None:
-        timeout = None if kill_at is None else max(0.0, kill_at - monotonic())
+        timeout = None if kill_at == inf else max(0.0, kill_at - monotonic())
         ready, _, _ = select.select(watched, [], [], timeout)
-        asked = None
-        if control in ready:
-            data = _receive(control)
-            asked = _stop_asked(data, grace)
-            if not data:
-                watched.remove(control)
+        asked = inf  # seconds that the engine may still take
+        if control.fileno() in ready:
+            data = b""
+            with contextlib.suppress(ConnectionError):
+                data = control.recv(4096)
+            orders = [line.partition(" ") for line in data.decode(errors="replace").splitlines()]
+            asked = next((float(seconds) for word, _, seconds in orders if word == "stop"), inf)
+            if not data:  # the gateway is gone
+                watched.remove(control.fileno())
+                asked = grace
         if wakeups in ready and signal.SIGTERM in os.read(wakeups, 4096):
             asked = grace
-        if asked is not None:
-            _signal(engine, signal.SIGTERM, group=False)
-            until = monotonic() + asked
-            kill_at = until if kill_at is None else min(kill_at, until)
-        if kill_at is not None and monotonic() >= kill_at:
-            _signal(engine, signal.SIGKILL, group=True)
-            kill_at = monotonic() + 1
+        with contextlib.suppress(ProcessLookupError):
+            if asked < inf:
+                os.kill(engine, signal.SIGTERM)
+                kill_at = min(kill_at, monotonic() + asked)
+            if monotonic() >= kill_at:
+                kill_at = monotonic() + 1
+                os.killpg(engine, signal.SIGKILL)
     return code
-
-
-def _receive(control: socket.socket) -> bytes:
-    try:
-        return control.recv(4096)
-    except ConnectionError:
-        return b""
-
-
-def _tell(control: socket.socket, line: str) -> None:
-    with contextlib.suppress(OSError):  # the gateway is gone; the next read shows it
-        control.sendall(line.encode() + b"\n")
 
 
 def main(arguments: list[str]) -> int:
     control = socket.socket(fileno=int(arguments[0]))
     control.set_inheritable(False)
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(OSError):  # the gateway is gone; the next read shows it
+            control.sendall(line.encode() + b"\n")
+
     grace, command = float(arguments[1]), arguments[2:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakeups = _wakeups()
     try:
         engine = _start(command)
     except OSError as error:
-        _tell(control, f"error {error.strerror}: {error.filename or command[0]}")
+        tell(f"error {error.strerror}: {error.filename or command[0]}")
         return 1
-    _tell(control, f"pid {engine}")
+    tell(f"pid {engine}")
     code = _keep(engine, control, wakeups, grace)
     _sweep(engine)
-    _tell(control, f"exit {code}")
+    tell(f"exit {code}")
     return 0
 
 

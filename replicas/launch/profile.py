@@ -55,11 +55,8 @@ def parse(text: str, where: str = "profile") -> LaunchProfile:
     kind = known.get(engine) if isinstance(engine, str) else None
     if kind is None:
         startable = ", ".join(id for id, one in known.items() if one is not None)
-        if engine is None:
-            raise ProfileError(
-                f"{where}: engine: it is missing; a profile begins with one of: {startable}, as in `engine: {DEFAULT.id}`"
-            )
-        raise ProfileError(f"{where}: engine is {engine!r}, must be one of: {startable}")
+        what = "it is missing" if engine is None else f"it is {engine!r}"
+        raise ProfileError(f"{where}: engine: {what}; must be one of: {startable}, as in `engine: {DEFAULT.id}`")
     try:
         return kind.model_validate(raw)
     except ValidationError as error:

@@ -332,7 +332,7 @@ async def test_a_server_that_lists_no_model(loadgen, engine, wire):
 @pytest.mark.parametrize(
     "args, said",
     [
-        (("run", "--num-prompts", "0"), "flag --num-prompts: '0' is not a whole number above zero"),
+        (("run", "--num-prompts", "0"), "flag --num-prompts/--requests: '0' is not a whole number above zero"),
         (("run", "--request-rate", "-1"), "--request-rate: -1 is not above zero"),
         (("run", "--request-rate", "fast"), "'fast' is not a number"),
         (("run", "--think-time", "-1"), "--think-time: -1 is not zero or above"),
@@ -367,7 +367,7 @@ async def test_a_server_that_lists_no_model(loadgen, engine, wire):
         (("run", "--dataset-name", "conversations"), "needs --dataset-path"),
         (("run", "--dataset-name", "sonnet"), "'sonnet' is none of multi-turn, "),
         (("run", "--dataset-name", "chta"), "Did you mean 'chat'?"),
-        (("run", "--seed", "x"), "--seed: 'x' is no whole number"),
+        (("run", "--seed", "x"), "--seed: invalid int value: 'x'"),
         (("run", "--base-url", "http://a b"), "there is a space or a control character in it"),
         (("run", "--base-url", "http://h:99999"), "Port out of range 0-65535; write http://HOST:PORT"),
         (("run", "--base-url", "http://[::1"), "Invalid IPv6 URL; write http://HOST:PORT"),

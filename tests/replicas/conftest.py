@@ -46,6 +46,67 @@ def until():
 
 
 @pytest.fixture
+def comes(until):
+    """Wait for a replica's state; fails with where the replica is stuck."""
+
+    async def comes(replica, state, deadline=20.0):
+        await until(lambda: replica.state is state, lambda: f"still {replica.state}: {replica.reason}", deadline)
+        return replica
+
+    return comes
+
+
+@pytest.fixture
+def engine(serve):
+    """`start(port=0, ...)` serves an engine's pages; `start.pages` may be changed, `start.html()` makes all of them
+    the page of some other server. While `start.hold` is not set, nothing is answered. `start.closes`: each connection
+    is closed after an answer, "announced" or "silently"."""
+    pages = {}
+
+    async def handler(request):
+        start.asked.append(request.path)
+        await start.hold.wait()
+        page = pages.get(request.path, pages.get("*"))
+        if page is None:
+            answer = web.Response(status=404)
+        else:
+            answer = web.json_response(page) if isinstance(page, dict) else web.Response(text=page)
+        if start.closes == "announced":
+            answer.force_close()
+        elif start.closes == "silently":
+            await answer.prepare(request)
+            await answer.write_eof()
+            request.transport.close()
+        return answer
+
+    async def start(port=0, started="1.0", models=("m",), version="0.32.0", running=True):
+        pages.pop("*", None)
+        listed = {"data": [{"id": name} for name in models]}
+        pages.update({"/health": "", "/v1/models": listed, "/version": {"version": version}})
+        began = f"process_start_time_seconds {started}\n" if started else ""
+        pages["/metrics"] = began + "vllm:num_requests_running 0.0\n" * running
+        return await serve(handler, port)
+
+    def html():
+        pages.clear()
+        pages["*"] = "<html>It works!</html>"
+
+    start.pages, start.html, start.stop, start.asked = pages, html, lambda: serve.stop(), []
+    start.hold = asyncio.Event()
+    start.hold.set()
+    start.closes = ""
+    return start
+
+
+@pytest.fixture
+async def seldom():
+    """A fleet that looks at an engine when it is asked to, and else once an hour."""
+    fleet = Fleet(interval=3600.0, limits=Limits(fall=1000))
+    yield fleet
+    await fleet.stop()
+
+
+@pytest.fixture
 def fake_engine_argv():
     return lambda *flags: [sys.executable, "-I", "-S", str(FAKE), *flags]
 

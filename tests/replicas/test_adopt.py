@@ -111,11 +111,6 @@ async def test_whatever_is_missing_is_named_with_its_remedy(serve, session, path
     assert facts.serving and remedy in str(facts.problems.pop(key)) and not facts.problems
 
 
-async def test_version_may_be_missing(serve, session):
-    facts = await probe(await serve(pages({**VLLM, "/version": 404})), session)
-    assert facts.serving and facts.version is None and not facts.problems
-
-
 @pytest.mark.parametrize(
     "version, page, takes",
     [
@@ -135,11 +130,6 @@ async def test_an_api_key_hides_the_models_only(serve, session):
     facts = await probe(await serve(pages({**VLLM, "/v1/models": 401})), session)
     said = facts.problems["models"]
     assert facts.serving and "API key" in said.what and "--engine-api-key" in said.remedy and len(facts.problems) == 1
-
-
-async def test_an_engine_without_health_is_judged_by_its_models(serve, session):
-    facts = await probe(await serve(pages({"/v1/models": MODELS})), session)
-    assert facts.alive and facts.serving and "sql" in facts.models
 
 
 @pytest.mark.parametrize(
@@ -162,12 +152,6 @@ async def test_events_nobody_can_subscribe_to(serve, session, config, said):
     assert facts.serving and facts.events() == [None] and said in str(facts.problems["events"])
 
 
-async def test_other_endpoints_are_taken_as_they_are(serve, session):
-    config = {"endpoint": "ipc:///tmp/kv", "replay_endpoint": "tcp://10.0.0.9:5558"}
-    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {"0": config}})), session)
-    assert facts.events() == [EventSource("ipc:///tmp/kv", "tcp://10.0.0.9:5558", "")]
-
-
 def published(port: int, replay: int | None) -> dict:
     return {**SOURCES["0"], "endpoint": f"tcp://*:{port}", "replay_endpoint": replay and f"tcp://*:{replay}"}
 
@@ -180,14 +164,6 @@ async def test_each_rank_publishes_in_a_place_of_its_own(serve, session):
         "5601:5611",
     ]
     assert not facts.problems
-
-
-async def test_ranks_are_counted_by_metrics_or_by_event_sources(serve, session):
-    by_metrics = await probe(await serve(pages({**VLLM, "/metrics": TWO_RANKS, "/kv_event_sources": {}})), session)
-    assert by_metrics.engines == (0, 1) and by_metrics.events() == [None, None]
-    ranks = {"0": published(5600, 5610), "1": published(5601, 5611)}
-    by_sources = await probe(await serve(pages({**VLLM, "/metrics": 404, "/kv_event_sources": ranks})), session)
-    assert by_sources.engines == (0, 1) and by_sources.events()[1].endpoint.endswith("5601")
 
 
 async def test_an_older_vllms_ranks_publish_one_port_further_each(serve, session):

@@ -103,17 +103,6 @@ async def test_one_that_is_to_end_finishes_what_it_has(cluster, fleet, discover,
     await until(lambda: not fleet.replicas)
 
 
-async def test_a_label_that_changes_changes_the_role(cluster, fleet, discover, until):
-    await cluster.create("one", "127.0.1.1", P)
-    discover()
-    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill"})
-    await cluster.watched.wait()
-    await cluster.change("one", D)
-    await until(lambda: roles(fleet) == {"127.0.1.1": "decode"})
-    await cluster.change("one", {"app": "vllm", "llm-d.ai/role": "encode"})
-    await until(lambda: not fleet.replicas)
-
-
 async def test_a_pod_whose_label_makes_no_sense_is_named_once(cluster, fleet, discover, until, caplog):
     await cluster.create("odd", "127.0.1.1", APP | {"llm-d.ai/role": "prefil"})
     discover()
@@ -217,16 +206,6 @@ async def test_ever_new_pods_in_a_stream_are_a_problem_and_what_was_known_is_tol
     with pytest.raises(PodsError, match="more than 150 pods"):
         await asyncio.wait_for(pods(told).follow(), 30)
     assert (len(told[0]), len(told[-1])) == (0, 150)
-
-
-async def test_changes_of_labels_that_are_not_used_are_not_told(cluster, pods, until):
-    await cluster.create("z", "127.0.1.9", P)
-    cluster.changes = lines(("MODIFIED", {"uid": "uid-1", "labels": P | {"n": str(number)}}) for number in range(500))
-    told = []
-    task = asyncio.create_task(pods(told).follow())
-    await until(lambda: len(cluster.asked) == 3)  # so the first stream has ended
-    task.cancel()
-    assert len(told) == 1
 
 
 async def test_changes_that_come_together_are_told_together_and_let_others_run_in_between(
@@ -355,18 +334,6 @@ async def test_an_api_that_refuses_is_said_with_what_would_help(cluster, fleet, 
     cluster.refuses = 0
     await cluster.create("p", "127.0.1.1", P)
     await until(lambda: fleet.replicas)
-
-
-async def test_what_is_no_api_is_said(serve, fleet, until, tmp_path):
-    from aiohttp import web
-
-    async def page(request):
-        return web.Response(text="<html>")
-
-    found = Discovery(fleet, Discover(selector="app=vllm"), Place(await serve(page), "inference", tmp_path))
-    task = asyncio.create_task(found.run())
-    await until(lambda: "is not a Kubernetes API's" in found.problem, lambda: found.problem)
-    task.cancel()
 
 
 async def test_inside_a_cluster_the_account_of_the_pod_opens_the_api(fleet, until, tmp_path):

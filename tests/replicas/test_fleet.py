@@ -25,17 +25,6 @@ def impatient(monkeypatch):
     monkeypatch.setattr(Backoff, "FIRST", 0.2)
 
 
-@pytest.fixture
-def comes(until):
-    """Wait for a state; the replica tells where it is stuck."""
-
-    async def comes(replica, state, deadline=20.0):
-        await until(lambda: replica.state is state, lambda: f"still {replica.state}: {replica.reason}", deadline)
-        return replica
-
-    return comes
-
-
 def states(fleet, replica):
     return [new for id, old, new in fleet.seen if id == replica.id and new is not old]
 
@@ -85,33 +74,6 @@ async def test_each_process_of_ours_computes_its_first_tokens_before_it_gets_tra
     assert asked == [(replica.url, "m", State.STARTING)] * 2
     await comes(fleet.add(await engine()), READY)
     assert len(asked) == 2  # others' engines are let alone
-
-
-async def test_one_that_dies_of_its_first_tokens_gets_no_traffic_and_has_failed_to_start(
-    fleet, fake_profile, comes, monkeypatch, caplog
-):
-    async def computes(session, url, model, deadline):
-        os.kill(fleet.replicas[url.removeprefix("http://")].pid, signal.SIGKILL)
-        return False
-
-    monkeypatch.setattr(watch, "computes", computes)
-    (replica,) = await fleet.launch(1, fake_profile())
-    for _ in range(2):
-        await comes(replica, FAILED)
-        await comes(replica, State.STARTING)
-    await comes(replica, FAILED)
-    assert "in a row" in replica.reason and "-> ready" not in caplog.text
-
-
-async def test_one_that_served_before_it_died_is_no_start_that_failed(fleet, fake_profile, comes):
-    (replica,) = await fleet.launch(1, fake_profile())
-    for _ in range(3):
-        await comes(replica, READY)
-        os.kill(replica.pid, signal.SIGKILL)
-        async with asyncio.timeout(10):
-            while "next start in" not in replica.reason:  # a probe may find its port closed before its end is told
-                await asyncio.sleep(0)
-        assert replica.state is FAILED and "in a row" not in replica.reason
 
 
 async def test_without_a_start_time_the_process_id_tells_incarnations_apart(fleet, fake_profile, comes):
@@ -182,27 +144,6 @@ async def test_an_engine_whose_port_is_taken_waits_for_it(fleet, fake_profile, c
     await comes(replica, READY)
 
 
-async def test_the_wrong_model_gets_no_traffic(fleet, fake_profile, comes):
-    (replica,) = await fleet.launch(1, fake_profile("--model", "other"), served_name="mine")
-    assert replica.required_model == "mine"
-    await comes(replica, State.WARMING)
-    assert "serves other, not 'mine'" in replica.reason
-    assert READY not in states(fleet, replica)
-
-
-async def test_many_at_once_and_none_left_over(fleet, fake_profile, comes, alive):
-    replicas = await fleet.launch(6, fake_profile("--deaf"))
-    for replica in replicas:
-        await comes(replica, READY)
-    pids = [replica.pid for replica in replicas]
-    for pid in pids[:3]:
-        os.kill(pid, signal.SIGKILL)
-    for replica in replicas[:3]:
-        await comes(replica, FAILED)
-    await asyncio.gather(*(fleet.engines[replica.id].supervisor.stop(0.1) for replica in replicas))
-    assert not [pid for pid in pids if alive(pid)]
-
-
 # Drained
 
 
@@ -257,63 +198,7 @@ async def test_remove_drains_and_forgets(fleet, fake_profile, comes, alive):
         fleet.drain(replica.id)
 
 
-async def test_an_engine_that_is_stopped_with_the_fleet_is_not_called_failed(fleet, fake_profile, comes):
-    (replica,) = await fleet.launch(1, fake_profile())
-    await comes(replica, READY)
-    engine = fleet.engines[replica.id]
-    supervisor = engine.supervisor
-    stop = supervisor.stop
-
-    async def slowly(grace):
-        """As where another engine takes its time to end: the watcher has ended, or has looked at what is gone."""
-        await stop(grace)
-        looked, looks = asyncio.Event(), 0
-        tick = engine.tick
-
-        async def look():
-            nonlocal looks
-            await tick()
-            looks += 1
-            if looks == 3:  # it takes two in vain to call an engine lost
-                looked.set()
-
-        engine.tick = look
-        looking = asyncio.ensure_future(looked.wait())
-        await asyncio.wait((looking, engine.task), return_when=asyncio.FIRST_COMPLETED)
-        looking.cancel()
-
-    supervisor.stop = slowly
-    fleet.seen.clear()
-    await fleet.stop()
-    assert states(fleet, replica) == [STOPPED]
-
-
 # Adopted
-
-
-@pytest.fixture
-def engine(serve):
-    """engine(port=0, started=1.0, ...) -> URL of an engine in this process; `pages` may be changed."""
-    pages = {}
-
-    async def handler(request):
-        page = pages.get(request.path)
-        return (
-            web.Response(status=404)
-            if page is None
-            else web.json_response(page)
-            if isinstance(page, dict)
-            else web.Response(text=page)
-        )
-
-    async def start(port=0, started=1.0, models=("m",)):
-        pages.update({"/health": "", "/v1/models": {"data": [{"id": name} for name in models]}})
-        pages["/metrics"] = f"process_start_time_seconds {started}\n" if started else ""
-        return await serve(handler, port)
-
-    start.pages = pages
-    start.stop = lambda: serve.stop()
-    return start
 
 
 async def test_of_an_engine_that_it_did_not_launch_a_fleet_that_stops_says_that_it_stays(fleet, engine, comes):
@@ -379,15 +264,6 @@ async def test_a_missing_scrape_does_not_rename_an_incarnation(fleet, engine, co
     assert replica.incarnation == "1.00" and not states(fleet, replica)
 
 
-async def test_a_new_adapter_is_told_to_who_listens(fleet, engine, comes, until):
-    replica = await comes(fleet.add(await engine()), READY)
-    fleet.seen.clear()
-    engine.pages["/v1/models"] = {"data": [{"id": "m"}, {"id": "sql", "parent": "m"}]}
-    fleet.engines[replica.id].nudge()
-    await until(lambda: fleet.seen == [(replica.id, READY, READY)], lambda: str(fleet.seen))
-    assert replica.models == {"m": None, "sql": "m"}
-
-
 async def test_an_engine_that_is_for_one_leg_has_a_problem_as_long_as_it_says_so(fleet, engine, comes, until):
     engine.pages["/server_info"] = {"page_size": 1, "max_total_num_tokens": 1000, "disaggregation_mode": "decode"}
     replica = await comes(fleet.add(await engine()), READY)
@@ -413,16 +289,6 @@ async def test_asked_for_models_the_fleet_knows_a_new_adapter_when_the_call_retu
     assert replica.models == {"m": None, "sql": "m"}  # an engine that does not tell serves what it did
 
 
-async def test_a_reason_does_not_call_what_it_serves_any_model_once_models_are_told(fleet, engine, comes):
-    url = await engine()
-    engine.pages["/v1/models"] = {}
-    replica = await comes(fleet.add(url), READY)
-    assert replica.models == {} and replica.reason == "answers"
-    engine.pages["/v1/models"] = {"data": [{"id": "m"}]}
-    await fleet.ask_models()
-    assert replica.models == {"m": None} and replica.reason == "answers"
-
-
 async def test_the_url_may_name_events_and_model(fleet, engine, comes):
     url = await engine()
     replica = await comes(fleet.add(f"{url}#events=tcp://h:1,replay=tcp://h:2,model=m"), READY)
@@ -432,16 +298,6 @@ async def test_the_url_may_name_events_and_model(fleet, engine, comes):
     other = await engine(models=("x",))
     replica = await comes(fleet.add(f"{other}#model=m"), State.WARMING)
     assert "serves x, not 'm'" in replica.reason
-
-
-async def test_the_log_says_once_what_a_warming_replica_waits_for(fleet, engine, comes, until, caplog):
-    caplog.set_level("INFO", "replicas")
-    replica = fleet.add(f"{await engine(models=('x',))}#model=m")
-    said = f"replica {replica.id}: still warming: serves x, not 'm'"
-    await until(lambda: any(said in one for one in caplog.messages), lambda: caplog.messages)
-    engine.pages["/v1/models"] = {"data": [{"id": "m"}]}
-    await comes(replica, READY)
-    assert sum(said in one for one in caplog.messages) == 1
 
 
 async def test_adopted_engines_have_to_serve_the_name_that_was_given(engine, comes, until):
@@ -481,21 +337,6 @@ async def test_failing_requests_degrade_and_an_answered_one_restores(fleet, engi
     assert replica.state is DEGRADED and "requests fail (closed)" in replica.reason
     fleet.succeeded(replica.id)
     assert replica.state is READY and "requests" in replica.reason
-
-
-async def test_probes_restore_only_after_the_hold(fleet, engine, comes):
-    replica = await comes(fleet.add(await engine()), READY)
-    fleet.failed(replica.id, "5xx"), fleet.failed(replica.id, "5xx")
-    since = replica.since
-    await comes(replica, READY)
-    assert replica.since - since >= 2.0
-
-
-async def test_refused_connections_need_no_probe(fleet, engine, comes):
-    replica = await comes(fleet.add(await engine()), READY)
-    fleet.failed(replica.id, "connect"), fleet.failed(replica.id, "connect")
-    assert replica.state is FAILED
-    await comes(replica, READY)  # it was there after all
 
 
 async def test_refused_connections_do_not_get_a_live_engine_killed(fleet, fake_profile, comes):
@@ -556,29 +397,6 @@ async def test_a_watcher_survives_its_own_bugs(fleet, engine, comes, monkeypatch
     monkeypatch.setattr(watch.Watch, "tick", buggy)
     await comes(fleet.add(await engine()), READY)
     assert "a bug" in caplog.text
-
-
-async def test_an_engine_that_hung_and_then_was_replaced_is_another_incarnation(fleet, engine, serve, comes, until):
-    """Also where it tells no start time: nobody listened in between."""
-    hanging = asyncio.Event()
-
-    async def handler(request):
-        if hanging.is_set():
-            await asyncio.Event().wait()
-        return web.json_response({})
-
-    replica = await comes(fleet.add(await serve(handler)), READY)
-    assert replica.incarnation == "seen-1"
-    hanging.set()
-    await comes(replica, FAILED)
-    assert "no answer for" in replica.reason and replica.fault == "timeout"
-    await until(lambda: "asked again every" in replica.reason, lambda: replica.reason)
-    assert "no answer for" in replica.reason, "also once it was asked again"
-    await serve.stop()
-    await until(lambda: "nothing listens" in replica.reason, lambda: replica.reason)
-    await engine(replica.port, started=None)
-    await comes(replica, READY)
-    assert replica.incarnation == "seen-2"
 
 
 async def test_failing_requests_do_not_make_the_fleet_ask_more_often(fleet, serve, comes):

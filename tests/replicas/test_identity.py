@@ -9,65 +9,9 @@ from aiohttp import web
 from replicas import Fleet, State, watch
 from replicas.adopt import probe
 from replicas.engines.dialect import Told
-from replicas.health import Health, Limits, Verdict
+from replicas.health import Health, Verdict
 
 READY, DEGRADED, WARMING = State.READY, State.DEGRADED, State.WARMING
-
-
-@pytest.fixture
-def engine(serve):
-    """`start(port=0, **pages)` serves an engine's pages; `start.pages` may be changed, `start.html()` makes all of them
-    the page of some other server. While `start.hold` is not set, nothing is answered. `start.closes`: each connection
-    is closed after an answer, "announced" or "silently"."""
-    pages = {}
-
-    async def handler(request):
-        start.asked.append(request.path)
-        await start.hold.wait()
-        page = pages.get(request.path, pages.get("*"))
-        answer = (
-            web.Response(status=404)
-            if page is None
-            else web.json_response(page)
-            if isinstance(page, dict)
-            else web.Response(text=page)
-        )
-        if start.closes == "announced":
-            answer.force_close()
-        elif start.closes == "silently":
-            await answer.prepare(request)
-            await answer.write_eof()
-            request.transport.close()
-        return answer
-
-    async def start(port=0, started="1.0", models=("m",), version="0.32.0", running=True):
-        pages.clear()
-        pages.update(
-            {"/health": "", "/v1/models": {"data": [{"id": name} for name in models]}, "/version": {"version": version}}
-        )
-        pages["/metrics"] = (
-            f"process_start_time_seconds {started}\n" if started else ""
-        ) + "vllm:num_requests_running 0.0\n" * running
-        return await serve(handler, port)
-
-    def html():
-        pages.clear()
-        pages["*"] = "<html>It works!</html>"
-
-    start.pages, start.html, start.stop, start.asked = pages, html, lambda: serve.stop(), []
-    start.hold = asyncio.Event()
-    start.hold.set()
-    start.closes = ""
-    return start
-
-
-@pytest.fixture
-def comes(until):
-    async def comes(replica, state):
-        await until(lambda: replica.state is state, lambda: f"still {replica.state}: {replica.reason}")
-        return replica
-
-    return comes
 
 
 async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engine, comes):
@@ -123,140 +67,108 @@ async def test_what_is_no_engine_is_known_as_such_until_something_else_is_there(
         await fleet.stop()
 
 
-async def test_whoever_needs_proof_has_it_without_waiting_for_the_next_turn(engine, comes, monkeypatch):
+async def test_whoever_needs_proof_has_it_without_waiting_for_the_next_turn(seldom, engine, comes, monkeypatch):
     """Nor for the pause between two looks; and those who ask together share one look."""
-    fleet = Fleet(interval=3600.0)
-    try:
-        url = await engine()
-        replica = await comes(fleet.add(url), READY)
-        monkeypatch.setattr(watch, "CLOSEST", 3600.0)
-        assert replica.is_proven
-        await engine.stop()
-        await engine(int(url.rpartition(":")[2]), started="2.0")
-        assert not replica.is_proven and replica.incarnation == "1.00"
-        engine.asked.clear()
-        assert all(await asyncio.gather(*(fleet.prove(replica.id) for _ in range(5))))
-        assert replica.is_proven and replica.incarnation == "2.00" and engine.asked.count("/v1/models") == 1
-        engine.html()
-        await fleet.prove(replica.id)
-        assert replica.state is WARMING
-        assert not await fleet.prove("unknown")
-    finally:
-        await fleet.stop()
+    fleet = seldom
+    url = await engine()
+    replica = await comes(fleet.add(url), READY)
+    monkeypatch.setattr(watch, "CLOSEST", 3600.0)
+    assert replica.is_proven
+    await engine.stop()
+    await engine(int(url.rpartition(":")[2]), started="2.0")
+    assert not replica.is_proven and replica.incarnation == "1.00"
+    engine.asked.clear()
+    assert all(await asyncio.gather(*(fleet.prove(replica.id) for _ in range(5))))
+    assert replica.is_proven and replica.incarnation == "2.00" and engine.asked.count("/v1/models") == 1
+    engine.html()
+    await fleet.prove(replica.id)
+    assert replica.state is WARMING
+    assert not await fleet.prove("unknown")
 
 
-async def test_a_look_that_began_before_is_no_proof(engine, comes, until):
-    fleet = Fleet(interval=3600.0)
-    try:
-        replica = await comes(fleet.add(await engine()), READY)
-        engine.asked.clear()
-        engine.hold.clear()
-        first = asyncio.create_task(fleet.prove(replica.id))
-        await until(lambda: "/health" in engine.asked)
-        second = asyncio.create_task(fleet.prove(replica.id))
-        await asyncio.sleep(0)
-        engine.hold.set()
-        await first
-        assert engine.asked.count("/v1/models") == 1 and not second.done()
-        await second
-        assert engine.asked.count("/v1/models") == 2
-    finally:
-        await fleet.stop()
+async def test_a_look_that_began_before_is_no_proof(seldom, engine, comes, until):
+    fleet = seldom
+    replica = await comes(fleet.add(await engine()), READY)
+    engine.asked.clear()
+    engine.hold.clear()
+    first = asyncio.create_task(fleet.prove(replica.id))
+    await until(lambda: "/health" in engine.asked)
+    second = asyncio.create_task(fleet.prove(replica.id))
+    await asyncio.sleep(0)
+    engine.hold.set()
+    await first
+    assert engine.asked.count("/v1/models") == 1 and not second.done()
+    await second
+    assert engine.asked.count("/v1/models") == 2
 
 
-async def test_nobody_waits_for_a_look_at_an_engine_that_is_removed(engine, comes, until):
-    fleet = Fleet(interval=3600.0)
-    try:
-        replica = await comes(fleet.add(await engine()), READY)
-        engine.asked.clear()
-        engine.hold.clear()
-        waiting = [asyncio.create_task(fleet.prove(replica.id))]
-        await until(lambda: "/health" in engine.asked)
-        waiting.append(asyncio.create_task(fleet.prove(replica.id)))
-        await fleet.remove(replica.id)
-        engine.hold.set()
-        async with asyncio.timeout(5):
-            await asyncio.gather(*waiting)
-    finally:
-        await fleet.stop()
+async def test_nobody_waits_for_a_look_at_an_engine_that_is_removed(seldom, engine, comes, until):
+    fleet = seldom
+    replica = await comes(fleet.add(await engine()), READY)
+    engine.asked.clear()
+    engine.hold.clear()
+    waiting = [asyncio.create_task(fleet.prove(replica.id))]
+    await until(lambda: "/health" in engine.asked)
+    waiting.append(asyncio.create_task(fleet.prove(replica.id)))
+    await fleet.remove(replica.id)
+    engine.hold.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*waiting)
 
 
-async def test_an_engine_that_answers_late_is_not_asked_to_prove_itself(engine, comes, until, monkeypatch):
+async def test_an_engine_that_answers_late_is_not_asked_to_prove_itself(seldom, engine, comes, until, monkeypatch):
     """It is we who close the connection then, which shows nothing."""
-    fleet = Fleet(interval=3600.0, limits=Limits(fall=1000))
-    try:
-        replica = await comes(fleet.add(await engine()), READY)
-        engine.hold.clear()
-        with monkeypatch.context() as while_late:  # on a busy machine the other looks take longer than this
-            while_late.setattr(watch, "SHORT_DEADLINE", 0.05)
-            while_late.setattr(watch, "DEADLINE", 0.05)
-            await fleet.engines[replica.id].tick()
-        assert replica.proof is None and replica.is_proven and replica.state is READY
-        engine.hold.set()
+    fleet = seldom
+    replica = await comes(fleet.add(await engine()), READY)
+    engine.hold.clear()
+    with monkeypatch.context() as while_late:  # on a busy machine the other looks take longer than this
+        while_late.setattr(watch, "SHORT_DEADLINE", 0.05)
+        while_late.setattr(watch, "DEADLINE", 0.05)
         await fleet.engines[replica.id].tick()
-        assert replica.proof is not None
-    finally:
-        await fleet.stop()
+    assert replica.proof is None and replica.is_proven and replica.state is READY
+    engine.hold.set()
+    await fleet.engines[replica.id].tick()
+    assert replica.proof is not None
 
 
-async def test_what_took_an_engines_place_and_does_not_answer_is_not_taken_for_it(engine, comes, until, monkeypatch):
+async def test_what_took_an_engines_place_and_does_not_answer_is_not_taken_for_it(
+    seldom, engine, comes, until, monkeypatch
+):
     """Neither by those who wait for the look that it does not answer, nor by those who come after that."""
-    fleet = Fleet(interval=3600.0, limits=Limits(fall=1000))
-    try:
-        url = await engine()
-        replica = await comes(fleet.add(url), READY)
-        monkeypatch.setattr(watch, "DEADLINE", 0.05)
-        await engine.stop()
-        await engine(int(url.rpartition(":")[2]), models=("other",))
-        await until(lambda: not replica.is_proven)
-        engine.hold.clear()
-        assert not await fleet.prove(replica.id)
-        assert not replica.is_proven
-        engine.hold.set()
-        assert await fleet.prove(replica.id) and "other" in replica.models
-    finally:
-        await fleet.stop()
+    fleet = seldom
+    url = await engine()
+    replica = await comes(fleet.add(url), READY)
+    monkeypatch.setattr(watch, "DEADLINE", 0.05)
+    await engine.stop()
+    await engine(int(url.rpartition(":")[2]), models=("other",))
+    await until(lambda: not replica.is_proven)
+    engine.hold.clear()
+    assert not await fleet.prove(replica.id)
+    assert not replica.is_proven
+    engine.hold.set()
+    assert await fleet.prove(replica.id) and "other" in replica.models
 
 
-async def test_who_is_drained_while_it_is_looked_at_has_proved_nothing(engine, comes, until):
-    fleet = Fleet(interval=3600.0)
-    try:
-        replica = await comes(fleet.add(await engine()), READY)
-        engine.asked.clear()
-        engine.hold.clear()
-        waiting = asyncio.create_task(fleet.prove(replica.id))
-        await until(lambda: "/health" in engine.asked)
-        replica.state = State.DRAINING
-        engine.hold.set()
-        assert not await waiting
-    finally:
-        await fleet.stop()
+async def test_an_engine_that_closes_its_connections_without_a_word_is_as_well_as_one_that_says_so(
+    seldom, engine, comes
+):
+    fleet = seldom
+    engine.closes = "silently"
+    replica = await comes(fleet.add(await engine()), READY)
+    assert await fleet.prove(replica.id) and replica.is_proven
 
 
-async def test_an_engine_that_closes_its_connections_without_a_word_is_as_well_as_one_that_says_so(engine, comes):
-    fleet = Fleet(interval=3600.0)
-    try:
-        engine.closes = "silently"
-        replica = await comes(fleet.add(await engine()), READY)
-        assert await fleet.prove(replica.id) and replica.is_proven
-    finally:
-        await fleet.stop()
-
-
-async def test_who_closed_one_connection_as_engines_do_that_end_is_asked_for_all_next_time(engine, comes):
-    fleet = Fleet(interval=3600.0)
-    try:
-        url = await engine()
-        replica = await comes(fleet.add(url), READY)
-        engine.closes = "announced"
-        await fleet.engines[replica.id].tick()
-        engine.closes = ""
-        await engine.stop()
-        await engine(int(url.rpartition(":")[2]), models=("other",))
-        await fleet.engines[replica.id].tick()
-        assert "other" in replica.models
-    finally:
-        await fleet.stop()
+async def test_who_closed_one_connection_as_engines_do_that_end_is_asked_for_all_next_time(seldom, engine, comes):
+    fleet = seldom
+    url = await engine()
+    replica = await comes(fleet.add(url), READY)
+    engine.closes = "announced"
+    await fleet.engines[replica.id].tick()
+    engine.closes = ""
+    await engine.stop()
+    await engine(int(url.rpartition(":")[2]), models=("other",))
+    await fleet.engines[replica.id].tick()
+    assert "other" in replica.models
 
 
 async def test_an_engine_without_its_figures_is_asked_for_all(fleet, engine, comes):
@@ -356,14 +268,6 @@ async def test_one_that_fails_every_second_request_is_out_though_others_of_its_a
     await comes(bad, READY)  # and is tried again: 2 s
 
 
-async def test_where_all_fail_alike_none_is_out_for_its_rate(fleet, serve, comes):
-    for _ in range(20):
-        for replica in await two(fleet, serve, comes) if not fleet.replicas else fleet.replicas.values():
-            fleet.succeeded(replica.id)
-            fleet.failed(replica.id, "5xx")
-    assert {replica.state for replica in fleet.replicas.values()} == {READY}
-
-
 def fails(health, now, share=1):
     for _ in range(share):
         health.succeeded(now)
@@ -388,18 +292,6 @@ def test_who_goes_on_failing_is_out_longer_each_time_and_who_does_not_starts_ane
     assert health.compare(now, 100, 0)
 
 
-def test_answers_that_are_told_of_together_count_each():
-    """With --workers: failures come one by one, what was answered a few times a second."""
-    health = Health()
-    health.succeeded(0.0, 100)
-    for _ in range(15):
-        health.failed(0.0, "5xx")
-    assert not health.compare(0.0, 100, 0)
-    for _ in range(15):
-        health.failed(0.0, "5xx")
-    assert health.compare(0.0, 100, 0)
-
-
 def test_a_rate_needs_to_be_high_and_of_late_and_far_from_the_siblings():
     health = Health()
     for _ in range(50):
@@ -412,15 +304,3 @@ def test_a_rate_needs_to_be_high_and_of_late_and_far_from_the_siblings():
     for _ in range(50):
         fails(health, 50.0, share=2)
     assert health.compare(50.0, 95, 5)
-
-
-async def test_before_a_probe_counts_what_the_engines_own_replicas_answered_is_heard(engine, comes):
-    heard = []
-    fleet = Fleet(hear=heard.append, interval=3600.0)
-    try:
-        replica = await comes(fleet.add(await engine()), READY)
-        heard.clear()
-        await fleet.prove(replica.id)
-        assert set(heard) == {replica.id}
-    finally:
-        await fleet.stop()

@@ -28,15 +28,6 @@ def held(fleet):
 
 
 @pytest.fixture
-def comes(until):
-    async def comes(replica, state):
-        await until(lambda: replica.state is state, lambda: f"still {replica.state}: {replica.reason}")
-        return replica
-
-    return comes
-
-
-@pytest.fixture
 async def engine(serve):
     """One that computes: `health` and `answer` are what it says to probes and to newcomers."""
     told = SimpleNamespace(health=200, answer=(200, {}), moves=True, generated=0)

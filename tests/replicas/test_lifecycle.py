@@ -18,27 +18,6 @@ def test_every_state_is_in_the_table_and_can_be_reached():
     assert reached == set(State)
 
 
-def test_a_life():
-    state = State.STARTING
-    for event, expected in [
-        (Event.LAUNCHED, State.STARTING),
-        (Event.ANSWERS, State.WARMING),
-        (Event.SERVES, State.READY),
-        (Event.TROUBLE, State.DEGRADED),
-        (Event.SERVES, State.READY),
-        (Event.GONE, State.FAILED),
-        (Event.LAUNCHED, State.STARTING),
-        (Event.ANSWERS, State.WARMING),
-        (Event.SERVES, State.READY),
-        (Event.RESTARTED, State.WARMING),
-        (Event.SERVES, State.READY),
-        (Event.DRAIN, State.DRAINING),
-        (Event.STOPPED, State.STOPPED),
-    ]:
-        state = follows(state, event)
-        assert state is expected
-
-
 @given(EVENTS)
 def test_traffic_only_after_the_model_was_seen(events):
     """READY comes only by SERVES, and never straight from STARTING or FAILED."""

@@ -137,24 +137,6 @@ async def test_a_name_is_resolved_once_while_its_engine_answers(fleet, hosts, en
     assert (replica.state, replica.address, replica.incarnation, asked) == (READY, A, before, [A])
 
 
-async def test_a_name_that_leads_to_where_nobody_is_waits_for_its_engine(fleet, hosts, engines, comes, until):
-    await engines(A)
-    asked = []
-    hosts["gpu.test"] = [A]
-    replica = fleet.add(f"http://gpu.test:{engines.port}")
-    await comes(replica, lambda one: one.state is READY)
-
-    def answer():
-        asked.append(C)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (C, 0))]
-
-    hosts["gpu.test"] = answer
-    await engines.stop(A)
-    await until(lambda: replica.state is FAILED and len(asked) > 3)
-    await engines(A, started=2.0)
-    await comes(replica, lambda one: one.state is READY and one.address == A)
-
-
 async def test_a_name_server_that_hangs_holds_up_nothing_and_is_asked_once(fleet, hosts, engines, comes, until):
     await engines(A)
     hosts["gpu.test"] = [A]

@@ -86,22 +86,6 @@ async def test_gateway_dies(gateway, until, alive, number):
     await until(lambda: not any(alive(pid) for pid in [*pids, *keepers]), "orphans")
 
 
-async def test_gateway_is_killed_while_engines_start(gateway, until, alive):
-    process = await gateway("--silent-start")
-    pids = await engines(process, ready=False)
-    process.kill()
-    await until(lambda: not any(alive(pid) for pid in pids), "orphans")
-
-
-async def test_gateway_is_killed_and_engines_are_stopped_and_deaf(gateway, until, alive):
-    """Neither a hung engine nor one that ignores SIGTERM is spared."""
-    process = await gateway("--deaf")
-    pids = await engines(process)
-    os.kill(pids[0], signal.SIGSTOP)
-    process.kill()
-    await until(lambda: not any(alive(pid) for pid in pids), "orphans")
-
-
 async def test_gateway_and_keepers_are_killed_at_once(gateway, until, alive):
     process = await gateway()
     pids = await engines(process)

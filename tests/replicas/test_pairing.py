@@ -80,8 +80,8 @@ def test_nobody_is_said_to_fetch_from_itself():
     assert said([a, b], [a]) == "a cannot fetch what b computes"
     assert said([a], [a, b]) == "b cannot fetch what a computes"
     assert said([a, b, c], [a]) == "a cannot fetch what b and c compute"
-    assert said([a, b], [a, b]) == "a and b cannot fetch from each other"
-    assert said([a, b], [a, b, c]) == "a and b cannot fetch from each other, nor can c from them"
+    assert said([a, b], [a, b]) == "a and b cannot fetch what a and b compute"
+    assert said([a, b], [a, b, c]) == "c cannot fetch what a and b compute"
 
 
 class Placed(NamedTuple):

@@ -29,12 +29,6 @@ def test_with_work_and_no_step_it_stalls_then_hangs():
     assert progress.hung(now + 1)
 
 
-def test_an_idle_engine_never_stalls():
-    progress = Progress()
-    now = look(progress, 500, running=0)
-    assert progress.still(now) == 0
-
-
 @pytest.mark.parametrize("moving", ["generated", "prompted", "usage", "waiting"])
 def test_any_counter_that_moves_is_progress(moving):
     progress = Progress()

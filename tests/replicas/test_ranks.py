@@ -10,7 +10,6 @@ from replicas.engines.simulated.profile import SimProfile
 from replicas.launch.command import Command
 from replicas.launch.ports import pick
 from replicas.launch.supervisor import Backoff
-from replicas.replica import EventSource
 
 READY, STOPPED, FAILED = State.READY, State.STOPPED, State.FAILED
 
@@ -119,16 +118,6 @@ async def test_one_rank_alone_is_the_engine_itself(fleet, ranked, become):
     assert same is replica and replica.rank is None and replica.headers == {} and replica.takes_rank("/v1/responses")
 
 
-async def test_an_older_vllms_ranks_are_counted_in_its_metrics(fleet, ranked, become):
-    ranked.listed = False
-    url = await ranked.start()
-    fleet.add(f"{url}#events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:5567")
-    zero, one = await become(names(url, 2))
-    assert zero.events == EventSource("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5567", "")
-    assert one.events == EventSource("tcp://127.0.0.1:5558", "tcp://127.0.0.1:5568", "")
-    assert not [problem for problem in one.problems if "event" in problem]
-
-
 async def test_what_happens_to_the_engine_happens_to_all_its_ranks(fleet, ranked, become, until):
     url = await ranked.start(pick(1, "127.0.0.1", set())[0])
     fleet.add(url)
@@ -163,16 +152,6 @@ async def test_a_restart_with_other_ranks(fleet, ranked, become):
         if count == 1:
             assert [one.rank for one in gone] == [0, 1, 2] and after[0].rank is None
     assert gone[-1].rank is None and after != before and len(fleet.engines) == 1
-
-
-async def test_ranks_stay_when_a_look_tells_none(fleet, ranked, become, until):
-    ranked.listed = False
-    url = await ranked.start()
-    fleet.add(url)
-    zero, one = await become(names(url, 2))
-    ranked.count = 0  # /metrics has no vllm: series any more
-    await until(lambda: any("no vllm: series" in problem for problem in one.problems))
-    assert await become(names(url, 2)) == [zero, one]
 
 
 async def test_one_rank_is_drained_and_the_other_goes_on(fleet, ranked, become, until):

@@ -23,15 +23,6 @@ def impatient(monkeypatch):
 
 
 @pytest.fixture
-def comes(until):
-    async def comes(replica, state):
-        await until(lambda: replica.state is state, lambda: f"still {replica.state}: {replica.reason}")
-        return replica
-
-    return comes
-
-
-@pytest.fixture
 async def hung(serve):
     """URL of an engine whose core hangs; `running` and `generated` are what it reports, `wakes` ends its sleep."""
     told = {"running": 0, "generated": 7}

@@ -20,15 +20,13 @@ class Simulated(Vllm):
     id = "sim"
     name = "the simulated engine"
     remedies = Remedies(
+        **dict.fromkeys(Remedies._fields, "run the simulated engine and the gateway in one version of Hitherto")
+    )._replace(
         models="it asks for no key of its own: something before it does; let the gateway reach it directly",
         figures="let the gateway reach its /metrics, or set block_size in the gateway's config",
-        names="run the simulated engine and the gateway in one version of Hitherto",
-        caching="its prefix cache is always on: run the simulated engine and the gateway in one version of Hitherto",
         repeats="its cache is too small for the prompt: start it with a larger --num-blocks",
         events="start the simulated engine without --no-events",
-        tiers="run the simulated engine and the gateway in one version of Hitherto",
         unlisted=f"give their address as {EVENTS_BY_HAND}, or start the simulated engine without --no-events",
-        binding="run the simulated engine and the gateway in one version of Hitherto",
         ranks="it has one rank: what stands before several has to list the events of each in /kv_event_sources",
         nodes="give the URL of each engine",
         replay="give replay=tcp://HOST:PORT (its --replay-port) where events= is given in the URL",

@@ -132,13 +132,6 @@ async def test_a_stopped_engine_can_be_killed(family, until, alive):
     assert not [pid for pid in pids if alive(pid)]
 
 
-async def test_the_engine_dies_with_its_keeper(keep, until, alive):
-    process, control = keep(sys.executable, "-I", "-S", "-c", SLEEP)
-    engine = pid_of(control)
-    process.kill()
-    await until(lambda: not alive(engine), "the engine outlived its keeper")
-
-
 async def test_sigterm_to_the_keeper_stops_the_engine(keep, until, alive):
     process, control = keep(sys.executable, "-I", "-S", "-c", SLEEP)
     engine = pid_of(control)

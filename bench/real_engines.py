@@ -16,6 +16,10 @@ A cell is a number of output tokens and a share of saturation: of the requests a
   share   requests answered by the first engine, by the engines' own counters
   busy    CPU seconds of the engines' processes a second and engine, while load was full: the later half of the arrivals
 
+With --gpu: GPU_REPLICAS engines share the machine's one GPU and have a model of 8B parameters with random weights, from
+an environment whose `bin/vllm` is the CUDA build; they are started once, for all cells, and the last cells are left out
+when --minutes are over.
+
 Runs of a FILE that is there are kept and added to, so that a long measurement can be made in parts.
 """
 
@@ -23,12 +27,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -44,6 +50,7 @@ from loadgen.demo.tiny_model import tiny_model
 from loadgen.drive.client import Client
 from loadgen.drive.records import Record
 from loadgen.drive.run import CHAT, Asking
+from loadgen.drive.stack import free_ports
 from loadgen.report.summary import machine
 from loadgen.workload.arrivals import conversation_starts
 from loadgen.workload.conversations import Conversation
@@ -54,6 +61,16 @@ REPLICAS, BLOCK, CACHES = 2, 16, 1.0
 SECONDS, THINK = 30.0, 1.0  # of arrivals, and between an answer and the next turn
 OUTPUTS, LOADS = (16, 256), (0.4, 0.7)
 FLOOD = 600  # requests that saturation is measured with, without a pause between turns
+# Qwen3-8B's shape but for its vocabulary, and what a token's keys and values take in bytes.
+GPU_REPLICAS, GPU_FLOOD, GPU_THINK = 4, 260, 0.3  # fewer requests and shorter pauses: a GPU costs more by the hour
+GPU_FLAGS = os.environ.get("HITHERTO_VLLM_FLAGS", "").split()  # for vLLM's builds that lack a part
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "tie_word_embeddings": False, "attention_bias": False,
+}  # fmt: skip
+QWEN3_8B_KV_BYTES = 36 * 2 * 8 * 128 * 2
 # ChatML that shows tool calls. With a vocabulary of 4,096 a decode step is 2 ms and not 6, so that prefill is the work
 # to save.
 TEMPLATE = (
@@ -187,11 +204,35 @@ def tables(runs: Sequence[dict]) -> str:
     return "\n".join(parts)
 
 
+class GpuEngine(Engine):
+    """One `vllm serve` of an 8B model on a GPU that it shares with others."""
+
+    def __init__(self, model: Path, *, log: Path, blocks: int):
+        self.model, self.name, self.log, self.blocks, self.block_size = model, "tiny", log, blocks, BLOCK
+        self.port, *publishing = free_ports(3)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in publishing)
+        self.replica_url = f"{self.url}#events={self.events},replay={self.replay}"
+        events = {"enable_kv_cache_events": True, "publisher": "zmq",
+                  **dict(zip(("endpoint", "replay_endpoint"), (f"tcp://*:{port}" for port in publishing)))}  # fmt: skip
+        self.command = [
+            f"{os.environ['HITHERTO_VLLM']}/bin/vllm", "serve", str(model), "--served-model-name", self.name,
+            "--host", "127.0.0.1", "--port", str(self.port), "--load-format", "dummy", "--dtype", "bfloat16",
+            "--block-size", str(BLOCK), "--max-model-len", str(min(32768, (blocks - 1) * BLOCK)),
+            "--kv-cache-memory-bytes", str(blocks * BLOCK * QWEN3_8B_KV_BYTES), "--num-gpu-blocks-override", str(blocks),
+            "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events), *GPU_FLAGS,
+        ]  # fmt: skip
+        self.env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        self.process = None
+        self.start()
+
+
 @asynccontextmanager
-async def fleet(model: Path, works: Sequence[Work], logs: Path) -> AsyncIterator[list[Engine]]:
+async def fleet(model: Path, works: Sequence[Work], logs: Path, gpu: bool = False) -> AsyncIterator[list[Engine]]:
     """Fresh engines whose caches together hold CACHES x the largest work's distinct blocks."""
-    blocks = math.ceil(CACHES * max(work.blocks for work in works) / REPLICAS)
-    engines = [Engine(model, log=logs / f"engine{n}.log", blocks=blocks) for n in range(REPLICAS)]
+    count, kind = (GPU_REPLICAS, GpuEngine) if gpu else (REPLICAS, Engine)
+    blocks = math.ceil(CACHES * max(work.blocks for work in works) / count)
+    engines = [kind(model, log=logs / f"engine{n}.log", blocks=blocks) for n in range(count)]
     try:
         for engine in engines:
             await asyncio.to_thread(engine.wait)
@@ -238,6 +279,40 @@ async def measure(args: argparse.Namespace, chosen: Sequence[Contender], kept: d
                 write(args.json, kept)
 
 
+async def measure_on_gpu(args: argparse.Namespace, chosen: Sequence[Contender], kept: dict) -> None:
+    """All cells on the same engines, whose start takes longer than a run, until --minutes are over."""
+    end = time.monotonic() + 60 * args.minutes
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="real-engines-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    model = tiny_model(logs / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    tiny = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(tiny | QWEN3_8B))
+    maker = Maker(Asking("tiny", ignore_eos=True), Pipeline(model, "tiny", BLOCK))
+    floods = {output: maker.make(0, output, math.inf, GPU_FLOOD, think=0.0) for output in args.outputs}
+    async with fleet(model, list(floods.values()), logs, gpu=True) as engines:
+        print(f"{len(engines)} engines of {engines[0].blocks} blocks, {end - time.monotonic():.0f} s left", flush=True)
+        for output, flood in floods.items():
+            if str(output) not in kept["saturation"]:
+                warm = maker.make(99, output, math.inf, 120, think=0.0)
+                await play(ours("round_robin"), engines, warm, maker.asking, logs / "gateway.log")  # compiles kernels
+                first = await play(ours("least_time"), engines, flood, maker.asking, logs / "gateway.log")
+                kept["saturation"][str(output)] = first["answers_a_second"]
+                print(
+                    f"saturation: {first['answers_a_second']:.1f} answers/s, {end - time.monotonic():.0f} s left",
+                    flush=True,
+                )
+        for seed, load, output in itertools.product(args.seeds, args.loads, args.outputs):
+            rate = load * kept["saturation"][str(output)]
+            work = maker.make(seed, output, rate, min(GPU_FLOOD, round(rate * args.seconds)), GPU_THINK)
+            for contender in chosen:
+                if time.monotonic() + 2.2 * args.seconds > end:
+                    return
+                cell = {"output": output, "load": load}
+                await play_cell([contender], engines, [work], maker.asking, logs / "gateway.log", cell, kept["runs"])
+                write(args.json, kept)
+
+
 async def play_cell(
     chosen: Sequence[Contender],
     engines: Sequence[Engine],
@@ -270,6 +345,9 @@ def main() -> int:
     parser.add_argument("--outputs", type=int, nargs="+", default=OUTPUTS, metavar="TOKENS", help="of each answer")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, metavar="SHARE", help="of saturation")
     parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="that requests arrive in a run")
+    parser.add_argument("--gpu", action="store_true", help="engines share the machine's GPU")
+    parser.add_argument("--minutes", type=float, default=60, help="with --gpu: begin no run that would end later")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="with --gpu: keep the engines' logs there")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.quick:
@@ -284,7 +362,7 @@ def main() -> int:
         return 3
     before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     kept = {"saturation": before.get("saturation", {}), "runs": before.get("runs", [])}
-    asyncio.run(measure(args, choose(args.gateways), kept))
+    asyncio.run((measure_on_gpu if args.gpu else measure)(args, choose(args.gateways), kept))
     print(f"\n{tables(kept['runs'])}")
     return 0
 

@@ -39,5 +39,6 @@ def duplicate(one: Name, names: Iterable[Name]) -> tuple[Problem | None, list[st
     ids = sorted(other.id for other in same)
     said = "the same engine is also given as" if sure else "by its address and port it may be the same engine as"
     counts = f": {'' if sure else 'then '}its load and its cache count under each name"
-    problem = Problem(f"{said} {' and '.join(ids)}{counts}", "if it is one engine, give it once, by one of its names")
+    condition = "" if sure else "if it is one engine, "
+    problem = Problem(f"{said} {' and '.join(ids)}{counts}", f"{condition}give it once, by one of its names")
     return (problem if ids else None), ids

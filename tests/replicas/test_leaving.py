@@ -69,13 +69,6 @@ async def test_health_that_says_503_while_requests_run_is_a_leave_and_no_death(
     assert states(fleet, replica) == [State.WARMING, READY, LEAVING, READY]
 
 
-async def test_one_that_says_503_and_has_nothing_to_finish_is_given_up_as_before(fleet, engine, held, comes):
-    replica = await comes(fleet.add(engine.url), READY)
-    engine.health = 503
-    await comes(replica, FAILED)
-    assert states(fleet, replica) == [State.WARMING, READY, DEGRADED, FAILED]
-
-
 async def test_nobody_listens_any_more_and_its_connections_stand(fleet, engine, serve, held, comes, until):
     replica = await comes(fleet.add(engine.url), READY)
     held.add(replica.id)
@@ -129,17 +122,6 @@ async def test_it_fails_what_is_new_and_goes_on_with_what_it_has(fleet, engine, 
     engine.answer = 200, {}
     await comes(replica, READY)
     assert states(fleet, replica) == [State.WARMING, READY, LEAVING, READY]
-
-
-async def test_an_idle_engine_that_fails_what_it_is_sent_is_ill_and_not_leaving(fleet, engine, comes, until):
-    replica = await comes(fleet.add(engine.url), READY)
-    engine.answer, engine.moves = (500, {}), False
-    await until(lambda: replica.scrape and replica.scrape.at - replica.moved_at > 0)
-    fleet._engine(replica.id).lead.moved_at = float("-inf")  # as after 20 s without a step
-    for _ in range(3):
-        fleet.unconfirmed(replica.id)
-    await comes(replica, DEGRADED)
-    assert "requests fail (5xx)" in replica.reason
 
 
 async def test_one_that_fails_what_it_is_asked_and_does_not_end_takes_traffic_again_once_it_is_idle(

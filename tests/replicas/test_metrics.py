@@ -90,27 +90,9 @@ def test_a_ranks_blocks_are_its_own_though_vllm_adds_them_up(told):
         assert [one.num_blocks for one in parse(page.encode(), 0.0).ranks] == [256, 256]
 
 
-def test_a_single_engine_has_no_ranks():
-    page = b"".join(line for line in IDLE.splitlines(True) if b'engine="1"' not in line)
-    assert parse(page, 0.0).ranks == () and parse(page, 0.0).engines == (0,)
-    assert parse(page.replace(b'engine="0",', b""), 0.0).engines == ()
-
-
 def test_a_renamed_series_is_named():
     assert missing(PAGE.replace(b"vllm:num_requests_waiting", b"vllm:requests_queued")) == ["vllm:num_requests_waiting"]
     assert len(missing(b"python_info 1\n")) == 5
-
-
-def test_older_names():
-    page = (
-        b"vllm:gpu_cache_usage_perc{} 0.125\nvllm:gpu_prefix_cache_queries_total 10\nvllm:gpu_prefix_cache_hits_total 4"
-    )
-    scrape = parse(page, 0.0)
-    assert (scrape.kv_usage, scrape.prefix_queries, scrape.prefix_hits) == (0.125, 10, 4)
-
-
-def test_a_counters_creation_stands_in_for_the_process_start():
-    assert parse(b'vllm:prompt_tokens_created{engine="0"} 17.5\n', 0.0).started == 17.5
 
 
 def test_each_missing_series_is_none_and_leaves_the_others():

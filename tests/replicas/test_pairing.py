@@ -64,12 +64,6 @@ def test_a_kind_of_pair_is_complained_of_once_with_its_replicas():
     assert said.prefillers == computing and said.decoders == writing[:1]
 
 
-def test_a_replica_alone_is_not_complained_of():
-    alone = One("b", Traits(unable=frozenset({"nixl"})))
-    assert complaints([alone], [alone], NIXL) == []
-    assert len(complaints([alone, One("c", alone.traits)], [alone], NIXL)) == 1
-
-
 def test_nobody_is_said_to_fetch_from_itself():
     a, b, c = (One(id, Traits(unable=frozenset({"nixl"}))) for id in "abc")
 

@@ -23,10 +23,6 @@ def test_the_role_is_what_the_label_says_as_llm_d_writes_it(label, role):
     assert (found.url, found.role) == ("http://10.0.0.7:8000", role)
 
 
-def test_a_pod_without_the_label_takes_both_parts():
-    assert parse_url(Discover(selector="a=b").url_of("10.0.0.7", {"app": "vllm"})).role == "both"
-
-
 def test_the_label_may_have_another_name_and_others_say_more():
     labels = {"role": "role-name", "spill": "tier/slow", "model": "model.name", "transfer": "kv/by"}
     discover = Discover(selector="a=b", labels=labels)
@@ -34,11 +30,6 @@ def test_the_label_may_have_another_name_and_others_say_more():
     assert (found.role, found.model, found.transfer, found.spill) == ("decode", "small", "llm-d", False)
     assert parse_url(discover.url_of("10.0.0.7", {"tier/slow": "true"})).spill
     assert not parse_url(discover.url_of("10.0.0.7", {"tier/slow": "false"})).spill
-
-
-def test_what_labels_are_given_leaves_the_label_of_the_role_as_it_is():
-    discover = Discover(selector="a=b", labels={"model": "m"})
-    assert parse_url(discover.url_of("10.0.0.7", {"llm-d.ai/role": "decode"})).role == "decode"
 
 
 def test_a_url_says_what_no_label_says():
@@ -54,11 +45,6 @@ def test_a_url_says_what_no_label_says():
     assert parse_url(discover.url_of("10.0.0.7", {"llm-d.ai/role": "prefill"})).role == "prefill"
     mooncake = Discover(selector="a=b", url="http://{ip}:8000#transfer=mooncake,bootstrap=9000")
     assert parse_url(mooncake.url_of("10.0.0.7", {})).bootstrap == 9000
-
-
-def test_an_address_of_ipv6_stands_in_brackets():
-    found = parse_url(Discover(selector="a=b", url="http://{ip}:8000#events=tcp://{ip}:5557").url_of("fd00::7", {}))
-    assert (found.id, found.source.endpoint) == ("[fd00::7]:8000", "tcp://[fd00::7]:5557")
 
 
 @pytest.mark.parametrize(

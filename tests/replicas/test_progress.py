@@ -61,26 +61,11 @@ def test_one_that_hangs_still_does_when_its_requests_have_gone_elsewhere():
     assert not progress.stalled(now + 1)
 
 
-def test_who_answers_after_all_is_well():
-    progress = Progress()
-    now = look(progress, STALLED + 1)
-    progress.answered()
-    assert progress.still(now) == 0
-    progress.look(now, scrape(), 0.0)
-    assert not progress.stalled(now + 1)
-
-
 def test_one_rank_that_stands_still_is_found_beside_another_that_moves():
     progress = Progress()
     for now in range(int(STALLED) + 2):
         progress.look(float(now), scrape(ranks=[scrape(generated=now), scrape()]), 3.0)
     assert progress.stalled(float(now))
-
-
-def test_an_engine_that_counts_no_tokens_is_not_judged():
-    progress = Progress()
-    now = look(progress, 500, generated=None)
-    assert progress.still(now) == 0
 
 
 async def test_asking_for_tokens(serve, session):

@@ -34,10 +34,6 @@ def test_only_the_time_in_which_it_ran_is_measured(pulse, since, now, ran):
     assert pulse.ran(since, now) == pytest.approx(ran)
 
 
-def test_what_was_not_seen_whole_is_known(pulse):
-    assert not pulse.saw(119.0, 121.0) and pulse.saw(120.0, 121.0)
-
-
 def test_what_breaks_right_after_a_long_time_is_not_taken_at_its_word(pulse):
     assert pulse.fresh(120.5) and not pulse.fresh(120.0 + FRESH_SECONDS)
     pulse.held_up(1.0, 130.0)
@@ -125,22 +121,6 @@ async def test_what_broke_while_nobody_read_is_looked_at_and_not_counted(watched
     for _ in range(3):
         fleet.failed(replica.id, "5xx")
     assert replica.state is State.DEGRADED, "an engine's own errors do not come from that"
-
-
-async def test_what_breaks_later_than_that_counts(watched):
-    fleet, replica, watch = watched
-    fleet.pulse.held_up(10.0, monotonic() - FRESH_SECONDS)
-    for _ in range(3):
-        fleet.failed(replica.id, "closed")
-    assert replica.state is State.DEGRADED
-
-
-async def test_one_that_is_gone_when_we_go_on_is_found_by_the_next_look(watched, serve, until):
-    fleet, replica, _ = watched
-    await serve.stop()
-    fleet.pulse.held_up(10.0, monotonic())
-    fleet.failed(replica.id, "connect")
-    await until(lambda: replica.state is State.FAILED, lambda: replica.reason)
 
 
 async def test_a_look_that_failed_while_we_were_held_up_is_taken_again_once(watched, serve):

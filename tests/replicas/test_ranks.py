@@ -110,14 +110,6 @@ async def test_each_rank_is_a_replica_with_its_own_events_load_and_cache(fleet, 
     assert len(fleet.engines) == 1 and zero.takes_rank("/v1/completions") and not zero.takes_rank("/v1/responses")
 
 
-async def test_one_rank_alone_is_the_engine_itself(fleet, ranked, become):
-    ranked.count = 1
-    url = await ranked.start()
-    replica = fleet.add(url)
-    (same,) = await become(names(url, 1))
-    assert same is replica and replica.rank is None and replica.headers == {} and replica.takes_rank("/v1/responses")
-
-
 async def test_what_happens_to_the_engine_happens_to_all_its_ranks(fleet, ranked, become, until):
     url = await ranked.start(pick(1, "127.0.0.1", set())[0])
     fleet.add(url)
@@ -188,19 +180,6 @@ async def test_an_engine_is_drained_and_removed_with_all_its_ranks(fleet, ranked
     assert not fleet.replicas and not fleet.engines
     with pytest.raises(KeyError):
         fleet.drain(zero.id)
-
-
-async def test_adapters_come_and_go(fleet, ranked, become, until):
-    url = await ranked.start()
-    fleet.add(url)
-    zero, one = await become(names(url, 2))
-    seen = []
-    fleet.on_change.append(lambda replica, old, new: seen.append((replica.id, tuple(replica.models))))
-    ranked.adapters = ("sql",)
-    await until(lambda: seen == [(zero.id, ("m", "sql")), (one.id, ("m", "sql"))])
-    ranked.adapters = ()
-    await until(lambda: seen[2:] == [(zero.id, ("m",)), (one.id, ("m",))])
-    assert not one.serves("sql") and one.serves("m") and one.serves(None)
 
 
 async def test_what_happens_to_all_ranks_of_an_engine_is_one_change(fleet, ranked, become, until):

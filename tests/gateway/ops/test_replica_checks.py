@@ -73,7 +73,7 @@ def test_an_engine_that_is_given_by_two_names_is_named(monkeypatch):
     assert not given_as(monkeypatch, *given[:1], *others)
     [finding] = given_as(monkeypatch, *given, *others)
     assert finding == Finding("warn", "the same engine is also given as b:1 and c:1: its load and its cache count "
-                       "under each name", "give an engine once, by one of its names", "twice a:1")  # fmt: skip
+                       "under each name", "give it once, by one of its names", "twice a:1")  # fmt: skip
 
 
 def test_one_address_of_several_names_counts_where_a_process_does_not_tell(monkeypatch):

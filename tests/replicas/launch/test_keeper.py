@@ -97,17 +97,6 @@ async def test_stop_is_a_sigterm_and_the_engine_may_take_its_time(keep, until):
     assert await asyncio.to_thread(line, control) == "exit 5"
 
 
-async def test_stop_kills_all_of_it_when_the_grace_is_over(keep, tmp_path, until, alive, fake_engine_argv):
-    file = tmp_path / "pids"
-    _, control = keep(*fake_engine_argv("--deaf", "--children", str(file), "--silent-start"))
-    engine = pid_of(control)
-    await until(file.exists)
-    control.sendall(b"stop 0.2\n")
-    assert await asyncio.to_thread(line, control) == "exit -9"
-    pids = [engine, *map(int, file.read_text().split())]
-    assert not [pid for pid in pids if alive(pid)]
-
-
 async def test_the_gateways_death_ends_the_engine_and_all_below_it(family, until, alive):
     process, control, pids = family
     assert all(alive(pid) for pid in pids)

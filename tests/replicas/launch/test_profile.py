@@ -80,26 +80,11 @@ def test_what_is_wrong_is_refused_with_the_place(text, said):
     assert str(caught.value).startswith("my.yaml: ") and said in str(caught.value)
 
 
-def test_a_file_that_is_no_text(tmp_path):
-    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ProfileError, match="x.yaml: it is not UTF-8 text"):
-        profile.load(str(tmp_path / "x.yaml"))
-
-
 def test_an_unknown_profile_names_the_known_ones():
     with pytest.raises(ProfileError, match="one of 8-gpu, cpu, .*sim, .*or the path of a YAML file"):
         profile.load("smi")
     with pytest.raises(ProfileError, match="No such file"):
         profile.load("/nowhere/x.yaml")
-
-
-def test_what_no_shipped_profile_is_called_is_a_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ProfileError, match="'folder': Is a directory; one of "):
-        profile.load("folder")
-    (tmp_path / "mine").write_text("engine: sim\n")
-    assert profile.load("mine").engine == profile.load("sim").engine
 
 
 def test_every_shipped_profile_loads():

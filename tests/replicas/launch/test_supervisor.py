@@ -59,15 +59,6 @@ async def test_it_starts_again_and_says_why_it_ended(supervise):
     assert (await following(events)).endswith(" s (2 starts in a row failed)")
 
 
-async def test_a_start_that_worked_is_none_in_vain(supervise):
-    supervisor, events = supervise(python("import time; time.sleep(60)"))
-    for _ in range(2):
-        await following(events)
-        supervisor.works()
-        supervisor.restart("enough")
-        assert (await following(events)).endswith(" s")
-
-
 async def test_a_missing_command_is_named(supervise):
     _, events = supervise(Command(["/nowhere/vllm", "serve"], {}))
     reason = await following(events)
@@ -98,13 +89,6 @@ async def test_stop_ends_it_for_good_and_no_exit_is_told(supervise, alive):
     assert not alive(pid) and supervisor.pid is None and events.empty()
     supervisor.start()
     assert await following(events) != pid
-
-
-async def test_stop_while_it_waits_for_its_next_start(supervise, monkeypatch):
-    monkeypatch.setattr(Backoff, "FIRST", 30.0)
-    supervisor, events = supervise(python("raise SystemExit(1)"))
-    await following(events), await following(events)
-    await asyncio.wait_for(supervisor.stop(5), 5)
 
 
 async def test_no_restart_lets_the_process_be_but_not_return(supervise, alive):

@@ -7,7 +7,7 @@ import pytest
 
 from replicas.engines.vllm.profile import QUIET, find_executable, weights
 from replicas.event_source import EventSource
-from replicas.launch import devices, profile
+from replicas.launch import profile
 from replicas.launch.command import Model, Ports, ProfileError
 
 PORTS = Ports.run(20000, 1)
@@ -58,23 +58,12 @@ def test_every_field_reaches_the_command_line():
       tensor_parallel_size: 4
       pipeline_parallel_size: 2
       data_parallel_size: 2
-      prefill_context_parallel_size: 2
-      decode_context_parallel_size: 8
-      enable_expert_parallel: true
-      enable_eplb: true
-      all2all_backend: deepep_low_latency
-      attention_backend: FLASHMLA
       kv_cache_dtype: fp8
       block_size: 64
-      gpu_memory_utilization: 0.85
-      num_gpu_blocks_override: 100
-      prefix_caching_hash_algo: xxhash
       kv_transfer_config: {kv_connector: NixlConnector, kv_role: kv_producer, kv_connector_extra_config: {a: 1}}
       cpu_offload_gb: 8
       scheduling_policy: priority
       enable_chunked_prefill: false
-      max_num_batched_tokens: 4096
-      max_num_seqs: 32
       speculative_config: {method: eagle3, model: org/draft, num_speculative_tokens: 3}
       cudagraph_capture_sizes: [1, 2, 4]
       compilation_config: {mode: 3}
@@ -86,12 +75,9 @@ def test_every_field_reaches_the_command_line():
     line = " ".join(words)
     for part in [
         "--dtype float16", "--quantization awq", "--max-model-len auto", "--tensor-parallel-size 4", "--pipeline-parallel-size 2",
-        "--data-parallel-size 2", "--prefill-context-parallel-size 2", "--decode-context-parallel-size 8",
-        "--enable-expert-parallel", "--enable-eplb", "--all2all-backend deepep_low_latency", "--attention-backend FLASHMLA",
-        "--kv-cache-dtype fp8", "--block-size 64", "--gpu-memory-utilization 0.85", "--num-gpu-blocks-override 100",
-        "--prefix-caching-hash-algo xxhash", "--cpu-offload-gb 8", "--scheduling-policy priority", "--no-enable-chunked-prefill",
-        "--max-num-batched-tokens 4096", "--max-num-seqs 32", "--cudagraph-capture-sizes 1 2 4", "--enable-sleep-mode",
-        "--enable-lora", "--lora-modules sql=/a/sql chat=/a/chat", "--max-lora-rank 32", "--reasoning-parser qwen3",
+        "--data-parallel-size 2", "--kv-cache-dtype fp8", "--block-size 64", "--cpu-offload-gb 8", "--scheduling-policy priority",
+        "--no-enable-chunked-prefill", "--cudagraph-capture-sizes 1 2 4", "--enable-sleep-mode", "--enable-lora",
+        "--lora-modules sql=/a/sql chat=/a/chat", "--max-lora-rank 32", "--reasoning-parser qwen3",
     ]:  # fmt: skip
         assert part in line
     assert json.loads(after(words, "--kv-transfer-config")) == {
@@ -103,25 +89,11 @@ def test_every_field_reaches_the_command_line():
     assert json.loads(after(words, "--compilation-config")) == {"mode": 3}
 
 
-def test_without_events_or_with_what_is_theirs():
-    quiet = parse("kv_events: false\nenable_prefix_caching: false")
-    words, _ = quiet.command("127.0.0.1", PORTS, Model(Path("/m"), None))
-    assert "--kv-events-config" not in words and "--served-model-name" not in words
-    assert "--no-enable-prefix-caching" in words and quiet.events("127.0.0.1", PORTS) is None
-
-
 def test_each_rank_has_ports_of_its_own():
     ranks = parse("data_parallel_size: 4")
     ports = Ports.run(20000, ranks.ranks)
     assert (ports.events, ports.replay, ports.side) == (20001, 20005, 20009) and len(ports.all()) == 13
     assert '"tcp://*:20005"' in ranks.command("127.0.0.1", ports, MODEL).argv[-1]
-
-
-def test_engines_that_hand_over_kv_meet_on_ports_of_their_own():
-    nixl = parse("kv_transfer_config: {kv_connector: NixlConnector}")
-    first, second = (nixl.command("127.0.0.1", Ports.run(at, 2), MODEL).env for at in (20000, 20100))
-    for env, side in ((first, "20005"), (second, "20105")):
-        assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1" and env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == side
 
 
 def test_what_moves_caches_is_told_what_it_needs_and_a_profile_has_the_last_word():
@@ -198,25 +170,19 @@ def test_without_prefix_caching_no_events_are_asked_for():
 
 def test_devices_are_shared_out(gpus):
     gpus(*map(str, range(8)))
-    pairs = parse("tensor_parallel_size: 2\npipeline_parallel_size: 2")
-    _, places = pairs.place(2)
+    _, places = parse("tensor_parallel_size: 2\npipeline_parallel_size: 2").place(2)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["0,1,2,3", "4,5,6,7"]
     gpus("0")
     _, places = parse("gpu_memory_utilization: 0.45").place(2)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["0", "0"]
-    with pytest.raises(ProfileError, match="gpu_memory_utilization: 0.45"):
-        parse("gpu_memory_utilization: 0.9").place(2)
+    gpus()
+    with pytest.raises(ProfileError, match="2 replicas of 4 GPUs need 8, this machine shows none"):
+        profile.load("8-gpu").place(2)
 
 
 def test_decode_context_parallelism_takes_no_devices_of_its_own():
     sizes = "tensor_parallel_size: 4\nprefill_context_parallel_size: {}\ndecode_context_parallel_size: {}\ndata_parallel_size: 2"
     assert parse(sizes.format(1, 4)).world == 8 and parse(sizes.format(2, 8)).world == 16
-
-
-def test_a_profile_that_needs_gpus_is_refused_without(gpus):
-    gpus()
-    with pytest.raises(ProfileError, match="2 replicas of 4 GPUs need 8, this machine shows none"):
-        profile.load("8-gpu").place(2)
 
 
 def test_the_plain_profile_runs_on_a_cpu_as_cpu_yaml_says(gpus):
@@ -231,13 +197,6 @@ def test_what_the_profile_says_itself_wins_on_a_cpu_too(gpus):
     gpus()
     placed, _ = parse("max_model_len: 4096\ngpu_memory_utilization: 0.9\nenv: {VLLM_NO_USAGE_STATS: '0'}").place(1)
     assert placed.max_model_len == 4096 and placed.env["VLLM_NO_USAGE_STATS"] == "0" and placed.enforce_eager
-
-
-def test_on_a_cpu_no_devices_are_assigned(gpus):
-    gpus("0", "1")
-    assert devices.find() == ["0", "1"]
-    placed, places = profile.load("cpu").place(1)
-    assert placed == profile.load("cpu") and "CUDA_VISIBLE_DEVICES" not in places[0]
 
 
 def test_a_model_is_needed():
@@ -270,20 +229,9 @@ def test_an_example_for_every_kind_of_machine():
     kinds = {"vllm", "cpu", "small-gpu", "8-gpu", "moe-expert-parallel", "mla", "long-context"}
     assert set(EXAMPLES) == kinds | {"pd-prefill", "pd-decode", "pd-mooncake-prefill", "pd-mooncake-decode", "pd-cpu"}
     worlds = {name: profile.load(name).world for name in EXAMPLES}
-    assert worlds == {
-        "vllm": 1,
-        "cpu": 1,
-        "small-gpu": 1,
-        "8-gpu": 4,
-        "moe-expert-parallel": 8,
-        "mla": 8,
-        "long-context": 4,
-        "pd-prefill": 4,
-        "pd-decode": 1,
-        "pd-mooncake-prefill": 4,
-        "pd-mooncake-decode": 1,
-        "pd-cpu": 1,
-    }
+    assert {name: world for name, world in worlds.items() if world > 1} == {
+        "8-gpu": 4, "moe-expert-parallel": 8, "mla": 8, "long-context": 4, "pd-prefill": 4, "pd-mooncake-prefill": 4,
+    }  # fmt: skip
 
 
 def test_the_profile_for_mla_knows_its_engines_whole_blocks_and_its_speculator():

@@ -19,7 +19,7 @@ __all__ = ["TAKES_TRAFFIC", "Facts", "Fleet", "Replica", "State"]
 _HOME = {"Facts": "adopt", "Fleet": "fleet", "Replica": "replica", "State": "lifecycle", "TAKES_TRAFFIC": "lifecycle"}
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     """Import a public name on first use.
 
     aiohttp and pydantic take 0.2 s to import. The simulated engine and the load generator import this package too, and

@@ -111,14 +111,15 @@ class Access:
     async def _try(self, address: str, deadline: float, patience: float) -> Facts:
         """Probe the engine at `address`; use that address from then on if it answers."""
         session = session_to(address, self._tls, headers=self._headers)
+        unused: aiohttp.ClientSession | None = session
         try:
             facts = await probe(self.url, session, deadline, address, patience)
             if facts.alive:
                 self.address = address
-                session, self._session = self._session, session
+                unused, self._session = self._session, session
         finally:
-            if session is not None:
-                await session.close()
+            if unused is not None:
+                await unused.close()
         return facts
 
     @property

@@ -14,8 +14,8 @@ import aiohttp
 
 from replicas.answer import Answer
 from replicas.ask import get, read
-from replicas.engines import DEFAULT, DIALECTS, EngineDialect, recognize
-from replicas.engines.dialect import Told
+from replicas.engines import DEFAULT, DIALECTS, recognize
+from replicas.engines.dialect import EngineDialect, Told
 from replicas.engines.transfer import MeetingTransfer
 from replicas.event_source import EventSource
 from replicas.metrics import MOST_RANKS, Scrape, missing, parse

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -31,9 +32,9 @@ class Answer:
     unreadable: str = ""  # why the body cannot be read as JSON although it begins like JSON
     most_values: int = MOST_VALUES  # JSON with more values is not parsed
     large: bool = False  # the body has more than 64 KiB, or exceeded a limit
-    _parsed: dict | None = None
+    _parsed: dict[str, Any] | None = None
 
-    def json(self) -> dict:
+    def json(self) -> dict[str, Any]:
         """Return the body as a JSON object; {} if it is not one."""
         if self._parsed is None:
             value = None

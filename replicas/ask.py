@@ -133,7 +133,8 @@ class Bounded(ResponseHandler):
                 if self._payload is not None:
                     self._payload.set_exception(error)
                 self.set_exception(error)
-                self.transport.close()
+                if self.transport is not None:
+                    self.transport.close()
                 return
 
 
@@ -142,7 +143,7 @@ class Connector(aiohttp.TCPConnector):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        self._factory = partial(Bounded, loop=self._loop)
+        self._factory = partial(Bounded, loop=self._loop)  # type: ignore[assignment]
 
 
 class Response(aiohttp.ClientResponse):

@@ -145,17 +145,16 @@ class Fleet:
         engine's own default. `role`: prefill, decode or both; None: the profile's. `spill`: the engines belong to the
         overflow pool. Raises ProfileError (also for too few devices), and OSError when no ports are free.
         """
-        if isinstance(profile, str):
-            profile = profiles.load(profile)
+        loaded = profiles.load(profile) if isinstance(profile, str) else profile
         async with self._launching:
             # stopped engines count too: they may come back
             used = [device for engine in self.engines.values() for device in engine.devices]
-            profile, places = await asyncio.to_thread(profile.place, count, used)  # calls the GPU driver's tool
+            placed, places = await asyncio.to_thread(loaded.place, count, used)  # calls the GPU driver's tool
             taken = {port for engine in self.engines.values() for port in (engine.lead.port, *engine.ports)}
-            firsts = pick(count, HOST, taken, run=Ports.width(profile.ranks))
+            firsts = pick(count, HOST, taken, run=Ports.width(placed.ranks))
             model = Model(Path(model_dir) if model_dir else None, served_name)
             engines = [
-                self._launch(profile, Ports.run(first, profile.ranks), model, place, role or profile.role, spill)
+                self._launch(placed, Ports.run(first, placed.ranks), model, place, role or placed.role, spill)
                 for first, place in zip(firsts, places)
             ]
         return [replica for engine in engines for replica in engine.replicas]
@@ -284,9 +283,9 @@ class Fleet:
         """
         engine = self._engine(id)
         url, session = engine.lead.url + target, engine.access.session
-        options = {"data": body, "headers": {"Content-Type": content_type}} if body else {}
-        timeout = aiohttp.ClientTimeout(ENGINE_SECONDS)
-        async with session.request(method, url, allow_redirects=False, timeout=timeout, **options) as answer:
+        headers, timeout = {"Content-Type": content_type} if body else {}, aiohttp.ClientTimeout(ENGINE_SECONDS)
+        asked = session.request(method, url, data=body or None, headers=headers, allow_redirects=False, timeout=timeout)
+        async with asked as answer:
             told = answer.status, answer.headers.get("Content-Type", "application/octet-stream"), await body_of(answer)
         if method != "GET":
             engine.nudge()  # it may serve other models and adapters now
@@ -297,7 +296,7 @@ class Fleet:
         supervisor = self._engine(id).supervisor
         return supervisor.tail.lines if supervisor else []
 
-    def drain(self, id: str) -> asyncio.Task:
+    def drain(self, id: str) -> asyncio.Task[None]:
         """Stop new traffic to a replica, which is STOPPED when all its requests are done or after the drain timeout.
 
         Then an engine that this gateway launched is stopped; one rank of several only gets no more traffic. `id`: of a
@@ -341,7 +340,7 @@ class Fleet:
             self._apply(self.replicas[id], Event.LAUNCHED, "wanted again")
             self._catch_up(self.replicas[id], engine.lead)
 
-    def remove(self, id: str) -> asyncio.Task:
+    def remove(self, id: str) -> asyncio.Task[None]:
         """Drain an engine and remove it from the fleet; the returned task need not be awaited.
 
         Raises KeyError for an unknown id, ValueError for the id of one rank of several.
@@ -364,7 +363,7 @@ class Fleet:
                 return
             await asyncio.wait(under_way)
 
-    async def _remove(self, engine: Watch, drained: asyncio.Task) -> None:
+    async def _remove(self, engine: Watch, drained: asyncio.Task[None]) -> None:
         await drained
         engine.task.cancel()
         del self.engines[engine.lead.id]

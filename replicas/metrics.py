@@ -7,7 +7,8 @@ are tried after current ones, and a series that is missing gives None.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 
 class Scrape(NamedTuple):
@@ -159,7 +160,8 @@ def parse(page: bytes, now: float, names: MetricNames) -> Scrape:
     whole = _scrape(blank, {field: [value for _, value in found] for field, found in samples.items()}, configs[:1])
     # With several API servers, gauges of a rank appear with its first request; counters and the configuration are there
     # from the start.
-    numbers = sorted({rank for one in (configs, *samples.values()) for rank, _ in one if rank is not None})
+    ranked = (rank for found in samples.values() for rank, _ in found)
+    numbers = sorted({rank for rank in chain(ranked, (rank for rank, _ in configs)) if rank is not None})
     if len(numbers) > MOST_RANKS:
         return whole._replace(too_many=len(numbers))
     if len(numbers) < 2:
@@ -194,10 +196,11 @@ def _scrape(
     """
     told = {field: COMBINED[field](values) for field, values in samples.items() if values}
     usage = told.pop("kv_usage", None)
+    # a page may have NaN and infinities
+    counts: dict[str, Any] = {field: int(value) for field, value in told.items() if abs(value) < 2**63}
     found = blank._replace(
         kv_usage=min(max(usage, 0.0), 1.0) if usage is not None and usage == usage else None,
-        # a page may have NaN and infinities
-        **{field: int(value) for field, value in told.items() if abs(value) < 2**63},
+        **counts,
     )
     for _, config in configs:
         size = _number(config["attention_block_size"]) or _number(config["block_size"])

@@ -35,7 +35,7 @@ class Traits(NamedTuple):
 
     def known(self, other: Traits) -> Traits:
         """Return these traits, with the unknown ones (None) taken from `other`."""
-        return Traits(*(ours if ours is not None else theirs for ours, theirs in zip(self, other, strict=True)))
+        return self._replace(**{name: value for name, value in other._asdict().items() if getattr(self, name) is None})
 
 
 ALIKE = ("version", "model", "dtype", "kv_cache_dtype", "attention_backend", "speculative_config")

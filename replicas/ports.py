@@ -16,8 +16,8 @@ def port(text: str) -> int:
 def cannot_listen(host: str, port: int, error: OSError, port_flag: str = "--port", host_flag: str = "--host") -> str:
     """Return why listening on `host`:`port` failed, and what to do about it."""
     # asyncio and Python put the address into the message, so the system's words are taken from the error number.
-    known = error.errno is not None and error.errno > 0
-    said = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if known else error.strerror or error}. "
+    reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or error
+    said = f"cannot listen on {host}:{port}: {reason}. "
     if isinstance(error, socket.gaierror) or error.errno == errno.ENODEV:
         return f"{said}{host} does not resolve: give an address of this machine with {host_flag}, or 0.0.0.0 for all"
     if error.errno == errno.EADDRNOTAVAIL:

@@ -29,7 +29,7 @@ MOST_READ = 65536  # bytes of an answer of two tokens
 class _Rank:
     """One data-parallel rank: its last counters, and since when it has had work while they did not change."""
 
-    counters: tuple = ()
+    counters: tuple[float | None, ...] = ()
     since: float | None = None
 
     def still(self, now: float) -> float:

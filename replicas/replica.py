@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from replicas.addresses import check_endpoint, check_host, one_spelling
-from replicas.engines import DEFAULT, TRANSFERS, EngineDialect, Transfer
-from replicas.engines.transfer import Meeting, MeetingTransfer
+from replicas.engines import DEFAULT, TRANSFERS
+from replicas.engines.dialect import EngineDialect
+from replicas.engines.transfer import Meeting, MeetingTransfer, Transfer
 from replicas.event_source import EventSource
 from replicas.lifecycle import Event, State, follows
 from replicas.metrics import Scrape
@@ -204,9 +205,9 @@ class Replica:
     @classmethod
     def at(cls, address: Address, **more: Any) -> Replica:
         """Return a replica of the engine at an address; `more`: further fields."""
-        settings = {name: getattr(address, name) for name in ("role", "spill", "bootstrap", "peer")}
-        place = (address.id, address.url, address.host, address.port)
-        return cls(*place, moves_by=address.transfer, **settings, **more)
+        new = cls(address.id, address.url, address.host, address.port, moves_by=address.transfer, **more)
+        new.role, new.spill, new.bootstrap, new.peer = address.role, address.spill, address.bootstrap, address.peer
+        return new
 
     def at_rank(self, rank: int, now: float) -> Replica:
         """Return a new replica for one data-parallel rank of this engine."""
@@ -263,10 +264,10 @@ class Replica:
         if self.state is engine.state:
             self.reason = engine.reason
         self.events = events
-        ranks = engine.scrape.ranks if engine.scrape else ()
-        if self.rank < len(ranks):
-            self.scraped(ranks[self.rank])
-            self.num_blocks = self.scrape.num_blocks or engine.num_blocks
+        if engine.scrape and self.rank is not None and self.rank < len(engine.scrape.ranks):
+            own = engine.scrape.ranks[self.rank]
+            self.scraped(own)
+            self.num_blocks = own.num_blocks or engine.num_blocks
 
     def apply(self, event: Event, reason: str, now: float) -> State | None:
         """Apply an event of the life cycle; return the former state if the state changed, else None.

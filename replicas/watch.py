@@ -19,6 +19,7 @@ from replicas.adopt import Facts, engine_ids, health, problems_of, served_models
 from replicas.answer import Answer
 from replicas.ask import get, read
 from replicas.engines.dialect import ANY_PATH
+from replicas.event_source import EventSource
 from replicas.health import Health, Limits, Verdict
 from replicas.launch.exits import said
 from replicas.launch.supervisor import Supervisor
@@ -27,7 +28,7 @@ from replicas.metrics import Scrape, parse
 from replicas.problems import Problem
 from replicas.progress import ILL, STALLED, Progress, asked, computes
 from replicas.pulse import Pulse
-from replicas.replica import Address, EventSource, Replica, url_of
+from replicas.replica import Address, Replica, url_of
 from replicas.served import base_names
 
 log = logging.getLogger("replicas")
@@ -81,7 +82,7 @@ class Watch:
         self.ports: range = range(0)
         self.devices: tuple[str, ...] = ()
         self.replicas = [lead]
-        self.task: asyncio.Task[None] | None = None  # runs `run`
+        self.task: asyncio.Task[None]  # runs `run`; set by `start`
         self.removal: asyncio.Task[None] | None = None
         self.access = Access(lead.url, lead.host, lead.tls, given, lead.credentials)
         self.interval, self.limits, self.pulse = fleet.interval, fleet.limits, fleet.pulse

@@ -21,7 +21,7 @@ class NotYaml(ValueError):
         self.line, self.reason = line, reason
 
 
-class Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):  # type: ignore[misc]
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
@@ -43,7 +43,8 @@ class Loader(yaml.SafeLoader):
                     problem = f"{key.value!r} is there twice; keep one of them"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 keys.add(key.value)
-        return super().construct_mapping(node, deep)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
 
 @contextmanager

@@ -4,6 +4,7 @@ The rest of the project names no engine: it uses the dialect of a `Replica`. Wha
 here: OpenAI's endpoints, /health, Prometheus' text format, msgpack over ZMQ.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from replicas.answer import Answer
 from replicas.engines.transfer import Transfer
 from replicas.event_source import EventSource
 from replicas.launch.command import LaunchProfile
-from replicas.launch.exits import LogGrammar
+from replicas.launch.exits import PLAIN, LogGrammar
 from replicas.metrics import MetricNames
 from replicas.problems import Problem, Remedies
 
@@ -69,16 +70,16 @@ class PeerPull(Protocol):
         """
 
 
-class EngineDialect(Protocol):
+class EngineDialect(ABC):
     """One kind of engine. An object has no state, so one object serves all replicas of the kind."""
 
     id: str  # its name in profiles (`engine: ...`) and between processes
     name: str  # its name in messages
     paths: tuple[str, ...]  # read by a full probe besides /health, /v1/models, /version and /metrics
-    health_seconds: float  # extra time for /health, if a healthy engine may answer it late
+    health_seconds: float = 0.0  # extra time for /health, if a healthy engine may answer it late
     metrics: MetricNames
     remedies: Remedies
-    log: LogGrammar
+    log: LogGrammar = PLAIN
     rank_header: str  # the header that selects the data-parallel rank that computes a request ...
     rank_paths: tuple[str, ...]  # ... posted to these paths; at other paths the engine chooses the rank
     # the text before and after the prompt's token ids in a chat's JSON object; None: a chat takes no token ids
@@ -86,32 +87,37 @@ class EngineDialect(Protocol):
     # With `Told.takes_priority` a request posted to `priority_paths` may have a `priority` in its body; lower goes
     # first. The header (in lower case) would take precedence, so it is sent only to `priority_header_paths`, whose
     # bodies have no such field.
-    priority_paths: tuple[str, ...]
-    priority_header: bytes | None
-    priority_header_paths: tuple[str, ...]
+    priority_paths: tuple[str, ...] = ()
+    priority_header: bytes | None = None
+    priority_header_paths: tuple[str, ...] = ()
     limits_path: str  # the path that reports the scheduler's limits, if the operator of the engine allows it
-    transfer: Transfer | None  # how its engines pass KV cache on by default; None: they do not
-    peer_pull: PeerPull | None  # None: its engines fetch nothing from one another's memory
+    transfer: Transfer | None = None  # how its engines pass KV cache on by default; None: they do not
+    peer_pull: PeerPull | None = None  # None: its engines fetch nothing from one another's memory
     # Tests whether the engine cut an answer short because it was asked to stop. Keys are the request's path, ANY_PATH
     # for all other paths (both for answers of status 200), and ERROR for answers of status 500 or more. A test gets the
     # answer's first or last bytes, including the last event of a stream.
     aborted: Mapping[str, Callable[[bytes], object]]
 
+    @abstractmethod
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
         """Return whether an engine is of this kind; `answers`: its answers to a full probe, by path."""
 
+    @abstractmethod
     def told(self, answers: Mapping[str, Answer]) -> Told:
         """Return the facts that the engine reports in its answers to a full probe."""
 
+    @abstractmethod
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         """Return where the engine publishes KV events; `host`: the engine's host as clients reach it."""
 
+    @abstractmethod
     def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
         """Return a function that decodes the payload of one KV event message into a `records.Batch`.
 
         The function raises `records.EventError` if the payload is no batch.
         """
 
+    @abstractmethod
     def version_quirks(self, version: str | None) -> dict[str, Any]:
         """Return how this version of the engine prepares prompts differently from the newest version.
 
@@ -120,12 +126,15 @@ class EngineDialect(Protocol):
 
     def has_random_hash_seed(self, version: str | None) -> bool:
         """Return whether two processes of this version hash a block differently, unless they are given a seed."""
+        return False
 
     def launch_profile(self) -> type[LaunchProfile] | None:
         """Return the class of launch profiles, or None if the gateway cannot launch this kind of engine.
 
         The class is imported only now, as adopting engines does not need it.
         """
+        return None
 
+    @abstractmethod
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `max_num_seqs` and `max_num_batched_tokens` from the answer at `limits_path`; {} if it lacks them."""

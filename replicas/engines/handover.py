@@ -7,6 +7,7 @@ Read in the sources of vLLM 0.32, SGLang, TensorRT-LLM and llm-d's sidecar.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 # Members of a request's JSON object.
 FIELDS = (
@@ -16,7 +17,7 @@ FIELDS = (
 )  # fmt: skip
 # Members that may contain such members: vLLM reads members of `vllm_xargs`, and of `extra_args` at
 # /inference/v1/generate, as its own arguments.
-NESTED: Mapping[str, Mapping] = {"vllm_xargs": {}, "sampling_params": {"extra_args": {}}}
+NESTED: Mapping[str, Any] = {"vllm_xargs": {}, "sampling_params": {"extra_args": {}}}
 # Headers of llm-d's sidecar, by old and new names: the engines that do, or have done, a part of the work.
 HEADERS = (
     b"x-prefiller-host-port", b"x-llm-d-prefiller-host-port",

@@ -41,7 +41,7 @@ class LogGrammar:
 
 
 PLAIN = LogGrammar()
-_SIGNALS = {
+_SIGNALS: dict[int, str] = {
     signal.SIGKILL: "for memory probably (`dmesg | grep -i oom`, the container's events), else by someone; give it more, or "
     "run fewer replicas or smaller caches (kv_cache_memory_bytes, cpu_offload_gb)",
     **dict.fromkeys(

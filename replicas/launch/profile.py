@@ -5,6 +5,7 @@ field gives the name that was probably meant.
 """
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -57,7 +58,9 @@ def parse(text: str, where: str = "profile") -> LaunchProfile:
         startable = ", ".join(id for id, one in known.items() if one is not None)
         what = "it is missing" if engine is None else f"it is {engine!r}"
         raise ProfileError(f"{where}: engine: {what}; must be one of: {startable}, as in `engine: {DEFAULT.id}`")
+    model: Any = kind  # a pydantic model too
     try:
-        return kind.model_validate(raw)
+        made: LaunchProfile = model.model_validate(raw)
     except ValidationError as error:
         raise ProfileError(f"{where}: {explain(error)}") from None
+    return made

@@ -80,7 +80,7 @@ class Supervisor:
         self._control: asyncio.StreamWriter | None = None
         self._why = ""  # the reason if we ended the process ourselves
         self._worked_at: float | None = None
-        self._task: asyncio.Task | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Run the process from now on, unless it runs already."""

@@ -1,14 +1,16 @@
-"""SGLang: `SGLANG` is its dialect. Read in the sources of 0.5.4 and 0.5.23; `docs/engines.md` lists what was tested."""
+"""SGLang, which is only adopted: `SGLANG` is its dialect.
+
+Read in the sources of 0.5.4 and 0.5.23; `docs/engines.md` lists what was tested.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EventRecords, Sources, Told
+from replicas.engines.dialect import EngineDialect, EventRecords, Sources, Told
 from replicas.engines.sglang import facts, metrics
 from replicas.engines.sglang.events import Decoder
 from replicas.engines.vllm import aborts
-from replicas.launch.exits import PLAIN
 from replicas.problems import EVENTS_BY_HAND, Remedies
 
 REMEDIES = Remedies(
@@ -30,7 +32,7 @@ REMEDIES = Remedies(
 )  # fmt: skip
 
 
-class Sglang:
+class Sglang(EngineDialect):
     """The dialect of SGLang; `replicas.engines.dialect.EngineDialect` explains each part."""
 
     id = "sglang"
@@ -39,14 +41,10 @@ class Sglang:
     health_seconds = 3.0  # it checks once a second whether anything was computed since the request
     metrics = metrics.NAMES
     remedies = REMEDIES
-    log = PLAIN
     rank_header = "X-Data-Parallel-Rank"  # takes precedence over `routed_dp_rank` in a body
     rank_paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
     chat_token_ids = (b'"input_ids":', b"")
-    priority_paths, priority_header, priority_header_paths = (), None, ()
     limits_path = "/server_info"
-    transfer = None
-    peer_pull = None
     aborted = aborts.ABORTED  # like vLLM's: the finish reason "abort"
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
@@ -77,13 +75,6 @@ class Sglang:
             "ids_field": "input_ids",
             "unfollowed": facts.UNFOLLOWED,
         }
-
-    def has_random_hash_seed(self, version: str | None) -> bool:
-        """Return False: its keys are SHA-256 of the tokens, the same in all processes."""
-        return False
-
-    def launch_profile(self) -> None:
-        """Return None: SGLang is only adopted."""
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         step = told.get("chunked_prefill_size") or 0

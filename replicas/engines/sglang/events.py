@@ -71,6 +71,7 @@ def _together(events: list[Any]) -> list[Any]:
 
 def _of_one_kind(one: Any, other: Any) -> bool:
     """Return whether two records of stored pages are equal except for their keys, parents, tokens and extra keys."""
-    return other == one._replace(
+    same: bool = other == one._replace(
         keys=other.keys, parent=other.parent, tokens=other.tokens, extra=other.extra, ahead=other.ahead
     )
+    return same

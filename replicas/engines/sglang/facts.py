@@ -119,7 +119,7 @@ def _source(found: Mapping[str, Any], host: str) -> EventSource | None:
             told.get("endpoint_host"),
             [_number(told.get(f"{one}endpoint_port_base")) for one in ("", "replay_")],
         )
-        endpoint, replay = (port and f"tcp://{where}:{port}" for port in ports)
+        endpoint, replay = (f"tcp://{where}:{port}" if port else None for port in ports)
         topic = told.get("topic")
     if endpoint is None:
         return None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EventRecords, Sources, Told
+from replicas.engines.dialect import EngineDialect, EventRecords, Sources, Told
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
 from replicas.engines.vllm.transfer import NIXL, PEER_PULL
@@ -38,13 +38,12 @@ NIXL_SERIES = b"\nvllm:nixl_"
 DRAFTS = b"\nvllm:spec_decode_num_drafts_total"  # present from the start with any speculator, ngram included
 
 
-class Vllm:
+class Vllm(EngineDialect):
     """The dialect of vLLM; `replicas.engines.dialect.EngineDialect` explains each part."""
 
     id = "vllm"
     name = "vLLM"
     paths = (sources.PATH,)
-    health_seconds = 0.0
     metrics = metrics.NAMES
     remedies = REMEDIES
     log = log.GRAMMAR
@@ -96,9 +95,8 @@ class Vllm:
 
     def scheduler_limits(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in ("vllm_config", "scheduler_config"):
-            told = told.get(name)
-            if not isinstance(told, dict):
-                return {}
+            inner = told.get(name)
+            told = inner if isinstance(inner, dict) else {}
         return told
 
 

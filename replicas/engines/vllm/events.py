@@ -11,7 +11,7 @@ without types, 16 MiB of empty lists blocked the process for 28 s.
 from array import array
 from itertools import chain
 from math import isfinite
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
@@ -85,11 +85,11 @@ class StoredMap(Stored, array_like=False, tag_field="type", tag="BlockStored"):
 class LongStored(Stored, array_like=True, tag="BlockStored"):
     """A BlockStored event of more than MOST_PAIRS_BYTES."""
 
-    token_ids: Annotated[list[int], Meta(max_length=MOST_VALUES)] | None
+    token_ids: Annotated[list[int], Meta(max_length=MOST_VALUES)] | None  # type: ignore[assignment]
 
 
 class LongStoredMap(StoredMap, array_like=False, tag_field="type", tag="BlockStored"):
-    token_ids: Annotated[list[int], Meta(max_length=MOST_VALUES)] | None
+    token_ids: Annotated[list[int], Meta(max_length=MOST_VALUES)] | None  # type: ignore[assignment]
 
 
 class Removed(msgspec.Struct, array_like=True, tag="BlockRemoved"):
@@ -131,7 +131,7 @@ class Decoder:
     def __init__(self, records: EventRecords):
         self._records = records
         row = Annotated[list[int], Meta(min_length=1, max_length=records.MOST_AHEAD)]
-        rows = Annotated[list[row], Meta(max_length=MOST_LOOKAHEAD_BLOCKS)]  # type: ignore[valid-type]
+        rows = Annotated[list[row], Meta(max_length=MOST_LOOKAHEAD_BLOCKS)]
         self._lookahead = msgspec.msgpack.Decoder(rows | None)
 
     def decode(self, payload: bytes) -> Any:
@@ -186,7 +186,7 @@ class Decoder:
         return self._records.Stored(
             keys,
             event.parent_block_hash,
-            array("I", tokens).tobytes(),
+            array("I", cast("list[int]", tokens)).tobytes(),
             size,
             tier,
             _adapter(event),

@@ -123,7 +123,7 @@ class VllmProfile(Fields, LaunchProfile):
         return given.model_copy(update={"kv_connector_extra_config": DESCRIBED | given.kv_connector_extra_config})
 
 
-def _flag(flag: str, value: object) -> list[str]:
+def _flag(flag: str, value: Any) -> list[str]:
     if isinstance(value, KvTransfer):  # vLLM requires the role
         value = value.model_dump(exclude_defaults=True) | {"kv_role": value.kv_role}
     if isinstance(value, bool):

@@ -30,7 +30,7 @@ def read(
         sources[int(rank)] = source
         if problem:
             problems["events"] = problem
-        elif source.replay is None and source.snapshot is None:
+        elif source and source.replay is None and source.snapshot is None:
             problems["replay"] = Problem(NO_REPLAY, remedies.replay)
     if not sources and answer.status != 200:
         problems["events"] = Problem(

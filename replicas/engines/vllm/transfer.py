@@ -46,7 +46,7 @@ class Nixl(Transfer):
 
     id = "nixl"
     name = "NIXL"
-    compares = ALIKE
+    compares: tuple[str, ...] = ALIKE
 
     def first_body(self, path: str, body: bytes) -> bytes | None:
         request = one_sequence(body, _FIELD)

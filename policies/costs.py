@@ -36,8 +36,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import exp, log
 from typing import Any, NotRequired, TypedDict, cast
 
-from .changes import Changes
-from .ledger import UNTIMED, Load
+from .ledger import UNTIMED, Changes, Load
 
 # An 8B model on one data-centre GPU (Dynamo 1.6.1's mocker defaults: 15 us a token, 4.2e-10 s a
 # token squared, 16 ms a prefill step, 6 ms a decode step). Other engines may differ tenfold; a dozen

@@ -27,27 +27,16 @@ class NumberFormat:
         return count * self.bits // 8 + self.scale * (count // self.group if self.group else 1)
 
 
-_TWO_BYTES, _ONE_BYTE = NumberFormat(16), NumberFormat(8)
 # As vLLM 0.32 lays them out: its Triton backend keeps a 32-bit scale with each head's key and value, nvfp4 has a byte
 # for every 16 numbers.
 KV_DTYPES = {
-    "float16": _TWO_BYTES,
-    "bfloat16": _TWO_BYTES,
-    "fp8": _ONE_BYTE,
-    "fp8_e4m3": _ONE_BYTE,
-    "fp8_e5m2": _ONE_BYTE,
-    "fp8_per_token_head": NumberFormat(8, 4),
-    "int8_per_token_head": NumberFormat(8, 4),
+    **dict.fromkeys(("float16", "bfloat16"), NumberFormat(16)),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), NumberFormat(8)),
+    **dict.fromkeys(("fp8_per_token_head", "int8_per_token_head"), NumberFormat(8, 4)),
     "int4_per_token_head": NumberFormat(4, 4),
     "nvfp4": NumberFormat(4, 1, 16),
 }
-_WEIGHT_DTYPES = {
-    "float16": "float16",
-    "half": "float16",
-    "bfloat16": "bfloat16",
-    "float32": "bfloat16",
-    "float": "bfloat16",
-}
+_WEIGHT_DTYPES = {"half": "float16", "float16": "float16"} | dict.fromkeys(("bfloat16", "float32", "float"), "bfloat16")
 # bytes: how vLLM stores an fp8 latent of 512 + 64 for sparse attention (`fp8_ds_mla`), scales included
 _PACKED_LATENT = 656
 # bytes of a GPU for activations, CUDA and its graphs: an estimate until vLLM's log gives the value (docs/plan.md)
@@ -55,14 +44,9 @@ RESERVE = 2 << 30
 UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 
 _LATENT_NOT_CACHED = ("minicpm3",)  # types with kv_lora_rank whose heads vLLM caches, not the latent
-_UNEQUAL = (
-    "global_head_dim",
-    "swa_head_dim",
-    "swa_num_key_value_heads",
-    "compress_ratios",
-    "block_configs",
-    "per_layer_config",
-)
+# fields by which layers may differ in size
+_UNEQUAL = ("global_head_dim", "swa_head_dim", "swa_num_key_value_heads", "compress_ratios", "block_configs", "per_layer_config")  # fmt: skip
+_ASK_ENGINE = "start the engine once and give the tokens that its log says (--kv-tokens)"
 # defaults of the models' classes: every n-th layer has full attention
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _FULL = ("full_attention", "attention", "chunked_attention")  # vLLM keeps chunked ones whole by default
@@ -122,25 +106,18 @@ class KvSpace:
     in_flight: int = 2 * 8192
 
     def __post_init__(self) -> None:
-        if self.dtype != "auto" and self.dtype not in KV_DTYPES:
+        shape, dtype, gpus, heads = self.shape, self.dtype, self.tensor_parallel, self.shape.kv_heads
+        if dtype != "auto" and dtype not in KV_DTYPES:
             raise BadModel(
-                f"the size of --kv-cache-dtype {self.dtype} is not known here; known are auto, {', '.join(KV_DTYPES)}"
+                f"the size of --kv-cache-dtype {dtype} is not known here; known are auto, {', '.join(KV_DTYPES)}"
             )
-        if self.shape.latent and self.dtype != "auto" and KV_DTYPES[self.dtype].scale:
-            raise BadModel(f"--kv-cache-dtype {self.dtype} is for heads, and this model caches a latent: auto or fp8")
-        if (
-            not self.shape.latent
-            and (heads := self.shape.kv_heads) % self.tensor_parallel
-            and self.tensor_parallel % heads
-        ):
-            raise BadModel(
-                f"{heads} KV heads can't be shared out over {self.tensor_parallel} GPUs: one number must divide the other"
-            )
-        if self.tensor_parallel % self.context_parallel:
-            raise BadModel(
-                f"context parallel ({self.context_parallel}) must divide tensor parallel ({self.tensor_parallel})"
-            )
-        if self.context_parallel > 1 and any(layers.window for layers in self.shape.layers):
+        if shape.latent and dtype != "auto" and KV_DTYPES[dtype].scale:
+            raise BadModel(f"--kv-cache-dtype {dtype} is for heads, and this model caches a latent: auto or fp8")
+        if not shape.latent and heads % gpus and gpus % heads:
+            raise BadModel(f"{heads} KV heads can't be shared out over {gpus} GPUs: one number must divide the other")
+        if gpus % self.context_parallel:
+            raise BadModel(f"context parallel ({self.context_parallel}) must divide tensor parallel ({gpus})")
+        if self.context_parallel > 1 and any(layers.window for layers in shape.layers):
             raise BadModel("layers with a window can't be split along the context: leave context parallel at 1")
 
     @property
@@ -236,8 +213,11 @@ def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: flo
     """
     left = int(gpu * utilization) - weights // tensor_parallel - RESERVE
     if left <= 0:
-        raise BadModel(f"{weights / tensor_parallel / 2**30:.1f} GiB of weights on each GPU leave no room for a cache in {100 * utilization:.3g}% of "
-                       f"{gpu / 2**30:.0f} GiB: larger GPUs, more of them (--tensor-parallel-size) or quantised weights would")  # fmt: skip
+        each, most = weights / tensor_parallel / 2**30, f"{100 * utilization:.3g}% of {gpu / 2**30:.0f} GiB"
+        raise BadModel(
+            f"{each:.1f} GiB of weights on each GPU leave no room for a cache in {most}: larger GPUs, more of them "
+            "(--tensor-parallel-size) or quantised weights would"
+        )
     return left
 
 
@@ -247,18 +227,17 @@ def read(config: Mapping[str, object]) -> Shape:
     text: Mapping[str, object] = next((one for one in inner if isinstance(one, dict)), config)
     for key in _UNEQUAL:
         if text.get(key):
-            raise BadModel(f"its layers differ in size ({key}), and this arithmetic takes them as equal: start the engine once and give "
-                           "the tokens that its log says (--kv-tokens)")  # fmt: skip
+            raise BadModel(f"its layers differ in size ({key}), and this arithmetic takes them as equal: {_ASK_ENGINE}")
     heads = _number(text, "num_attention_heads", "n_head")
     latent = bool(text.get("kv_lora_rank")) and text.get("model_type") not in _LATENT_NOT_CACHED
     index = _number(text, "index_head_dim", default=0)
     layers, notes = _layers(text)
     dtype, said = _dtype(config, text)
-    return Shape(
-        layers=layers, kv_heads=1 if latent else _kv_heads(text, heads), head_size=_head_size(text, heads),
-        latent=_number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim") if latent else 0,
-        index=index + index // 128 * 4, dtype=dtype, context=_number(text, "max_position_embeddings", "n_positions", "seq_length"),
-        notes=(*notes, *said))  # fmt: skip
+    kv_heads = 1 if latent else _kv_heads(text, heads)
+    size = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim") if latent else 0
+    context = _number(text, "max_position_embeddings", "n_positions", "seq_length")
+    notes = (*notes, *said)
+    return Shape(layers, kv_heads, _head_size(text, heads), size, index + index // 128 * 4, dtype, context, notes)
 
 
 def prompt_bytes(config: Mapping[str, object], block_size: int) -> Callable[[int], int] | None:
@@ -291,15 +270,8 @@ def _number(config: Mapping[str, object], *names: str, default: int | None = Non
 def _kv_heads(config: Mapping[str, object], heads: int) -> int:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1  # as in Falcon-7B and StarCoder
-    return _number(
-        config,
-        "n_head_kv",
-        "num_kv_heads",
-        "num_key_value_heads",
-        "multi_query_group_num",
-        "num_attention_groups",
-        default=heads,
-    )
+    names = "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups"
+    return _number(config, *names, default=heads)
 
 
 def _head_size(config: Mapping[str, object], heads: int) -> int:
@@ -328,7 +300,7 @@ def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[st
     return "bfloat16", ["no dtype is said: taken as bfloat16"]
 
 
-def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]]:
+def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], tuple[str, ...]]:
     """Return the layers that keep tokens, in one or two kinds, and notes about the other layers.
 
     Layers that use another layer's cache, or keep a state of fixed size, are not counted.
@@ -337,31 +309,24 @@ def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], list[str]
     shared = _number(config, "num_kv_shared_layers", default=0) if config.get("num_kv_shared_layers") else 0
     kinds = kinds[: len(kinds) - shared]
     windows = [layer for layer in kinds if type(layer) is int]
-    full, states = kinds.count("full"), kinds.count("state")
+    full, states, all_ = kinds.count("full"), kinds.count("state"), len(kinds)
     if not full and not windows:
         raise BadModel("it has no attention layers, so no KV cache that grows with the context")
     found, notes = [Layers(full)] if full else [], []
     if windows:
         found.append(Layers(len(windows), windows[0]))
-        notes.append(
-            f"{len(windows)} of {len(kinds)} layers need only the last {windows[0]:,} tokens of a running request"
-        )
+        notes.append(f"{len(windows)} of {all_} layers need only the last {windows[0]:,} tokens of a running request")
     if states:
-        notes.append(
-            f"{states} of {len(kinds)} layers keep a state of fixed size for each request, which is not counted: engines hold some blocks for it"
-        )
+        notes.append(f"{states} of {all_} layers keep a state of fixed size for each request, which is not counted")
     if shared:
         notes.append(f"the last {shared} layers use the cache of others")
-    return tuple(found), notes
+    return tuple(found), tuple(notes)
 
 
 def _kinds(config: Mapping[str, object], count: int) -> list[str | int]:
     """Return for each of `count` layers "full", "state" or its window in tokens; raise BadModel if that is unknown."""
-    window = (
-        _number(config, "sliding_window")
-        if config.get("sliding_window") and config.get("use_sliding_window", True)
-        else None
-    )
+    sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
+    window = _number(config, "sliding_window") if sliding else None
     named = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(named, list):
         return [_kind(name, window) for name in named[:count]]
@@ -374,21 +339,15 @@ def _kinds(config: Mapping[str, object], count: int) -> list[str | int]:
         every = _number(config, "attn_layer_period")
         return ["full" if layer % every == config.get("attn_layer_offset", 0) else "state" for layer in range(count)]
     if any(key.startswith(("mamba", "ssm_", "linear_", "conv_")) for key in config):
-        raise BadModel("some of its layers keep a state instead of tokens, and no field says which: start the engine once and give the "
-                       "tokens that its log says (--kv-tokens)")  # fmt: skip
+        raise BadModel(f"some of its layers keep a state instead of tokens, and no field says which: {_ASK_ENGINE}")
     if window is None:
         return ["full"] * count
-    pattern = (
-        config.get("sliding_window_pattern")
-        or config.get("_sliding_window_pattern")
-        or _PATTERNS.get(str(config.get("model_type")))
-    )
+    own = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+    pattern = own or _PATTERNS.get(str(config.get("model_type")))
     if isinstance(pattern, str):  # EXAONE 4: LLLG, local and global
         return [window if pattern[layer % len(pattern)] == "L" else "full" for layer in range(count)]
     if pattern is not None and (type(pattern) is not int or pattern < 1):
-        raise BadModel(
-            f"sliding_window_pattern is {pattern!r}, and must be a whole number above 0 or letters like LLLG"
-        )
+        raise BadModel(f"sliding_window_pattern is {pattern!r}: give a whole number above 0, or letters like LLLG")
     return [window if pattern is None or (layer + 1) % pattern else "full" for layer in range(count)]
 
 
@@ -401,6 +360,4 @@ def _kind(name: object, window: int | None) -> str | int:
         return window
     if str(name).startswith(("linear", "mamba", "conv", "recurrent", "gated_delta")):
         return "state"
-    raise BadModel(
-        f"layer_types names {name!r}, which is not known here: start the engine once and give the tokens that its log says (--kv-tokens)"
-    )
+    raise BadModel(f"layer_types names {name!r}, which is not known here: {_ASK_ENGINE}")

@@ -13,17 +13,21 @@ not, or if an answer comes in one piece, the beginning is unknown until the next
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import inf
 from operator import attrgetter
-
-from .changes import Changes
+from typing import Generic, TypeVar
 
 # The time that stands for "unknown" is finite because formulas multiply it: 30,000 years from any clock's time.
 FAR = 1e12
 UNTIMED = -FAR  # `now` of callers without a clock: queued prompts then count as not begun
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -130,7 +134,7 @@ class Unanswered:
 
     def add(self, reservation: Reservation) -> None:
         if len(self._heap) > 2 * self._waiting + _VOID:  # keeps the heap bounded by the number of waiting requests
-            self._heap = [entry for entry in self._heap if self._counts(entry)]
+            self._heap = [entry for entry in self._heap if entry[2].number == entry[1] > self._overtaken]
             heapify(self._heap)
         self._number = number = self._number + 1
         self._waiting += 1
@@ -155,15 +159,35 @@ class Unanswered:
             self._waiting -= 1
             self._look()
 
-    def _counts(self, entry: tuple[float, int, Reservation]) -> bool:
-        _, number, reservation = entry
-        return reservation.number == number > self._overtaken
-
     def _look(self) -> None:
-        heap = self._heap
-        while heap and not self._counts(heap[0]):
+        heap, due = self._heap, FAR
+        while heap:
+            due, number, reservation = heap[0]
+            if reservation.number == number > self._overtaken:
+                break
             heappop(heap)
-        self._load.due = max(heap[0][0], self._answered_at) if heap else FAR
+            due = FAR
+        self._load.due = due if due > self._answered_at else self._answered_at
+
+
+class Changes(Generic[T]):
+    """A log of changes for readers that poll it; each remembers the `count` up to which it has read."""
+
+    __slots__ = ("_latest", "count")
+
+    def __init__(self) -> None:
+        self._latest: deque[T] = deque(maxlen=4096)
+        self.count = 0
+
+    def tell(self, what: T) -> None:
+        """Log a change."""
+        self._latest.append(what)
+        self.count += 1
+
+    def since(self, count: int) -> Iterable[T] | None:
+        """Return what was logged after the first `count` entries, in any order; None if some of it was overwritten."""
+        new = self.count - count
+        return None if new > len(self._latest) else islice(reversed(self._latest), new)
 
 
 class Ledger:

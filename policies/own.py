@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from operator import index
 from pathlib import Path
 from traceback import extract_tb
@@ -41,15 +42,11 @@ def make_own(name: str) -> Policy:
     file, _, wanted = name.partition(".py:")
     path = Path(f"{file}.py" if wanted else name)
     module = _imported(path)
-    made_there = {
-        key: one for key, one in vars(module).items() if isinstance(one, type) and one.__module__ == module.__name__
-    }
-    if wanted not in made_there:
-        raise ValueError(
-            f"{path} has no class {wanted!r}"
-            if wanted
-            else f"{name}: a class is missing, as in {path}:{next(iter(made_there), 'Mine')}"
-        )
+    made_there = {key: one for key, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__}
+    if not isinstance(made_there.get(wanted), type):
+        classes = [key for key, one in made_there.items() if isinstance(one, type)]
+        missing = f"{name}: a class is missing, as in {path}:{next(iter(classes), 'Mine')}"
+        raise ValueError(f"{path} has no class {wanted!r}" if wanted else missing)
     try:
         policy = made_there[wanted]()
         if not hasattr(policy, "name"):
@@ -128,16 +125,15 @@ def _try(policy: Policy) -> None:
     """
     group, demand = CostGroup(), Demand(tokens=100, block_size=16, root=1, hashes=(1, 2, 3, 4, 5, 6))
     candidates = [
-        Candidate(name, overlap, Load(), group.add(name), slot=slot)
-        for slot, (name, overlap) in enumerate((("a:8000", 64), ("b:8000", 0)))
+        Candidate("a:8000", 64, Load(), group.add("a"), slot=0),
+        Candidate("b:8000", 0, Load(), group.add("b")),
     ]
-    for among in (candidates, candidates[1:]):
-        for explain in (False, True):
-            choice = policy.choose(demand, among, explain)
-            if not isinstance(choice, Choice) or choice.index not in range(len(among)):
-                raise TypeError(
-                    f"choose() answered {choice!r} about {len(among)} candidates, not a Choice with the index of one"
-                )
+    for among, explain in product((candidates, candidates[1:]), (False, True)):
+        choice, count = policy.choose(demand, among, explain), len(among)
+        if not isinstance(choice, Choice) or choice.index not in range(count):
+            raise TypeError(
+                f"choose() answered {choice!r} about {count} candidates, not a Choice with the index of one"
+            )
 
 
 def _where(path: Path, error: BaseException) -> str:

@@ -86,12 +86,12 @@ class Placement:
     overlap: int  # prompt tokens that the replica is assumed to hold in its first tier
     reservation: Reservation
     at: float
-    expected: int | None = None  # the prompt's number from `PrefixMap.expect`; None: that was not called
     lower: Lower = ()  # prompt tokens that it is assumed to hold in slower tiers, after the overlap
     beyond: int = 0  # tokens of the prompt's last block that are computed although the engine counts them as cached
     pull: Pull | None = None  # where the last entry of `lower` comes from, if that is another replica
-    pull_took: float | None = None  # seconds that the pull took, if measured
     chosen_by: float | None = None  # the predicted TTFT by which the policy chose, if it computed one
+    expected: int | None = None  # the prompt's number from `PrefixMap.expect`; None: that was not called
+    pull_took: float | None = None  # seconds that the pull took, if measured
 
     @property
     def cached(self) -> int:
@@ -123,7 +123,7 @@ class Placement:
         """Predicted seconds to the last token, by the load that the request met and its expected answer length."""
         taken, costs = self.reservation, self.candidate.costs
         seconds = costs.answer_seconds(taken.before, taken.uncached, self.cached, self.demand.output, taken.at)
-        return seconds + self.fetch_seconds if self.lower else seconds
+        return seconds + self.fetch_seconds
 
     @property
     def ttft(self) -> float:
@@ -132,14 +132,14 @@ class Placement:
             return self.chosen_by
         taken = self.reservation
         seconds = self.candidate.costs.ttft_seconds(taken.before, taken.uncached, self.cached, taken.at)
-        return seconds + self.fetch_seconds if self.lower else seconds
+        return seconds + self.fetch_seconds
 
     @property
     def punctual_ttft(self) -> float:
         """The predicted TTFT without the replica's lateness, for learning: a stall says nothing about the next one."""
         taken = self.reservation
         seconds = self.candidate.costs.punctual_seconds(taken.before, taken.uncached, self.cached, taken.at)
-        return seconds + self.fetch_seconds if self.lower else seconds
+        return seconds + self.fetch_seconds
 
     @property
     def fetch_seconds(self) -> float:
@@ -349,9 +349,7 @@ class Router:
             due(candidate, placed, uncached, lower, pull, ttft),
         )
         beyond = 0 if placed.tokens % placed.block_size else self.beyond(candidate, placed, overlap, lower)
-        placement = Placement(
-            candidate, placed, overlap, reservation, now, lower=lower, beyond=beyond, pull=pull, chosen_by=ttft
-        )
+        placement = Placement(candidate, placed, overlap, reservation, now, lower, beyond, pull, ttft)
         try:
             self.expect(placement)
             if self.placed is not None:

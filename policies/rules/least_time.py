@@ -60,10 +60,10 @@ missing, queued work counts as not begun).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -322,59 +322,38 @@ class LeastTime:
 
     def choose(self, demand: Demand, candidates: Sequence[Candidate], explain: bool = False) -> Choice:
         # `isinstance` would call the abstract base class of sequences, in Python
-        if type(candidates) is Roster and not explain and not candidates.tiered:
-            return self._choose_of_many(demand, candidates)
-        habits = self._habits.get(demand.space, _NOTHING_YET)
-        exclusive, streams, recent = _survey(candidates, demand.block_size)
+        roster = candidates if type(candidates) is Roster and not explain and not candidates.tiered else None
+        habits, size, terms = self._habits.get(demand.space, _NOTHING_YET), demand.block_size, None
+        exclusive, streams, recent = _survey(candidates, size) if roster is None else _survey_of_many(roster, size)
         continues = habits.continues(demand, exclusive)
         future = 0.0 if continues else habits.future(streams, recent)
         after = habits.after(continues, streams, len(candidates))
-        terms = _of_all(demand, candidates, future, after)
-        totals = [*map(sum, terms)]
-        best = least(totals, COST.slack, demand.draw)
+        if roster is None:
+            terms = _of_all(demand, candidates, future, after)
+            totals: Any = [*map(sum, terms)]
+            best = least(totals, COST.slack, demand.draw)
+        else:
+            totals = _totals(demand, roster, future, after)
+            best = least_of(totals, COST.slack, demand.draw)
         held = candidates[best].overlap
         prefix, regret = habits.regret(demand, held)
-        other = copy = None
-        if regret is not None:
-            for at, candidate in enumerate(candidates):
-                if candidate.overlap < held and (other is None or totals[at] < totals[other]):
-                    other = at
-            if other is not None:
-                costs = totals[best], totals[other]
-                regret, due = _with_regret(demand, regret, costs, candidates[other], held, future, after)
-                copy = other if due else None
+        copy = None
+        if regret is not None and (other := _cheapest_with_less(candidates, totals, held)) is not None:
+            costs = totals[best], totals[other]
+            regret, due = _with_regret(demand, regret, costs, candidates[other], held, future, after)
+            copy = other if due else None
         index = best if copy is None else copy
         lesson = Lesson(continues, prefix, regret or 0.0, copy)
-        among, ttft = range(len(totals)) if index == best else None, sum(terms[index][:WAITS])
+        among = range(len(totals)) if index == best else None
+        if terms is None:
+            return Choice(index, "", None, lesson, among, future, after)
+        ttft = sum(terms[index][:WAITS])
         if not explain:
             return Choice(index, "", None, lesson, among, future, after, ttft)
         reason = f"{totals[index] * 1e3:.1f} ms, {candidates[index].overlap} of {demand.tokens} tokens held"
         if index != best:
             reason += f"; a copy for those that follow, of what {candidates[best].replica} holds"
         return Choice(index, reason, [dict(zip(TERMS, one)) for one in terms], lesson, among, future, after, ttft)
-
-    def _choose_of_many(self, demand: Demand, roster: Roster) -> Choice:
-        overlaps = roster.overlaps
-        habits = self._habits.get(demand.space, _NOTHING_YET)
-        continues = habits.continues(demand, _exclusive_overlap(overlaps, demand.block_size))
-        streams, recent = (roster.columns(_standing)[-2:].dot(roster.ones)).tolist()  # half the time of `sum`
-        future = 0.0 if continues else habits.future(streams, recent)
-        after = habits.after(continues, streams, len(roster))
-        totals = _totals(demand, roster, future, after)
-        best = least_of(totals, COST.slack, demand.draw)
-        held = overlaps.item(best)
-        prefix, regret = habits.regret(demand, held)
-        copy = None
-        if regret is not None and len(less := (overlaps < held).nonzero()[0]):
-            other = less.item(totals.take(less).argmin())
-            costs = map(sum, _of_all(demand, (roster[best], roster[other]), future, after))
-            regret, due = _with_regret(demand, regret, costs, roster[other], roster[best].overlap, future, after)
-            copy = other if due else None
-        index = best if copy is None else copy
-        lesson = Lesson(continues, prefix, regret or 0.0, copy)
-        return Choice(
-            index, lesson=lesson, among=range(len(totals)) if index == best else None, future=future, after=after
-        )
 
     def placed(self, demand: Demand, candidates: Sequence[Candidate], choice: Choice) -> None:
         """Learn from a placement how often conversations continue, and what the lack of a copy has cost."""
@@ -387,7 +366,7 @@ class LeastTime:
 
 
 def _with_regret(
-    demand: Demand, regret: float, costs: Iterable[float], other: Candidate, held: int, future: float, after: float
+    demand: Demand, regret: float, costs: tuple[float, float], other: Candidate, held: int, future: float, after: float
 ) -> tuple[float, bool]:
     """Return a prefix's regret including this request, and whether a copy is due.
 
@@ -419,7 +398,22 @@ def _survey(candidates: Sequence[Candidate], block_size: int) -> tuple[float, in
     return longest if second < longest - block_size else 0.0, streams, recent
 
 
-def _exclusive_overlap(overlaps: np.ndarray, block_size: int) -> float:
-    """Return the longest overlap in an array, in tokens, if one replica alone has it; else 0."""
+def _survey_of_many(roster: Roster, block_size: int) -> tuple[float, float, float]:
+    """Return the same as `_survey`, for a roster."""
+    overlaps = roster.overlaps
     longest = overlaps.item(overlaps.argmax())  # 0.2 us; `max` takes 1 us
-    return longest if len((overlaps >= longest - block_size).nonzero()[0]) == 1 else 0.0
+    alone = len((overlaps >= longest - block_size).nonzero()[0]) == 1
+    streams, recent = roster.columns(_standing)[-2:].dot(roster.ones).tolist()  # half the time of `sum`
+    return longest if alone else 0.0, streams, recent
+
+
+def _cheapest_with_less(candidates: Sequence[Candidate], totals: Any, held: int) -> int | None:
+    """Return the index of the cheapest candidate that holds less than `held` tokens, or None."""
+    if isinstance(totals, np.ndarray):
+        less = (candidates.overlaps < held).nonzero()[0]  # type: ignore[attr-defined]  # they are a Roster
+        return less.item(totals.take(less).argmin()) if len(less) else None
+    other = None
+    for at, candidate in enumerate(candidates):
+        if candidate.overlap < held and (other is None or totals[at] < totals[other]):
+            other = at
+    return other

@@ -24,7 +24,7 @@ from policies import (
 from policies.estimates import estimate
 from policies.leg_rules import make_leg_rule
 from policies.legs import FEW
-from policies.pairs import estimated, pairs
+from policies.options import estimated, pairs
 
 from .test_router import Prefixes
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import UNTIMED, Candidate, CostGroup, Demand, Ledger, Roster, make
-from policies.changes import Changes
-from policies.ledger import FAR
+from policies.ledger import FAR, Changes
 
 NAMES = [f"r{i}" for i in range(7)]
 STEPS = st.lists(

@@ -2,8 +2,8 @@
 
 The real gateway's Router places requests, whole or in two legs (prefill and decode on two replicas). Each gateway gets
 the engines' KV events over its own connections, so gateways may lose different batches of events. The content of a lost
-batch arrives with the next batch (the gap in the batches' numbers makes the gateway request a replay), or never if
-losses are unseen. The real gateway's repair of a wrong map is not simulated.
+batch arrives with the next batch: the gap in the batches' numbers makes the gateway request a replay. The real
+gateway's repair of a wrong map is not simulated.
 """
 
 from __future__ import annotations
@@ -221,8 +221,7 @@ class Gateway:
         """Queue the KV events of replica `index`'s step that ends at `when`, which may come late or be lost."""
         setting = self._setting
         if setting.event_loss and self._random() < setting.event_loss:
-            if not setting.losses_unseen:
-                self._lost.setdefault(index, []).extend(events)
+            self._lost.setdefault(index, []).extend(events)
             return
         due = max(when + setting.event_delay, self._last[index])
         if index in self._lost:
@@ -233,9 +232,9 @@ class Gateway:
 
     def _catch_up(self, now: float) -> None:
         """Apply the events that have arrived by now to the map."""
-        coming, tiers = self._coming, self._setting.tiers_known
+        coming = self._coming
         while coming and coming[0][0] <= now:
             _, _, index, events = heapq.heappop(coming)
             for event in events:
-                if (change := self._changes.get(type(event))) and (tiers or event.tier == "gpu"):
+                if change := self._changes.get(type(event)):
                     change(index, event.keys, event.tier)

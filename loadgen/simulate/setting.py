@@ -34,14 +34,12 @@ class Setting:
     shared_ledger: bool = True  # gateways know each other's load, as with Redis
     event_delay: float | None = 0.005  # seconds from a step's end to a gateway's map; None: engines without KV events
     event_loss: float = 0.0  # share of event batches lost on the way to each gateway
-    losses_unseen: bool = False  # lost batches leave no gap in the numbering, so no replay is requested
     outages: Sequence[Outage] = ()
     engine_replies: bool = False  # engines reply what is in the load's file (see `Prompts`)
     salt: int = 0  # seed of made-up token ids
     vocabulary: int = synthetic.VOCABULARY  # upper bound of made-up token ids
     users: int | None = None  # of a closed loop, each with one conversation at a time; None: open loop
     max_concurrency: int | None = None  # requests in flight at most
-    tiers_known: bool = True  # KV events cover slower tiers
     # What to do with requests while all engines are full (the gateway's setting `when_full`), or a function that makes
     # the admission of a `Gateway`; None: requests are sent at once.
     admission: str | Callable[[Any], Admission] | None = None

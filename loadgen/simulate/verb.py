@@ -70,9 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.flags(
         group,
         ("--event-loss", options.share, "SHARE", 0.0, "of the batches of events; what is lost comes with the next one, by replay (default %(default)g)"),
-        ("--losses-unseen", None, None, False, "lost events are never missed, nor replayed"),
         ("--pulls", None, None, False, "engines fetch prompts from one another's host memory where that costs less"),
-        ("--tiers-unseen", None, None, False, "events tell nothing of host memory"),
         ("--client-max-tokens", limits.CLIENTS, None, "mixed",
          "the max_tokens that gateways see: none, exactly each reply's length, as `loadgen run` sends it, or what clients send: a third each none, "
          "a round number above all, a bound near their own replies (default %(default)s)"),
@@ -140,7 +138,6 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         (beyond, f"--outage {beyond and beyond[0]}: there are replicas 0 to {len(engines) - 1}"),
         (args.pulls and not all(profile.cpu_blocks for profile in engines),
          "--pulls needs engines with host memory: give --cpu-blocks, or a profile that has them"),
-        (args.losses_unseen and not args.event_loss, "--losses-unseen needs --event-loss"),
         (roles is not None and oracles,
          f"--policies {oracles and oracles[0]}: an oracle knows nothing of legs, leave --pools or the oracle out"),
     )  # fmt: skip
@@ -148,7 +145,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         rules.make_legs(args.legs)
     except ValueError as error:
         raise options.BadOption(f"--legs: {error}") from None
-    same = ("seed", "gateways", "event_loss", "losses_unseen", "users", "max_concurrency", "admission", "legs", "pulls")
+    same = ("seed", "gateways", "event_loss", "users", "max_concurrency", "admission", "legs", "pulls")
     made = Setting(
         policy="",
         profiles=engines,
@@ -159,7 +156,6 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         engine_replies=args.replies == "engine",
         salt=datasets.salt(args),
         vocabulary=datasets.vocabulary(args),
-        tiers_known=not args.tiers_unseen,
         slo=_limits(args),
         roles=roles,
         network=Network(args.link_gbit_per_s, args.transfer_latency, args.kv_lease),
@@ -214,7 +210,7 @@ def play_seed(
     fleets, work, began = settings(args), datasets.workload(args), perf_counter()
     limits.set_limits(work.conversations, args.client_max_tokens, args.seed)
     if not loads:
-        show.print_notes(console, [*work.notes, *faster_by_size(args, next(iter(fleets.values())))])
+        show.print_notes(console, work.notes)
     loads.append(datasets.describe(args, work))
     for policy, outcome in zip(fleets, played(work, list(fleets.values()), args.processes)):
         found[policy].append(
@@ -232,17 +228,6 @@ def play_seed(
             f"[dim]{label}: {len(outcome.done):,} requests, {outcome.ended:,.1f} s of virtual time, "
             f"{perf_counter() - began:,.1f} s after the start[/]"
         )
-
-
-def faster_by_size(args: argparse.Namespace, fleet: Setting) -> list[str]:
-    """Return a note if `--num-blocks` changes the speed of the engines' profiles, else nothing."""
-    names = sorted({profile.name for profile in fleet.profiles if profile.times_by_share})
-    if args.num_blocks is None or not names:
-        return []
-    return [
-        f"--num-blocks {args.num_blocks}: a decode step of {' and '.join(names)} takes longer with the share of the engine's own cache "
-        "in use, so the same requests are decoded faster than with fewer blocks, not only cached longer"
-    ]
 
 
 @contextmanager
@@ -301,23 +286,16 @@ def _simulate_shared(fleet: Setting) -> Outcome:
 
 def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
     """Return the description of the fleet for the report."""
-    profile = fleet.profiles[0]
+    profile, network = fleet.profiles[0], asdict(fleet.network)
+    same = ("gateways", "admission", "shared_ledger", "event_loss", "pulls")
     return {
         "replicas": len(fleet.profiles),
+        **{name: getattr(profile, name) for name in ("num_blocks", "block_size", "cpu_blocks")},
+        **{name: getattr(fleet, name) for name in same},
+        **({} if fleet.roles is None else {"pools": args.pools, "legs": fleet.legs, "network": network}),
         "profile": profile.name,
-        "num_blocks": profile.num_blocks,
-        "block_size": profile.block_size,
-        **({"cpu_blocks": profile.cpu_blocks} if profile.cpu_blocks else {}),
-        **({} if fleet.tiers_known else {"tiers_known": False}),
-        **({"pulls": True} if fleet.pulls else {}),
         "speeds": args.speeds or [1.0],
-        **({} if fleet.roles is None else {"pools": args.pools, "legs": fleet.legs, "network": asdict(fleet.network)}),
-        "gateways": fleet.gateways,
-        **({"admission": fleet.admission} if fleet.admission else {}),
-        "shared_ledger": fleet.shared_ledger,
         "event_delay_s": fleet.event_delay,
-        "event_loss": fleet.event_loss,
-        "losses_unseen": fleet.losses_unseen,
         "outages": [asdict(one) for one in fleet.outages],
         "client_max_tokens": args.client_max_tokens,
         "clock": "virtual",

@@ -214,26 +214,6 @@ def test_of_replicas_that_compute_for_nobody_any_more_few_are_remembered():
     assert len(fair_share._computes) <= 256
 
 
-def test_where_many_replicas_compute_at_once_they_are_gone_through_a_few_times_and_not_for_each_prompt():
-    class Counted(dict):
-        sweeps = 0
-
-        def items(self):
-            Counted.sweeps += 1
-            return super().items()
-
-    fair_share, replicas = FairShare(CLASSES), [f"r{number}" for number in range(1000)]
-    for _ in range(3):
-        for replica in replicas:
-            fair_share._computes = Counted(fair_share._computes)
-            fair_share.compute(FREE, replica, 2.0, 1.0)
-    assert Counted.sweeps <= 2, "at 256 and 512"
-    assert all(fair_share.computes(replica, [FREE], 1.5) for replica in replicas)
-    for number in range(1000):  # what was once many is forgotten as well
-        fair_share.compute(FREE, f"late{number}", number + 4.0, number + 3.0)
-    assert len(fair_share._computes) <= 1024
-
-
 def test_who_is_predicted_to_wait_too_long_is_refused_at_once_and_told_when_to_come_back():
     admission, _ = filled(8)
     verdict = ask(admission, ticket(), FULL._replace(ttft=1.9, wait=1.85), now=0.0)
@@ -337,26 +317,6 @@ def test_the_tenant_with_most_is_known_whoever_comes_and_leaves(steps):
                 assert sums[last.tenant] == max(sums.values())
                 assert last is [one for one in waiting if one.tenant == last.tenant][-1], "the latest of them"
         assert {one for tenant in queue._tenants.values() for one in tenant.requests} == set(waiting)
-
-
-class Name(str):
-    """One that counts how often it is compared."""
-
-    compared, __hash__ = 0, str.__hash__
-
-    def __eq__(self, other):
-        Name.compared += 1
-        return str.__eq__(self, other)
-
-
-def test_tenants_leave_without_each_being_looked_for_among_all():
-    queue, waiting = ClassQueue(FREE, 1.0), [ticket(tenant=Name(number)) for number in range(2000)]
-    for one in waiting:
-        queue.add(one, 0.0)
-    Name.compared = 0
-    for one in reversed(waiting):
-        queue.drop(one, 0.0)
-    assert not queue.count and Name.compared < 20_000
 
 
 def test_tenants_whose_requests_have_all_left_are_not_ahead():
@@ -542,13 +502,6 @@ def test_what_was_predicted_before_the_costs_had_learned_leaves_no_margin(answer
         admission.sent(one := ticket(slo=Slo(2.0, None)), Estimate(1.9, 1.8, 0.02), costs, 2000, 0.0)
         admission.first_token(one, 6.0)
     assert (admission.fit.ttft_margin.factor > 1.1) == grows and (grows or admission.fit.ttft_margin.factor == 1.0)
-
-
-def test_space_is_shared_by_the_fleets_of_a_process():
-    space = Space()
-    one, other = (Admission(CLASSES, Rules(max_requests=1), space) for _ in range(2))
-    assert ask(one, ticket(), FULL).decision == "queued"
-    assert ask(other, ticket(), FULL)[:2] == ("refused", "queue_full")
 
 
 # --- classes

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Admission, Classes, Control, Estimate, QosClass, QueuedRequest, Rules, Slo
-from policies.control import HOLD, MOST_PATIENCE, PATIENCE, SLACK, ControlStep, Refused, Seen, SloRatio, slo_ratio
+from policies.control import HOLD, MOST_PATIENCE, PATIENCE, SLACK, Refused, Seen, SloRatio, slo_ratio
 
 SLO = Slo(2.0, 0.05)
 PREMIUM, STANDARD, FREE = (
@@ -359,15 +359,6 @@ def test_whatever_comes_windows_only_climb_or_descend_lower_classes_first_and_al
     assert control.level == 0 and not control.wants_more, "where nobody asks any more"
 
 
-@given(st.lists(figures, max_size=40))
-def test_no_class_is_shed_or_halved_while_a_lower_one_is_not_shed(windows):
-    control = Control(CLASSES)
-    for pressures in windows:
-        control.ended(pressures)
-        halved, shed = control.taken_from("halve"), control.taken_from("shed")
-        assert "premium" not in halved | shed and ("standard" not in halved or "free" in shed) and shed <= halved
-
-
 @given(st.floats(0.0, 2.0), st.lists(st.floats(0.0, 0.049), max_size=PATIENCE - 1))
 def test_a_pressure_that_trembles_by_less_than_the_slack_takes_nothing_back_and_forth(value, trembles):
     control = Control(CLASSES)
@@ -578,12 +569,3 @@ def test_of_a_class_in_shadow_mode_nothing_is_taken_nor_said_to_be_but_of_the_ne
     admission, control = gate(1.0, classes=(PREMIUM, STANDARD, watched))
     assert control.taken_from("shed") == {"standard"} and not control.taken_from("tighten") - {"standard"}
     assert ask(admission, watched, ROOM._replace(wait=0.09)).decision == "admitted", "nor is its room less"
-
-
-def test_what_is_taken_is_named_by_step_and_class():
-    assert gate(1.0)[1].ladder[:4] == [
-        ControlStep("tighten", "free", 0.8),
-        ControlStep("cap", "free", 0.9),
-        ControlStep("halve", "free", 1.0),
-        ControlStep("shed", "free", 1.0),
-    ]

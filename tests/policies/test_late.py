@@ -248,46 +248,6 @@ def test_one_is_not_late_for_the_time_in_which_the_gateway_did_not_look():
     assert router.place(prompt(8000, later), targets, later).candidate.replica == "r1", "it is late from then on"
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["place", "first", "assumed", "answered", "abandon", "disregard"]),
-            st.integers(0, 20),
-            st.integers(1, 8000),
-        ),
-        max_size=60,
-    )
-)
-def test_nobody_is_due_where_nobody_waits(steps):
-    """And whoever is, is no earlier than the last answer and no later than anybody who waits."""
-    router, targets = routing(0, policy=Told())
-    load, placed, now, answered = router.candidates["r0"].load, [], START, START
-    for what, which, tokens in steps:
-        now += 0.05
-        if what == "place":
-            placed.append(router.place(prompt(tokens, now, streams=tokens % 2 > 0), targets, now))
-        elif placed:
-            one = placed[which % len(placed)]
-            if what == "first" and one.computing:
-                router.first_token(one, now)
-                answered = now
-            elif what == "answered" and one.reservation.stage != "done":
-                router.answered(one, now)
-                router.finish(one)
-                answered = now
-            elif what == "assumed":
-                router.first_token(one, None)
-            elif what == "abandon":
-                router.abandon(one)
-            elif what == "disregard":
-                router.disregard(one)
-        if load.due != FAR:
-            assert load.due >= answered and any(one.reservation.stage != "done" for one in placed)
-    for one in placed:
-        router.abandon(one)
-    assert load.due == FAR and load.requests == 0
-
-
 def test_a_rule_that_predicts_nothing_has_its_requests_expected_too():
     router, targets = routing(500, policy=make("round_robin"))
     one = router.place(prompt(8000), targets, START)

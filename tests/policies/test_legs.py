@@ -32,6 +32,14 @@ def stream_on(made, candidate, count=40, tokens=4000):
     return [two_legs.commit_decoder(made, Demand(tokens), candidate, 1.0) for _ in range(count)]
 
 
+def crowded(**given):
+    """A fleet whose decoders have many streams."""
+    made, everybody = fleet(**given)
+    for one in everybody[1:]:
+        stream_on(made, one)
+    return made, everybody
+
+
 def chosen(made, asked, everybody, now=1.0):
     prefiller, *decoders = everybody
     whole = made.evaluate(asked, made.targets(decoders), now)
@@ -39,9 +47,7 @@ def chosen(made, asked, everybody, now=1.0):
 
 
 def test_a_long_prompt_leaves_decoders_that_are_full_of_streams():
-    made, everybody = fleet()
-    for one in everybody[1:]:
-        stream_on(made, one)
+    made, everybody = crowded()
     _, apart = chosen(made, demand(), everybody)
     assert apart is not None and (apart.prefiller.replica, apart.moved) == ("p", demand().tokens)
     assert apart.seconds < apart.whole_seconds
@@ -69,26 +75,20 @@ def test_without_streams_to_disturb_it_stays_whole():
 
 
 def test_a_prompt_that_the_decoder_holds_stays_whole():
-    made, everybody = fleet(held=(0, 1000, 0))
-    for one in everybody[1:]:
-        stream_on(made, one)
+    made, everybody = crowded(held=(0, 1000, 0))
     whole, apart = chosen(made, demand(), everybody)
     assert apart is None and whole.overlap == SIZE * 1000
 
 
 def test_a_network_that_is_too_slow_keeps_it_whole():
-    made, everybody = fleet()
-    for one in everybody[1:]:
-        stream_on(made, one)
+    made, everybody = crowded()
     for _ in range(20):
         made.transfers.observe("p", "d", 16_000, 60.0, 1.0)
     assert chosen(made, demand(), everybody)[1] is None
 
 
 def test_the_price_is_that_of_the_policys_cost_of_legs():
-    made, everybody = fleet()
-    for one in everybody[1:]:
-        stream_on(made, one)
+    made, everybody = crowded()
     asked = demand()
     whole, apart = chosen(made, asked, everybody)
     cost, rest = price(made.policy), (whole.choice.future, whole.choice.after)
@@ -112,9 +112,7 @@ def test_legs_count_a_pause_of_another_stream_as_a_second_between_the_tokens_of_
 
 
 def test_what_the_decoder_holds_is_not_moved():
-    made, everybody = fleet(held=(0, 300, 0))
-    for one in everybody[1:]:
-        stream_on(made, one)
+    made, everybody = crowded(held=(0, 300, 0))
     _, apart = chosen(made, demand(), everybody)
     assert (apart.decoder.replica, apart.moved) == ("d", demand().tokens - 300 * SIZE)
 
@@ -339,9 +337,8 @@ def test_a_pair_with_another_process_is_tried_at_once_and_left_out_for_longer_if
 
 def slow_network(seconds=60.0, observations=3, at=1.0):
     """A fleet whose decoders are full of streams, and whose transfers have taken so long."""
-    made, everybody = fleet()
+    made, everybody = crowded()
     for one in everybody[1:]:
-        stream_on(made, one)
         for _ in range(1 + observations):  # the first one is forgotten
             made.transfers.observe("p", one.replica, 16_000, seconds, at)
     return made, everybody

@@ -97,11 +97,6 @@ def test_round_robin_takes_turns_in_each_set_of_candidates():
     assert chosen == {(size, index): 12 // size for size in (2, 3, 4) for index in range(size)}
 
 
-def test_round_robin_takes_turns():
-    policy = make("round_robin")
-    assert [place(policy, Demand(10), fleet(3)).index for _ in range(5)] == [0, 1, 2, 0, 1]
-
-
 def test_random_spreads_evenly():
     counts = spread(make("random"), fleet(4), [Demand(10)] * 4000)
     assert all(850 < counts[i] < 1150 for i in range(4))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import UNTIMED, Candidate, CostGroup, Demand, Ledger, Roster, make
+from policies import NAMES, UNTIMED, Candidate, CostGroup, Demand, Ledger, Roster, make
 from policies.ledger import FAR, Changes
 
-NAMES = [f"r{i}" for i in range(7)]
+REPLICAS = [f"r{i}" for i in range(7)]
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["reserve", "first byte", "release", "others", "scrape", "ttft", "itl"]),
@@ -27,12 +27,12 @@ class House:
 
     def __init__(self):
         self.ledger, self.group, self.now = Ledger(), CostGroup(), 100.0
-        self.candidates = [Candidate(name, 0, self.ledger.add(name), self.group.add(name)) for name in NAMES]
+        self.candidates = [Candidate(name, 0, self.ledger.add(name), self.group.add(name)) for name in REPLICAS]
         self.roster = Roster(self.candidates, self.ledger, self.group)
         self.sent = []
 
     def step(self, what, index, tokens, seconds):
-        name, ledger, costs = NAMES[index], self.ledger, self.candidates[index].costs
+        name, ledger, costs = REPLICAS[index], self.ledger, self.candidates[index].costs
         self.now += seconds
         if what == "reserve":
             due = self.now + seconds if tokens % 3 else FAR
@@ -77,7 +77,7 @@ def test_the_choices_are_equal(seed):
                 rng.random() / 10,
             )
         tokens = rng.randrange(1, rng.choice((8000, 60_000)))
-        held = [rng.choice([0, 0, rng.randrange(tokens)]) for _ in NAMES]
+        held = [rng.choice([0, 0, rng.randrange(tokens)]) for _ in REPLICAS]
         demand, plain = house.ask(tokens, held)
         demand.draw = rng.random()
         chosen, alike = together.choose(demand, house.roster), one.choose(demand, plain)
@@ -87,7 +87,7 @@ def test_the_choices_are_equal(seed):
         one.placed(demand, plain, alike)
         house.sent.append(
             house.ledger.reserve(
-                NAMES[chosen.index], tokens - held[chosen.index], tokens, now=demand.now, due=demand.now + 0.1
+                REPLICAS[chosen.index], tokens - held[chosen.index], tokens, now=demand.now, due=demand.now + 0.1
             )
         )
 
@@ -100,19 +100,7 @@ def test_explained_each_has_its_terms():
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "round_robin",
-        "random",
-        "least_load",
-        "power_of_two",
-        "consistent_hash",
-        "prefix_affinity",
-        "overlap_cost",
-        "least_time",
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_to_a_policy_that_knows_nothing_of_it_a_roster_is_a_list(name):
     house = House()
     for index in range(7):

@@ -48,12 +48,9 @@ def wrong(outcome):
     st.lists(st.tuples(st.integers(0, 2), st.floats(0, 4), st.one_of(st.none(), st.floats(0.1, 3))), max_size=4),
     st.sampled_from([None, 0.0, 0.05]),
     st.sampled_from([0.0, 0.3]),
-    st.booleans(),
 )
-def test_every_request_ends_once_and_every_ledger_reads_zero(policy, gateways, shared, lost, delay, loss, unseen):
-    fleet = Fleet(
-        [PROFILE] * 3, policy, 1, delay, event_loss=loss, losses_unseen=unseen, gateways=gateways, shared_ledger=shared
-    )
+def test_every_request_ends_once_and_every_ledger_reads_zero(policy, gateways, shared, lost, delay, loss):
+    fleet = Fleet([PROFILE] * 3, policy, 1, delay, event_loss=loss, gateways=gateways, shared_ledger=shared)
     for replica, at, away in lost:
         fleet.at(at, fleet.lose, replica)
         if away is not None:
@@ -134,14 +131,10 @@ def test_gateways_that_know_each_others_load_spread_a_burst_evenly_and_others_do
     assert sum(counts(seed, False) == [3, 3, 3, 3] for seed in range(10)) < 5
 
 
-def test_lost_events_that_are_replayed_cost_little_and_those_nobody_misses_make_the_map_wrong():
+def test_lost_events_that_are_replayed_cost_little():
     load = work(200, 20.0, think=7.0)  # by when what was only predicted has expired
-    exact, replayed, unseen = (
-        play(load=load, event_loss=loss, losses_unseen=never)
-        for loss, never in ((0.0, False), (0.9, False), (0.9, True))
-    )
-    assert wrong(exact) < 0.001 and wrong(replayed) < 0.01 and wrong(unseen) > 0.03
-    assert hit_rate(replayed) > hit_rate(unseen)
+    exact, replayed = (play(load=load, event_loss=loss) for loss in (0.0, 0.9))
+    assert wrong(exact) < 0.001 and wrong(replayed) < 0.01
 
 
 def test_a_gateway_without_events_models_the_caches():

@@ -24,8 +24,3 @@ def test_predicted_is_delivered_with_evictions_to_host_memory():
     outcome = play(load=LOAD, profile=replace(SMALL, cpu_blocks=6000), event_delay=0.0)
     assert hit_rate(outcome) > hit_rate(without) + 0.08, "much comes from host memory"
     assert right(outcome) >= 0.999
-
-
-def test_whoever_is_not_told_of_slower_tiers_predicts_less():
-    outcome = play(load=LOAD, profile=replace(SMALL, cpu_blocks=6000), event_delay=0.0, tiers_known=False)
-    assert right(outcome) < 0.9

@@ -29,28 +29,19 @@ ORPHAN_GRACE = 5.0  # seconds that an engine has after its gateway died; no clie
 class Backoff:
     """The seconds to wait before the next start: 0.5, 1, 2 ... 30, and again 0.5 after a stable run.
 
-    A vLLM that cannot start uses a core for half a minute or more before it fails. So after runs in which the engine
-    never worked, the wait keeps doubling until failing runs take a tenth of the time (at most LONGEST_IN_VAIN).
+    A vLLM that cannot start uses a core for half a minute or more before it fails, so after runs in which the engine
+    never worked the wait keeps doubling to IN_VAIN.
     """
 
-    FIRST, LONGEST, STABLE = 0.5, 30.0, 60.0
-    SHARE, LONGEST_IN_VAIN = 0.1, 300.0
+    FIRST, LONGEST, IN_VAIN, STABLE = 0.5, 30.0, 300.0, 60.0
 
     def __init__(self) -> None:
         self._next = self.FIRST
 
-    def after(self, ran: float, worked: float) -> float:
-        """Return the seconds to wait, without jitter, after a run.
-
-        `ran`: how many seconds the run took; `worked`: in how many seconds at its end the engine worked.
-        """
-        if worked >= self.STABLE:
-            self._next = self.FIRST
-        longest = self.LONGEST
-        if not worked:
-            longest = min(max(longest, ran * (1 - self.SHARE) / self.SHARE), self.LONGEST_IN_VAIN)
-        wait = min(self._next, longest)
-        self._next = min(wait * 2, self.LONGEST_IN_VAIN)
+    def after(self, worked: float) -> float:
+        """Return the seconds to wait, without jitter, after a run that worked for so many seconds at its end."""
+        wait = self.FIRST if worked >= self.STABLE else min(self._next, self.LONGEST if worked else self.IN_VAIN)
+        self._next = wait * 2
         return wait
 
 
@@ -132,16 +123,16 @@ class Supervisor:
     async def _run(self) -> None:
         backoff, in_vain = Backoff(), 0
         while not self._stopping.is_set():
-            began, self._why, self._worked_at = monotonic(), "", None
+            self._why, self._worked_at = "", None
             try:
                 reason = self._obstacle() or await self._run_once()
             except OSError as error:  # out of descriptors, processes or memory
                 reason = f"cannot start a process: {error.strerror}; check the gateway's limits (`ulimit -a`)"
             if self._stopping.is_set():
                 return
-            now, worked_at = monotonic(), self._worked_at
-            in_vain = in_vain + 1 if worked_at is None else 0
-            wait = backoff.after(now - began, now - worked_at if worked_at else 0.0) * random.uniform(0.9, 1.1)
+            in_vain = in_vain + 1 if self._worked_at is None else 0
+            worked = monotonic() - self._worked_at if self._worked_at else 0.0
+            wait = backoff.after(worked) * random.uniform(0.9, 1.1)
             if self._is_last_run:
                 return self._on_exit(reason)
             again = f" ({in_vain} starts in a row failed)" if in_vain > 1 else ""

@@ -32,19 +32,12 @@ async def following(events: asyncio.Queue):
     return await asyncio.wait_for(events.get(), 10)
 
 
-def test_backoff_doubles_to_half_a_minute_and_starts_over_after_a_stable_run():
+def test_backoff_doubles_and_starts_over_after_a_stable_run():
     backoff = Backoff()
-    assert [backoff.after(20.0, 1.0) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert [backoff.after(80.0, 60.0), backoff.after(80.0, 59.0), backoff.after(20.0, 1.0)] == [0.5, 1, 2]
-
-
-def test_starts_in_vain_take_a_tenth_of_the_time_at_most():
-    """However long each of them takes: 20 s are not stable, and neither are two minutes."""
-    for took, longest in ((0.1, 30), (20.0, 180), (120.0, 300)):
-        backoff = Backoff()
-        waits = [backoff.after(took, 0.0) for _ in range(12)]
-        assert waits == sorted(waits) and waits[0] == 0.5 and waits[-1] == longest
-    assert backoff.after(20.0, 5.0) == 30  # one that worked, if not for long, is missed
+    assert [backoff.after(1.0) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [backoff.after(60.0), backoff.after(59.0), backoff.after(1.0)] == [0.5, 1, 2]
+    assert [backoff.after(0.0) for _ in range(9)] == [4, 8, 16, 32, 64, 128, 256, 300, 300], "it never worked"
+    assert backoff.after(5.0) == 30
 
 
 async def test_it_starts_again_and_says_why_it_ended(supervise):

@@ -51,8 +51,18 @@ def pages(given: dict):
     return handler
 
 
-async def test_a_vllm_tells_everything(serve, session):
-    facts = await probe(await serve(pages(VLLM)), session)
+@pytest.fixture
+def found(serve, session):
+    """found(change) -> what is known of a vLLM whose pages are changed so."""
+
+    async def found(change=None):
+        return await probe(await serve(pages({**VLLM, **(change or {})})), session)
+
+    return found
+
+
+async def test_a_vllm_tells_everything(found):
+    facts = await found()
     assert facts.alive and facts.serving and not facts.fault and not facts.problems
     assert facts.models == {"llama": None, "sql": "llama"} and facts.root == "/models/llama"
     assert (facts.max_model_len, facts.version) == (8192, "0.32.0")
@@ -60,55 +70,81 @@ async def test_a_vllm_tells_everything(serve, session):
     assert facts.events() == [EventSource("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558", "kv@r0@llama")]
 
 
-async def test_a_mock_that_answers_everything_alike_is_served(serve, session):
+@pytest.mark.parametrize("body", ["{}", "[]", "null", "<html>", '{"data": {}}', "\x00"])
+async def test_a_mock_that_answers_everything_alike_is_served(serve, session, body):
     async def handler(request):
-        return web.json_response({})
+        return web.Response(text=body)
 
     facts = await probe(await serve(handler), session)
     assert facts.alive and facts.serving and facts.models == {} and facts.events() == [None]
     assert set(facts.problems) == {"models", "metrics", "events"}
 
 
-@pytest.mark.parametrize("body", ["[]", "null", "<html>", '{"data": {}}', "\x00"])
-async def test_answers_of_another_shape(serve, session, body):
-    async def handler(request):
-        return web.Response(text=body)
-
-    facts = await probe(await serve(handler), session)
-    assert facts.alive and facts.serving and "models" in facts.problems
-
-
 @pytest.mark.parametrize("data", [[], [{}], ["llama"], [{"id": 3}]])
-async def test_no_model_listed_yet_is_not_serving(serve, session, data):
-    facts = await probe(await serve(pages({**VLLM, "/v1/models": {"data": data}})), session)
+async def test_no_model_listed_yet_is_not_serving(found, data):
+    facts = await found({"/v1/models": {"data": data}})
     assert facts.alive and not facts.serving and not facts.fault
     assert ("ids that are no text" if data else "still loading") in facts.error
 
 
-@pytest.mark.parametrize("length", [-5, 0, True, "8192", 1.5])
-async def test_a_context_that_no_model_has_is_not_believed(serve, session, length):
+@pytest.mark.parametrize("length", [-5, True, "8192", 1.5])
+async def test_a_context_that_no_model_has_is_not_believed(found, length):
     listed = {"data": [{"id": "llama", "max_model_len": length}, {"id": "other", "max_model_len": 4096}]}
-    facts = await probe(await serve(pages({**VLLM, "/v1/models": listed})), session)
-    assert facts.max_model_len == 4096
+    assert (await found({"/v1/models": listed})).max_model_len == 4096
 
 
-async def test_of_a_catalogue_a_bounded_number_of_names_is_known(serve, session, monkeypatch):
+async def test_of_a_catalogue_a_bounded_number_of_names_is_known(found, monkeypatch):
     monkeypatch.setattr(adopt, "MOST_NAMES", 3)
-    listed = {"data": [{"id": f"m{number}"} for number in range(4)]}
-    facts = await probe(await serve(pages({**VLLM, "/v1/models": listed})), session)
+    facts = await found({"/v1/models": {"data": [{"id": f"m{number}"} for number in range(4)]}})
     assert list(facts.models) == ["m0", "m1", "m2"] and "more than 3 names" in facts.problems["models"].what
 
 
+def published(port: int, replay: int | None) -> dict:
+    return {**SOURCES["0"], "endpoint": f"tcp://*:{port}", "replay_endpoint": replay and f"tcp://*:{replay}"}
+
+
+def sources(**changes) -> dict:
+    return {"/kv_event_sources": {"0": SOURCES["0"] | changes}}
+
+
 @pytest.mark.parametrize(
-    "path, key, remedy",
+    "change, key, said",
     [
-        ("/metrics", "metrics", "set block_size"),
-        ("/kv_event_sources", "events", "URL#events=tcp://HOST:PORT"),
+        ({"/v1/models": 401}, "models", "API key"),
+        ({"/v1/models": 401}, "models", "--engine-api-key"),
+        ({"/metrics": 404}, "metrics", "set block_size"),
+        ({"/metrics": "python_info 1.0\n"}, "metrics", "no vllm: series"),
+        ({"/metrics": "python_info 1.0\n"}, "metrics", "--disable-log-stats"),
+        ({"/metrics": METRICS.replace("cache_config_info", "kv")}, "metrics", "no vllm:cache_config_info"),
+        (
+            {"/metrics": METRICS.replace("num_requests_waiting", "queued")},
+            "metrics",
+            "lacks vllm:num_requests_waiting:",
+        ),
+        ({"/metrics": METRICS.replace("num_gpu_blocks", "num_device_blocks")}, "metrics", "newer Hitherto"),
+        ({"/metrics": METRICS.replace('caching="True"', 'caching="False"')}, "caching", "--no-enable-prefix-caching"),
+        ({"/kv_event_sources": 404}, "events", "URL#events=tcp://HOST:PORT"),
+        ({"/kv_event_sources": 500}, "events", "answers 500"),
+        ({"/kv_event_sources": {"x": SOURCES["0"]}}, "events", "--kv-events-config"),
+        ({"/kv_event_sources": {"0": None}}, "events", "--kv-events-config"),
+        (sources(enable_kv_cache_events=False), "events", "--kv-events-config"),
+        (sources(publisher="null"), "events", "--kv-events-config"),
+        (sources(endpoint="tcp://127.0.0.1:5557"), "events", "--kv-events-config as tcp://*:PORT"),
+        (sources(endpoint=None), "events", "names no endpoint"),
+        (sources(endpoint=5), "events", "names no endpoint"),
+        (sources(endpoint="tcp://*:port"), "events", "cannot be connected to"),
+        (sources(endpoint="tcp://*:99999"), "events", "cannot be connected to"),
+        (sources(endpoint="inproc://*"), "events", "cannot be connected to"),
+        (sources(endpoint="ipc:///" + "x" * 10_000), "events", "cannot be connected to"),
+        (sources(replay_endpoint="tcp://a b:5558"), "events", "cannot be connected to"),
+        (sources(replay_endpoint=None), "replay", '"replay_endpoint"'),
     ],
 )
-async def test_whatever_is_missing_is_named_with_its_remedy(serve, session, path, key, remedy):
-    facts = await probe(await serve(pages({**VLLM, path: 404})), session)
-    assert facts.serving and remedy in str(facts.problems.pop(key)) and not facts.problems
+async def test_what_is_missing_or_wrong_is_named_with_its_remedy(found, change, key, said):
+    facts = await found(change)
+    assert facts.serving and list(facts.problems) == [key] and said in str(facts.problems[key])
+    assert facts.events() == [None] or key != "events"
+    assert (facts.sources is None) is (change.get("/kv_event_sources") == 500), "one that does not answer is not gone"
 
 
 @pytest.mark.parametrize(
@@ -121,74 +157,36 @@ async def test_whatever_is_missing_is_named_with_its_remedy(serve, session, path
         ("1.2.0", "other:requests 1\n", False),
     ],
 )
-async def test_only_a_vllm_that_is_known_to_takes_priorities(serve, session, version, page, takes):
-    facts = await probe(await serve(pages(VLLM | {"/version": {"version": version}, "/metrics": page})), session)
-    assert facts.told.takes_priority is takes
+async def test_only_a_vllm_that_is_known_to_takes_priorities(found, version, page, takes):
+    assert (await found({"/version": {"version": version}, "/metrics": page})).told.takes_priority is takes
 
 
-async def test_an_api_key_hides_the_models_only(serve, session):
-    facts = await probe(await serve(pages({**VLLM, "/v1/models": 401})), session)
-    said = facts.problems["models"]
-    assert facts.serving and "API key" in said.what and "--engine-api-key" in said.remedy and len(facts.problems) == 1
-
-
-@pytest.mark.parametrize(
-    "config, said",
-    [
-        ({**SOURCES["0"], "enable_kv_cache_events": False}, "--kv-events-config"),
-        ({**SOURCES["0"], "publisher": "null"}, "--kv-events-config"),
-        ({**SOURCES["0"], "endpoint": "tcp://127.0.0.1:5557"}, "--kv-events-config as tcp://*:PORT"),
-        ({"publisher": "zmq"}, "names no endpoint"),
-        ({"endpoint": "tcp://*:port"}, "cannot be connected to"),
-        ({"endpoint": "tcp://*:0"}, "cannot be connected to"),
-        ({"endpoint": "tcp://*:99999"}, "cannot be connected to"),
-        ({"endpoint": "inproc://*"}, "cannot be connected to"),
-        ({"endpoint": "ipc:///" + "x" * 10_000}, "cannot be connected to"),
-        ({"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://a b:5558"}, "cannot be connected to"),
-    ],
-)
-async def test_events_nobody_can_subscribe_to(serve, session, config, said):
-    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {"0": config}})), session)
-    assert facts.serving and facts.events() == [None] and said in str(facts.problems["events"])
-
-
-def published(port: int, replay: int | None) -> dict:
-    return {**SOURCES["0"], "endpoint": f"tcp://*:{port}", "replay_endpoint": replay and f"tcp://*:{replay}"}
-
-
-async def test_each_rank_publishes_in_a_place_of_its_own(serve, session):
+async def test_each_rank_publishes_in_a_place_of_its_own(found):
     ranks = {"1": published(5601, 5611), "0": published(5600, 5610)}  # vLLM lists them as they came up
-    facts = await probe(await serve(pages({**VLLM, "/metrics": TWO_RANKS, "/kv_event_sources": ranks})), session)
-    assert facts.engines == (0, 1) and [one.endpoint[-4:] + one.replay[-5:] for one in facts.events()] == [
-        "5600:5610",
-        "5601:5611",
-    ]
-    assert not facts.problems
+    for page in (TWO_RANKS, 404):
+        facts = await found({"/metrics": page, "/kv_event_sources": ranks})
+        ports = [one.endpoint[-4:] + one.replay[-5:] for one in facts.events()]
+        assert facts.engines == (0, 1) and ports == ["5600:5610", "5601:5611"]
 
 
-async def test_an_older_vllms_ranks_publish_one_port_further_each(serve, session):
-    facts = await probe(await serve(pages({**VLLM, "/metrics": TWO_RANKS, "/kv_event_sources": 404})), session)
+async def test_an_older_vllms_ranks_publish_one_port_further_each(found):
+    facts = await found({"/metrics": TWO_RANKS, "/kv_event_sources": 404})
     given = EventSource("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5567", "")
     sources = facts.events(given)
     assert sources == [given, EventSource("tcp://10.0.0.7:5558", "tcp://10.0.0.7:5568", "")]
     assert not problems_of(facts, given, sources)
 
 
-async def test_an_engine_that_is_one_of_several_ranks_keeps_its_number(serve, session):
+async def test_an_engine_that_is_one_of_several_ranks_keeps_its_number(found):
     """External load balancing: each rank has a URL of its own, and counts as the engine's number 3."""
     page = METRICS.replace('engine="0"', 'engine="3"')
-    facts = await probe(
-        await serve(pages({**VLLM, "/metrics": page, "/kv_event_sources": {"3": published(5603, 5613)}})), session
-    )
-    assert (
-        facts.engines == (3,)
-        and [one.endpoint for one in facts.events()] == ["tcp://127.0.0.1:5603"]
-        and not facts.problems
-    )
+    facts = await found({"/metrics": page, "/kv_event_sources": {"3": published(5603, 5613)}})
+    assert facts.engines == (3,) and not facts.problems
+    assert [one.endpoint for one in facts.events()] == ["tcp://127.0.0.1:5603"]
 
 
-async def test_a_rank_without_events_is_named(serve, session):
-    facts = await probe(await serve(pages({**VLLM, "/metrics": TWO_RANKS})), session)
+async def test_a_rank_without_events_is_named(found):
+    facts = await found({"/metrics": TWO_RANKS})
     sources = facts.events()
     said = problems_of(facts, None, sources)["ranks"]
     assert sources[0] and sources[1] is None and "rank 1," in said.what
@@ -196,71 +194,35 @@ async def test_a_rank_without_events_is_named(serve, session):
     assert facts.events(ipc) == [ipc, None] and set(problems_of(facts, ipc, [ipc, None])) == {"ranks", "replay"}
 
 
-async def test_ranks_that_a_probe_did_not_hear_of_are_not_gone(serve, session):
-    facts = await probe(await serve(pages({**VLLM, "/metrics": 503, "/kv_event_sources": 404})), session)
+async def test_ranks_that_a_probe_did_not_hear_of_are_not_gone(found):
+    facts = await found({"/metrics": 503, "/kv_event_sources": 404})
     assert facts.engines == () and len(facts.events(None, 2)) == 2
 
 
-async def test_a_publisher_that_gives_snapshots(serve, session):
-    config = {"publisher": "zmq", "endpoint": "tcp://*:1", "snapshot_endpoint": "tcp://*:3", "topic": "kv"}
-    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {"0": config}})), session)
+async def test_a_publisher_that_gives_snapshots(found):
+    facts = await found(sources(replay_endpoint=None, snapshot_endpoint="tcp://*:3", topic="kv"))
     (source,) = facts.sources.values()
-    assert (
-        source == EventSource("tcp://127.0.0.1:1", None, "kv", "tcp://127.0.0.1:3") and "replay" not in facts.problems
-    )
-    assert source.at_rank(2) == EventSource("tcp://127.0.0.1:3", None, "kv", "tcp://127.0.0.1:5")
+    assert source == EventSource("tcp://127.0.0.1:5557", None, "kv", "tcp://127.0.0.1:3")
+    assert "replay" not in facts.problems
+    assert source.at_rank(2) == EventSource("tcp://127.0.0.1:5559", None, "kv", "tcp://127.0.0.1:5")
     assert source.at("127.0.0.1", "10.0.0.7").snapshot == "tcp://10.0.0.7:3"
 
 
-async def test_events_without_replay(serve, session):
-    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {"0": published(5557, None)}})), session)
-    assert facts.events()[0].replay is None and "replay_endpoint" in facts.problems["replay"].remedy
-
-
-async def test_the_operators_word_goes_before_the_engines(serve, session):
-    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": {}})), session)
+async def test_the_operators_word_goes_before_the_engines(found):
+    facts = await found({"/kv_event_sources": {}})
     given = EventSource("tcp://h:1", "tcp://h:2", "")
     assert facts.events(given) == [given] and not problems_of(facts, given, [given])
     assert "--kv-events-config" in problems_of(facts, None, [None])["events"].remedy
 
 
-@pytest.mark.parametrize(
-    "page, key, what, remedy",
-    [
-        ("python_info 1.0\n", "metrics", "no vllm: series", "--disable-log-stats"),
-        (METRICS.replace("cache_config_info", "kv_config"), "metrics", "no vllm:cache_config_info", "block_size"),
-        (
-            METRICS.replace("num_requests_waiting", "queued"),
-            "metrics",
-            "lacks vllm:num_requests_waiting:",
-            "newer Hitherto",
-        ),
-        (METRICS.replace("num_gpu_blocks", "num_device_blocks"), "metrics", "lacks num_gpu_blocks", "newer Hitherto"),
-        (
-            METRICS.replace('caching="True"', 'caching="False"'),
-            "caching",
-            "prefix caching is off",
-            "--no-enable-prefix-caching",
-        ),
-    ],
-)
-async def test_metrics_that_are_not_what_they_were(serve, session, page, key, what, remedy):
-    facts = await probe(await serve(pages({**VLLM, "/metrics": page})), session)
-    assert facts.serving and list(facts.problems) == [key]
-    assert what in str(facts.problems[key]) and remedy in facts.problems[key].remedy
-
-
-async def test_event_sources_that_do_not_answer_are_not_gone(serve, session):
-    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": 500})), session)
-    assert facts.sources is None and "answers 500" in facts.problems["events"].what
-
-
-@pytest.mark.parametrize(
-    "listed", [{"0": None}, {"x": SOURCES["0"]}, {"0": {"endpoint": 5, "publisher": "zmq"}}, {"ranks": [1]}]
-)
-async def test_event_sources_of_another_shape(serve, session, listed):
-    facts = await probe(await serve(pages({**VLLM, "/kv_event_sources": listed})), session)
-    assert facts.serving and facts.events() == [None] and "events" in facts.problems
+@pytest.mark.parametrize("looked_up, named", [(512, True), (0, False)])
+async def test_slower_tiers_without_events_are_named(found, looked_up, named):
+    page = METRICS + f'vllm:external_prefix_cache_queries_total{{engine="0"}} {looked_up}.0\n'
+    facts = await found({"/metrics": page, "/kv_event_sources": {}})
+    said = problems_of(facts, None, [None])
+    assert ("tiers" in said) is named and (not named or "--kv-events-config" in said["tiers"].remedy)
+    given = EventSource("tcp://h:1", "tcp://h:2", "")
+    assert "tiers" not in problems_of(facts, given, [given])
 
 
 @pytest.mark.parametrize(
@@ -271,9 +233,14 @@ async def test_event_sources_of_another_shape(serve, session, listed):
         ({"/v1/models": 500}, "5xx", "/v1/models answers 500"),
     ],
 )
-async def test_engines_that_answer_badly(serve, session, change, fault, said):
-    facts = await probe(await serve(pages({**VLLM, **change})), session)
+async def test_engines_that_answer_badly(found, change, fault, said):
+    facts = await found(change)
     assert not facts.serving and facts.fault == fault and said in facts.error
+
+
+async def test_an_engine_without_health_is_judged_by_its_models(found):
+    facts = await found({"/health": 404})
+    assert facts.alive and facts.serving and "sql" in facts.models
 
 
 async def test_nobody_there(session):
@@ -331,13 +298,3 @@ async def test_a_gateway_out_of_descriptors_blames_itself(serve, session):
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert facts.fault == "own" and "Too many open files" in facts.error and "ulimit -n" in facts.error
-
-
-@pytest.mark.parametrize("looked_up, named", [(512, True), (0, False)])
-async def test_slower_tiers_without_events_are_named(serve, session, looked_up, named):
-    page = VLLM["/metrics"] + f'\nvllm:external_prefix_cache_queries_total{{engine="0"}} {looked_up}.0\n'
-    facts = await probe(await serve(pages({**VLLM, "/metrics": page, "/kv_event_sources": {}})), session)
-    said = problems_of(facts, None, [None])
-    assert ("tiers" in said) is named and (not named or "--kv-events-config" in said["tiers"].remedy)
-    given = EventSource("tcp://h:1", "tcp://h:2", "")
-    assert "tiers" not in problems_of(facts, given, [given])

@@ -161,13 +161,7 @@ async def test_names_and_numbers_that_cannot_be_are_not_taken():
         facts = await probe(url, session, 20)
         assert list(facts.models) == ["m"] and (facts.root, facts.max_model_len) == (None, None)
         assert (facts.block_size, facts.num_blocks) == (16, None)
-
-
-async def test_an_engine_whose_names_are_all_too_long_is_not_said_to_load():
-    async with engine({"/v1/models": (json.dumps({"data": [{"id": "x" * (MOST_NAME + 1)}]}).encode(), {})}) as (
-        session,
-        url,
-    ):
+    async with engine({"/v1/models": (json.dumps({"data": entries[:1]}).encode(), {})}) as (session, url):
         facts = await probe(url, session, 20)
         assert not facts.serving and "ids that are no text of at most 1,024 characters" in facts.error
 

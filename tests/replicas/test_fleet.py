@@ -251,29 +251,6 @@ async def test_an_engine_that_tells_no_start_time_gets_a_new_incarnation_when_it
     assert replica.incarnation == "seen-2"
 
 
-async def test_a_missing_scrape_does_not_rename_an_incarnation(fleet, engine, comes, until):
-    replica = await comes(fleet.add(await engine()), READY)
-    fleet.seen.clear()
-    page = engine.pages.pop("/metrics")
-    fleet.engines[replica.id].nudge()
-    await until(lambda: any("/metrics cannot be read" in problem for problem in replica.problems))
-    engine.pages["/metrics"] = page
-    fleet.engines[replica.id].nudge()
-    before = replica.scrape.at
-    await until(lambda: replica.scrape.at > before)
-    assert replica.incarnation == "1.00" and not states(fleet, replica)
-
-
-async def test_an_engine_that_is_for_one_leg_has_a_problem_as_long_as_it_says_so(fleet, engine, comes, until):
-    engine.pages["/server_info"] = {"page_size": 1, "max_total_num_tokens": 1000, "disaggregation_mode": "decode"}
-    replica = await comes(fleet.add(await engine()), READY)
-    assert "--disaggregation-mode decode" in str(replica.problems)
-    fleet.seen.clear()
-    engine.pages["/server_info"] = {"page_size": 1, "max_total_num_tokens": 1000, "disaggregation_mode": "null"}
-    fleet.engines[replica.id].nudge()
-    await until(lambda: "--disaggregation-mode" not in str(replica.problems), lambda: str(replica.problems))
-
-
 async def test_asked_for_models_the_fleet_knows_a_new_adapter_when_the_call_returns(fleet, engine, comes):
     replica = await comes(fleet.add(await engine()), READY)
     fleet.seen.clear()
@@ -378,11 +355,6 @@ async def test_a_broken_listener_does_not_stop_the_fleet(fleet, engine, comes, c
     fleet.on_change.insert(0, lambda *change: 1 / 0)
     replica = await comes(fleet.add(await engine()), READY)
     assert states(fleet, replica)[-1] is READY and "callback" in caplog.text
-
-
-async def test_traffic_of_an_unknown_replica_is_nobodys(fleet):
-    fleet.succeeded("gone:1")
-    fleet.failed("gone:1", "5xx")
 
 
 async def test_a_watcher_survives_its_own_bugs(fleet, engine, comes, monkeypatch, caplog):

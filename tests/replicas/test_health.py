@@ -37,17 +37,6 @@ def test_two_refusals_mean_nobody_is_there(seen):
     assert verdict(health) is LOST
 
 
-def test_a_good_probe_does_not_excuse_failing_requests_before_the_hold_ends():
-    health = Health()
-    for _ in range(3):
-        health.failed(10.0, "5xx")
-    for now in (10.5, 11.0, 11.9):
-        health.probed(now)
-        assert verdict(health, now) is TROUBLE
-    health.probed(12.1)
-    assert verdict(health, 12.1) is GOOD
-
-
 def test_each_failed_try_after_a_hold_doubles_it_up_to_half_a_minute():
     health, now, holds = Health(), 0.0, []
     for _ in range(3):
@@ -82,22 +71,6 @@ def test_errors_that_nobody_confirms_count_for_nothing_until_the_engine_was_aske
         health.unconfirmed()
         health.succeeded(101.0)
     assert not health.in_question(101.0), "whoever answers other requests is not asked"
-
-
-def test_an_engine_that_fails_what_it_is_asked_is_held_for_longer_each_time():
-    health, now = Health(), 100.0
-    for hold in (2, 4, 8):
-        for _ in range(3):
-            health.unconfirmed()
-        assert health.in_question(now) and verdict(health, now) is GOOD
-        health.asked(now, True)
-        assert verdict(health, now) is TROUBLE and "5xx" in health.opinion(now).reason
-        for later in (now + hold - 0.1, now + hold, now + hold + 0.1):
-            health.probed(later)
-        assert verdict(health, now + hold) is GOOD
-        now += hold + 1
-        health.unconfirmed()
-        assert health.in_question(now), "one is enough now"
 
 
 def test_failed_probes_alone_are_trouble_until_two_succeed():

@@ -2,13 +2,10 @@
 
 import asyncio
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from replicas import Fleet, State, watch
-from replicas.adopt import probe
-from replicas.engines.dialect import Told
 from replicas.health import Health, Verdict
 
 READY, DEGRADED, WARMING = State.READY, State.DEGRADED, State.WARMING
@@ -149,13 +146,16 @@ async def test_what_took_an_engines_place_and_does_not_answer_is_not_taken_for_i
     assert await fleet.prove(replica.id) and "other" in replica.models
 
 
-async def test_an_engine_that_closes_its_connections_without_a_word_is_as_well_as_one_that_says_so(
-    seldom, engine, comes
+@pytest.mark.parametrize("closes", ["announced", "silently"])
+async def test_an_engine_that_closes_its_connections_is_well_and_not_asked_for_all_each_time(
+    fleet, engine, comes, until, closes
 ):
-    fleet = seldom
-    engine.closes = "silently"
-    replica = await comes(fleet.add(await engine()), READY)
+    engine.closes = closes
+    replica = await comes(fleet.add(await engine(running=False)), READY)
     assert await fleet.prove(replica.id) and replica.is_proven
+    engine.asked.clear()
+    await until(lambda: engine.asked.count("/health") >= 5)
+    assert closes == "silently" or "/v1/models" not in engine.asked
 
 
 async def test_who_closed_one_connection_as_engines_do_that_end_is_asked_for_all_next_time(seldom, engine, comes):
@@ -217,35 +217,6 @@ async def test_another_version_or_model_is_another_process_where_no_start_is_tol
     await fleet.prove(replica.id)
     assert replica.incarnation != before
     await comes(replica, READY)
-
-
-async def test_a_version_that_comes_late_makes_no_engine_able(fleet, engine, comes):
-    """Whether its metrics would name a connector depends on it."""
-    url = await engine()
-    engine.pages["/metrics"] += 'vllm:cache_config_info{block_size="16"} 1.0\n'
-    replica = await comes(fleet.add(url), READY)
-    assert replica.unable == {"nixl"}
-    async with aiohttp.ClientSession() as session:
-        facts = await probe(url, session)
-    facts.silent.add("version")
-    facts.told = Told()
-    fleet.engines[replica.id]._learn(facts)
-    assert replica.unable == {"nixl"}
-
-
-async def test_an_engine_that_closes_its_connections_is_not_asked_for_all_each_time(fleet, serve, comes, until):
-    asked = []
-
-    async def handler(request):
-        asked.append(request.path)
-        response = web.json_response({"data": [{"id": "m"}]}) if request.path == "/v1/models" else web.Response()
-        response.force_close()
-        return response
-
-    await comes(fleet.add(await serve(handler)), READY)
-    asked.clear()
-    await until(lambda: asked.count("/health") >= 5)
-    assert "/v1/models" not in asked
 
 
 async def two(fleet, serve, comes):

@@ -14,7 +14,6 @@ from replicas.replica import parse_url
         ("decode", "decode"),
         ("prefill-decode", "both"),
         ("both", "both"),
-        ("encode-prefill", "prefill"),
         ("encode-prefill-decode", "both"),
     ],
 )

@@ -193,12 +193,6 @@ def test_the_plain_profile_runs_on_a_cpu_as_cpu_yaml_says(gpus):
     assert places == [{"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}] * 2
 
 
-def test_what_the_profile_says_itself_wins_on_a_cpu_too(gpus):
-    gpus()
-    placed, _ = parse("max_model_len: 4096\ngpu_memory_utilization: 0.9\nenv: {VLLM_NO_USAGE_STATS: '0'}").place(1)
-    assert placed.max_model_len == 4096 and placed.env["VLLM_NO_USAGE_STATS"] == "0" and placed.enforce_eager
-
-
 def test_a_model_is_needed():
     with pytest.raises(ProfileError, match="give --model"):
         parse("").command("127.0.0.1", PORTS, Model(None, None))

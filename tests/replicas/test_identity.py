@@ -40,57 +40,51 @@ async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engi
 
 
 @pytest.mark.parametrize("answers", ["without an API", "after a wrong answer"])
-async def test_what_is_no_engine_is_known_as_such_until_something_else_is_there(engine, comes, until, answers):
-    fleet = Fleet(interval=0.1)
-    try:
-        url = await engine()
-        if answers == "without an API":
-            engine.pages.clear()
-            replica = await comes(fleet.add(url), State.FAILED)
-        else:
-            engine.html()
-            replica = await comes(fleet.add(url), READY)  # any name is sent there, until traffic shows what it is
-            assert not replica.foreign
-            fleet.failed(replica.id, "foreign")
-        await until(lambda: replica.foreign)
-        assert not replica.models
-        await engine.stop()
-        await comes(replica, State.FAILED)
-        await until(lambda: not replica.foreign)  # nobody listens: an engine may be loading
-        await engine(int(url.rpartition(":")[2]))
-        await comes(replica, READY)
+async def test_what_is_no_engine_is_known_as_such_until_something_else_is_there(fleet, engine, comes, until, answers):
+    url = await engine()
+    if answers == "without an API":
+        engine.pages.clear()
+        replica = await comes(fleet.add(url), State.FAILED)
+    else:
+        engine.html()
+        replica = await comes(fleet.add(url), READY)  # any name is sent there, until traffic shows what it is
         assert not replica.foreign
-    finally:
-        await fleet.stop()
+        fleet.failed(replica.id, "foreign")
+    await until(lambda: replica.foreign)
+    assert not replica.models
+    await engine.stop()
+    await comes(replica, State.FAILED)
+    await until(lambda: not replica.foreign)  # nobody listens: an engine may be loading
+    await engine(int(url.rpartition(":")[2]))
+    await comes(replica, READY)
+    assert not replica.foreign
 
 
 async def test_whoever_needs_proof_has_it_without_waiting_for_the_next_turn(seldom, engine, comes, monkeypatch):
     """Nor for the pause between two looks; and those who ask together share one look."""
-    fleet = seldom
     url = await engine()
-    replica = await comes(fleet.add(url), READY)
+    replica = await comes(seldom.add(url), READY)
     monkeypatch.setattr(watch, "CLOSEST", 3600.0)
     assert replica.is_proven
     await engine.stop()
     await engine(int(url.rpartition(":")[2]), started="2.0")
     assert not replica.is_proven and replica.incarnation == "1.00"
     engine.asked.clear()
-    assert all(await asyncio.gather(*(fleet.prove(replica.id) for _ in range(5))))
+    assert all(await asyncio.gather(*(seldom.prove(replica.id) for _ in range(5))))
     assert replica.is_proven and replica.incarnation == "2.00" and engine.asked.count("/v1/models") == 1
     engine.html()
-    await fleet.prove(replica.id)
+    await seldom.prove(replica.id)
     assert replica.state is WARMING
-    assert not await fleet.prove("unknown")
+    assert not await seldom.prove("unknown")
 
 
 async def test_a_look_that_began_before_is_no_proof(seldom, engine, comes, until):
-    fleet = seldom
-    replica = await comes(fleet.add(await engine()), READY)
+    replica = await comes(seldom.add(await engine()), READY)
     engine.asked.clear()
     engine.hold.clear()
-    first = asyncio.create_task(fleet.prove(replica.id))
+    first = asyncio.create_task(seldom.prove(replica.id))
     await until(lambda: "/health" in engine.asked)
-    second = asyncio.create_task(fleet.prove(replica.id))
+    second = asyncio.create_task(seldom.prove(replica.id))
     await asyncio.sleep(0)
     engine.hold.set()
     await first
@@ -100,14 +94,13 @@ async def test_a_look_that_began_before_is_no_proof(seldom, engine, comes, until
 
 
 async def test_nobody_waits_for_a_look_at_an_engine_that_is_removed(seldom, engine, comes, until):
-    fleet = seldom
-    replica = await comes(fleet.add(await engine()), READY)
+    replica = await comes(seldom.add(await engine()), READY)
     engine.asked.clear()
     engine.hold.clear()
-    waiting = [asyncio.create_task(fleet.prove(replica.id))]
+    waiting = [asyncio.create_task(seldom.prove(replica.id))]
     await until(lambda: "/health" in engine.asked)
-    waiting.append(asyncio.create_task(fleet.prove(replica.id)))
-    await fleet.remove(replica.id)
+    waiting.append(asyncio.create_task(seldom.prove(replica.id)))
+    await seldom.remove(replica.id)
     engine.hold.set()
     async with asyncio.timeout(5):
         await asyncio.gather(*waiting)
@@ -115,16 +108,15 @@ async def test_nobody_waits_for_a_look_at_an_engine_that_is_removed(seldom, engi
 
 async def test_an_engine_that_answers_late_is_not_asked_to_prove_itself(seldom, engine, comes, until, monkeypatch):
     """It is we who close the connection then, which shows nothing."""
-    fleet = seldom
-    replica = await comes(fleet.add(await engine()), READY)
+    replica = await comes(seldom.add(await engine()), READY)
     engine.hold.clear()
     with monkeypatch.context() as while_late:  # on a busy machine the other looks take longer than this
         while_late.setattr(watch, "SHORT_DEADLINE", 0.05)
         while_late.setattr(watch, "DEADLINE", 0.05)
-        await fleet.engines[replica.id].tick()
+        await seldom.engines[replica.id].tick()
     assert replica.proof is None and replica.is_proven and replica.state is READY
     engine.hold.set()
-    await fleet.engines[replica.id].tick()
+    await seldom.engines[replica.id].tick()
     assert replica.proof is not None
 
 
@@ -132,18 +124,17 @@ async def test_what_took_an_engines_place_and_does_not_answer_is_not_taken_for_i
     seldom, engine, comes, until, monkeypatch
 ):
     """Neither by those who wait for the look that it does not answer, nor by those who come after that."""
-    fleet = seldom
     url = await engine()
-    replica = await comes(fleet.add(url), READY)
+    replica = await comes(seldom.add(url), READY)
     monkeypatch.setattr(watch, "DEADLINE", 0.05)
     await engine.stop()
     await engine(int(url.rpartition(":")[2]), models=("other",))
     await until(lambda: not replica.is_proven)
     engine.hold.clear()
-    assert not await fleet.prove(replica.id)
+    assert not await seldom.prove(replica.id)
     assert not replica.is_proven
     engine.hold.set()
-    assert await fleet.prove(replica.id) and "other" in replica.models
+    assert await seldom.prove(replica.id) and "other" in replica.models
 
 
 @pytest.mark.parametrize("closes", ["announced", "silently"])
@@ -159,15 +150,14 @@ async def test_an_engine_that_closes_its_connections_is_well_and_not_asked_for_a
 
 
 async def test_who_closed_one_connection_as_engines_do_that_end_is_asked_for_all_next_time(seldom, engine, comes):
-    fleet = seldom
     url = await engine()
-    replica = await comes(fleet.add(url), READY)
+    replica = await comes(seldom.add(url), READY)
     engine.closes = "announced"
-    await fleet.engines[replica.id].tick()
+    await seldom.engines[replica.id].tick()
     engine.closes = ""
     await engine.stop()
     await engine(int(url.rpartition(":")[2]), models=("other",))
-    await fleet.engines[replica.id].tick()
+    await seldom.engines[replica.id].tick()
     assert "other" in replica.models
 
 

@@ -21,21 +21,17 @@ from replicas.engines.simulated.profile import SimProfile
 
 class Fake(SimProfile):
     def command(self, host, ports, model):
-        return Command([sys.executable, "-I", "-S", {str(FAKE)!r}, "--port", str(ports.http), *sys.argv[1:]], {{}})
+        return Command([sys.executable, "-I", "-S", {str(FAKE)!r}, "--port", str(ports.http)], {{}})
 
 supervisor.ORPHAN_GRACE = 0.5
 
 async def main():
     fleet = Fleet(interval=0.1)
     replicas = await fleet.launch(2, Fake(engine="sim"))
-    told = False
-    while True:
+    while not all(replica.state is State.READY for replica in replicas):
         await asyncio.sleep(0.02)
-        if not told and all(replica.pid for replica in replicas):
-            print(json.dumps([replica.pid for replica in replicas]), flush=True)
-        if not told and all(replica.state is State.READY for replica in replicas):
-            told = True
-            print("ready", flush=True)
+    print(json.dumps([replica.pid for replica in replicas]), flush=True)
+    await asyncio.sleep(600)
 
 uvloop.run(main())
 """
@@ -43,12 +39,12 @@ uvloop.run(main())
 
 @pytest.fixture
 async def gateway():
-    """gateway(*flags of the engines) -> its process, leader of its own group."""
+    """gateway() -> its process, leader of its own group."""
     started = []
 
-    async def start(*flags):
+    async def start():
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", GATEWAY, *flags, stdout=asyncio.subprocess.PIPE, start_new_session=True
+            sys.executable, "-c", GATEWAY, stdout=asyncio.subprocess.PIPE, start_new_session=True
         )
         started.append(process)
         return process
@@ -60,16 +56,9 @@ async def gateway():
         await process.communicate()
 
 
-async def engines(process, ready=True) -> list[int]:
-    """The engines' pids, once they are ready or only started."""
-    pids = []
-    while line := await asyncio.wait_for(process.stdout.readline(), 20):
-        if line == b"ready\n":
-            return pids
-        pids = json.loads(line)
-        if not ready:
-            return pids
-    raise AssertionError("the gateway ended")
+async def engines(process) -> list[int]:
+    """The engines' pids, once they are ready."""
+    return json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
 
 
 def parent(pid: int) -> int:

@@ -29,11 +29,12 @@ def test_with_work_and_no_step_it_stalls_then_hangs():
     assert progress.hung(now + 1)
 
 
-@pytest.mark.parametrize("moving", ["generated", "prompted", "usage", "waiting"])
-def test_any_counter_that_moves_is_progress(moving):
+@pytest.mark.parametrize("moving", ["generated", "prompted", "usage", "waiting", ""])
+def test_any_counter_that_moves_is_progress_and_so_is_an_answer_in_time(moving):
     progress = Progress()
     for now in range(300):
-        progress.look(float(now), scrape(**{moving: now / 8 if moving == "usage" else now // 8}), 0.0)
+        counters = {moving: now / 8 if moving == "usage" else now // 8} if moving else {"running": 0}
+        progress.look(float(now), scrape(**counters), 0.0 if moving else float(now % 10))
         assert not progress.stalled(float(now))
 
 
@@ -42,14 +43,6 @@ def test_hung_while_idle_only_the_gateway_knows_what_waits():
     look(progress, 50, running=0)
     now = look(progress, STALLED + 1, running=0, waited=0.5, begin=51)
     assert progress.stalled(now)
-
-
-def test_requests_that_are_answered_in_time_are_no_stall_though_no_counter_tells():
-    """Say an engine that embeds, and counts nothing."""
-    progress = Progress()
-    for now in range(300):
-        progress.look(float(now), scrape(running=0), float(now % 10))
-        assert not progress.stalled(float(now))
 
 
 def test_one_that_hangs_still_does_when_its_requests_have_gone_elsewhere():

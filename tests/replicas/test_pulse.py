@@ -35,6 +35,7 @@ def test_only_the_time_in_which_it_ran_is_measured(pulse, since, now, ran):
 
 
 def test_what_breaks_right_after_a_long_time_is_not_taken_at_its_word(pulse):
+    assert not pulse.saw(119.0, 121.0) and pulse.saw(120.0, 121.0)
     assert pulse.fresh(120.5) and not pulse.fresh(120.0 + FRESH_SECONDS)
     pulse.held_up(1.0, 130.0)
     assert not pulse.fresh(130.1), "nothing breaks for a second in which nobody reads"

@@ -38,21 +38,13 @@ class Ranked:
         pages["/v1/models"] = {"data": [{"id": "m"}, *({"id": name, "parent": "m"} for name in self.adapters)]}
         if self.listed:
             pages["/kv_event_sources"] = {
-                str(r): {
-                    "publisher": "zmq",
-                    "endpoint": f"tcp://*:{5600 + r}",
-                    "replay_endpoint": f"tcp://*:{5700 + r}",
-                }
-                for r in range(self.count)
+                str(rank): {"endpoint": f"tcp://*:{5600 + rank}", "replay_endpoint": f"tcp://*:{5700 + rank}"}
+                for rank in range(self.count)
             }
         page = pages.get(request.path)
-        return (
-            web.Response(status=404)
-            if page is None
-            else web.json_response(page)
-            if isinstance(page, dict)
-            else web.Response(text=page)
-        )
+        if page is None:
+            return web.Response(status=404)
+        return web.json_response(page) if isinstance(page, dict) else web.Response(text=page)
 
     def metrics(self) -> str:
         lines = [f"process_start_time_seconds {self.started}"]

@@ -105,19 +105,14 @@ async def test_the_gateways_death_ends_the_engine_and_all_below_it(family, until
     assert await asyncio.to_thread(process.wait, 10) == 0
 
 
-async def test_what_an_engine_leaves_behind_when_it_crashes_is_swept(family, until, alive):
+@pytest.mark.parametrize("crashes", [True, False])
+async def test_all_of_an_engine_that_crashes_or_hangs_is_swept(family, until, alive, crashes):
     _, control, pids = family
-    os.kill(pids[0], signal.SIGSEGV)
-    assert await asyncio.to_thread(line, control) == "exit -11"
-    assert not [pid for pid in pids if alive(pid)]
-
-
-async def test_a_stopped_engine_can_be_killed(family, until, alive):
-    _, control, pids = family
-    os.kill(pids[0], signal.SIGSTOP)
-    await until(lambda: Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-    control.sendall(b"stop 0.1\n")
-    assert await asyncio.to_thread(line, control) == "exit -9"
+    os.kill(pids[0], signal.SIGSEGV if crashes else signal.SIGSTOP)
+    if not crashes:
+        await until(lambda: Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        control.sendall(b"stop 0.1\n")
+    assert await asyncio.to_thread(line, control) == ("exit -11" if crashes else "exit -9")
     assert not [pid for pid in pids if alive(pid)]
 
 

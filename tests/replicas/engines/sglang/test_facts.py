@@ -55,10 +55,6 @@ def test_one_that_was_started_for_one_leg_is_told_of(mode):
     assert ("role" in sources.problems) == (mode in ("prefill", "decode"))
 
 
-def test_the_cache_may_be_off():
-    assert SGLANG.told(answers({**INFO, "disable_radix_cache": True})).prefix_caching is False
-
-
 def test_each_rank_publishes_on_ports_of_its_own():
     sources = SGLANG.event_sources(answers({**INFO, "dp_size": 2, "kv_events": EVENTS}), "gpu1")
     assert sources == (
@@ -85,11 +81,6 @@ def test_a_publisher_that_connects_has_no_subscribers(described):
         answers({**INFO, "kv_events": described, "kv_events_config": given}), "gpu1"
     )
     assert by_rank == {0: None} and "nobody can subscribe" in problems["events"].what
-
-
-def test_events_that_are_off():
-    by_rank, problems = SGLANG.event_sources(answers({**INFO, "dp_size": 2}), "gpu1")
-    assert by_rank == {0: None, 1: None} and "--kv-events-config" in problems["events"].remedy
 
 
 @pytest.mark.parametrize(("status", "known"), [(0, None), (503, None), (401, {})])

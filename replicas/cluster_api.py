@@ -185,12 +185,13 @@ class Pods:
 
     def _refusal(self, status: int, body: bytes) -> str:
         try:
-            said = str(orjson.loads(body)["message"])
+            said = str(orjson.loads(body)["message"])[:300]
         except (ValueError, KeyError, TypeError):
             said = body[:200].decode(errors="replace")
-        rights = "let the gateway's ServiceAccount get, list and watch pods in that namespace"
-        remedy = rights if status in (401, 403) else "see discover.selector and discover.namespace"
-        return f"{self._path} answers {status}: {said[:300]}; {remedy}"
+        remedy = "see discover.selector and discover.namespace"
+        if status in (401, 403):
+            remedy = "let the gateway's ServiceAccount get, list and watch pods in that namespace"
+        return f"{self._path} answers {status}: {said}; {remedy}"
 
 
 def _version(told: dict[str, Any]) -> str:

@@ -262,8 +262,8 @@ class Fleet:
             and one.lead.state is State.READY
             and (not models or not one.lead.models or models & one.lead.models.keys())
         ]
-        if siblings:
-            engine.compare(now, *map(sum, zip(*siblings)))
+        if siblings and engine.health.compare(now, *map(sum, zip(*siblings))):
+            engine.judge(now)
 
     async def prove(self, id: str) -> bool:
         """Probe everything of a replica's engine now; return whether it answered, after all callbacks have run."""

@@ -20,8 +20,4 @@ def cannot_listen(host: str, port: int, error: OSError, port_flag: str = "--port
     said = f"cannot listen on {host}:{port}: {reason}. "
     if isinstance(error, socket.gaierror) or error.errno == errno.ENODEV:
         return f"{said}{host} does not resolve: give an address of this machine with {host_flag}, or 0.0.0.0 for all"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"{said}No interface of this machine has that address: give one of its own with {host_flag}, or 0.0.0.0 for all"
-    if error.errno == errno.EACCES:
-        return f"{said}This user may not take that port: give one above 1023 with {port_flag}"
     return f"{said}Stop what holds the port, or give another with {port_flag} (and {host_flag})"

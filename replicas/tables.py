@@ -50,8 +50,6 @@ def explain(error: ValidationError) -> str:
 def _wrong(item: Mapping[str, Any]) -> str:
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
-    if item["type"] == "missing":
-        return "it is missing"
-    if item["type"] == "unexpected_keyword_argument":
-        return "it is unknown"
-    return yaml_text.NO_VALUE if item["input"] is None else f"{item['msg']}, got {item['input']!r}"
+    known = {"missing": "it is missing", "unexpected_keyword_argument": "it is unknown"}
+    nothing = yaml_text.NO_VALUE if item["input"] is None else f"{item['msg']}, got {item['input']!r}"
+    return known.get(item["type"], nothing)

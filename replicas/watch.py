@@ -208,7 +208,7 @@ class Watch:
         self.health.failed(now, kind)
         if kind == "foreign":
             self._doubt("what answered a request there was no inference engine")
-        self._judge(now)
+        self.judge(now)
         if kind in ("connect", "closed", "foreign"):  # it may have died; a 5xx or a late answer does not suggest that
             self.nudge()
 
@@ -228,14 +228,6 @@ class Watch:
         self.health.unconfirmed()
         if self.health.in_question(now, self.is_computing):
             self._nudged.set()
-
-    def compare(self, now: float, answered: int, failed: int) -> None:
-        """Compare the engine's failures with those of its siblings, after one of its requests failed.
-
-        `answered`, `failed`: the recent requests of all other engines of the model together.
-        """
-        if self.health.compare(now, answered, failed):
-            self._judge(now)
 
     def _doubt(self, reason: str) -> None:
         """Stop traffic until whatever answers at the engine's address has shown that it is an engine."""
@@ -312,7 +304,7 @@ class Watch:
                 self._hear()
                 now = self.pulse.clock()
                 health.asked(now, status in ILL if status else None, self.is_computing)
-                self._judge(now)
+                self.judge(now)
 
     @property
     def is_computing(self) -> bool:
@@ -420,7 +412,7 @@ class Watch:
         else:
             self._hear()
             self.health.probed(now, facts.fault, facts.error, turned_away)
-            self._judge(now)
+            self.judge(now)
             if lead.state is State.READY:
                 self._nudged.set()  # probe again at once: a second refusal is decisive, and a timeout took long enough
 
@@ -456,7 +448,7 @@ class Watch:
             self._tell(Event.SERVES, "answers" + (names and f" and serves {names}"))
         self._hear()
         self.health.probed(now)
-        self._judge(now)
+        self.judge(now)
 
     def _unproven(self, facts: Facts) -> str:
         """Return why whatever answers may be no engine, or "" if it seems to be one.
@@ -562,7 +554,7 @@ class Watch:
         self._lives += 1
         return f"seen-{self._lives}"
 
-    def _judge(self, now: float) -> None:
+    def judge(self, now: float) -> None:
         lead = self.lead
         verdict, reason = self.health.opinion(now)
         if verdict is Verdict.LOST:

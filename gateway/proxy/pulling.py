@@ -1,8 +1,8 @@
 """Prompt prefixes that a replica pulls from another replica's memory: which pairs can, the request's body, the outcome.
 
 `policies.pulls` has the cost of a pull and decides when it is worth that, and the engine's dialect writes the request
-(`PeerPull`). The URL of each replica that takes part names its side channel (`#peer=HOST:PORT`); with fewer than two
-such replicas nothing here is used.
+(`EngineDialect.peer_pull`). The URL of each replica that takes part names its side channel (`#peer=HOST:PORT`); with
+fewer than two such replicas nothing here is used.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Pulls:
         how = self._backends[placement.candidate.replica].replica.dialect.peer_pull
         told = None
         if source is not None and source.replica.peer and how is not None:
-            told = how.body(exchange.request.body, source.replica.peer, token_hex(12))
+            told = how(exchange.request.body, source.replica.peer, token_hex(12))
         if told is None:  # the peer left meanwhile, or the request is a leg of another gateway
             self._router.drop_pull(placement)
         return told

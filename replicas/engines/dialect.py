@@ -6,7 +6,7 @@ here: OpenAI's endpoints, /health, Prometheus' text format, msgpack over ZMQ.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from replicas.answer import Answer
 from replicas.engines.transfer import Transfer
@@ -15,18 +15,6 @@ from replicas.launch.command import LaunchProfile
 from replicas.launch.exits import PLAIN, LogGrammar
 from replicas.metrics import MetricNames
 from replicas.problems import Problem, Remedies
-
-
-class EventRecords(Protocol):
-    """The types of decoded KV events: those of `cachemap.events.records`, which this package may not import."""
-
-    Batch: Callable[..., Any]
-    Stored: Callable[..., Any]
-    Removed: Callable[..., Any]
-    Cleared: Callable[..., Any]
-    EventError: type[Exception]
-    MOST_AHEAD: int  # the most tokens after a block that the block's key may also cover
-
 
 ANY_PATH, ERROR = "", "error"
 
@@ -60,16 +48,6 @@ class Told(NamedTuple):
     takes_priority: bool = False  # requests may have a priority; the engine schedules by it or ignores it
 
 
-class PeerPull(Protocol):
-    """A stateless editor of requests: it makes an engine fetch the prompt's beginning from another engine's memory."""
-
-    def body(self, body: bytes, peer: str, id: str) -> bytes | None:
-        """Return a client's body with the engine to fetch from, or None if the body has transfer parameters already.
-
-        `peer`: HOST:PORT of that engine; `id`: an id that is unique to this fetch.
-        """
-
-
 class EngineDialect(ABC):
     """One kind of engine. An object has no state, so one object serves all replicas of the kind."""
 
@@ -92,7 +70,10 @@ class EngineDialect(ABC):
     priority_header_paths: tuple[str, ...] = ()
     limits_path: str  # the path that reports the scheduler's limits, if the operator of the engine allows it
     transfer: Transfer | None = None  # how its engines pass KV cache on by default; None: they do not
-    peer_pull: PeerPull | None = None  # None: its engines fetch nothing from one another's memory
+    # Makes an engine fetch a prompt's beginning from another engine's memory: returns a client's body with the engine
+    # to fetch from (HOST:PORT) and an id that is unique to this fetch, or None if the body has transfer parameters
+    # already. None: its engines fetch nothing from one another's memory.
+    peer_pull: Callable[[bytes, str, str], bytes | None] | None = None
     # Tests whether the engine cut an answer short because it was asked to stop. Keys are the request's path, ANY_PATH
     # for all other paths (both for answers of status 200), and ERROR for answers of status 500 or more. A test gets the
     # answer's first or last bytes, including the last event of a stream.
@@ -111,8 +92,10 @@ class EngineDialect(ABC):
         """Return where the engine publishes KV events; `host`: the engine's host as clients reach it."""
 
     @abstractmethod
-    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+    def event_decoder(self, records: Any) -> Callable[[bytes], Any]:
         """Return a function that decodes the payload of one KV event message into a `records.Batch`.
+
+        `records`: the module `cachemap.events.records`, which this package may not import.
 
         The function raises `records.EventError` if the payload is no batch.
         """

@@ -105,7 +105,7 @@ def test_version(capsys):
         (["serve", "--cache-budget", "-1MiB"], "flag --cache-budget: '-1MiB' is not a size; write"),
         (
             ["serve", "--replica-url", "http://h:1", "--host", "203.0.113.7"],
-            "No interface of this machine has that address: give one of its own with --host",
+            "Cannot assign requested address. Stop what holds the port, or give another with --port (and --host)",
         ),
         (["serve", "--port", "http"], "flag --port: 'http' is not a whole number from 0 to 65535"),
         (["serve", "--replica-url", "ftp://localhost:8000"], "flag --replica-url: replica URL 'ftp"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.engines.vllm.transfer import PEER_PULL
+from replicas.engines.vllm.transfer import pull_from_peer
 
 from .engines import folder, version
 
@@ -14,7 +14,7 @@ from .engines import folder, version
 def test_the_source_that_a_request_names_is_the_one_that_vllm_asks(vllm_python):
     if version()[:2] < (0, 32) or not list(folder().glob("lib/python3*/site-packages/nixl")):
         pytest.skip("needs vLLM 0.32 with nixl in its environment: tests/vllm/install.sh")
-    body = json.loads(PEER_PULL.body(b'{"prompt": "x"}', "10.0.0.7:5711", "abc"))
+    body = json.loads(pull_from_peer(b'{"prompt": "x"}', "10.0.0.7:5711", "abc"))
     run = subprocess.run(
         [vllm_python, Path(__file__).parent / "peer_pull.py", json.dumps(body["kv_transfer_params"])],
         capture_output=True,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EngineDialect, EventRecords, Sources, Told
+from replicas.engines.dialect import EngineDialect, Sources, Told
 from replicas.engines.sglang import facts, metrics
 from replicas.engines.sglang.events import Decoder
 from replicas.engines.vllm import aborts
@@ -56,7 +56,7 @@ class Sglang(EngineDialect):
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         return facts.sources(answers, host, self.remedies)
 
-    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+    def event_decoder(self, records: Any) -> Callable[[bytes], Any]:
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicas.answer import Answer
-from replicas.engines.dialect import EngineDialect, EventRecords, Sources, Told
+from replicas.engines.dialect import EngineDialect, Sources, Told
 from replicas.engines.vllm import aborts, log, metrics, sources
 from replicas.engines.vllm.events import Decoder
-from replicas.engines.vllm.transfer import NIXL, PEER_PULL
+from replicas.engines.vllm.transfer import NIXL, pull_from_peer
 from replicas.engines.vllm.versions import finds_all, has_random_hash_seed, is_known, version_quirks
 from replicas.launch.command import LaunchProfile
 from replicas.problems import EVENTS_BY_HAND, Remedies
@@ -56,7 +56,7 @@ class Vllm(EngineDialect):
     priority_header, priority_header_paths = b"x-vllm-priority", ("/v1/messages",)
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
     transfer = NIXL
-    peer_pull = PEER_PULL
+    peer_pull = staticmethod(pull_from_peer)
     aborted = aborts.ABORTED
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
@@ -79,7 +79,7 @@ class Vllm(EngineDialect):
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
         return Sources(*sources.read(answers[sources.PATH], host, self.remedies))
 
-    def event_decoder(self, records: EventRecords) -> Callable[[bytes], Any]:
+    def event_decoder(self, records: Any) -> Callable[[bytes], Any]:
         return Decoder(records).decode
 
     def version_quirks(self, version: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""vLLM's KV events: msgpack batches, decoded into the records of `EventRecords`.
+"""vLLM's KV events: msgpack batches, decoded into records of `cachemap.events.records`.
 
 A batch is `[timestamp, events, data_parallel_rank]`, or a map of these. Newer vLLM writes an event as a map with its
 type under "type", older vLLM as an array with its type first; block hashes are ints or bytes. Unknown fields are
@@ -15,8 +15,6 @@ from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
-
-from replicas.engines.dialect import EventRecords
 
 # By the event's `medium`, as vLLM and the stores below it write it: the tier of the map. SGLang writes CPU_PINNED, DISK
 # and EXTERNAL; older versions wrote CPU_TIER1 and CPU_TIER2 for host memory and storage.
@@ -128,7 +126,7 @@ UNREADABLE = (TypeError, ValueError, LookupError, OverflowError, RecursionError)
 class Decoder:
     """A decoder of vLLM's batches into the types in `records`."""
 
-    def __init__(self, records: EventRecords):
+    def __init__(self, records: Any):
         self._records = records
         row = Annotated[list[int], Meta(min_length=1, max_length=records.MOST_AHEAD)]
         rows = Annotated[list[row], Meta(max_length=MOST_LOOKAHEAD_BLOCKS)]

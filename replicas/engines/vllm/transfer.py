@@ -53,10 +53,7 @@ class Nixl(Transfer):
         return None if request is None else orjson.dumps(one_token(path, request) | {_FIELD: _KEPT})
 
     def parameters(self, answer: bytes) -> bytes | None:
-        told = json_object(answer)
-        if told is None:
-            raise ValueError("it is no JSON object")
-        given = told.get(_FIELD)
+        given = _object(answer).get(_FIELD)
         # Without blocks there is nothing to fetch: the engine freed them already, or keeps none.
         if not isinstance(given, dict) or not given.get("do_remote_prefill") or not given.get("remote_block_ids"):
             return None
@@ -101,10 +98,7 @@ class Mooncake(MeetingTransfer):
         }
 
     def parameters(self, answer: bytes) -> bytes | None:
-        told = json_object(answer)
-        if told is None:
-            raise ValueError("it is no JSON object")
-        return b"{}" if _reached_its_limit(told) else b""
+        return b"{}" if _reached_its_limit(_object(answer)) else b""
 
 
 class NixlUnchecked(Nixl):
@@ -118,27 +112,30 @@ class NixlUnchecked(Nixl):
 NIXL, NIXL_UNCHECKED, MOONCAKE = Nixl(), NixlUnchecked(), Mooncake()
 
 
+def _object(answer: bytes) -> dict[str, Any]:
+    told = json_object(answer)
+    if told is None:
+        raise ValueError("it is no JSON object")
+    return told
+
+
 def _members(given: dict[str, Any]) -> bytes:
     return b'"%b":%b' % (_FIELD.encode(), orjson.dumps(given))
 
 
-class PeerPull:
-    """The editor of requests for vLLM's offloading connector with the secondary tier `p2p`.
+def pull_from_peer(body: bytes, peer: str, id: str) -> bytes | None:
+    """Return a client's body with the engine to fetch the prompt's beginning from; None if it has such parameters.
 
-    Read in the sources of 0.32 (`v1/kv_offload/tiering/p2p/manager.py`): if a request names a `remote_kv_source`, its
-    engine asks that engine, at the side channel (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for blocks that it finds
-    neither on its own GPU nor in its host memory. Blocks that the other engine lacks too are computed.
+    `peer`: HOST:PORT of that engine's P2P side channel; `id`: unique to this fetch. For vLLM's offloading connector
+    with the secondary tier `p2p`, read in the sources of 0.32 (`v1/kv_offload/tiering/p2p/manager.py`): if a request names a
+    `remote_kv_source`, its engine asks that engine, at the side channel (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for
+    blocks that it finds neither on its own GPU nor in its host memory. Blocks that the other lacks too are computed.
     """
-
-    def body(self, body: bytes, peer: str, id: str) -> bytes | None:
-        if f'"{_FIELD}"'.encode() in body:
-            return None
-        host, _, port = peer.rpartition(":")
-        source = {"kv_request_id": id, "remote_host": host.strip("[]"), "remote_port": int(port)}
-        return with_first(body, _members({"remote_kv_source": source}))
-
-
-PEER_PULL = PeerPull()
+    if f'"{_FIELD}"'.encode() in body:
+        return None
+    host, _, port = peer.rpartition(":")
+    source = {"kv_request_id": id, "remote_host": host.strip("[]"), "remote_port": int(port)}
+    return with_first(body, _members({"remote_kv_source": source}))
 
 
 def _reached_its_limit(told: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from gateway.tenants.handover import read_unprepared, refusal_of_head, refusal_o
 from replicas.engines import DIALECTS, TRANSFERS
 from replicas.engines.handover import FIELDS, HEADERS
 from replicas.engines.transfer import COMPLETIONS, Meeting, MeetingTransfer
-from replicas.engines.vllm.transfer import PEER_PULL
+from replicas.engines.vllm.transfer import pull_from_peer
 
 from ..prompt.api.test_named import FIELD, FILE, FORM, form
 
@@ -41,7 +41,7 @@ def test_what_the_ways_of_moving_caches_write_is_all_in_the_one_statement():
             "ignore_eos",
         }
         assert added <= {*FIELDS} and (added or way.header), way.id
-    pulled = orjson.loads(PEER_PULL.body(body, "gpu1:5600", "id"))
+    pulled = orjson.loads(pull_from_peer(body, "gpu1:5600", "id"))
     assert pulled.keys() - {"prompt", "max_tokens"} <= {*FIELDS}
 
 

@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from replicas.engines.vllm.transfer import PEER_PULL, Nixl
+from replicas.engines.vllm.transfer import Nixl, pull_from_peer
 
 NIXL = Nixl()
 TEXT = {"model": "m", "temperature": 0.5, "stop": ["x"], "seed": 7}
@@ -77,10 +77,10 @@ def test_what_is_no_answer_at_all(answer):
 
 def test_a_peer_pull_is_said_in_front_of_what_the_client_wrote():
     body = orjson.dumps(TEXT)
-    told = PEER_PULL.body(body, "[fd00::7]:5711", "abc")
+    told = pull_from_peer(body, "[fd00::7]:5711", "abc")
     assert told.endswith(body[1:]) and orjson.loads(told) == TEXT | {
         "kv_transfer_params": {
             "remote_kv_source": {"kv_request_id": "abc", "remote_host": "fd00::7", "remote_port": 5711}
         }
     }
-    assert PEER_PULL.body(told, "h:5710", "def") is None, "another gateway has said where it comes from"
+    assert pull_from_peer(told, "h:5710", "def") is None, "another gateway has said where it comes from"

@@ -20,9 +20,10 @@ from cachemap.background import Background, Failures, FaultRecord
 from cachemap.events import records
 from cachemap.events.records import Blocks
 from policies import CostGroup, Ledger, Own
+from policies.classes import DEFAULT_CLASS
 from replicas import Fleet, Replica, State
 from replicas.health import Limits as HealthLimits
-from replicas.launch import profile as profiles
+from replicas.kept import KeptReplicas
 from replicas.pulse import BREAKS_FROM, Pulse
 
 from . import datapath
@@ -40,12 +41,13 @@ from .ops.view import View
 from .proxy.backend import Backend
 from .proxy.decisions import Decisions
 from .proxy.retries import ABORTED, OWN, UNCONFIRMED
-from .settings import ConfigError, Secrets, Settings, kept_replicas, known_urls, read_secrets
+from .settings import ConfigError, Secrets, Settings, known_urls, overload_of, read_secrets
 from .spaces import ModelSpace
-from .tenants.keys import CLIENT_KEYS
+from .tenants.key_file import KeyFileError
+from .tenants.keys import CLIENT_KEYS, Keys
 
 if TYPE_CHECKING:
-    from cachemap.cluster import SharedIntake, SharedMap
+    from cachemap.cluster import SharedIntake
 
 log = logging.getLogger("hitherto")
 
@@ -85,15 +87,17 @@ class Gateway:
         self.settings = settings
         secrets = read_secrets(settings) if secrets is None else secrets
         self.background = Background()
+        for kind in (METRICS, CONNECTIONS, CLIENTS):
+            self.background.failures[kind] = Failures()
         self.map = CacheMap(settings.cache_budget)
         self.ledger = Ledger()
         self.costs = CostGroup(costs)
         self.pulse = Pulse()
         self.pulse.on_held_up += [_say_held_up, lambda now, seconds: [one.held_up() for one in self.intakes.values()]]
         self.fleet = Fleet(
-            self._inflight,
-            self._waited,
-            self._hear,
+            lambda replica: self.ledger.own(replica)[0],
+            lambda replica: self.proxy.waited(replica, monotonic()),
+            lambda replica: self.proxy.settling.tell_answers(replica),
             holds=lambda engine: self.proxy.conductor.holds(engine),
             drain_timeout=settings.drain_timeout_s,
             limits=HealthLimits(lost_after=settings.hung_after_s),
@@ -105,26 +109,35 @@ class Gateway:
         # Where the gateway has API keys or a key for its engines, it passes no client's key on, unless set to.
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
         self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
-        classes = datapath.class_names(settings)
-        self.keys = datapath.keys(settings)
-        names = self.keys.names if self.keys is not None else ()
+        overload = overload_of(settings)
+        classes = overload.classes.all if overload is not None else (DEFAULT_CLASS,) if settings.slo_figures else ()
+        try:
+            self.keys = Keys(settings.api_keys, settings.class_names) if settings.api_keys is not None else None
+        except KeyFileError as error:
+            raise ConfigError(str(error), "api_keys") from None
         self.metrics = Metrics(
-            {"replica": self.fleet.replicas, "policy": settings.shadow, "class": classes, "tenant": names}
+            {
+                "replica": self.fleet.replicas,
+                "policy": settings.shadow,
+                "class": [one.name for one in classes],
+                "tenant": self.keys.names if self.keys is not None else (),
+            }
         )
+        self.metrics.on_failure = lambda part, error: self.background.failed(METRICS, error, part)
         self.metering = datapath.metering(settings, self.keys, self.metrics, self.background)
         self.certificate = datapath.certificate(settings)
         self.usage_log = datapath.usage_log(settings, self.metrics)
-        self.fleet.on_change.append(self._replica_changed)
-        self.fleet.on_changed.append(self._models_changed)
-        self.kept = kept_replicas(settings)
+        self.kept = KeptReplicas(settings.replica_file) if settings.replica_file is not None else None
         self.discovery = datapath.discovery(settings, self.fleet)
         self._was_ready = False
         self.slots: dict[str, int] = {}
         self.intakes: dict[str, EventIntake | SharedIntake] = {}
-        self.shared = _shared_map(settings, self.map, self.background)
+        self.shared = datapath.shared_map(settings, self.map, self.background)
         self.launches = launches(settings)
-        self.model_dir, self.served_name = main_model(settings, self.launches)
-        self.models = Models(settings, self.model_dir, self.served_name, self.costs)
+        self._is_launching = bool(self.launches)
+        directory, served_name = main_model(settings, self.launches)
+        self.models = Models(settings, directory, served_name, self.costs)
+        self.models.moved, self.models.on_change = self._moved, self._models_changed
         self.receiver = traces.receiver()
         self.spans = traces.start()
         self.proxy = datapath.proxy(
@@ -142,7 +155,22 @@ class Gateway:
             metering=self.metering,
             usage_log=self.usage_log,
             pulse=self.pulse,
+            overload=overload,
         )
+        placing, known_models = self.proxy.placing, self.proxy.eligible.known
+        known_models.unlisted = self._unlisted
+        if self.discovery is not None:
+            self.discovery.leaving = known_models.expect_back
+        for known in (self.proxy.router.transfers, self.proxy.router.pulls):
+            known.size_of = self.models.prompt_bytes
+        self.shared_ledger = placing.shared = datapath.shared_ledger(
+            settings, self.metrics, self.ledger, self.background
+        )
+        if self.shared_ledger is not None:
+            self.shared_ledger.begin_answers, self.shared_ledger.end_answers = placing.begin_batch, placing.end_batch
+        self._in_redis = [one for one in (self.shared, self.shared_ledger) if one is not None]
+        if self.metering is not None and self.metering.shared is not None:
+            self._in_redis.append(self.metering.shared)
         self.server = Server(self.proxy, datapath.limits(settings, self.models.pipelines))
         self.server.clients.origins = datapath.origins(settings)
         if self.keys is not None:
@@ -150,44 +178,25 @@ class Gateway:
         self.server.clients.on_full = lambda: self.background.failed(CLIENTS, OSError(FULL))
         self.decisions = Decisions(self.proxy, decision_prefix)
         self.view = View(settings, self.metrics, self.fleet.replicas, self.ledger, self.map, self.slots, self.intakes)
-        self.models.moved, self.models.on_change = self._moved, self._models_changed
-        for known in (self.proxy.router.transfers, self.proxy.router.pulls):
-            known.size_of = self.models.prompt_bytes
-        self.view.shared = self.shared
-        known_models = self.proxy.eligible.known
+        self.view.shared, self.view.shared_ledger = self.shared, self.shared_ledger
         self.view.models, self.view.served_by = self.models, known_models.served_by
         self.view.expected_back, self.view.gone = known_models.expected_back, known_models.gone
-        self.view.background = self.background
-        self.view.policies = self._own_policies()
+        self.view.background, self.view.policies = self.background, self._own_policies()
         self.view.keys, self.view.metering = self.keys, self.metering
         self.view.certificate, self.view.control = self.certificate, self.proxy.control
         self.view.discovery = self.discovery
-        if self.proxy.placing.queue is not None:
-            self.view.waiting = self.proxy.placing.queue.waiting
-        self._is_launching = bool(self.launches)
-        known_models.unlisted = self._unlisted
-        if self.discovery is not None:
-            self.discovery.leaving = known_models.expect_back
-        self.shared_ledger = datapath.shared_ledger(settings, self.metrics, self.ledger, self.background)
-        self.proxy.placing.shared = self.view.shared_ledger = self.shared_ledger
-        if self.shared_ledger is not None:
-            self.shared_ledger.begin_answers, self.shared_ledger.end_answers = (
-                self.proxy.placing.begin_batch,
-                self.proxy.placing.end_batch,
-            )
-        for kind in (METRICS, CONNECTIONS, CLIENTS):
-            self.background.failures.setdefault(kind, Failures())
-        self.metrics.on_failure = lambda part, error: self.background.failed(METRICS, error, part)
+        if placing.queue is not None:
+            self.view.waiting = placing.queue.waiting
         self.metrics.read_from(self.view.reading)
         self.metrics.read_from(self._connections)
-        self.recent = Recent(self.view, self.proxy.placing, settings.live_prompts)
-        self.fleet.on_change.append(self.recent.replica_changed)
+        self.recent = Recent(self.view, placing, settings.live_prompts)
         if self.proxy.control is not None:
             self.proxy.control.on_change = self.recent.control_changed
+        self.fleet.on_change += [self._replica_changed, self.recent.replica_changed]
+        self.fleet.on_changed.append(self._models_changed)
         self.admin = Admin(self, Guard((settings.admin_host, *settings.admin_allow_host), secrets.admin_token))
         self.port = self.admin_port = 0
-        self._caring: asyncio.Task[None] | None = None
-        self._following: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     def _own_policies(self) -> FaultRecord:
         """Make the record of the failures of policies from users' files, acting ones and those in shadow mode."""
@@ -206,10 +215,8 @@ class Gateway:
         try:
             self.admin_port = await self.admin.start(self.settings.admin_host, self.settings.admin_port)
             await self.begin(known_urls(self.settings))
-        except BaseException as error:
+        except BaseException:
             await self.stop(0)
-            if isinstance(error, profiles.ProfileError):
-                raise ConfigError(f"launching: {error}") from None
             raise
 
     async def listen(self, shared_port: bool = False) -> None:
@@ -223,25 +230,21 @@ class Gateway:
 
     async def begin(self, urls: Iterable[str]) -> None:
         """Start all background work, launch engines, and add the replicas that run already at these URLs."""
-        if self.shared is not None:
-            self.shared.start()
-        if self.shared_ledger is not None:
-            self.shared_ledger.start()
-        if self.metering is not None and self.metering.shared is not None:
-            self.metering.shared.start()
+        for shared in self._in_redis:
+            shared.start()
         for url in urls:
             self.fleet.add(url)
         for launch in self.launches:
             await self.fleet.launch(*launch)
         self._is_launching = False
-        self._caring = self.background.spawn(CARE, self._care)
-        self._following.append(self.background.spawn(FOLLOW_RECENT, self.recent.follow))
+        work = {CARE: self._care, FOLLOW_RECENT: self.recent.follow}
         if self.discovery is not None:
-            self._following.append(self.background.spawn(FOLLOW_PODS, self.discovery.run))
+            work[FOLLOW_PODS] = self.discovery.run
         if self.keys is not None:
-            self._following.append(self.background.spawn(FOLLOW_KEYS, self.keys.follow))
+            work[FOLLOW_KEYS] = self.keys.follow
         if self.certificate is not None:
-            self._following.append(self.background.spawn(FOLLOW_CERTIFICATE, self.certificate.follow))
+            work[FOLLOW_CERTIFICATE] = self.certificate.follow
+        self._tasks += [self.background.spawn(kind, each) for kind, each in work.items()]
         if self.receiver is not None:
             log.info("traces go to %s", self.receiver)
 
@@ -273,18 +276,13 @@ class Gateway:
         if self.usage_log is not None:  # before the engines stop: a service manager may kill the gateway meanwhile
             await asyncio.to_thread(self.usage_log.close)
             self.usage_log.tell_lost()
-        for task in (self._caring, *self._following):
-            if task is not None:
-                task.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.models.stop()
         for backend in list(self.proxy.backends.values()):
             backend.stop()
-        if self.shared is not None:
-            await self.shared.stop()
-        if self.shared_ledger is not None:
-            await self.shared_ledger.stop()
-        if self.metering is not None and self.metering.shared is not None:
-            await self.metering.shared.stop()
+        for shared in self._in_redis:
+            await shared.stop()
         await self.fleet.stop()
         await self.admin.stop()
         if self.spans is not None:
@@ -299,16 +297,6 @@ class Gateway:
         if self.discovery is not None and self.discovery.problem:
             return f"the pods are not known: {self.discovery.problem}"
         return ""
-
-    def _inflight(self, replica: str) -> int:
-        return self.ledger.own(replica)[0]
-
-    def _hear(self, replica: str) -> None:
-        """Report to the fleet the answers of this replica that were not reported yet."""
-        self.proxy.settling.tell_answers(replica)
-
-    def _waited(self, replica: str) -> float:
-        return self.proxy.waited(replica, monotonic())
 
     def traffic(self, replica: str, fault: str | None, count: int) -> None:
         """Report to the fleet how requests to a replica went: `count` successes if `fault` is None, else a failure."""
@@ -546,15 +534,6 @@ def _say_held_up(now: float, seconds: float) -> None:
             " blamed for what was due meanwhile",
             seconds,
         )
-
-
-def _shared_map(settings: Settings, cachemap: CacheMap, background: Background) -> SharedMap | None:
-    """Make the cache map that gateways share; None without Redis, or where each gateway follows the events itself."""
-    if settings.redis_url is None or settings.event_intake == "each":
-        return None
-    from cachemap.cluster import SharedMap, parse  # this import takes 0.2 s, so only where it is used
-
-    return SharedMap(parse(settings.redis_url), settings.deployment, cachemap, background)
 
 
 def serve(settings: Settings) -> int:

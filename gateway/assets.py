@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 from gateway.settings import ConfigError
 
+HELP = "write compose files with the sources of their image, dashboards, alert rules and a systemd unit into a folder"
 ABOUT = (
     "Write what a deployment needs besides Python into a folder: compose files with the Dockerfile and all sources of its "
     "image (most of the files), Prometheus' configuration and rules, Grafana's dashboards, a systemd unit."
 )
 HERE = Path(__file__).parent.parent
 PACKAGES = ("gateway", "cachemap", "policies", "replicas", "loadgen")
-BESIDE = (
-    "compose.yaml",
-    "compose.gpu.yaml",
-    "compose.gateway.yaml",
-    "pyproject.toml",
-    "constraints.txt",
-    "README.md",
-    "deploy",
-)
-SHARE = "share/hitherto/"
+BESIDE = ("compose*.yaml", "pyproject.toml", "constraints.txt", "README.md", "deploy/**/*")
 NEXT = """
     cd {folder}
     docker compose up --build                                        the whole house, with simulated engines
@@ -47,18 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files and return 0, or 1 if files with other contents exist. Raises ConfigError if it cannot write."""
-    contents = {name: path.read_bytes() for name, path in found()}
+    contents = {args.folder / name: path.read_bytes() for name, path in found().items()}
     try:
-        args.folder.mkdir(parents=True, exist_ok=True)
-        there = {name: args.folder / name for name in contents}
-        differ = [name for name, path in there.items() if path.exists() and path.read_bytes() != contents[name]]
+        differ = [str(path) for path, content in contents.items() if path.exists() and path.read_bytes() != content]
         if differ and not args.force:
-            print(f"hitherto: nothing written: {args.folder} has {_some(differ)} with other contents. "
+            print(f"hitherto: nothing written: {len(differ)} files are there with other contents, like {differ[0]}. "
                   "Name another folder, or --force to replace them", file=sys.stderr)  # fmt: skip
             return 1
-        for name, path in there.items():
+        for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(contents[name])
+            path.write_bytes(content)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or args.folder}: {error.strerror}. Name a folder that can be written"
@@ -67,35 +56,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
-
-
-def found() -> Iterator[tuple[str, Path]]:
-    """Yield each file's name in the target folder and its path here. Raises ConfigError if files are not installed."""
-    for package in PACKAGES:
-        for path in sorted((HERE / package).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield str(path.relative_to(HERE)), path
-    beside = list(_of_checkout() if (HERE / "compose.yaml").is_file() else _of_wheel())
+def found() -> dict[str, Path]:
+    """Return the path here of each file, by its name in the target folder. Raises ConfigError if some are missing."""
+    sources = [path for package in PACKAGES for path in (HERE / package).rglob("*") if "__pycache__" not in path.parts]
+    if (HERE / "compose.yaml").is_file():  # a checkout, whose scripts that generate the dashboards stay here
+        paths = [path for pattern in BESIDE for path in HERE.glob(pattern) if path.name != "checked.json"]
+        beside = {str(path.relative_to(HERE)): path for path in paths if path.suffix not in (".py", ".pyc")}
+    else:
+        files = [(file.as_posix().partition("share/hitherto/")[2], file) for file in metadata.files("hitherto") or ()]
+        beside = {name: Path(str(file.locate())) for name, file in files if name}
     if not beside:
         raise ConfigError(
             "this installation has no compose files: it was made from a folder without them. Install a wheel or a checkout"
         )
-    yield from beside
-
-
-def _of_checkout() -> Iterator[tuple[str, Path]]:
-    for name in BESIDE:
-        for path in sorted((HERE / name).rglob("*")) if (HERE / name).is_dir() else [HERE / name]:
-            if (
-                path.is_file() and path.suffix not in (".py", ".pyc") and path.name != "checked.json"
-            ):  # without the scripts that generate the dashboards
-                yield str(path.relative_to(HERE)), path
-
-
-def _of_wheel() -> Iterator[tuple[str, Path]]:
-    for file in metadata.files("hitherto") or ():
-        _, share, name = file.as_posix().partition(SHARE)
-        if share:
-            yield name, Path(str(file.locate()))
+    every = {str(path.relative_to(HERE)): path for path in sources} | beside
+    return {name: path for name, path in every.items() if path.is_file()}

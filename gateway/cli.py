@@ -16,14 +16,16 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import shtab
 
-from gateway import __version__
+from gateway import __version__, assets
 from gateway.settings import ALIASES, SIZES, Config, ConfigError, Settings, flag, load, unknown_variables
+from gateway.tenants import verb as key
 from replicas import cli_errors
+from replicas.simulated import cli as replica
 from replicas.sizes import show_bytes
 from replicas.spelling import known_or_meant
 
@@ -60,8 +62,7 @@ SUBJECTS = {
 }
 
 
-ACTIONS = ("list", "add", "drain", "remove")  # actions of the verb `replicas`
-OF_ITS_OWN = {"explain": "BODY.json ", "replicas": "[ACTION] [URL|ID] "}  # a verb's arguments before the settings
+ADMIN = "admin side of a running gateway (default: http://ADMIN_HOST:ADMIN_PORT)"
 
 
 class Parser(cli_errors.PlainParser):
@@ -71,12 +72,6 @@ class Parser(cli_errors.PlainParser):
         super().__init__(allow_abbrev=False, **options)
         self.add_argument("-V", "--version", action="version", version=f"hitherto {__version__}",
                           help="show the version and exit")  # fmt: skip
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            raise ConfigError(cli_errors.unknown(unknown[0], self))
-        return found
 
     def refuse(self, why: str) -> NoReturn:
         raise ConfigError(why)
@@ -125,111 +120,110 @@ def metavar(name: str, annotation: Any) -> str:
 
 
 def build_parser() -> Parser:
+    """Make the parser of all commands; `run` of the arguments that it returns executes the command."""
     parser = Parser(
         prog="hitherto",
         description="A gateway that sends each LLM request to the replica that already holds its prefix.",
     )
     verbs = parser.add_subparsers(title="commands", dest="verb", metavar="COMMAND", required=True, parser_class=Parser)
 
-    serve = verbs.add_parser(
+    def verb(name: str, run: Callable[[Any], int], help: str, description: str, own: str | None = None) -> Parser:
+        """Add a command; `own`: for those that take the settings, what else their usage line shows."""
+        made: Parser = verbs.add_parser(name, help=help, description=description or f"{help}.")
+        made.set_defaults(run=run, reads_settings=own is not None)
+        if own is not None:
+            made.elsewhere = "; docs/migrating.md has the flags of other routers"
+            made.usage = f"{made.prog} {own}[--config FILE] [settings]"
+        return made
+
+    serving = verb(
         "serve",
-        help="run the gateway",
-        description="Run the gateway, in front of engines that run already (--replica-url) or that it starts itself (--launch, --pools).",
+        serve,
+        "run the gateway",
+        "Run the gateway, in front of engines that run already (--replica-url) or that it starts itself (--launch, --pools).",
+        "",
     )
-    config = verbs.add_parser("config", help="print the effective settings and where each came from",
-                              description="Print the effective settings and where each came from. "
-                              "The output is itself a valid configuration file.")  # fmt: skip
-    config.add_argument("--json", action="store_true", help="as JSON")
-    explain = verbs.add_parser("explain", help="say what would happen to a request",
-                               description="Say what would happen to a request: tokens, blocks, overlap and cost per replica, the choice and why. "
-                               "Nothing is sent to an engine for an answer.")  # fmt: skip
-    explain.add_argument("body", metavar="BODY.json", nargs="?", help="the request's body; - reads standard input")
-    explain.add_argument(
+    config = verb(
+        "config",
+        show_config,
+        "print the effective settings and where each came from",
+        "Print the effective settings and where each came from. The output is itself a valid configuration file.",
+        "",
+    )
+    explaining = verb(
+        "explain",
+        explain,
+        "say what would happen to a request",
+        "Say what would happen to a request: tokens, blocks, overlap and cost per replica, the choice and why. "
+        "Nothing is sent to an engine for an answer.",
+        "BODY.json ",
+    )
+    explaining.add_argument("body", metavar="BODY.json", help="the request's body; - reads standard input")
+    explaining.add_argument(
         "--path", default="/v1/chat/completions", help="the endpoint it would be posted to (default: %(default)s)"
     )
-    explain.add_argument(
-        "--admin", metavar="URL", help="admin side of a running gateway (default: http://ADMIN_HOST:ADMIN_PORT)"
+    checking = verb(
+        "doctor",
+        doctor,
+        "check everything that can be wrong",
+        "Check everything that can be wrong, one line each, with what to do about it. Exit code 1 if something is.",
+        "",
     )
-    explain.add_argument("--json", action="store_true", help="as JSON")
-    doctor = verbs.add_parser("doctor", help="check everything that can be wrong",
-                              description="Check everything that can be wrong, one line each, with what to do about it. "
-                               "Exit code 1 if something is.")  # fmt: skip
-    replicas = verbs.add_parser("replicas", help="list, add, drain and remove the replicas of a running gateway",
-                                description="List the replicas of a running gateway, or add one by its URL, drain or remove one by its "
-                                "id. A drain is over when what the replica has is finished: its state tells.")  # fmt: skip
-    replicas.add_argument(
+    changing = verb(
+        "replicas",
+        replicas,
+        "list, add, drain and remove the replicas of a running gateway",
+        "List the replicas of a running gateway, or add one by its URL, drain or remove one by its id. "
+        "A drain is over when what the replica has is finished: its state tells.",
+        "[ACTION] [URL|ID] ",
+    )
+    actions = ("list", "add", "drain", "remove")
+    changing.add_argument(
         "action",
         metavar="ACTION",
         nargs="?",
         default="list",
-        choices=ACTIONS,
-        help=f"{', '.join(ACTIONS)} (default: list)",
+        choices=actions,
+        help=f"{', '.join(actions)} (default: list)",
     )
-    replicas.add_argument("which", metavar="URL|ID", nargs="?", help="the URL of a replica to add, else its id")
-    replicas.add_argument(
-        "--admin", metavar="URL", help="admin side of that gateway (default: http://ADMIN_HOST:ADMIN_PORT)"
+    changing.add_argument("which", metavar="URL|ID", nargs="?", help="the URL of a replica to add, else its id")
+    for one in (explaining, changing):
+        one.add_argument("--admin", metavar="URL", help=ADMIN)
+    for one in (config, explaining, changing):
+        one.add_argument("--json", action="store_true", help="as JSON")
+    for one in (serving, config, explaining, checking, changing):
+        add_settings(one)
+
+    completing = verb(
+        "completion",
+        completion,
+        "print a script that completes commands and flags in a shell",
+        'Print a script that completes commands and flags in a shell, as in: eval "$(hitherto completion bash)"',
     )
-    replicas.add_argument("--json", action="store_true", help="as JSON")
-    for verb in (serve, config, explain, doctor, replicas):
-        verb.elsewhere = "; docs/migrating.md has the flags of other routers"
-        verb.usage = f"{verb.prog} {OF_ITS_OWN.get(verb.prog.split()[-1], '')}[--config FILE] [settings]"
-        add_settings(verb)
-    completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell",
-                                  description="Print a script that completes commands and flags in a shell, as in: "
-                                  "eval \"$(hitherto completion bash)\"")  # fmt: skip
-    completion.add_argument(
-        "shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS, help=", ".join(shtab.SUPPORTED_SHELLS)
-    )
-    verbs.add_parser("version", help="print the version")
-    verbs.add_parser("key", help="make an API key for a client", add_help=False)
-    verbs.add_parser("replica", help="run one simulated engine", add_help=False)
-    verbs.add_parser(
-        "assets",
-        help="write compose files with the sources of their image, dashboards, alert rules and a systemd unit into a folder",
-        add_help=False,
-    )
+    shells = ", ".join(shtab.SUPPORTED_SHELLS)
+    completing.add_argument("shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS, help=shells)
+    verb("version", version, "print the version", "")
+    key.add_arguments(verb("key", key.run, "make an API key for a client", key.ABOUT))
+    replica.add_arguments(verb("replica", replica.run, "run one simulated engine", replica.ABOUT))
+    assets.add_arguments(verb("assets", assets.run, assets.HELP, assets.ABOUT))
     verbs.add_parser("plan", help="what a model's KV cache holds, and the replicas that a load needs", add_help=False)
     return parser
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a command; its function is their `run`. Raises ConfigError."""
     parser = build_parser()
+    verbs = next(action for action in parser._actions if action.dest == "verb").choices
+    if argv[0].startswith("-") and argv[0] not in cli_errors.HELP_AND_VERSION:
+        raise ConfigError(cli_errors.before_command(argv[0], "hitherto"))
+    if not argv[0].startswith("-") and argv[0] not in verbs:
+        raise ConfigError(f"unknown command {argv[0]!r}{known_or_meant(argv[0], verbs)}")
     args, unknown = parser.parse_known_args(argv)
     if unknown and unknown[0].partition("=")[0] == "--admin":  # a flag of `explain` and `replicas` only
         raise ConfigError("unknown argument '--admin'. Say where the admin side is with --admin-host and --admin-port")
-    verb = next(action for action in parser._actions if action.dest == "verb").choices[args.verb]
     if unknown:
-        raise ConfigError(cli_errors.unknown(unknown[0], verb))
-    _take_back(args, verb)
+        raise ConfigError(cli_errors.unknown(unknown[0], verbs[args.verb]))
     return args
-
-
-def _take_back(args: argparse.Namespace, verb: argparse.ArgumentParser) -> None:
-    """Move a command's own arguments out of --replica-url, which takes every word that follows it.
-
-    A URL contains a colon, so a file name without a colon, or the name of an action, is no URL.
-    """
-    urls = getattr(args, "replica_url", [])
-    is_given = bool(urls)
-    if args.verb == "explain" and args.body is None:
-        files = [word for word in urls if ":" not in word]
-        if len(files) != 1:
-            verb.error("the following arguments are required: BODY.json")
-        args.body = files[0]
-        urls.remove(args.body)
-    elif (
-        args.verb == "replicas"
-        and (at := next((at for at, word in enumerate(urls) if word in ACTIONS), None)) is not None
-    ):
-        args.action, *which = urls[at:]
-        if len(which) > 1 or args.which is not None:
-            verb.error(
-                f"{args.action} takes one URL or id: write it before --replica-url, which takes all words behind it"
-            )
-        args.which = which[0] if which else None
-        del urls[at:]
-    if is_given and not urls:
-        verb.error("argument --replica-url: expected at least one argument")
 
 
 def load_config(args: argparse.Namespace, without_files: bool = False) -> Config:
@@ -280,15 +274,12 @@ def show_config(args: argparse.Namespace) -> int:
             check_roles(config.settings)
     if args.json:
         plain = config.plain()
-        print(
-            json.dumps(
-                {name: {"value": plain[name], "source": source} for name, source in config.sources.items()}, indent=2
-            )
-        )
+        shown = {name: {"value": plain[name], "source": source} for name, source in config.sources.items()}
+        print(json.dumps(shown, indent=2))
     else:
         print(config.to_yaml())
     settings = config.settings
-    if any(setting is not None for setting in (settings.scheduler, settings.admission, settings.api_keys)):
+    if settings.has_overload or settings.api_keys or settings.replica_file:
         from gateway.settings.warnings import find_warnings  # it imports numpy, which takes a while
 
         for warning in find_warnings(config.settings):
@@ -297,36 +288,21 @@ def show_config(args: argparse.Namespace) -> int:
 
 
 def replicas(args: argparse.Namespace) -> int:
-    from gateway.ops import replicas_verb as room
+    from gateway.ops import replicas_verb
 
-    config = load_config(args, without_files=True)
-    with _placing(config):
-        return room.run(args, config)
-
-
-def replica(argv: Sequence[str]) -> int:
-    from replicas.simulated import cli
-
-    parser = Parser(prog="hitherto replica", description=cli.ABOUT)
-    cli.add_arguments(parser)
-    return cli.run(parser.parse_args(argv))
-
-
-def plan(argv: Sequence[str]) -> int:
-    """Run the load generator's `plan` verb, found by its entry point: the gateway imports nothing of that package."""
-    from importlib.metadata import entry_points
-
-    for command in entry_points(group="hitherto.commands", name="plan"):
-        return command.load()(argv)
-    raise ConfigError("the load generator, whose verb this is, is not installed: `pip install` this package again")
+    return _without_files(args, replicas_verb.run)
 
 
 def explain(args: argparse.Namespace) -> int:
     from gateway.ops import explain as room
 
+    return _without_files(args, room.run)
+
+
+def _without_files(args: argparse.Namespace, run: Callable[[argparse.Namespace, Config], int]) -> int:
     config = load_config(args, without_files=True)
     with _placing(config):
-        return room.run(args, config)
+        return run(args, config)
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -340,61 +316,29 @@ def doctor(args: argparse.Namespace) -> int:
         return room.run(config)
 
 
-def key(argv: Sequence[str]) -> int:
-    from gateway.tenants import verb
+def plan(argv: Sequence[str]) -> int:
+    """Run the load generator's `plan` verb, found by its entry point: the gateway imports nothing of that package."""
+    from importlib.metadata import entry_points
 
-    parser = Parser(prog="hitherto key", description=verb.ABOUT)
-    verb.add_arguments(parser)
-    return verb.run(parser.parse_args(argv))
-
-
-def assets(argv: Sequence[str]) -> int:
-    from gateway import assets as room
-
-    parser = Parser(prog="hitherto assets", description=room.ABOUT)
-    room.add_arguments(parser)
-    return room.run(parser.parse_args(argv))
-
-
-WITH_FLAGS_OF_THEIR_OWN = {"key": key, "assets": assets, "replica": replica, "plan": plan}
+    for command in entry_points(group="hitherto.commands", name="plan"):
+        return command.load()(argv)
+    raise ConfigError("the load generator, whose verb this is, is not installed: `pip install` this package again")
 
 
 def completion(args: argparse.Namespace) -> int:
-    print(shtab.complete(_whole_parser(), args.shell))
-    return 0
-
-
-def _whole_parser() -> Parser:
-    """Build the parser for shell completion: with policy names and the flags of verbs with parsers of their own."""
-    from gateway import assets
-    from gateway.tenants import verb as key
     from policies import NAMES
-    from replicas.simulated import cli as replica
 
     parser = build_parser()
-    verbs = next(action for action in parser._actions if action.dest == "verb").choices
-    assert isinstance(verbs, dict)
-    for name, room in {"key": key, "assets": assets, "replica": replica}.items():
-        room.add_arguments(verbs[name])
-    for name in ("serve", "config", "explain", "doctor", "replicas"):
-        verbs[name]._option_string_actions["--policy"].choices = sorted(NAMES)
-    return parser
+    for verb in next(action for action in parser._actions if action.dest == "verb").choices.values():
+        if "--policy" in verb._option_string_actions:
+            verb._option_string_actions["--policy"].choices = sorted(NAMES)
+    print(shtab.complete(parser, args.shell))
+    return 0
 
 
 def version(args: argparse.Namespace) -> int:
     print(f"hitherto {__version__}")
     return 0
-
-
-VERBS = {
-    "serve": serve,
-    "config": show_config,
-    "explain": explain,
-    "doctor": doctor,
-    "replicas": replicas,
-    "completion": completion,
-    "version": version,
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -404,17 +348,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not argv:
             build_parser().print_help()
             return 0
-        if argv[0].startswith("-") and argv[0] not in cli_errors.HELP_AND_VERSION:
-            raise ConfigError(cli_errors.before_command(argv[0], "hitherto"))
-        if not argv[0].startswith("-") and argv[0] not in {**WITH_FLAGS_OF_THEIR_OWN, **VERBS}:
-            raise ConfigError(
-                f"unknown command {argv[0]!r}{known_or_meant(argv[0], {**VERBS, **WITH_FLAGS_OF_THEIR_OWN})}"
-            )
-        if argv[0] in WITH_FLAGS_OF_THEIR_OWN:
-            _warn_of_ignored_variables()
-            return WITH_FLAGS_OF_THEIR_OWN[argv[0]](argv[1:])
+        if argv[0] == "plan":
+            return plan(argv[1:])
         args = _parse(argv)
-        return VERBS[args.verb](args)
+        if not args.reads_settings:
+            _warn_of_ignored_variables()
+        return args.run(args)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"hitherto: {line}", file=sys.stderr)

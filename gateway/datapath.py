@@ -10,7 +10,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from policies import CostGroup, Ledger, Router, make
-from policies.classes import DEFAULT_CLASS
 
 from .errors import ApiError
 from .http.messages import Limits
@@ -24,9 +23,8 @@ from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
 from .proxy.retries import SHUT_DOWN
 from .proxy.settling import OnEnd
-from .settings import ConfigError, Settings, overload_of
+from .settings import ConfigError, Settings
 from .tenants.ending import Settled
-from .tenants.key_file import KeyFileError
 from .tenants.keys import Keys
 from .tenants.limits import TOLD
 from .tenants.metering import Metering
@@ -36,6 +34,7 @@ from .tls import Certificate, CertificateError
 if TYPE_CHECKING:
     from cachemap import CacheMap
     from cachemap.background import Background
+    from cachemap.cluster import SharedMap
     from replicas import Fleet
     from replicas.discovery import Discovery
 
@@ -75,32 +74,22 @@ def proxy(
         slo_figures=settings.slo_figures,
         continue_streams=settings.continue_streams,
         continue_budget=settings.continue_budget,
-        overload=overload_of(settings),
         **rooms,
     )
 
 
-def class_names(settings: Settings) -> list[str]:
-    """Return the names of the request classes, or [] where neither overload control nor SLO figures need them."""
-    found = overload_of(settings)
-    classes = found.classes.all if found is not None else (DEFAULT_CLASS,) if settings.slo_figures else ()
-    return [one.name for one in classes]
-
-
-def largest_body(settings: Settings, pipelines: Iterable[Pipeline]) -> int:
-    """Return the largest accepted body in bytes: --max-body-bytes, or else what these models' longest prompts need."""
-    if settings.max_body_bytes is not None:
-        return settings.max_body_bytes
-    needed = [
-        MOST_BODY if one.takes_media or one.max_model_len is None else BYTES_PER_TOKEN * one.max_model_len
-        for one in pipelines
-    ]
-    return min(MOST_BODY, max(LEAST_BODY, *needed))
-
-
 def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
-    """Return the limits of clients' requests; the caller makes them anew when models change."""
-    largest = largest_body(settings, pipelines)
+    """Return the limits of clients' requests; the caller makes them anew when models change.
+
+    The largest accepted body is --max-body-bytes, or else what these models' longest prompts need.
+    """
+    largest = settings.max_body_bytes
+    if largest is None:
+        needed = [
+            MOST_BODY if one.takes_media or one.max_model_len is None else BYTES_PER_TOKEN * one.max_model_len
+            for one in pipelines
+        ]
+        largest = min(MOST_BODY, max(LEAST_BODY, *needed))
     return Limits(
         body_bytes=largest,
         # One request of the largest size must fit, whatever the budget
@@ -145,14 +134,13 @@ def shared_ledger(
     )
 
 
-def keys(settings: Settings) -> Keys | None:
-    """Read the clients' API keys; None where clients need none. Raises ConfigError."""
-    if settings.api_keys is None:
+def shared_map(settings: Settings, cachemap: CacheMap, background: Background) -> SharedMap | None:
+    """Make the cache map that gateways share; None without Redis, or where each gateway follows the events itself."""
+    if settings.redis_url is None or settings.event_intake == "each":
         return None
-    try:
-        return Keys(settings.api_keys, settings.class_names)
-    except KeyFileError as error:
-        raise ConfigError(f"api_keys: {error}") from None
+    from cachemap.cluster import SharedMap, parse  # this import takes 0.2 s, so only where it is used
+
+    return SharedMap(parse(settings.redis_url), settings.deployment, cachemap, background)
 
 
 def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background: Background) -> Metering | None:
@@ -194,7 +182,7 @@ def certificate(settings: Settings) -> Certificate | None:
     try:
         return Certificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     except CertificateError as error:
-        raise ConfigError(f"{error.setting}: {error}") from None
+        raise ConfigError(str(error), error.setting) from None
 
 
 def usage_log(settings: Settings, metrics: Metrics) -> UsageLog | None:

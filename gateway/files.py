@@ -105,17 +105,12 @@ def check_appendable(path: Path) -> None:
 
     A pipe is not opened: when it is closed again, its reader would see the end of its input.
     """
-    try:
-        if not path.is_fifo():
-            os.close(open_to_append(path))
-        elif not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    except FileNotFoundError:
-        folder = path.resolve().parent
-        if not folder.is_dir():
-            raise
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path)) from None
+    if path.exists() and not path.is_fifo():
+        return os.close(open_to_append(path))
+    place = path if path.exists() else path.resolve().parent
+    if not place.exists() or not os.access(place, os.W_OK | (os.X_OK if place.is_dir() else 0)):
+        number = errno.EACCES if place.exists() else errno.ENOENT
+        raise OSError(number, os.strerror(number), str(path))
 
 
 def _signature(path: Path) -> Signature:

@@ -10,18 +10,17 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
 from typing import Protocol
 
 from replicas import TAKES_TRAFFIC, Fleet, ports
+from replicas.launch.profile import ProfileError
 from replicas.names import bracketed
 
 from . import __version__, threads
 from .http.room import FEWEST_FILES, too_few
 from .http.server import allow_many_connections
-from .memory import share_one_heap
 from .ops import log as lines
 from .settings import ConfigError, Settings
 from .settings.warnings import find_warnings
@@ -55,7 +54,7 @@ def run(settings: Settings, make: Callable[[], Service], started: Callable[[], N
 
     `make` makes the service inside the event loop; `started` is called once it serves.
     """
-    share_one_heap()
+    threads.share_one_heap()
     allow_many_connections()
     outbox = lines.setup(settings.log_level)
     if few := too_few(resource.getrlimit(resource.RLIMIT_NOFILE)[0]):
@@ -84,6 +83,8 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
         await starting
     except asyncio.CancelledError:
         return log.info("stopped by a signal while it started")
+    except ProfileError as error:
+        raise ConfigError(f"launching: {error}") from None
     log.info("%s", service.greeting)
     for warning in find_warnings(settings):
         log.warning("%s", warning)
@@ -111,23 +112,16 @@ async def tell_awaited(fleet: Fleet, seconds: float = AWAITED_SECONDS) -> None:
     given = [*fleet.engines]
     while True:
         await asyncio.sleep(seconds)
-        if not (what := awaited(fleet, given, monotonic())):
+        left = [fleet.engines[id] for id in given if id in fleet.engines]
+        unready = [one for one in left if one.lead.state not in TAKES_TRAFFIC]
+        if not unready:
             return
-        log.info("%s", what)
+        found = []
+        for one in unready:
+            said = (fleet.logs(one.lead.id)[-1:] if one.lead.managed else []) or [one.lead.reason]
+            found.append(f"{one.lead.id} is {one.lead.state}: {said[0][:300]}")
+        log.info("%d of %d replicas ready; %s", len(left) - len(unready), len(left), "; ".join(found))
         seconds *= 2
-
-
-def awaited(fleet: Fleet, given: Collection[str], now: float) -> str:
-    """Return which of these engines (`given`: ids) are not ready and why, in words; "" if all are ready or removed."""
-    left = [fleet.engines[id] for id in given if id in fleet.engines]
-    unready = [one.lead for one in left if one.lead.state not in TAKES_TRAFFIC]
-    if not unready:
-        return ""
-    found = []
-    for one in unready:
-        last = fleet.logs(one.id)[-1:] if one.managed else []
-        found.append(f"{one.id} has been {one.state} for {now - one.since:.0f} s: {(last or [one.reason])[0][:300]}")
-    return f"{len(left) - len(unready)} of {len(left)} replicas ready; {'; '.join(found)}"
 
 
 def on_signal(loop: asyncio.AbstractEventLoop, then: Callable[[], object]) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from gateway.files import PASSING
 from gateway.settings import ConfigError, Settings, known_urls
-from gateway.settings.pools import Kind, Pool, incompatibilities
+from gateway.settings.pools import Launch, incompatibilities
 from replicas.launch import profile as profiles
 from replicas.launch.command import LaunchProfile
 from replicas.replica import parse_url
@@ -24,24 +23,18 @@ def model_dir(*names: str | None) -> Path:
     A name is a folder or a model's name. Raises ConfigError with what is wrong with each name and what to give instead.
     """
     from gateway.prompt.tokens.model import ModelError, find_model
+    from replicas.simulated.model import sim_model_dir
 
     wrong = []
     for name in dict.fromkeys(filter(None, names)):
-        if name == SIM:
-            from replicas.simulated.model import sim_model_dir
-
-            try:
-                return sim_model_dir()
-            except OSError as error:
-                raise ConfigError(f"model {SIM}: {error}") from None
         try:
-            return find_model(name)
-        except ModelError as error:
+            return sim_model_dir() if name == SIM else find_model(name)
+        except (ModelError, OSError) as error:
+            if isinstance(error, OSError) and name != SIM:
+                raise
             wrong.append(f"model {name}: {error}")
     if not wrong:
-        raise ConfigError(
-            "the replicas do not name their model, so there is no tokenizer to use. Give --model NAME_OR_FOLDER"
-        )
+        wrong = ["the replicas do not name their model, so there is no tokenizer to use. Give --model NAME_OR_FOLDER"]
     raise ConfigError(". ".join(wrong))
 
 
@@ -69,23 +62,19 @@ def main_model(settings: Settings, launched: Sequence[Launch]) -> tuple[Path | N
     return launched[0].directory, launched[0].served_name
 
 
-class Launch(NamedTuple):
-    """A number of equal engines to launch, in the order of the parameters of `Fleet.launch`."""
-
-    count: int
-    profile: LaunchProfile
-    directory: Path | None  # the model's folder; None: the replicas report it
-    served_name: str
-    role: str
-    spill: bool = False  # whether they are the overflow pool
-
-
 def launches(settings: Settings) -> list[Launch]:
     """Return the engines to launch: those of --launch, then each pool's.
 
     Raises ConfigError for a profile or model that cannot be used, and for pools that cannot work together.
     """
-    found = {name: one._replace(directory=_folder_of(name, its, one)) for name, its, one in _given(settings)}
+    found = {}
+    for name, its, one in _given(settings):
+        try:
+            found[name] = one._replace(directory=model_and_name(its, one.profile)[0])
+        except ConfigError as error:
+            if name != LAUNCH and its.pools[name].model:
+                raise ConfigError(f"{name}.model: {error.text}", "pools") from None
+            raise
     _check_together(settings, found)
     return [*found.values()]
 
@@ -104,40 +93,24 @@ def _given(settings: Settings) -> Iterator[tuple[str, Settings, Launch]]:
         profile = _loaded(settings.profile, "profile")
         yield LAUNCH, settings, Launch(settings.launch, profile, None, name_of(settings, profile), profile.role)
     for name, pool in settings.pools.items():
-        profile, its = _loaded(pool.profile, "pools", f"{name}.profile: "), _of_pool(settings, pool)
-        role, served = pool.role_of(profile), name_of(its, profile)
-        yield name, its, Launch(pool.launch, profile, None, served, role, pool.spill)
-
-
-def _folder_of(name: str, its: Settings, one: Launch) -> Path | None:
-    try:
-        return model_and_name(its, one.profile)[0]
-    except ConfigError as error:
-        if name != LAUNCH and its.pools[name].model:
-            raise ConfigError(f"{name}.model: {error.text}", "pools") from None
-        raise
-
-
-def _of_pool(settings: Settings, pool: Pool) -> Settings:
-    """Return the settings with the pool's own model."""
-    model = {"model": pool.model or settings.model, "served_model_name": pool.served_model_name}
-    if pool.model in (None, settings.model):
-        model["served_model_name"] = pool.served_model_name or settings.served_model_name
-    return settings.model_copy(update=model)
+        profile = _loaded(pool.profile, "pools", f"{name}.profile: ")
+        model = {"model": pool.model or settings.model, "served_model_name": pool.served_model_name}
+        if pool.model in (None, settings.model):
+            model["served_model_name"] = pool.served_model_name or settings.served_model_name
+        its = settings.model_copy(update=model)
+        yield (
+            name,
+            its,
+            Launch(pool.launch, profile, None, name_of(its, profile), pool.role or profile.role, pool.spill),
+        )
 
 
 def _check_together(settings: Settings, launched: Mapping[str, Launch]) -> None:
-    """Raise ConfigError, a line for each problem, if these pools cannot work together.
-
-    `launched`: their engines, by pool.
-    """
-    kinds: dict[str, list[Kind]] = {}
-    for name, one in launched.items():
-        kinds.setdefault(one.served_name, []).append(Kind(name, one.role, one.profile, one.directory))
+    """Raise ConfigError, a line for each problem, if these pools (by name) cannot work together."""
     adopted = {parse_url(url).role for url in known_urls(settings)}
     if settings.discover is not None:
         adopted |= {PREFILL, DECODE}  # pods of either role may come
-    if wrong := incompatibilities(kinds, adopted):
+    if wrong := incompatibilities(launched, adopted):
         raise ConfigError("\n".join(wrong), "pools" if settings.pools else "profile")
 
 

@@ -44,6 +44,9 @@ class Source(NamedTuple):
     directory: Path
     contents: int
 
+    def __str__(self) -> str:
+        return f"in {self.directory} ({self.contents & 0xFFFFFF:06x})"
+
 
 class ModelFiles:
     """The finder of replicas' model files, which also makes pipelines from them."""

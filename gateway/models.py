@@ -358,16 +358,13 @@ class Models:
     @property
     def waiting_for(self) -> str | None:
         """The tokenizer that is being loaded, in words, as long as the gateway has none for any model."""
-        busy = [one.name for one in self.spaces if one.loading is not None and not one.problem]
-        busy += [
-            min(base_names(one.replica.models), default="the model")
-            for one in self.members.values()
-            if one.finding is not None and one.source is None and not one.problem
+        spaces = [one for one in self.spaces if one.members]
+        if any(one.format.source is not None and one.loading is None for one in spaces):
+            return None
+        names = [
+            min(base_names(one.replica.models), default="the model") for one in self.members.values() if _waits(one)
         ]
-        ready = any(
-            space.members and space.format.source is not None and space.loading is None for space in self.spaces
-        )
-        return f"the tokenizer of {busy[0]}, which is being loaded" if busy and not ready else None
+        return f"the tokenizer of {names[0]}, which is being loaded" if names else None
 
     @property
     def loading(self) -> set[str]:
@@ -375,15 +372,9 @@ class Models:
 
         A name with two variants is left out as soon as one of them has its tokenizer and takes traffic.
         """
-
-        def waits(one: Member) -> bool:
-            no_files, space = one.finding is not None and one.source is None and not one.problem, one.space
-            loads = space is not None and space.loading is not None and not space.problem
-            return no_files or (loads and space.pipeline.tokenizer is None)
-
         members = self.members.values()
-        waiting = {name for one in members if waits(one) for name in one.replica.models}
-        taking = [one for one in members if one.replica.state in TAKES_TRAFFIC and not waits(one)]
+        waiting = {name for one in members if _waits(one) for name in one.replica.models}
+        taking = [one for one in members if one.replica.state in TAKES_TRAFFIC and not _waits(one)]
         return waiting - {name for one in taking for name in one.replica.models}
 
     def _load(self, space: ModelSpace) -> None:
@@ -425,3 +416,11 @@ def _has_no_other(space: ModelSpace, member: Member) -> bool:
     return all(
         one.replica.engine == engine or one.incarnation != one.replica.incarnation for one in space.members.values()
     )
+
+
+def _waits(member: Member) -> bool:
+    """Return whether the tokenizer for this replica's prompts is still being found or loaded."""
+    if member.finding is not None and member.source is None and not member.problem:
+        return True
+    space = member.space
+    return space is not None and space.loading is not None and not space.problem and space.pipeline.tokenizer is None

@@ -42,21 +42,9 @@ class PromptFormat(NamedTuple):
 
     def differences(self, other: PromptFormat) -> str:
         """Return in words how this format differs from `other`."""
-        told = []
-        if self.block_size != other.block_size:
-            told.append(f"blocks of {self.block_size} tokens instead of {other.block_size}")
-        if self.looks_ahead != other.looks_ahead:
-            told.append(f"blocks named by {self.looks_ahead} tokens behind them too instead of {other.looks_ahead}")
-        if self.source != other.source:
-            mine, its = (one.source.directory if one.source else "no files here" for one in (self, other))
-            told.append(
-                f"another tokenizer or chat template ({mine} instead of {its})"
-                if mine != its
-                else f"the files in {mine} as they are now"
-            )
-        if self.quirks != other.quirks:
-            told.append("a version of the engine that makes prompts in another way")
-        return ", ".join(told)
+        names = ("files", "block size", "version's prompts", "tokens behind a block that name it")
+        unlike = [(name, mine, its) for name, mine, its in zip(names, self, other, strict=True) if mine != its]
+        return ", ".join(f"{name} {mine} instead of {its}" for name, mine, its in unlike)
 
 
 @dataclass(eq=False, slots=True)

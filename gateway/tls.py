@@ -69,14 +69,18 @@ class Certificate:
         return context
 
     def _load(self, context: ssl.SSLContext) -> None:
-        named = {"tls_cert": self._certificate, "tls_key": self._key, "tls_client_ca": self._authorities}
-        for setting, path in named.items():
-            if path is not None:
-                try:
+        for setting, path in (
+            ("tls_key", self._key),
+            ("tls_cert", self._certificate),
+            ("tls_client_ca", self._authorities),
+        ):
+            try:
+                if path is not None:
                     refuse_pipe(path)
-                except OSError as error:
-                    why = f"{path} cannot be read: {error.strerror}. Name a PEM file"
-                    raise CertificateError(setting, why) from None
+                    path.open("rb").close()
+            except OSError as error:
+                why = f"{path} cannot be read: {error.strerror or error}. Name a PEM file"
+                raise CertificateError(setting, why) from None
 
         def passphrase() -> str:
             raise CertificateError(
@@ -89,26 +93,15 @@ class Certificate:
             what = "are no certificate and its key" if self._key else "is no certificate with its key"
             names = f"{self._certificate} and {self._key}" if self._key else f"{self._certificate}"
             reason = f" ({error.reason})" if error.reason else ""  # str(error) names a line of OpenSSL's source
-            raise CertificateError(
-                "tls_cert",
-                f"{names} {what}{reason}. Name PEM files: the certificate followed by those "
-                "that lead to its authority, and its private key",
-            ) from None
-        except OSError as error:
-            at_key = self._key is not None and _unreadable(self._key)
-            setting, path = ("tls_key", self._key) if at_key else ("tls_cert", self._certificate)
-            raise CertificateError(
-                setting, f"{path} cannot be read: {error.strerror or error}. Name a PEM file"
-            ) from None
+            remedy = "Name PEM files: the certificate followed by those that lead to its authority, and its private key"
+            raise CertificateError("tls_cert", f"{names} {what}{reason}. {remedy}") from None
         if self._authorities is not None:
             try:
                 context.load_verify_locations(self._authorities)
             except OSError as error:
-                raise CertificateError(
-                    "tls_client_ca",
-                    f"{self._authorities} cannot be read as certificates: {error.strerror or error}. "
-                    "Name a PEM file with those of the authorities that sign clients'",
-                ) from None
+                remedy = "Name a PEM file with those of the authorities that sign clients'"
+                why = f"{self._authorities} cannot be read as certificates: {error.strerror or error}. {remedy}"
+                raise CertificateError("tls_client_ca", why) from None
 
     def status(self) -> dict[str, Any]:
         return {
@@ -116,11 +109,3 @@ class Certificate:
             "clients_need_certificates": self._authorities is not None,
             "problem": self.problem,
         }
-
-
-def _unreadable(path: Path) -> bool:
-    try:
-        path.open("rb").close()
-    except OSError:
-        return True
-    return False

@@ -79,13 +79,6 @@ def test_every_command_stands_on_its_own_line():
 
 def parser_of(program: str, verb: str) -> argparse.ArgumentParser:
     """The parser of one verb of `hitherto` or `loadgen`."""
-    modules = {
-        "key": "gateway.tenants.verb", "replica": "replicas.simulated.cli"
-    }  # fmt: skip
-    if program == "hitherto" and verb in modules:
-        parser = cli.Parser(prog=verb)
-        importlib.import_module(modules[verb]).add_arguments(parser)
-        return parser
     whole = loadgen_parser("loadgen") if program == "loadgen" or verb == "plan" else cli.build_parser()
     return subparsers(whole)[verb]
 
@@ -102,7 +95,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def check_hitherto(given: list[str]) -> None:
     verb = given[0]
-    if verb in ("key", "replica", "plan"):
+    if verb == "plan":
         parser_of("hitherto", verb).parse_args(given[1:])
     else:
         args = cli._parse(given)

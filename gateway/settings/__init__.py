@@ -9,7 +9,6 @@ from .derived import (
     Secrets,
     admin_headers,
     admin_url,
-    kept_replicas,
     known_urls,
     overload_of,
     read_engine_key,
@@ -18,10 +17,10 @@ from .derived import (
 )
 from .errors import ConfigError, flag, place_of
 from .schema import SIZES, Settings
-from .sources import ALIASES, DEFAULT_FILE, ENV_PREFIX, Config, load, read_file, scheduled_classes, unknown_variables
+from .sources import ALIASES, DEFAULT_FILE, ENV_PREFIX, Config, load, read_file, unknown_variables
 
 __all__ = [
     "ADMIN_SIDE", "ALIASES", "DEFAULT_FILE", "ENV_PREFIX", "SIZES", "Config", "ConfigError", "Secrets", "Settings",
-    "admin_headers", "admin_url", "flag", "kept_replicas", "known_urls", "load", "overload_of", "place_of",
-    "read_engine_key", "read_file", "read_secrets", "read_token", "scheduled_classes", "unknown_variables",
+    "admin_headers", "admin_url", "flag", "known_urls", "load", "overload_of", "place_of",
+    "read_engine_key", "read_file", "read_secrets", "read_token", "unknown_variables",
 ]  # fmt: skip

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.kept import KeptReplicas
+from replicas.names import bracketed
 from replicas.replica import bearer, parse_url
 
 from .credentials import ENGINE_KEY, TOKEN
-from .errors import UnusableFile
+from .errors import using_file
 from .overload import Admission, QosClass, Slo
 from .schema import Settings
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import policies
 
     from ..proxy.overload import Overload
-
-log = logging.getLogger("hitherto")
 
 ADMIN_SIDE = "x-hitherto-admin"  # a header of every answer of a gateway's admin side, and of no other server
 
@@ -47,17 +45,11 @@ def read_engine_key(settings: Settings) -> str | None:
 
 def added_replicas(settings: Settings) -> dict[str, str]:
     """Return the URLs that operators added before the last restart, by replica's id. Raises UnusableFile."""
-    path = settings.replica_file
-    if path is None:
+    if settings.replica_file is None:
         return {}
-    try:
-        return {parse_url(url).id: url for url in KeptReplicas(path).urls()}
-    except (OSError, ValueError) as error:
-        strerror = error.strerror if isinstance(error, OSError) else None
-        why = f"{path} cannot be read: {strerror}" if strerror else str(error)
-        raise UnusableFile(
-            f"{why}. Correct or remove that file, which has one replica's URL a line", "replica_file"
-        ) from None
+    remedy = "Correct or remove that file, which has one replica's URL a line"
+    with using_file("replica_file", settings.replica_file, remedy):
+        return {parse_url(url).id: url for url in KeptReplicas(settings.replica_file).urls()}
 
 
 def known_urls(settings: Settings) -> tuple[str, ...]:
@@ -69,28 +61,10 @@ def known_urls(settings: Settings) -> tuple[str, ...]:
     return tuple(({parse_url(url).id: url for url in settings.replica_url} | added_replicas(settings)).values())
 
 
-def kept_replicas(settings: Settings) -> KeptReplicas | None:
-    """Return the file of replicas that operators added, or None if the settings name none. Raises UnusableFile.
-
-    Logs each of its URLs that is used in place of one in the settings.
-    """
-    if settings.replica_file is None:
-        return None
-    kept = KeptReplicas(settings.replica_file)
-    added = added_replicas(settings)
-    for url in settings.replica_url:
-        if (later := added.get(parse_url(url).id, url)) != url:
-            log.warning(
-                "%s of replica_file is used, not %s of replica_url: DELETE and POST /replicas changed it later. "
-                "To undo that, remove its line in %s", later, url, kept.path,
-            )  # fmt: skip
-    return kept
-
-
 def admin_url(settings: Settings) -> str:
     """Return the URL of the admin side of a gateway with these settings, for a client on the same machine."""
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.admin_host, settings.admin_host)
-    return f"http://{f'[{host}]' if ':' in host and host[0] != '[' else host}:{settings.admin_port}"
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.admin_host, settings.admin_host)
+    return f"http://{bracketed(host.strip('[]'))}:{settings.admin_port}"
 
 
 def admin_headers(settings: Settings) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 
 class ConfigError(Exception):
@@ -23,6 +24,23 @@ class ConfigError(Exception):
 
 class UnusableFile(ConfigError):
     """Raised where a setting itself is right, but the file or the place that it names cannot be used."""
+
+
+@contextmanager
+def using_file(setting: str, path: object, remedy: str = "") -> Iterator[None]:
+    """Turn any OSError or ValueError into an UnusableFile: the file at `path` cannot be used, and `remedy` helps.
+
+    An error whose attribute `setting` names another setting is about that one.
+    """
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise UnusableFile(f"{path} cannot be used: it is not UTF-8 text. {remedy}".rstrip(), setting) from None
+    except OSError as error:
+        why = f"{path} cannot be used: {error.strerror or error}. {remedy}"
+        raise UnusableFile(why.rstrip(), getattr(error, "setting", setting)) from None
+    except ValueError as error:
+        raise UnusableFile(f"{error}. {remedy}" if remedy else str(error), getattr(error, "setting", setting)) from None
 
 
 def flag(name: str) -> str:

@@ -151,21 +151,18 @@ class Match(Table):
 class Route(Table):
     """The class of the requests that meet some conditions."""
 
-    match: Match = Match()
-    qos: str = Field("", alias="class")  # "": none, which `Router.unfit` reports along with the known classes
+    match: Annotated[Match, BeforeValidator(lambda given: {} if given in (None, "") else given)] = Match()
+    # "": none, which `Router.unfit` reports along with the known classes
+    qos: Annotated[str, BeforeValidator(lambda given: given or "")] = Field("", alias="class")
+    may_be_empty = frozenset(("match", "class"))
 
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, given: Any) -> Any:
-        """Read `qos`, the name in other schedulers' files, as `class`, and leave out fields without a value."""
-        if not isinstance(given, Mapping):
-            return given
-        if "class" in given and "qos" in given:
-            raise ValueError("class is given twice, as qos as well; leave one of them out")
-        renamed = {"class" if name == "qos" else name: value for name, value in given.items()}
-        return {
-            name: value for name, value in renamed.items() if name not in ("match", "class") or value not in (None, "")
-        }
+        """Read `qos`, the name in other schedulers' files, as `class`."""
+        if isinstance(given, Mapping) and "qos" in given and "class" not in given:
+            return {"class" if name == "qos" else name: value for name, value in given.items()}
+        return given
 
 
 class Router(Table):

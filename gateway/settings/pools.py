@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import product
+from itertools import permutations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -36,54 +36,54 @@ class Pool(Table):
             )
         return self
 
-    def role_of(self, profile: LaunchProfile) -> str:
-        return self.role or profile.role
 
+class Launch(NamedTuple):
+    """A number of equal engines to launch, in the order of the parameters of `Fleet.launch`."""
 
-class Kind(NamedTuple):
-    """A pool as it is launched: its name, role, launch profile, and the folder of its model."""
-
-    name: str
-    role: str
+    count: int
     profile: LaunchProfile
-    directory: Path | None = None
+    directory: Path | None  # the model's folder; None: the replicas report it
+    served_name: str
+    role: str
+    spill: bool = False  # whether they are the overflow pool
 
 
-def incompatibilities(kinds: Mapping[str, list[Kind]], adopted: Iterable[str]) -> list[str]:
+def incompatibilities(launched: Mapping[str, Launch], adopted: Iterable[str]) -> list[str]:
     """Return why pools cannot work together in their roles, each reason with its remedy.
 
-    `kinds`: the launched pools by the model that they serve; `adopted`: the roles of replicas that run already, and
-    whose model is not known yet.
+    `launched`: the engines of each pool, by its name; `adopted`: the roles of replicas that run already, and whose
+    model is not known yet.
     """
     elsewhere = {role for role in adopted if role != BOTH}
     found = []
-    for pools in kinds.values():
-        roles = {one.role for one in pools}
+    for served in dict.fromkeys(one.served_name for one in launched.values()):
+        pools = {name: one for name, one in launched.items() if one.served_name == served}
+        roles = {one.role for one in pools.values()}
         if roles == {BOTH}:
             continue  # these take whole requests, and adopted replicas may be of another model
-        found += [f"{one.name}: {why}" for one in pools if (why := one.profile.no_transfer)]
+        found += [f"{name}: {why}" for name, one in pools.items() if (why := one.profile.no_transfer)]
         if what := lacks(roles | elsewhere):
-            found.append(f"{' and '.join(one.name for one in pools)}: {what}. Add a pool with the role that is missing, of the same model, "
-                         "or leave the role out")  # fmt: skip
-        found += _unlike(pools)
+            remedy = "Add a pool with the role that is missing, of the same model, or leave the role out"
+            found.append(f"{' and '.join(pools)}: {what}. {remedy}")
+        wrong = {}
+        for name, other in permutations(pools, 2):
+            if why := _unlike(pools[name], pools[other]):
+                wrong.setdefault(frozenset((name, other)), f"{name} and {other}: {'; '.join(why)}")
+        found += wrong.values()
     return found
 
 
-def _unlike(pools: list[Kind]) -> list[str]:
-    """Return, for each unfit pair of a prefill and a decode pool, why the latter cannot fetch the former's KV cache."""
-    found: dict[frozenset[str], str] = {}
-    for one, other in product(pools, pools):
-        if one is other or one.role not in PREFILLERS or other.role not in DECODERS or one.profile.no_transfer:
-            continue
-        if one.profile.engine != other.profile.engine:
-            why = [f"their engines are {one.profile.engine} and {other.profile.engine}: let both be of one kind"]
-        else:
-            why = refusals(one.profile.traits, other.profile.traits)
-            if one.profile.transfer != other.profile.transfer:
-                why.append("they pass caches on by different connectors: give both the same kv_connector")
-        if one.directory != other.directory:
-            why.append(f"they are started with different models, {one.directory} and {other.directory}, under one name: "
-                       "give both the same, or each its own served_model_name and both roles")  # fmt: skip
-        if why:
-            found.setdefault(frozenset((one.name, other.name)), f"{one.name} and {other.name}: {'; '.join(why)}")
-    return [*found.values()]
+def _unlike(one: Launch, other: Launch) -> list[str]:
+    """Return why engines of `other`, if they decode, cannot fetch the KV cache of `one`, if its engines prefill."""
+    if one.role not in PREFILLERS or other.role not in DECODERS or one.profile.no_transfer:
+        return []
+    if one.profile.engine != other.profile.engine:
+        why = [f"their engines are {one.profile.engine} and {other.profile.engine}: let both be of one kind"]
+    else:
+        why = refusals(one.profile.traits, other.profile.traits)
+        if one.profile.transfer != other.profile.transfer:
+            why.append("they pass caches on by different connectors: give both the same kv_connector")
+    if one.directory != other.directory:
+        why.append(f"they are started with different models, {one.directory} and {other.directory}, under one name: "
+                   "give both the same, or each its own served_model_name and both roles")  # fmt: skip
+    return why

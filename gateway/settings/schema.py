@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from replicas.pods import Discover
 
@@ -216,9 +216,15 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _has_no_nul(cls, given: Any) -> Any:
-        """Refuse NUL characters: no file or host name may have one, and opening such a name raises no OSError."""
-        if any("\0" in text for text in texts(given)):
+    def _is_plain(cls, given: Any, info: ValidationInfo) -> Any:
+        """Refuse `yes` where a number or a text belongs, since pydantic would take it for 1.
+
+        Refuse NUL characters too: no file or host name may have one, and opening such a name raises no OSError.
+        """
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(given, bool) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError("its value is yes or no to YAML; write a number, or put a text in quotes")
+        if _has_nul(given):
             raise ValueError("there is a NUL character in it; leave it out")
         return given
 
@@ -242,14 +248,7 @@ class Settings(BaseModel):
         return Settings().model_dump(mode="json") | self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
-def texts(given: Any) -> Iterator[str]:
-    """Yield all texts in a value from YAML or a command line."""
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, Mapping):
-        for name, value in given.items():
-            yield from texts(name)
-            yield from texts(value)
-    elif isinstance(given, (list, tuple)):
-        for value in given:
-            yield from texts(value)
+def _has_nul(given: Any) -> bool:
+    if isinstance(given, Mapping):
+        given = [*given, *given.values()]
+    return any(map(_has_nul, given)) if isinstance(given, (list, tuple)) else isinstance(given, str) and "\0" in given

@@ -12,20 +12,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from replicas import yaml_text
-from replicas.spelling import known_or_meant
+from replicas.spelling import closest, known_or_meant
 
 from .. import files
 from .checks import check_all, unreadable
 from .credentials import SECRETS, shown
 from .errors import ConfigError, flag
 from .schema import Settings
-from .wording import DESCRIPTIONS, explain, misspelt
+from .wording import explain
 
 ENV_PREFIX = "HITHERTO_"
 DEFAULT_FILE = "hitherto.yaml"
@@ -70,15 +70,9 @@ class Config:
 
 
 def _yaml_value(value: Any) -> str:
-    """Return a value on one line.
-
-    PyYAML ends the document of a bare scalar with '...', which is cut off.
-    """
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
-        .removesuffix("...\n")
-        .rstrip()
-    )
+    """Return a value on one line. PyYAML ends the document of a bare scalar with '...', which is cut off."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("...\n").rstrip()
 
 
 def load(
@@ -101,8 +95,12 @@ def load(
     if given or Path(DEFAULT_FILE).exists():
         for name, (value, line) in read_file(Path(given or DEFAULT_FILE)).items():
             values[name], sources[name] = value, f"file {given or DEFAULT_FILE}:{line}"
-    for name, value in _from_environment(environ).items():
-        values[name], sources[name] = value, f"environment {ENV_PREFIX}{name.upper()}"
+    for variable, near in unknown_variables(environ).items():
+        if near:
+            raise ConfigError(f"environment {variable}: unknown setting. Did you mean {near}?")
+    for name, value in _variables(environ).items():
+        if name in Settings.model_fields:
+            values[name], sources[name] = value, f"environment {ENV_PREFIX}{name.upper()}"
     for name, value in (flags or {}).items():
         values[name], sources[name] = value, f"flag {flag(name)}"
     for name in SECRETS:
@@ -128,68 +126,33 @@ def read_file(path: Path) -> dict[str, tuple[Any, int]]:
         raise ConfigError(
             f"file {path}: cannot read the configuration: {reason}. Name a readable YAML file with --config"
         ) from None
+    found: dict[str, tuple[Any, int]] = {}
     try:
         with yaml_text.reading(text) as loader:
             root = loader.get_single_node()
-            if root is None:
-                return {}
-            if not isinstance(root, yaml.MappingNode):
-                raise ConfigError(
-                    f"file {path}:{root.start_mark.line + 1}: expected lines like 'port: 8080', found a {root.id}"
-                )
-            return _fields_of(path, root, loader)
+            if root is not None and not isinstance(root, yaml.MappingNode):
+                where = f"file {path}:{root.start_mark.line + 1}"
+                raise ConfigError(f"{where}: expected lines like 'port: 8080', found a {root.id}")
+            for key_node, value_node in root.value if root is not None else ():
+                line = key_node.start_mark.line + 1
+                name = str(loader.construct_object(key_node)).replace("-", "_")
+                if name not in Settings.model_fields:
+                    meant = known_or_meant(name, Settings.model_fields)
+                    raise ConfigError(f"file {path}:{line}: unknown setting {name!r}{meant}")
+                if name in found:
+                    first = f"'{name}' is set twice, first on line {found[name][1]}"
+                    raise ConfigError(f"file {path}:{line}: {first}. Keep one of them")
+                found[name] = (loader.construct_object(value_node, deep=True), line)
     except yaml_text.NotYaml as error:
         raise ConfigError(
             f"file {path}:{error.line}: not YAML: {error.reason}. Check quotes and indentation there"
         ) from None
-
-
-def _fields_of(path: Path, root: yaml.MappingNode, loader: yaml_text.Loader) -> dict[str, tuple[Any, int]]:
-    found: dict[str, tuple[Any, int]] = {}
-    for key_node, value_node in root.value:
-        line = key_node.start_mark.line + 1
-        name = str(loader.construct_object(key_node)).replace("-", "_")
-        if name not in Settings.model_fields:
-            raise ConfigError(
-                f"file {path}:{line}: unknown setting {name!r}{known_or_meant(name, Settings.model_fields)}"
-            )
-        if name in found:
-            raise ConfigError(
-                f"file {path}:{line}: {name!r} is set twice, first on line {found[name][1]}. Keep one of them"
-            )
-        value = loader.construct_object(value_node, deep=True)
-        annotation = Settings.model_fields[name].annotation
-        kinds = {annotation, *get_args(annotation)}
-        if isinstance(value, bool) and not kinds.isdisjoint((int, float)):
-            value = value_node.value  # which is refused as no number; True would count as 1
-        elif isinstance(value, bool) and bool not in kinds:
-            raise ConfigError(
-                f"file {path}:{line}: {name}: {value_node.value!r} is yes or no to YAML. It takes {DESCRIPTIONS[name]}; "
-                "put a text in quotes"
-            )
-        found[name] = (value, line)
     return found
-
-
-def scheduled_classes(file: Path | None, environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the classes of service in `file` or the environment, without a check of other settings.
-
-    `file`: a gateway's configuration; None: the one that `load` reads. Raises ConfigError.
-    """
-    given, source = environ.get(ENV_PREFIX + "SCHEDULER"), f"environment {ENV_PREFIX}SCHEDULER"
-    named = file or environ.get(ENV_PREFIX + "CONFIG") or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else None)
-    if given is None and named is not None:
-        given, line = read_file(Path(named)).get("scheduler", (None, 0))
-        source = f"file {named}:{line}"
-    try:
-        return Settings(scheduler=given).class_names
-    except ValidationError as error:
-        raise ConfigError(explain(error, {"scheduler": source})) from None
 
 
 # The variables that Kubernetes sets in every pod for a Service called hitherto or hitherto-something, except for links
 # like tcp://10.0.0.1:8080.
-_OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?))$")
+_OF_A_SERVICE = re.compile(r"(\w+_)?(service_(host|port(_\w+)?)|port(_\d+_(tcp|udp)(_(proto|port|addr))?))$")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -197,36 +160,32 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     Leaves out empty variables, and those that Kubernetes sets for a Service.
     """
-    found: dict[str, str] = {}
-    for variable, value in environ.items():
-        name = variable.removeprefix(ENV_PREFIX)
-        if not (value and variable.startswith(ENV_PREFIX)):
-            continue
-        if re.match(r"(tcp|udp)://", value) or _OF_A_SERVICE.match(name):
-            continue
-        if name.lower() not in (*Settings.model_fields, "config"):
-            meant = misspelt(name.lower(), Settings.model_fields)
-            found[variable] = meant and ENV_PREFIX + meant.upper()
-    return found
+    known = (*Settings.model_fields, "config")
+    unknown = [name for name in _variables(environ) if name not in known and not _OF_A_SERVICE.match(name)]
+    meant = {name: _misspelt(name) for name in unknown}
+    return {ENV_PREFIX + name.upper(): near and ENV_PREFIX + near.upper() for name, near in meant.items()}
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of HITHERTO_* variables by setting. Raises ConfigError for a misspelt variable.
+def _misspelt(name: str) -> str:
+    """Return the setting that this name misspells, or "".
 
-    A variable of any other unknown name may belong to another program, and is ignored. An empty variable counts as
-    unset: `X: ${X:-}` in a compose file makes one.
+    The two names must be very similar, because `replicas` and `admin_url` may be other programs' variables. The same
+    letters in another order count as a misspelling, however short the name is.
     """
-    for variable, near in unknown_variables(environ).items():
-        if near:
-            raise ConfigError(f"environment {variable}: unknown setting. Did you mean {near}?")
-    found: dict[str, str] = {}
-    for variable, value in environ.items():
-        if not (value and variable.startswith(ENV_PREFIX)) or re.match(r"(tcp|udp)://", value):
-            continue
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        if name in Settings.model_fields:
-            found[name] = value
-    return found
+    swapped = [one for one in Settings.model_fields if sorted(one) == sorted(name)]
+    return swapped[0] if swapped else closest(name, Settings.model_fields, 0.8)
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the HITHERTO_* variables by the setting's name, except Kubernetes' links to Services.
+
+    An empty variable counts as unset: `X: ${X:-}` in a compose file makes one.
+    """
+    return {
+        variable.removeprefix(ENV_PREFIX).lower(): value
+        for variable, value in environ.items()
+        if value and variable.startswith(ENV_PREFIX) and not re.match(r"(tcp|udp)://", value)
+    }
 
 
 def _check_not_on_command_line(name: str, given: str | None, sources: Mapping[str, str]) -> None:

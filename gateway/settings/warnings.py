@@ -12,7 +12,7 @@ from replicas.replica import parse_url
 
 from ..proxy.overload import Overload
 from ..tenants.key_file import KeyFileError, read
-from .derived import known_urls, overload_of
+from .derived import added_replicas, known_urls, overload_of
 from .schema import Settings
 
 
@@ -28,78 +28,62 @@ class SettingWarning(NamedTuple):
 
 def find_warnings(settings: Settings) -> list[SettingWarning]:
     """Return a warning for each setting that has no effect."""
+    try:
+        keys = read(settings.api_keys).values() if settings.api_keys is not None else ()
+        named: set[str | None] | None = {one.qos_class for one in keys}
+    except KeyFileError:
+        named = None  # reported as an error elsewhere
     found = overload_of(settings)
-    if found is None:
-        return _without_classes(settings)
-    return [
-        *_spills_nowhere(settings, found),
-        *_unreached(settings, found),
-        *_unused_routes(settings),
-        *_without_classes(settings),
-    ]
+    said: list[SettingWarning | None] = []
+    added = added_replicas(settings)
+    for url in settings.replica_url:
+        if (later := added.get(parse_url(url).id, url)) != url:
+            what = f"replica_url: {url} is not used: {later} of {settings.replica_file} came later, by POST /replicas"
+            said.append(SettingWarning(what, "to undo that, remove its line in that file"))
+    if found is not None:
+        said += [_spilling(settings, found), _without_key(settings)]
+        if named is not None:
+            said.append(_unreached(settings, found, named))
+    if settings.scheduler is None and named and (classes := sorted(map(str, named - {None}))):
+        what = f"{settings.api_keys}: class: {', '.join(classes)} says nothing, since there are no classes"
+        said.append(SettingWarning(what, "name them in scheduler.qos_classes, or leave class out of the file"))
+    return [one for one in said if one is not None]
 
 
-def _spills_nowhere(settings: Settings, found: Overload) -> list[SettingWarning]:
+def _spilling(settings: Settings, found: Overload) -> SettingWarning | None:
     """Warn of the step `spill` (send to the slow pool) where no replica or pool is marked as slow."""
     places = ["admission.when_full"] if SPILL in found.rules.when_full else []
     places += [
         f"scheduler.qos_classes.{one.name}.when_full" for one in found.classes.all if SPILL in (one.when_full or ())
     ]
     if not places or (settings.discover is not None and SPILL in settings.discover.labels):
-        return []
+        return None
     if any(one.spill for one in (*settings.pools.values(), *map(parse_url, known_urls(settings)))):
-        return []
+        return None
     what = f"{', '.join(places)}: {SPILL} is passed over, since no replica is of a slow pool"
-    return [
-        SettingWarning(what, "write #spill=yes behind a replica's URL or spill: true in a pool, or leave the step out")
-    ]
+    return SettingWarning(
+        what, "write #spill=yes behind a replica's URL or spill: true in a pool, or leave the step out"
+    )
 
 
-def _unused_routes(settings: Settings) -> list[SettingWarning]:
-    """Warn of routes by API key where there are no API keys, and of routes after one that matches every request."""
+def _without_key(settings: Settings) -> SettingWarning | None:
+    """Warn of a route by API key where there are no API keys."""
     routes = settings.request_router.routes if settings.request_router is not None else ()
-    said = []
-    for index, route in enumerate(routes):
-        rule = route.match
-        place = f"request_router.routes[{index}]"
-        if rule.key is not None and settings.api_keys is None:
-            what = f"{place}: no request matches key: {rule.key}, since there are no API keys"
-            said.append(SettingWarning(what, "name their file with --api-keys, or leave the route out"))
-        elif rule.header is rule.key is None and {rule.path, rule.model} <= {None, "*"} and index < len(routes) - 1:
-            what = f"{place}: it matches every request, so no route after it is ever used"
-            said.append(SettingWarning(what, "put it last"))
-    return said
+    keys = [one.match.key for one in routes if one.match.key is not None]
+    if not keys or settings.api_keys is not None:
+        return None
+    what = f"request_router: no request matches key: {', '.join(keys)}, since there are no API keys"
+    return SettingWarning(what, "name their file with --api-keys, or leave the routes out")
 
 
-def _without_classes(settings: Settings) -> list[SettingWarning]:
-    """Warn of API keys with a class where there are no classes."""
-    if settings.api_keys is None or settings.scheduler is not None:
-        return []
-    try:
-        named = {tenant.qos_class for tenant in read(settings.api_keys).values()} - {None}
-    except KeyFileError:
-        return []  # reported as an error elsewhere
-    if not named:
-        return []
-    what = f"{settings.api_keys}: class: {', '.join(sorted(map(str, named)))} says nothing, since there are no classes"
-    return [SettingWarning(what, "name them in scheduler.qos_classes, or leave class out of the file")]
-
-
-def _unreached(settings: Settings, found: Overload) -> list[SettingWarning]:
-    """Warn of classes that neither a route nor the key file as it is now gives to any request."""
-    named: set[str | None] = set()
-    if settings.api_keys is not None:
-        try:
-            named = {tenant.qos_class for tenant in read(settings.api_keys).values()}
-        except KeyFileError:
-            return []  # reported as an error elsewhere, and the classes in the file are unknown
+def _unreached(settings: Settings, found: Overload, named: set[str | None]) -> SettingWarning | None:
+    """Warn of classes that neither a route nor a key (`named`: the classes of keys as they are now) leads to."""
     names = [one.name for one in found.classes.unreached(named, keys=settings.api_keys is not None)]
     if not names:
-        return []
-    which = f"class {names[0]}" if len(names) == 1 else f"classes {', '.join(names)}"
-    what = f"scheduler.qos_classes: no request is of {which}, since no route and no API key leads there"
+        return None
+    what = f"scheduler.qos_classes: no request is of {', '.join(names)}, since no route and no API key leads there"
     remedy = (
         "name it as the class of a route in request_router, or of a key in the file of --api-keys "
         "(hitherto key new --class), or leave it out"
     )
-    return [SettingWarning(what, remedy)]
+    return SettingWarning(what, remedy)

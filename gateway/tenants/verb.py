@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from ..settings import ConfigError, flag, scheduled_classes
+from ..settings import ConfigError, flag, load
 from .key_file import Entry, KeyFileError, NameTaken, add, digest, new_key, new_salt, what_is_wrong
 from .limits import KINDS, WORDS, Limits
 
@@ -45,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Print a new key, print its line or add it to the file of --file, and return 0. Raises ConfigError."""
     key = new_key()
     fields = {"name": args.name, "sha256": digest(key).hex()}
-    for name, value in vars(args).items():
-        if value is not None and name not in ("action", "name", "file", "own_cache", "config"):
+    for name in ("models", "class", *Limits._fields):
+        if (value := getattr(args, name)) is not None:
             fields[name] = [one for one in value.split(",") if one] if name == "models" else value
     if args.own_cache:
         fields["cache_salt"] = new_salt()
@@ -59,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
         name = str(item["loc"][0])
         place = "argument NAME" if name == "name" else f"flag {flag(name)}"
         raise ConfigError(f"{place}: {what_is_wrong(name, item)}") from None
-    known = scheduled_classes(args.config, os.environ) if entry.qos_class is not None else []
+    known: list[str] = []
+    if entry.qos_class is not None:
+        known = load(file=args.config, without_files=True).settings.class_names
     if known and entry.qos_class not in known:
         raise ConfigError(
             f"flag --class: there is no class {entry.qos_class!r}; name one of scheduler.qos_classes: {', '.join(known)}"

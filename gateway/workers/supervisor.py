@@ -23,7 +23,7 @@ from cachemap.background import Background
 from cachemap.map import LEAST_BUDGET
 from replicas import Fleet
 from replicas.health import Limits as HealthLimits
-from replicas.launch import profile as profiles
+from replicas.kept import KeptReplicas
 from replicas.replica import bearer, parse_url
 
 from ..lifetime import cannot_listen, greeting, run
@@ -31,7 +31,7 @@ from ..model import launches, main_model
 from ..ops import traces
 from ..ops.guard import Guard
 from ..ports import addresses, bound
-from ..settings import ConfigError, Settings, kept_replicas, known_urls, read_secrets
+from ..settings import ConfigError, Settings, known_urls, read_secrets
 from ..settings.overload import Admission
 from .admin import WorkersAdmin
 from .private_redis import PrivateRedis
@@ -70,7 +70,7 @@ class Workers:
         self.admin = WorkersAdmin(
             self.places,
             self.fleet,
-            kept_replicas(settings),
+            settings.replica_file and KeptReplicas(settings.replica_file),
             self._background,
             settings.shadow,
             Guard((settings.admin_host, *settings.admin_allow_host), self._secrets.admin_token),
@@ -94,10 +94,8 @@ class Workers:
         """
         try:
             await self._start()
-        except BaseException as error:
+        except BaseException:
             await self.stop(0)
-            if isinstance(error, profiles.ProfileError):
-                raise ConfigError(f"launching: {error}") from None
             raise
 
     async def _start(self) -> None:

@@ -29,7 +29,6 @@ from replicas import Replica, State
 from .. import datapath, threads
 from ..app import Gateway
 from ..http.server import allow_many_connections
-from ..memory import share_one_heap
 from ..ops import log as lines
 from ..ops.admin import Admin
 from ..ops.guard import Refusal
@@ -227,7 +226,7 @@ def main() -> int:
     if not (line := messages.readline()):
         return 0  # the supervisor ended first
     hello = orjson.loads(line)
-    share_one_heap()
+    threads.share_one_heap()
     allow_many_connections()
     outbox = lines.setup(hello["settings"]["log_level"], worker=hello["index"])
     try:

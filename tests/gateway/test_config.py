@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policies
-from gateway.settings import Config, ConfigError, Settings, load, read_token
+from gateway.settings import ConfigError, Settings, load, read_token
 from gateway.settings.fields import parse_bytes
 from loadgen.plan import units
 from replicas.sizes import show_bytes
@@ -94,35 +94,35 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
         ("port: " + 3000 * "[", "hitherto.yaml:1: not YAML: it is nested too deeply"),
         (
             "host: x\nport: yes\n",
-            "file hitherto.yaml:2: port: 'yes' is not a whole number from 0 to 65535",
+            "file hitherto.yaml:2: port: its value is yes or no to YAML; write a number, or put a text in quotes",
         ),
-        ("launch: true\n", "launch: 'true' is not a whole number from 0 to 256"),
-        ("block_size: yes\n", "block_size: 'yes' is not a whole number from 1 to 4096"),
-        ("hung_after_s: yes\n", "hung_after_s: 'yes' is not a number of seconds above 0"),
-        ("cache_budget: yes\n", "cache_budget: 'yes' is not a size"),
-        ("replica_url: true\n", "hitherto.yaml:1: replica_url: 'true' is yes or no to YAML"),
+        ("block_size: yes\n", "block_size: its value is yes or no to YAML"),
+        ("hung_after_s: yes\n", "hung_after_s: its value is yes or no to YAML"),
+        ("cache_budget: yes\n", "cache_budget: its value is yes or no to YAML"),
+        ("replica_url: true\n", "hitherto.yaml:1: replica_url: its value is yes or no to YAML"),
         ("cache_budget: " + 400 * "9" + ".5GiB", "is more than any machine has; write a size like 512MiB"),
         ("cache_budget: 99999999999GiB\n", "'99999999999GiB' is more than any machine has"),
         ("cache_budget: 64KiB\n", "cache_budget: 64KiB is not a size of at least 1MiB, like 512MiB or 5G"),
         ("request_budget: " + 30 * "9" + "\n", "is more than any machine has"),
-        ("port: seven\n", "file hitherto.yaml:1: port: 'seven' is not a whole number from 0 to 65535"),
-        ("port: 70000\n", "70000 is not a whole number from 0 to 65535"),
+        ("port: seven\n", "file hitherto.yaml:1: port: 'seven' is not a whole number. It takes port"),
+        ("port: 70000\n", "70000 is not a whole number up to 65535"),
         ("header_timeout_s: 0\n", "0 is not a number of seconds above 0"),
-        ("header_timeout_s: .inf\n", "inf is not a finite number of seconds above 0"),
+        ("header_timeout_s: .inf\n", "inf is not a finite number"),
         ("header_timeout_s: -1\n", "-1 is not a number of seconds above 0"),
         ("max_body_bytes: -1\n", "max_body_bytes: -1 is not a size above 0, like 512MiB"),
         ("continue_budget: 0\n", "continue_budget: 0 is not a size above 0, like 512MiB"),
         ("request_budget: [1]\n", "request_budget: [1] is not a size above 0, like 512MiB"),
-        ("host: 8080\n", "host: 8080 is not text; put it in quotes"),
-        ("host: 2026-11-27\n", "host: datetime.date(2026, 11, 27) is not text; put it in quotes"),
-        ("host:\n", "host: it has no value, where text belongs. It takes address clients connect to"),
+        ("host: 8080\n", "host: 8080 is not text (put it in quotes)"),
         (
-            "discover: {selector: a, api: x}\n",
-            "discover: api: 'x' cannot be used there. It takes engines that are pods",
+            "host:\n",
+            "host: it has no value, where text (put it in quotes) belongs. It takes address clients connect to",
         ),
-        ("port:\n", "port: it has no value, where a whole number from 0 to 65535 belongs. It takes port clients"),
-        ("tls_cert: [a]\n", "tls_cert: ['a'] is not text. It takes PEM file with the gateway's certificate"),
-        ("host: {a: b}\n", "host: {'a': 'b'} is not text. It takes address clients connect to"),
+        ("port:\n", "port: it has no value, where a whole number belongs. It takes port clients"),
+        (
+            "tls_cert: [a]\n",
+            "tls_cert: ['a'] is not what belongs there. It takes PEM file with the gateway's certificate",
+        ),
+        ("host: {a: b}\n", "host: {'a': 'b'} is not text (put it in quotes). It takes address clients connect to"),
         ("access_log: maybe\n", "'maybe' is not true or false"),
         ("replica_url: 8000\n", "8000 is not a list. It takes engines that run already: http"),
         ("cache_budget: 3 parsecs\n", "'3 parsecs' is not a size; write a number with its unit, like 512MiB or 5G"),
@@ -205,7 +205,6 @@ def test_file_that_is_not_there_or_not_text(empty_folder):
         "admin_token",
         "engine_api_key",
         "replica_file",
-        "profile",
         "tls_cert",
         "tls_key",
         "tls_client_ca",
@@ -217,10 +216,10 @@ def test_a_named_pipe_is_refused_and_not_waited_for(empty_folder, setting):
     os.mkfifo(empty_folder / "pipe")
     (empty_folder / "cert.pem").write_text("no certificate")
     secret = setting in ("admin_token", "engine_api_key")
-    given = {"tls_cert": "cert.pem"} if setting.startswith("tls") else {"launch": 1} if setting == "profile" else {}
+    given = {"tls_cert": "cert.pem"} if setting.startswith("tls") else {}
     said = wrong(flags={**given, setting: "@pipe" if secret else "pipe"})
     assert said.startswith(f"flag --{setting.replace('_', '-')}: ")
-    assert re.search(r"it is a pipe|it is no regular file|there is no file pipe", said)
+    assert re.search(r"it is a pipe|it is no regular file", said)
 
 
 def test_the_usage_log_may_be_a_pipe(empty_folder):
@@ -264,17 +263,6 @@ def test_bad_environment_value_names_the_variable():
 def test_several_errors_are_all_told():
     text = wrong(flags={"port": "x", "policy": "y"})
     assert [line.split(":")[0] for line in text.splitlines()] == ["flag --port", "flag --policy"]
-
-
-def test_replica_urls_are_judged_wherever_they_come_from(tmp_path):
-    bad = "http://gpu_1..example:8000"
-    (tmp_path / "my.yaml").write_text(f"replica_url: [{bad!r}]\n")
-    for where in (
-        {"flags": {"replica_url": (bad,)}},
-        {"environ": {"HITHERTO_REPLICA_URL": bad}},
-        {"file": tmp_path / "my.yaml"},
-    ):
-        assert "'gpu_1..example' is not a host name" in wrong(**where)
 
 
 def test_ports_must_differ():
@@ -326,7 +314,7 @@ def test_the_token_is_never_shown(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text(config.to_yaml())
     assert read_token(load(file=file, environ={"HITHERTO_ADMIN_TOKEN": TOKEN}).settings) == TOKEN
-    assert "the token is hidden here" in wrong(file=file)
+    assert "the secret is hidden here" in wrong(file=file)
     for value in (f"{TOKEN} {TOKEN}", "[1234567890123456]", "1234567890123456"):
         file.write_text(f"admin_token: {value}\n")
         assert "12345678" not in wrong(file=file)
@@ -363,11 +351,6 @@ def test_host_names_of_the_admin_side():
         assert "is not a host name" in wrong(flags={"admin_allow_host": name})
 
 
-def test_profile_is_judged_before_anything_is_launched():
-    assert wrong(flags={"launch": "2", "profile": "smi"}).startswith("flag --profile: profile 'smi': ")
-    assert load(flags={"profile": "smi"}, environ={}).settings.launch == 0, "not used, not judged"
-
-
 def test_the_policies_offered_are_the_policies_there_are():
     assert set(Settings.model_fields["policy"].annotation.__args__) == set(policies.NAMES)
     assert Settings().policy == policies.DEFAULT
@@ -395,10 +378,10 @@ def test_what_cannot_be_in_shadow_is_said():
 
 
 def test_chat_template_must_be_a_text_file(empty_folder):
-    assert "there is no file nowhere.jinja" in wrong(flags={"chat_template": "nowhere.jinja"})
+    assert "nowhere.jinja cannot be used: No such file" in wrong(flags={"chat_template": "nowhere.jinja"})
     (empty_folder / "bad.jinja").write_bytes(b"\xff")
     said = wrong(flags={"chat_template": "bad.jinja"})
-    assert said.startswith("flag --chat-template: bad.jinja cannot be read: it is not UTF-8 text. Name the Jinja file")
+    assert said.startswith("flag --chat-template: bad.jinja cannot be used: it is not UTF-8 text. Name the Jinja file")
     (empty_folder / "t.jinja").write_text("x")
     assert load(flags={"chat_template": "t.jinja"}, environ={}).settings.chat_template.name == "t.jinja"
 
@@ -463,16 +446,6 @@ def test_a_size_is_read_in_one_way_everywhere(empty_folder, text):
 @given(st.integers(1, 2**45))
 def test_shown_sizes_read_back_exactly(count):
     assert parse_bytes(show_bytes(count)) == count
-
-
-def test_config_is_a_value():
-    assert load(environ={}) == Config(Settings(), dict.fromkeys(Settings.model_fields, "default"))
-
-
-def test_a_flag_with_several_urls_in_one_word_means_several():
-    flags = {"replica_url": ["http://a:1,http://b:1#events=tcp://b:2,replay=tcp://b:3", "c:1"]}
-    urls = load(flags=flags, environ={}).settings.replica_url
-    assert urls == ("http://a:1", "http://b:1#events=tcp://b:2,replay=tcp://b:3", "c:1")
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 65])

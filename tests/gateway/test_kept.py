@@ -49,7 +49,6 @@ async def test_a_role_that_was_changed_is_so_after_a_restart_and_the_log_names_b
         assert (await gateway.admin.delete("/replicas/127.0.0.3:9")).status_code == 200
         added = await gateway.admin.post("/replicas", json={"url": "http://127.0.0.3:9", "role": "decode"})
         assert added.status_code == 201
-        assert given not in b"".join(gateway.log).decode()
     async with running(*flags) as gateway:
         assert await role(gateway) == "decode"
         (line,) = (line for line in b"".join(gateway.log).decode().splitlines() if given in line)
@@ -67,17 +66,8 @@ async def test_what_cannot_be_kept_is_not_added(tmp_path):
 
 
 async def test_a_file_that_cannot_be_written_ends_the_start(tmp_path):
-    with pytest.raises(
-        AssertionError, match=r"flag --replica-file: .*no folder/replicas cannot be written: No such file"
-    ):
+    with pytest.raises(AssertionError, match=r"flag --replica-file: .*no folder/replicas cannot be used: No such file"):
         async with running("--replica-file", str(tmp_path / "no folder" / "replicas")):
-            pass
-
-
-@pytest.mark.parametrize("path", ["/", "."])
-async def test_a_folder_in_place_of_the_file_ends_the_start(path):
-    with pytest.raises(AssertionError, match=r"flag --replica-file: .* cannot be written: Is a directory"):
-        async with running("--replica-file", path):
             pass
 
 
@@ -96,8 +86,8 @@ def test_who_only_looks_at_the_settings_refuses_what_the_gateway_refuses_and_mak
         return said
 
     assert not told(tmp_path / "replicas") and not [*tmp_path.iterdir()]
-    assert "no folder/replicas cannot be written: No such file" in told(tmp_path / "no folder" / "replicas")
-    assert f"{tmp_path} cannot be written: Is a directory" in told(tmp_path)
+    assert "no folder/replicas cannot be used: No such file" in told(tmp_path / "no folder" / "replicas")
+    assert f"{tmp_path} cannot be used: Is a directory" in told(tmp_path)
     (tmp_path / "replicas").write_bytes(b"\xff\xfe")
     assert "replicas is not UTF-8 text. Correct or remove that file" in told(tmp_path / "replicas")
     (tmp_path / "replicas").write_text("ftp://x\n")
@@ -108,7 +98,7 @@ def test_a_file_that_can_be_read_and_not_written_tells_its_replicas_to_who_only_
     (tmp_path / "replicas").write_text("http://127.0.0.3:9\n")
     (tmp_path / "replicas.new").mkdir()  # where it would be written
     config = load({"replica_file": tmp_path / "replicas"}, {}, without_files=True)
-    assert "replicas cannot be written: Is a directory" in config.unusable["replica_file"] and not config.left_out
+    assert "replicas cannot be used: Is a directory" in config.unusable["replica_file"] and not config.left_out
     assert known_urls(config.settings) == ("http://127.0.0.3:9",)
 
 

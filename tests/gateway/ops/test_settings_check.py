@@ -25,11 +25,11 @@ def test_a_file_that_cannot_be_used_is_one_failed_check_and_all_others_are_done(
     files = {
         "--api-keys": ("keys.yaml", "api keys", "keys.yaml:1: name: 'team a!' is no name"),
         "--tls-cert": ("gone.pem", "tls", "gone.pem cannot be read"),
-        "--chat-template": ("gone.jinja", "chat template", "there is no file gone.jinja"),
-        "--replica-ca": ("gone-too.pem", "replica ca", "gone-too.pem cannot be read"),
+        "--chat-template": ("gone.jinja", "chat template", "gone.jinja cannot be used"),
+        "--replica-ca": ("gone-too.pem", "replica ca", "gone-too.pem cannot be used"),
         "--admin-token": ("@gone", "admin token", "cannot read it from gone"),
         "--engine-api-key": ("@gone", "engine api key", "cannot read it from gone"),
-        "--usage-log": ("gone/usage", "usage log", "gone/usage cannot be written"),
+        "--usage-log": ("gone/usage", "usage log", "gone/usage cannot be used"),
     }
     flags = [word for flag, (name, _, _) in files.items() for word in (flag, name)]
     code, out = doctor_lines(capsys, "--replica-url", engines[0].url, *flags)

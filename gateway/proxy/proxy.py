@@ -32,7 +32,6 @@ from ..prompt.long import LongPrompts
 from ..prompt.offload import LOOP_SECONDS, TakesLong, event_loop
 from ..prompt.pipeline import OFFLOAD_BYTES
 from ..prompt.prompt import PROMPT_PATHS, unread
-from ..tenants.ending import unread_tokens
 from ..tenants.handover import read_unprepared, refusal_of_head, refusal_of_object
 from ..tenants.keys import CHALLENGE
 from ..tenants.salting import salt_request
@@ -76,6 +75,9 @@ HEADERS_OF = {503: [(b"retry-after", b"1")], 401: CHALLENGE}
 GATEWAY_SIGN = GATEWAY.encode(), __version__.encode()  # shows other gateways that this is not an engine
 SAID_EVERY = 60.0  # seconds between two warnings that prompts of a path are not known exactly
 SESSION_WORDS = frozenset(name.encode() for name in SESSION_HEADERS)
+BYTES_PER_TOKEN = 4  # estimate for bodies that are not parsed
+# Ends of the paths of requests for which engines compute no prompt.
+_RENDERS = ("/render", "/derender", "/count_tokens")
 FILES_SECONDS = 10.0  # most seconds that a request waits for the tokenizer that counts its tokens for tenants' limits
 READ_ONLY = (b"allow", b"GET, HEAD, OPTIONS")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
@@ -160,7 +162,7 @@ class Preparation:
             tokens = prompt.tokens if prompt is not None else 0
             charge = exchange.charge = self._metering.charge(exchange.tenant, tokens)
             if charge is not None and not tokens:
-                charge.unread = unread_tokens(exchange.request)
+                charge.unread = _unread_tokens(exchange.request)
         if charge is None or self._metering is None:
             exchange.prepared(prompt)
             return
@@ -357,6 +359,13 @@ class Preparation:
             exchange.run_isolated(self._ready, exchange, prompt)
         elif exchange.state is not ExchangeState.ENDED:
             self._beside(exchange)
+
+
+def _unread_tokens(request: Request) -> int:
+    """Return the approximate number of prompt tokens of a JSON body that is passed on without being parsed."""
+    if request.body[:1] != b"{" or request.path.endswith(_RENDERS):
+        return 0
+    return len(request.body) // BYTES_PER_TOKEN
 
 
 class Proxy:

@@ -22,16 +22,10 @@ from .limits import Cost
 from .metering import Metering
 
 if TYPE_CHECKING:
-    from ..http.messages import Request
     from ..ops.metrics import Metrics
     from ..prompt import Prompt
     from ..proxy.answers import Usage
     from ..proxy.exchange import Attempt, Exchange
-
-
-BYTES_PER_TOKEN = 4  # estimate for bodies that are not parsed
-# Ends of the paths of requests for which engines compute no prompt.
-_RENDERS = ("/render", "/derender", "/count_tokens")
 
 
 TOKENS = ("input", "cached", "output")  # as in `Cost`
@@ -93,13 +87,6 @@ def _written_meanwhile(attempt: Attempt, prompt: Prompt) -> int:
     if not written:
         written = max(0.0, seconds - placement.punctual_ttft) / two_legs.writing_seconds(placement, 2)
     return int(written) * prompt.sequences
-
-
-def unread_tokens(request: Request) -> int:
-    """Return the approximate number of prompt tokens of a JSON body that is passed on without being parsed."""
-    if request.body[:1] != b"{" or request.path.endswith(_RENDERS):
-        return 0
-    return len(request.body) // BYTES_PER_TOKEN
 
 
 def _is_unserved(exchange: Exchange) -> bool:

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import shlex
 
 import httpx
 import pytest
@@ -108,28 +107,3 @@ async def test_an_operators_verbs_reach_one_engine_and_only_from_here(gateway):
     assert (
         await gateway.admin.post(engine + "/reset_prefix_cache", headers={"Authorization": "none"})
     ).status_code == 401
-
-
-async def test_an_engine_that_does_not_answer_is_said(gateway, unused_tcp_port):
-    id = f"127.0.0.1:{unused_tcp_port}"
-    assert (await gateway.admin.post("/replicas", json={"url": f"http://{id}"})).status_code == 201
-    answer = await gateway.admin.post(f"/replicas/{id}/engine/sleep")
-    assert answer.status_code == 502 and answer.json()["error"]["code"] == "engine_unreachable"
-    assert (await gateway.admin.delete(f"/replicas/{id}")).status_code == 200
-
-
-async def test_doctor_names_the_command_that_brings_a_drained_engine_back(gateway, capsys):
-    """An engine of the gateway's own, which a drain ends: that nothing listens at its address is as it should be."""
-    secret = ["--admin-token", gateway.secret]
-    async with running("--launch", "1", "--profile", "sim") as gateway:
-        (replica,) = (await gateway.ready(1))["replicas"]
-        await gateway.admin.post(f"/replicas/{replica['id']}/drain")
-        status = await gateway.until(lambda status: status["replicas"][0]["state"] == "stopped")
-        assert f"hitherto replicas add {replica['url']}" in status["replicas"][0]["problems"][0]
-        await command(gateway, "doctor", *secret)
-        said = capsys.readouterr().out
-        found = [line for line in said.splitlines() if line[6:].startswith(f"replica {replica['id']}")]
-        assert len(found) == 1 and "drained on request" in found[0] and found[0].startswith("warn"), said
-        given = shlex.split(said[said.index("hitherto replicas add") :].splitlines()[0].replace("TOKEN", secret[1]))
-        assert await asyncio.to_thread(cli.main, given[1:]) == 0
-        await gateway.ready(1)

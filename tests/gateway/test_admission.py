@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import signal
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
@@ -131,19 +130,6 @@ async def test_a_flood_waits_or_is_told_when_to_come_back_and_premium_passes_it(
             assert told["free"]["met"] > 0 and told["free"]["ttft_seconds"] > 0
 
 
-async def test_an_engine_that_is_killed_while_others_wait_takes_only_what_it_had_begun(tmp_path):
-    with engines(2) as (urls, processes):
-        async with gateway(tmp_path, urls) as one:
-            async with flood(one, 40) as found:
-                await one.until(has_queued)
-                processes[0].send_signal(signal.SIGKILL)
-                await one.until(lambda status: any(each["state"] != "ready" for each in status["replicas"]))
-            assert {status for status, *_ in found} <= {200, 429}, "nobody who had no byte was failed"
-            await nothing_left(one)
-            after = await ask(one, "premium")
-            assert after[0] == 200 and after[2]
-
-
 async def test_two_gateways_on_one_redis_admit_by_the_load_of_both(tmp_path, redis_server):
     with engines(2) as (urls, _):
         async with AsyncExitStack() as stack:
@@ -203,59 +189,3 @@ async def decisions(one):
     names = "admitted", "queued", "refused"
     found = [await one.counted("hitherto_admission_total", decision=name) for name in names]
     return {name: count for name, count in zip(names, found, strict=True) if count}
-
-
-@contextmanager
-def parted():
-    """One engine that computes prompts for others, and two that write answers."""
-    with engines(3, "--kv-connector") as (urls, _):
-        yield [f"{url}#role={role}" for url, role in zip(urls, ("prefill", "decode", "decode"), strict=True)]
-
-
-async def test_where_replicas_have_roles_a_flood_waits_for_pairs_and_premium_passes_it(tmp_path):
-    with parted() as urls:
-        async with gateway(tmp_path, urls, "--policy", "least_load") as one:
-            async with flood(one, 60) as free:
-                await one.until(has_queued)
-                premium = [await ask(one, "premium") for _ in range(5)]
-                leaving = await asyncio.gather(*[ask(one, leave_after=0.3) for _ in range(10)])
-                await one.until(lambda _: len(free) > 100 and some(free, 200))
-            assert {status for status, _, whole in premium if whole} == {200}
-            assert {status for status, *_ in free + leaving} <= {200, 429, "left"}
-            assert all(whole for status, _, whole in free if status == 200)
-            await nothing_left(one)
-            told = {each["class"]: each for each in (await one.status())["admission"]}
-            assert told["premium"]["refused"] == 0 and told["free"]["met"] > 0 and told["free"]["ttft_seconds"] > 0
-            legs = await complete_legs(one)
-            answered = Counter(status for status, *_ in premium + free)[200]
-            assert 0.3 * answered < legs
-
-
-async def complete_legs(one):
-    return await one.counted("hitherto_legs_total", leg="decode", outcome="complete")
-
-
-async def test_two_gateways_on_one_redis_admit_to_pairs_by_the_load_of_both(tmp_path, redis_server):
-    """As many floods as it takes: a busy machine sends so slowly that the first ones find room."""
-    with parted() as urls:
-        async with AsyncExitStack() as stack:
-            flags = "--policy", "least_load", "--redis-url", redis_server.url
-            gateways = [await stack.enter_async_context(gateway(tmp_path, urls, *flags)) for _ in range(2)]
-            for one in gateways:
-                await one.until(lambda status: status["map"]["redis"]["ledger_joined"])
-            clients = held = legs = 0
-            while not (held and legs) and clients < 200:
-                clients += 50
-                async with flood(gateways[0], clients) as first, flood(gateways[1], clients) as second:
-                    answered = False
-                    while not (answered and held and legs) and len(first + second) < 8 * clients:
-                        await asyncio.sleep(0.05)
-                        answered = some(first, 200) and some(second, 200)
-                        if answered:
-                            status = [await one.status() for one in gateways]
-                            held = sum(each["queued"] + each["refused"] for one in status for each in one["admission"])
-                            legs = sum([await complete_legs(one) for one in gateways])
-                assert {status for status, *_ in first + second} <= {200, 429} and answered
-            for one in gateways:
-                await nothing_left(one)
-            assert held > 0 and legs > 0

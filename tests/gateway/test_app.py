@@ -135,19 +135,6 @@ async def test_an_adapter_is_served_from_the_moment_it_is_loaded_and_has_blocks_
             assert asked.status_code == 200, (path, asked.text)
 
 
-async def test_replicas_without_events_are_followed_by_what_was_sent_to_them(tmp_path):
-    profile = tmp_path / "quiet.yaml"
-    profile.write_text("engine: sim\nkv_events: false\n")
-    async with running("--launch", "2", "--profile", str(profile)) as gateway:
-        await gateway.ready(2)
-        first = await gateway.chat([SYSTEM, user("Who goes there? " * 40)])
-        for _ in range(3):
-            again = await gateway.chat([SYSTEM, user("Who goes there? " * 40)])
-            assert again.headers["x-hitherto-replica"] == first.headers["x-hitherto-replica"]
-            assert predicted(again) == reported(again) > 0
-        assert {one["events"] for one in (await gateway.status())["replicas"]} == {"off"}
-
-
 @pytest.mark.parametrize("flags", [(), ("--workers", "2")], ids=["one process", "two workers"])
 async def test_the_usual_limit_of_open_files_does_not_limit_connections(start_engine, flags):
     engine = start_engine().wait()
@@ -195,22 +182,6 @@ async def with_few_files(engine, *flags: str):
                 await talker.close()
 
 
-async def test_idle_connections_give_way_where_files_become_short(start_engine):
-    async with with_few_files(start_engine().wait()) as (gateway, talk):
-        talkers = []
-        for _ in range(300):
-            talkers.append(await talk())
-            await talkers[-1].say(HEALTH)
-            assert (await talkers[-1].response(20))[0] == 200
-        assert await talkers[0].rest(20) == b""  # the oldest gave way
-        for talker in talkers[-20:]:
-            await talker.say(POST % len(HELLO) + HELLO)  # each needs a file for its replica
-        assert {(await talker.response(20))[0] for talker in talkers[-20:]} == {200}
-        assert b"".join(gateway.log).count(b"idle connections of clients are closed") == 1
-        assert gateway.log and (await gateway.status())["background_failures"] == {}
-        assert await gateway.counted("hitherto_rejections_total", reason="503") == 0
-
-
 async def test_where_files_are_short_and_no_connection_is_idle_a_new_one_is_refused_and_said(start_engine):
     async with with_few_files(start_engine().wait()) as (gateway, talk):
         busy, refused = [], 0
@@ -241,13 +212,6 @@ async def test_where_files_are_short_and_no_connection_is_idle_a_new_one_is_refu
             await newer.say(HEALTH)
             status = (await newer.response(20))[0]
         assert status == 200
-
-
-async def test_an_idle_connection_is_closed_after_the_time_that_was_set():
-    async with running("--replica-url", "http://127.0.0.1:9", "--idle-timeout-s", "0.5") as gateway:
-        talker = await Talker.to(gateway.client.base_url.port)
-        assert await talker.rest(20) == b""
-        await talker.close()
 
 
 async def test_a_stream_in_progress_is_finished_before_the_gateway_stops():
@@ -348,23 +312,6 @@ async def test_killing_a_replica_under_load_fails_no_request_and_it_comes_back()
         assert (await gateway.status())["totals"]["inflight"] == 0
 
 
-async def test_a_replica_that_is_removed_and_added_again_at_once_serves_again():
-    async with running("--launch", "1") as engines:
-        url = (await engines.ready(1))["replicas"][0]["url"]
-        async with running("--replica-url", url) as gateway:
-            name = (await gateway.until(lambda status: status["ready"]))["replicas"][0]["id"]
-            assert (await gateway.chat([user("Hello")])).status_code == 200
-            both = await asyncio.gather(
-                gateway.admin.delete(f"/replicas/{name}"), gateway.admin.delete(f"/replicas/{name}")
-            )
-            assert [one.status_code for one in both] in ([200, 200], [200, 404])
-            assert (await gateway.admin.post("/replicas", json={"url": url})).status_code == 201
-            await gateway.ready(1)
-            again = await gateway.chat([user("Hello")])
-            assert again.status_code == 200, again.text
-            assert (await gateway.status())["totals"]["prompts"] == {"exact": 2}
-
-
 @pytest.mark.parametrize("flags", [(), ("--workers", "2")], ids=["one process", "two workers"])
 async def test_a_model_by_any_name_is_found_where_the_engine_has_it_from(start_engine, flags):
     engine = start_engine("--served-model-name", "support-bot").wait()
@@ -388,29 +335,3 @@ async def bundled() -> str:
     from replicas.simulated.model import sim_model_dir
 
     return str(sim_model_dir())
-
-
-async def test_the_log_says_once_that_it_is_ready_and_once_that_a_cache_is_guessed(start_engine):
-    engines = [start_engine("--no-events").wait().url for _ in range(2)]
-    async with running("--replica-url", *engines) as gateway:
-        await gateway.ready(2)
-        await gateway.until(lambda _: any(b"ready for requests" in line for line in gateway.log))
-        (await gateway.chat([user("Anybody?")])).raise_for_status()
-        assert sum(b"ready for requests" in line for line in gateway.log) == 1
-        guessed = [line for line in gateway.log if b"guessed" in line]
-        assert len(guessed) == 2 and all(line.count(b"guessed") == 1 for line in guessed)
-
-
-@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
-async def test_a_port_that_is_taken_is_said_before_anything_starts(flag):
-    blocker = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
-    port = blocker.sockets[0].getsockname()[1]
-    try:
-        with pytest.raises(
-            AssertionError, match=rf"(?s)cannot listen on 127.0.0.1:{port}: Address already in use.*{flag}"
-        ):
-            async with running("--launch", "1", flag, str(port)):
-                pass
-    finally:
-        blocker.close()
-        await blocker.wait_closed()

@@ -1,14 +1,13 @@
 """A fault of the gateway's own background work, as an operator sees it."""
 
 import asyncio
-import threading
 
 import httpx
 import pytest
 
 from cachemap import background
 from gateway import app
-from gateway.app import CARE, METRICS, Gateway
+from gateway.app import CARE, Gateway
 from gateway.settings import Settings
 from replicas.replica import Replica
 from replicas.simulated.model import sim_model_dir
@@ -53,25 +52,6 @@ async def test_background_work_that_fails_is_counted_on_the_admin_sides_pages(ga
     assert "KeyError: 'one'" in caplog.text
 
 
-async def test_a_part_of_the_metrics_that_fails_is_logged_once_and_counted(gateway, monkeypatch, caplog):
-    await gateway.start()
-
-    def broken():
-        raise ValueError("no figures")
-
-    gateway.metrics.read_from(broken)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.admin_port}", timeout=10) as admin:
-        for times in range(3):
-            page = (await admin.get("/metrics")).text
-            assert counted(page, FAILURES, work=METRICS) == times
-            assert counted(page, "hitherto_map_blocks") == 0, "what others tell is there"
-        assert (
-            "broken: ValueError: no figures"
-            in (await admin.get("/status")).json()["background_failures"][METRICS]["last"]
-        )
-    assert caplog.text.count("Traceback") == 1
-
-
 async def test_a_replica_that_is_back_while_others_are_forgotten_is_kept(gateway, monkeypatch):
     monkeypatch.setattr(app, "CARE_SECONDS", 0.0)
     await gateway.start()
@@ -94,25 +74,3 @@ async def test_a_replica_that_is_back_while_others_are_forgotten_is_kept(gateway
         del replicas[f"h:{port}"]
     await forgotten.wait()
     assert [one.replica for one in gateway.proxy.backends.values()] == [back]
-
-
-async def test_the_usage_log_is_complete_before_engines_are_waited_for(tmp_path):
-    """They may take longer than whoever ends the gateway waits."""
-    file, complete = tmp_path / "usage", []
-    settings = Settings(
-        host="127.0.0.1", port=0, admin_port=0, replica_url=("http://127.0.0.1:1",), model=str(sim_model_dir()), usage_log=file
-    )  # fmt: skip
-    one = Gateway(settings)
-    await one.start()
-    stop_engines = one.fleet.stop
-
-    async def stop():
-        complete.append("usage log" not in {thread.name for thread in threading.enumerate()})
-        await stop_engines()
-
-    one.fleet.stop = stop
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{one.port}") as client:
-        answer = await client.post("/v1/completions", json={"model": "sim", "prompt": "x"})
-    assert answer.status_code == 503
-    await one.stop(0)
-    assert complete == [True] and len(file.read_text().splitlines()) == 1

@@ -38,41 +38,6 @@ async def test_blocks_of_many_gpus_are_learned_from_events_and_predicted_exactly
         assert max(found[name(plain)]) > 128 and not problems(home)
 
 
-@pytest.mark.parametrize("speaks", [0, 1])
-async def test_gateways_of_one_map_learn_what_blocks_are_from_each_other(start_engine, redis_server, speaks):
-    """The one that has the events decoded by another predicts the same: it gets no event of its own."""
-    wide, plain = start_engine(*SHARED), start_engine("--num-blocks", "400")
-    for engine in (wide, plain):
-        engine.wait()
-    both: dict = {"policy": "random", "redis_url": redis_server.url}
-    async with house(wide, plain, **both) as one, house(wide, plain, **both) as other:
-        home, follower = (one, other) if speaks else (other, one)
-        while home.gateway.models.blocks(name(wide)) == (16, 0):
-            await home.chat([{"role": "user", "content": Talks(0).text(200)}])
-        for each in (one, other):
-            await told(each, wide, (128, 0))
-            assert each.gateway.models.blocks(name(plain)) == (16, 0)
-        found = await follower.converse(Talks(1), 40)
-        assert max(found[name(wide)]) >= 256 and not any(tokens % 128 for tokens in found[name(wide)])
-        assert not follower.gateway.metrics.heals.total()
-
-
-async def test_the_size_of_the_whole_block_is_not_called_wrong(start_engine):
-    wide = start_engine(*SHARED).wait()
-    async with house(wide, block_size=128) as home:
-        assert not problems(home)
-        await home.converse(Talks(2), 20)
-        assert not problems(home)
-
-
-async def test_one_gpus_part_of_a_block_is_called_wrong_once_events_show_it(start_engine):
-    wide = start_engine(*SHARED).wait()
-    async with house(wide, block_size=16) as home:
-        assert not problems(home)
-        await home.chat([{"role": "user", "content": Talks(0).text(200)}])
-        await home.until(lambda: any("caches blocks of 128" in one for one in problems(home)))
-
-
 async def test_a_speculators_block_is_known_from_the_first_answer_on(start_engine):
     engines = [start_engine(*flags, "--num-blocks", "400") for flags in (("--drops-block",), ())]
     async with house(*[engine.wait() for engine in engines], policy="random") as home:

@@ -1,10 +1,6 @@
 """A gateway is no engine: two that name each other, or one that names itself, send nothing in circles."""
 
-import aiohttp
 import pytest
-
-from replicas.adopt import probe
-from replicas.ask import Response
 
 from ..redis_server import free_port
 from .running import running
@@ -42,11 +38,3 @@ async def test_one_that_names_itself_ends_no_request_in_a_circle(engine):
         status = await gateway.until(lambda status: any("gateway" in one["reason"] for one in status["replicas"]))
         assert sorted(one["state"] == "ready" for one in status["replicas"]) == [False, True]
         assert {(await gateway.chat(MESSAGES)).status_code for _ in range(3)} == {200}
-
-
-async def test_one_that_has_no_replica_is_known_as_a_gateway_too():
-    port = free_port()
-    async with running("--replica-url", f"http://127.0.0.1:{port}", "--model", "sim") as gateway:
-        async with aiohttp.ClientSession(response_class=Response) as session:
-            facts = await probe(gateway.url, session)
-    assert not facts.alive and facts.fault == "refused" and "name its engines instead" in facts.error

@@ -2,7 +2,6 @@
 
 from contextlib import asynccontextmanager
 
-import httpx
 import yaml
 
 from .running import running
@@ -76,21 +75,3 @@ async def test_what_is_taken_from_lower_classes_is_told_and_given_back_in_revers
             assert (await ask(one))[0] == 200
             shown = [entry["text"] for entry in (await one.admin.get("/recent")).json()["journal"]]
             assert {event["text"] for event in status["control"]["events"]} <= {*shown}, "lines of the live page"
-
-
-async def test_premium_that_asks_too_little_to_be_judged_keeps_its_limits_beside_a_slow_engine_and_a_flood(tmp_path):
-    """By the queue and its reserve: of five requests the control knows nothing."""
-    with engines(2) as (urls, _):
-        async with gateway(tmp_path, urls, {}) as one, httpx.AsyncClient(timeout=10) as http:
-            async with flood(one, 40):
-                await one.until(lambda status: any(each["queued"] for each in status["admission"]))
-                assert (await http.post(f"{urls[0]}/faults", json={"slow": 2})).status_code == 200
-                premium = [await ask(one, tier="premium") for _ in range(5)]
-            assert {answer[0] for answer in premium} == {200}
-            status = await one.status()
-            assert status["control"]["models"][0]["pressures"]["premium"] is None and not events(status)
-            met, missed = [
-                await one.counted("hitherto_slo_requests_total", **{"class": "premium", "outcome": outcome})
-                for outcome in ("met", "missed")
-            ]
-            assert met >= 0.95 * (met + missed) > 0

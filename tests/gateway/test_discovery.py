@@ -2,10 +2,7 @@
 
 The tests of `gateway` share one of each kind, and each test starts with a gateway that knows no pod."""
 
-import asyncio
 import json
-import os
-import signal
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +13,6 @@ from gateway.settings import load
 from tests.replicas.cluster import Cluster
 
 from .running import Running, running
-from .workers.test_workers import replaced
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -82,15 +78,6 @@ def pods(shared):
     return shared.cluster
 
 
-WORKERS = pytest.mark.parametrize("shared", ["two workers"], indirect=True)
-
-
-async def replace_first(gateway, status) -> dict:
-    """Kill the first worker, and wait for the one in its place."""
-    os.kill(pid := status["workers"][0]["pid"], signal.SIGKILL)
-    return await replaced(gateway, pid)
-
-
 async def test_a_pod_computes_the_prompts_that_its_label_says(gateway, pods, pair):
     prefiller, decoder = pair
     before = await gateway.counted("hitherto_legs_total", leg="prefill", outcome="complete")
@@ -106,61 +93,6 @@ async def test_a_pod_computes_the_prompts_that_its_label_says(gateway, pods, pai
     await gateway.until(lambda status: [one["role"] for one in status["replicas"]] == ["decode"])
     answer = await gateway.chat([{"role": "user", "content": f"With {with_workers}, alone. " + TEXT * 20}])
     assert answer.status_code == 200
-
-
-@WORKERS
-async def test_what_an_operator_removed_stays_out_of_a_worker_in_anothers_place(gateway, pods, pair):
-    removed, other = pair
-    await pods.create("p", "127.0.0.1", APP)
-    status = await gateway.ready(2)
-    assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{removed.port}")).status_code == 200
-    for one in status["workers"]:  # none of them is left to ask
-        os.kill(one["pid"], signal.SIGKILL)
-    await gateway.until(lambda status: "workers" in status)
-    for one in status["workers"]:
-        await replaced(gateway, one["pid"])
-    status = await gateway.until(lambda status: status["discovery"]["replicas"] == 1)
-    assert [one["url"] for one in status["replicas"]] == [other.url]
-    await pods.delete("p")
-    await gateway.until(lambda status: status["discovery"]["replicas"] == 0)
-    await pods.create("again", "127.0.0.1", APP)
-    await gateway.until(lambda status: len(status["replicas"]) == 2)
-
-
-@WORKERS
-async def test_a_pod_that_was_posted_is_no_engine_given_by_url_in_a_worker_in_anothers_place(gateway, pods, pair):
-    posted, other = pair
-    await pods.create("p", "127.0.0.1", APP)
-    status = await gateway.ready(2)
-    assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
-    await replace_first(gateway, status)
-    await pods.delete("p")
-    await gateway.until(lambda status: len(status["replicas"]) == 1)
-    await pods.create("again", "127.0.0.1", APP)
-    status = await gateway.ready(2)
-    assert (await gateway.admin.post("/replicas", json={"url": posted.url})).status_code == 200
-    assert (await gateway.admin.delete(f"/replicas/127.0.0.1:{posted.port}")).status_code == 200
-    status = await replace_first(gateway, status)
-    assert (status["discovery"]["replicas"], [one["url"] for one in status["replicas"]]) == (1, [other.url])
-
-
-@WORKERS
-async def test_a_pod_at_the_address_of_one_that_was_drained_is_not_drained_in_a_worker_in_anothers_place(
-    gateway, pods, pair
-):
-    drained, _ = pair
-    await pods.create("p", "127.0.0.1", APP)
-    status = await gateway.ready(2)
-    assert (await gateway.admin.post(f"/replicas/127.0.0.1:{drained.port}/drain", json={})).status_code == 202
-    await gateway.until(lambda status: any(one["state"] == "stopped" for one in status["replicas"]))
-    await pods.delete("p")
-    await gateway.until(lambda status: len(status["replicas"]) == 1)
-    await pods.create("another", "127.0.0.1", APP)
-    await gateway.ready(2)
-    await replace_first(gateway, status)
-    async with asyncio.timeout(60):
-        while await gateway.counted("hitherto_replica_state", state="ready") < 4:  # each worker's view of each
-            await asyncio.sleep(0.05)
 
 
 async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(cluster, pair, start_engine):
@@ -188,39 +120,6 @@ async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(clus
         assert (await gateway.chat([{"role": "user", "content": TEXT}], model="red")).status_code == 200
         assert "hitherto_model_gone{" not in (await gateway.admin.get("/metrics")).text
     llama.stop()
-
-
-async def test_a_worker_in_anothers_place_waits_for_the_models_that_its_siblings_wait_for(cluster, pair, start_engine):
-    pod, upgraded = start_engine("--served-model-name", "llama"), start_engine("--served-model-name", "qwen")
-    given = ["--discover", settings(cluster, pod.wait()), "--replica-url", pair[0].url, upgraded.wait().url]
-    await cluster.create("p", "127.0.0.1", APP)
-    async with running(*given, "--workers", "2") as gateway:
-        status = await gateway.ready(3)
-        await cluster.delete("p")
-        await gateway.until(lambda status: len(status["replicas"]) == 2)
-        drained = await gateway.admin.post(f"/replicas/127.0.0.1:{upgraded.port}/drain", json={})
-        assert drained.status_code == 202
-        await gateway.until(lambda status: any(one["state"] == "stopped" for one in status["replicas"]))
-        upgraded.stop()
-        killed = status["workers"][0]["pid"]
-        os.kill(killed, signal.SIGKILL)
-        await replaced(gateway, killed)
-        status = await gateway.until(lambda status: any(one["state"] == "stopped" for one in status["replicas"]))
-        while min(one["requests"] for one in status["workers"]) < 4:
-            for model, expected in (("llama", 503), ("qwen", 503), ("lama", 404)):
-                body = {"model": model, "messages": [{"role": "user", "content": TEXT}]}
-                answer = await gateway.client.post("/v1/chat/completions", json=body, headers={"connection": "close"})
-                assert answer.status_code == expected, answer.text
-            status = await gateway.status()
-    pod.stop()
-
-
-async def test_while_the_pods_are_not_known_no_model_is_refused_for_good(cluster, pair, unused_tcp_port):
-    given = settings(cluster, pair[0], api=f"http://127.0.0.1:{unused_tcp_port}")
-    async with running("--discover", given, "--replica-url", pair[1].url) as gateway:
-        await gateway.ready(1)
-        answer = await gateway.chat([{"role": "user", "content": TEXT}], model="late")
-        assert answer.status_code == 503 and "the pods are not known: " in answer.json()["error"]["message"]
 
 
 async def test_without_any_pod_it_is_said_what_is_waited_for(cluster, pair):

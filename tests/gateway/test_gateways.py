@@ -6,14 +6,11 @@ kind of Redis starts a fleet of its own."""
 
 import asyncio
 import json
-import re
 import shutil
-import signal
 import struct
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
 import httpx
@@ -23,7 +20,7 @@ import pytest_asyncio
 from msgspec import msgpack
 
 from replicas.simulated.model import sim_model_dir
-from tests.redis_server import Proxy, RedisServer, Sentinels, binaries
+from tests.redis_server import Proxy, RedisServer, binaries
 from tests.redis_server import running as redis_running
 
 from .running import Running, running
@@ -276,22 +273,6 @@ async def test_gateways_that_have_the_model_in_folders_of_different_names_share_
         await known(elsewhere, messages)
 
 
-async def test_another_takes_over_from_a_writer_that_is_frozen_and_it_writes_no_more_when_it_wakes(fleet):
-    one, other = fleet.gateways
-    if "writer" not in roles(await one.status()):
-        one, other = other, one
-    async with Clients([other], PAUSE) as clients:
-        await clients.more()
-        one.process.send_signal(signal.SIGSTOP)
-        await other.until(lambda status: roles(status) == {"writer"}, 8)
-        one.process.send_signal(signal.SIGCONT)
-        await one.until(lambda status: roles(status) == {"mirror"})
-        await clients.more()
-    assert not clients.failures
-    with fleet.server.client() as client:
-        await settled(fleet.gateways, client)
-
-
 @pytest.mark.parametrize("fault", ("restarted empty", "frozen", "full"))
 async def test_no_request_fails_because_of_redis(fleet, fault):
     server = fleet.server
@@ -321,112 +302,3 @@ async def test_no_request_fails_because_of_redis(fleet, fault):
             await clients.more()
         assert not clients.failures
         await settled(fleet.gateways, client)
-
-
-async def test_a_slow_way_to_redis_costs_two_milliseconds_and_no_request(fleet):
-    async def late() -> list[float]:
-        return [await one.counted("hitherto_shared_decisions_total", outcome="late") for one in fleet.gateways]
-
-    async with Clients(fleet.gateways, PAUSE) as clients:
-        await clients.more()
-        before = await late()
-        for way in fleet.ways:
-            way.delay = 0.02
-        await clients.more(120)
-        assert all(now > then for now, then in zip(await late(), before, strict=True))
-        for way in fleet.ways:
-            way.delay = 0.0
-        await clients.more()
-    assert not clients.failures
-    with fleet.server.client() as client:
-        await settled(fleet.gateways, client)
-
-
-async def test_a_network_split_between_one_gateway_and_redis(fleet):
-    """The one that is cut off goes on by itself; its load leaves the ledger; back again, it counts anew."""
-    cut, way = fleet.gateways[0], fleet.ways[0]
-    async with Clients(fleet.gateways, PAUSE) as clients:
-        await clients.more()
-        way.cut()
-        await cut.until(lambda status: not status["map"]["redis"]["ledger_joined"])
-        async with asyncio.timeout(20):
-            while "hitherto_map_redis_up 0" not in (await cut.admin.get("/metrics")).text:
-                await asyncio.sleep(0.02)
-        await clients.more(120)
-        way.mend()
-        await joined(cut)
-        await clients.more()
-    assert not clients.failures
-    with fleet.server.client() as client:
-        await settled(fleet.gateways, client)
-
-
-async def test_a_gateway_killed_in_a_burst_leaves_no_load_and_no_lease(fleet, engines):
-    async def leases_of_the_living() -> int:
-        return sum([(await one.status())["map"]["redis"]["leases"] for one in fleet.gateways])
-
-    with fleet.server.client() as client:
-        async with gateways(1, fleet.server.url, engines) as (dies,), Clients(fleet.gateways, PAUSE) as clients:
-            burst = [
-                # Long enough for all to be there together, however slowly they come; so few fit in the caches at once.
-                asyncio.create_task(dies.chat([{"role": "user", "content": f"{n} {TEXT}"}], max_tokens=20_000))
-                for n in range(16)
-            ]
-            await until(lambda: sum(counts[0] for counts in together(client).values()) >= 16)
-            dies.process.send_signal(signal.SIGKILL)
-            # By Redis's own clock no lease is longer than 3 s: then its load goes with the next look.
-            leases = dict(client.zrange(LOAD.removesuffix("load") + "alive", 0, -1, withscores=True))
-            seconds, micros = client.time()
-            assert len(leases) == 3 and max(leases.values()) <= 1e3 * seconds + 1e-3 * micros + 3000
-            await until(lambda: sum(counts[0] for counts in together(client).values()) <= 8)
-            await asyncio.gather(*burst, return_exceptions=True)
-            async with asyncio.timeout(60):
-                while await leases_of_the_living() != len(engines):
-                    await asyncio.sleep(0.05)
-            await clients.more()
-        assert not clients.failures
-        await settled(fleet.gateways, client)
-
-
-@pytest.mark.parametrize("writes", ("ahead", "right"))
-async def test_clocks_ten_seconds_apart(redis_server, engines, tmp_path, writes):
-    """Nobody's clock is compared with another's: for longer than a lease each stays what it is, and the map is one."""
-    clocks = [ahead(tmp_path), {}]
-    async with AsyncExitStack() as stack:
-        fleet = []
-        for env in clocks if writes == "ahead" else reversed(clocks):
-            fleet += await stack.enter_async_context(gateways(1, redis_server.url, engines, env))
-            await fleet[-1].until(lambda status: roles(status) == {"mirror" if len(fleet) > 1 else "writer"})
-        dates = [parsedate_to_datetime((await one.admin.get("/status")).headers["date"]).timestamp() for one in fleet]
-        assert abs(dates[0] - dates[1]) > 8
-        async with Clients(fleet, PAUSE) as clients:
-            end = asyncio.get_running_loop().time() + 4
-            while asyncio.get_running_loop().time() < end:
-                await clients.more(20)
-                assert [roles(await one.status()) for one in fleet] == [{"writer"}, {"mirror"}]
-        assert not clients.failures
-        with redis_server.client() as client:
-            await settled(fleet, client)
-        for one in fleet:
-            told = (await one.admin.get("/metrics")).text
-            assert "hitherto_map_reloads_total 0" in told and "hitherto_map_takeovers_total 0" in told
-            assert await one.counted("hitherto_shared_decisions_total", outcome="away") == 0
-            assert float(re.search(r"^hitherto_map_mirror_lag_seconds ([0-9.e+-]+)$", told, re.M)[1]) < 5
-
-
-async def test_sentinel_fails_over(tmp_path, engines):
-    if not binaries():
-        pytest.skip("there is no redis-server")
-    with redis_running(Sentinels(tmp_path)) as servers:
-        async with gateways(2, servers.url, engines) as fleet:
-            async with Clients(fleet, PAUSE) as clients:
-                await clients.more()
-                servers.primary.kill()
-                for one in fleet:
-                    await one.until(lambda status: not status["map"]["redis"]["ledger_joined"])
-                for one in fleet:
-                    await joined(one, 30)
-                await clients.more()
-            assert not clients.failures
-            with servers.replica.client() as client:
-                await settled(fleet, client)

@@ -98,24 +98,6 @@ async def test_no_replica_is_taken_out_and_no_stream_fails_for_ten_seconds_of_ou
         assert any(b"this process did not run for " in line for line in gateway.log)
 
 
-@pytest.mark.parametrize("settings", ["admission: {max_wait: 8s}", "slo: {ttft: 8s}"])
-async def test_who_waits_in_the_queue_has_not_waited_while_we_did_not_run(engines, settings, tmp_path):
-    """By the clock each is too late when the gateway goes on; none is refused, and all get what they waited for."""
-    (tmp_path / "hitherto.yaml").write_text(settings)
-    flags = ("--config", str(tmp_path / "hitherto.yaml"), "--model", "sim")
-    async with running("--replica-url", engines[0].url, *flags) as gateway:
-        await gateway.ready(1)
-        # No prompt is in the engine's cache from another test, which would shorten the queue.
-        asking = [asyncio.create_task(asked(gateway, f"{settings} {number} {PREFIX}")) for number in range(8)]
-        async with asyncio.timeout(60):
-            while await gateway.counted("hitherto_queued_requests") < 3:
-                await asyncio.sleep(0.02)
-        with stopped(gateway.process.pid):
-            await asyncio.sleep(10)
-        assert {*await asyncio.gather(*asking)} == {engines[0].url.removeprefix("http://")}
-        assert await gateway.counted("hitherto_admission_total", decision="admitted", reason="turn") >= 3
-
-
 async def test_a_machine_that_was_suspended_gives_its_engines_their_time(engines):
     """All processes of it stop, and the engines go on somewhat later than the gateway: by the clock their streams were
     silent for longer than is waited for."""
@@ -131,16 +113,3 @@ async def test_a_machine_that_was_suspended_gives_its_engines_their_time(engines
             assert not any(stream.read.done() for stream in streams)
         assert all([await stream.read for stream in streams])
         assert not troubles(gateway)
-
-
-async def test_an_engine_that_died_meanwhile_is_found_at_once(engines, start_slow_engine):
-    dead, alive = start_slow_engine().wait(), engines[0]
-    async with running("--replica-url", dead.url, alive.url, "--model", "sim") as gateway:
-        await gateway.ready(2)
-        with stopped(gateway.process.pid):
-            dead.process.kill()
-            await asyncio.sleep(3)
-        async with asyncio.timeout(30):
-            while not any(dead.url.removeprefix("http://") in line for line in troubles(gateway)):
-                await asyncio.sleep(0.02)
-            assert {await asked(gateway, text) for text in PROMPTS} == {alive.url.removeprefix("http://")}

@@ -91,27 +91,3 @@ async def test_engines_that_are_replaced_in_turn_under_load_lose_no_answer(flags
         await asyncio.gather(*clients)
         torn = await gateway.any_counted("hitherto_retries_total", "reason", ("hung", "left", "closed"))
     assert [one for one in answers if one != (200, TOKENS)] == [] and torn == 0
-
-
-@pytest.mark.parametrize("flags", [("closes",), ("sick",)], ids=["uvicorn's", "SGLang's"])
-async def test_what_an_engine_had_that_is_killed_while_it_ends_is_answered_elsewhere_or_told(flags):
-    """As Kubernetes does after the grace period. A stream that has begun ends with an error event."""
-    dies, stays = [await started(*flags) for _ in range(2)]
-    async with AsyncExitStack() as stack:
-        stack.callback(dies.stop)
-        stack.callback(stays.stop)
-        urls = ("--replica-url", dies.url, stays.url)
-        gateway = await stack.enter_async_context(
-            running(*urls, "--model", "sim", "--policy", "round_robin", module="tests.gateway.ending")
-        )
-        await gateway.ready(2)
-        await slow_down(dies)
-        asked = [asyncio.create_task(ask(gateway.client, number)) for number in range(12)]
-        await has_two(dies)
-        dies.process.terminate()
-        await gateway.until(lambda status: replica(status, dies)["state"] == "leaving", 20)
-        dies.process.kill()
-        answers = await asyncio.gather(*asked)
-        for number, answer in enumerate(answers):
-            assert answer == (200, TOKENS) or (number % 3 == 0 and "the answer broke off" in str(answer[1])), answer
-        assert not await gateway.any_counted("hitherto_retries_total", "reason", ("hung", "closed"))

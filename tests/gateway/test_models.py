@@ -7,7 +7,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from aiohttp import web
 
 from replicas.simulated.model import sim_model_dir
 
@@ -100,60 +99,6 @@ async def test_variants_are_told_when_they_change_and_engines_that_are_alike_are
         assert log.count(b"are a variant") == log.count(b"prompts are prepared for 2 variants") == 1
 
 
-@pytest.fixture
-async def reranker():
-    """An engine that serves one model, which ranks and transcribes, and refuses any other as vLLM does. It has no
-    tokenizer here."""
-
-    async def models(request: web.Request) -> web.Response:
-        return web.json_response(
-            {
-                "object": "list",
-                "data": [
-                    {"id": "ranker", "object": "model", "root": "/models/ranker", "parent": None, "max_model_len": 512}
-                ],
-            }
-        )
-
-    async def serve(request: web.Request) -> web.Response:
-        said = await (request.json() if request.content_type == "application/json" else request.post())
-        if said.get("model", "ranker") != "ranker":
-            return web.json_response({"error": {"message": "The model does not exist.", "code": 404}}, status=404)
-        return web.json_response({"object": "served", "path": request.path})
-
-    async def well(request: web.Request) -> web.Response:
-        return web.Response()
-
-    app = web.Application(client_max_size=1 << 24)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/health", well)
-    for path in ("/v1/rerank", "/v1/score", "/classify", "/pooling", "/v1/audio/transcriptions"):
-        app.router.add_post(path, serve)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    await runner.cleanup()
-
-
-async def test_what_is_only_passed_on_goes_to_replicas_that_serve_its_model(start_engine, reranker):
-    chat = start_engine().wait()
-    async with running("--replica-url", chat.url, reranker, "--policy", "round_robin") as gateway:
-        await gateway.ready(2)
-        for path in ("/v1/rerank", "/v1/score", "/classify", "/pooling") * 2:
-            # the long one is looked at in a thread
-            body = {"model": "ranker", "query": "x", "documents": [PROSE] * (2000 if path == "/classify" else 1)}
-            answer = await gateway.client.post(path, json=body)
-            assert answer.status_code == 200 and answer.json()["path"] == path, answer.text
-        for _ in range(4):
-            form = {"data": {"model": "ranker"}, "files": {"file": ("a.wav", b"\0" * 300_000)}}
-            assert (await gateway.client.post("/v1/audio/transcriptions", **form)).status_code == 200
-        unknown = await gateway.client.post("/v1/rerank", json={"model": "nobody", "query": "x"})
-        assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
-        assert "ranker, sim" in unknown.json()["error"]["message"]
-
-
 async def test_replicas_of_one_model_with_contexts_of_unlike_length_get_the_prompts_that_fit(start_engine):
     small, large = start_engine("--max-model-len", "512"), start_engine("--max-model-len", "16384")
     async with running("--replica-url", small.wait().url, large.wait().url, "--policy", "round_robin") as gateway:
@@ -227,30 +172,6 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
         assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}
 
 
-@pytest.mark.parametrize("given, said", [(16, "its KV events cannot be"), (64, "leave out up to 32 cached tokens")])
-async def test_a_block_size_that_is_not_the_engines_is_a_problem_of_the_replica(start_engine, given, said):
-    engine = start_engine("--block-size", "32").wait()
-    async with running("--replica-url", engine.url, "--block-size", str(given)) as gateway:
-        await compared(gateway, 1)
-        short = 0
-        for number in range(8):
-            for asked_again in (False, True):
-                reply = await gateway.chat(
-                    [{"role": "user", "content": f"{number} {PROSE * 9}{'word ' * 16 * number}"}]
-                )
-                if asked_again and given > 32:
-                    predicted = int(reply.headers["x-hitherto-cached-tokens"])
-                    missed = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] - predicted
-                    assert missed in (0, 32)
-                    short += missed > 0
-        assert short or given < 32
-        (replica,) = (await gateway.status())["replicas"]
-        (problem,) = [one for one in replica["problems"] if one.startswith(f"block_size is set to {given} tokens")]
-        assert said in problem and problem.endswith("leave --block-size out; it is learned from each replica")
-        what, _, remedy = problem.partition(": ")
-        assert sum(f"{what}. To mend it, {remedy}".encode() in line for line in gateway.log) == 1
-
-
 async def test_an_engine_with_another_tokenizer_does_not_make_the_others_inexact(start_engine, other):
     """As with vLLM's --tokenizer, which nothing tells: the same name, and other tokens than the rest."""
     good, odd = start_engine(), start_engine("--model", other, "--served-model-name", "sim")
@@ -302,69 +223,6 @@ async def test_a_model_that_is_away_is_not_answered_for_by_another(start_engine,
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found", answer.text
 
 
-async def test_a_model_whose_engine_was_down_before_the_gateway_began_is_not_refused_for_good(
-    start_engine, unused_tcp_port
-):
-    """Engines load for minutes, a gateway starts in seconds, and no client repeats what got a 404."""
-    qwen, down = start_engine("--served-model-name", "qwen").wait(), f"127.0.0.1:{unused_tcp_port}"
-    async with running("--replica-url", f"http://{down}", qwen.url) as gateway:
-        await gateway.until(lambda status: {one["state"] for one in status["replicas"]} == {"ready", "failed"})
-        told = (
-            "no replica is known to serve 'llama' (served here: qwen), but these have not told their models yet: "
-            f"{down} is failed: "
-        )
-        answer = await gateway.chat([{"role": "user", "content": "x"}], model="llama")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_known")
-        assert answer.json()["error"]["message"].startswith(told) and answer.headers["retry-after"] == "1"
-        body = {"model": "llama", "messages": [{"role": "user", "content": "x"}]}
-        for path in ("/explain", "/decide"):
-            answer = await gateway.admin.post(path, json=body)
-            assert answer.status_code == 503 and answer.json()["error"]["message"].startswith(told), path
-        llama = start_engine("--served-model-name", "llama", "--port", str(unused_tcp_port)).wait()
-        await gateway.ready(2)
-        assert (await gateway.chat([{"role": "user", "content": "x"}], model="llama")).status_code == 200
-        answer = await gateway.chat([{"role": "user", "content": "x"}], model="lama")
-        assert answer.status_code == 404, "all have told theirs"
-        llama.stop()
-
-
-async def test_what_is_only_passed_on_waits_for_a_model_that_has_not_been_told(reranker, unused_tcp_port, start_engine):
-    """One engine is ready and would refuse the other's requests for good."""
-    down = f"127.0.0.1:{unused_tcp_port}"
-    async with running("--replica-url", f"http://{down}", reranker) as gateway:
-        await gateway.until(lambda status: {one["state"] for one in status["replicas"]} == {"ready", "failed"})
-        body = {"model": "late", "query": "x", "documents": [PROSE]}
-        for path in ("/v1/rerank", "/v1/score", "/classify", "/pooling"):
-            # the long one is looked at in a thread
-            answer = await gateway.client.post(
-                path, json=body | {"documents": [PROSE] * (1 + 2000 * (path == "/pooling"))}
-            )
-            assert answer.status_code == 503 and answer.headers["retry-after"] == "1", (path, answer.text)
-            assert "these have not told their models yet" in answer.text
-            assert (await gateway.client.post(path, json=body | {"model": "ranker"})).status_code == 200
-        form = {"data": {"model": "late"}, "files": {"file": ("a.wav", b"\0" * 300_000)}}
-        assert (await gateway.client.post("/v1/audio/transcriptions", **form)).status_code == 503
-        for path in ("/decide", "/explain"):
-            answer = await gateway.admin.post(path, params={"path": "/v1/rerank"}, json=body)
-            assert answer.status_code == 503, answer.text
-        late = start_engine("--served-model-name", "late", "--port", str(unused_tcp_port)).wait()
-        await gateway.ready(2)
-        answer = await gateway.client.post("/v1/rerank", json=body | {"model": "lat"})
-        assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
-        late.stop()
-
-
-async def test_a_model_that_a_replicas_url_names_is_known_before_its_engine_answers(start_engine, unused_tcp_port):
-    qwen, down = start_engine("--served-model-name", "qwen").wait(), f"127.0.0.1:{unused_tcp_port}"
-    async with running("--workers", "2", "--replica-url", f"http://{down}#model=llama", qwen.url) as gateway:
-        await gateway.until(lambda status: {one["state"] for one in status["replicas"]} == {"ready", "failed"})
-        answer = await gateway.chat([{"role": "user", "content": "x"}], model="llama")
-        assert answer.status_code == 503, answer.text
-        assert answer.json()["error"]["message"].startswith(f"no replica of 'llama' is ready ({down} is failed: ")
-        ready = (await gateway.admin.get("/readyz")).json()["models"]  # qwen's tokenizer may still be loading
-        assert ready.keys() == {"llama", "qwen"} and not ready["llama"]
-
-
 async def test_a_prompt_that_names_no_model_is_refused_where_unlike_models_are_served(start_engine, other):
     long = start_engine("--served-model-name", "long", "--lora", "red").wait()
     short = start_engine("--model", other, "--served-model-name", "short").wait()
@@ -386,16 +244,6 @@ async def test_a_prompt_that_names_no_model_is_refused_where_unlike_models_are_s
         assert answer.status_code == 400, answer.text
 
 
-async def test_adapters_and_other_names_of_one_model_do_not_make_a_prompt_name_it(start_engine):
-    one = start_engine("--served-model-name", "one", "--lora", "red").wait()
-    same = start_engine("--served-model-name", "alias").wait()
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    async with running("--replica-url", one.url, same.url) as gateway:
-        await compared(gateway, 2)
-        answer = await gateway.client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200, answer.text
-
-
 async def test_an_adapter_that_was_just_loaded_is_not_refused_for_another_models_context(start_engine, other):
     """Which model it belongs to is known only once the engines were asked again."""
     long = start_engine("--served-model-name", "long", "--max-model-len", "131072", "--num-blocks", "9000").wait()
@@ -408,34 +256,6 @@ async def test_an_adapter_that_was_just_loaded_is_not_refused_for_another_models
             assert loaded.status_code == 200, loaded.text
         assert await held(gateway, "new", PROSE * 150) > 2000
         assert set((await gateway.status())["totals"]["prompts"]) == {"exact"}
-
-
-async def test_an_engine_of_embeddings_is_not_told_to_report_cached_tokens(start_engine):
-    """No answer of an embedding has a count of them, whatever the engine was started with."""
-    engine = start_engine().wait()
-    async with running("--replica-url", engine.url) as gateway:
-        await compared(gateway, 1)
-        for _ in range(200):
-            answer = await gateway.client.post("/v1/embeddings", json={"model": "sim", "input": PROSE * 20})
-            assert answer.status_code == 200, answer.text
-            if int(answer.headers["x-hitherto-cached-tokens"]):
-                break
-        else:
-            raise AssertionError("what is held is never predicted")
-        (shown,) = (await gateway.status())["replicas"]
-        assert not [problem for problem in shown["problems"] if "cached" in problem]
-
-
-async def test_requests_without_a_prompt_to_route_are_not_counted_as_inexact_prompts(start_engine):
-    """Nothing is amiss where a client wants tokens counted, or a model that does not exist."""
-    async with running(
-        "--replica-url", start_engine().wait().url, start_engine("--served-model-name", "more").wait().url
-    ) as gateway:
-        await compared(gateway, 2)
-        assert (await gateway.client.post("/tokenize", json={"model": "sim", "prompt": PROSE})).status_code == 200
-        assert (await gateway.chat([{"role": "user", "content": PROSE}], model="nobody")).status_code == 404
-        assert (await gateway.chat([{"role": "user", "content": PROSE}])).status_code == 200
-        assert (await gateway.status())["totals"]["prompts"] == {"exact": 1}
 
 
 async def test_an_adopted_model_is_not_taken_for_the_one_that_is_launched(start_engine, other):

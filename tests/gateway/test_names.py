@@ -12,7 +12,7 @@ import pytest
 
 from tests.replicas.certificates import server_context
 
-from .http.talk import eventually, free_port
+from .http.talk import free_port
 from .running import running
 
 # In a gateway's process, names are resolved by a table that the test may change: what getaddrinfo would say.
@@ -113,26 +113,6 @@ async def test_a_name_with_two_addresses_is_one_engine_for_requests_and_events_a
         assert status["replicas"][0]["requests"] == 12
 
 
-async def test_workers_follow_a_name_that_moves(resolver):
-    ports = [free_port() for _ in range(3)]
-    resolver(gpu_test=["127.0.0.2"])
-    url = ("--replica-url", f"http://gpu.test:{ports[0]}", "--workers", "2")
-    async with (
-        engine("127.0.0.2", ports) as first,
-        engine("127.0.0.3", ports),
-        running("--model", "sim", *url, env=resolver.env) as gateway,
-    ):
-        await gateway.ready(1)
-        await served(gateway, 3)
-        resolver(gpu_test=["127.0.0.3"])
-        first.kill()
-        await gateway.until(
-            lambda status: status["replicas"][0]["address"] == "127.0.0.3" and status["replicas"][0]["state"] == "ready"
-        )
-        answers = [await gateway.chat(LONG) for _ in range(3)]
-        assert {answer.status_code for answer in answers} == {200}
-
-
 async def test_an_engine_at_an_ipv6_address_gets_requests_and_its_events_are_read():
     if not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
@@ -201,31 +181,3 @@ async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_a
             assert (await gateway.chat(large)).status_code == 400
             status = await gateway.until(lambda status: status["replicas"][0]["map_blocks"])
             assert status["replicas"][0]["errors"] == 0 and status["replicas"][0]["predicted_cached_tokens"] > 0
-
-
-async def test_a_file_that_holds_no_certificates_is_refused_at_once(tmp_path):
-    (tmp_path / "ca.pem").write_text("nothing")
-    with pytest.raises(AssertionError, match="flag --replica-ca: .*ca.pem cannot be read as certificates"):
-        async with running("--replica-url", "https://gpu.test", "--replica-ca", str(tmp_path / "ca.pem")):
-            pass
-
-
-async def test_an_engine_under_two_names_is_in_the_log_once():
-    async with engine("127.0.0.1") as process:
-        names = [f"127.0.0.1:{process.port}", f"localhost:{process.port}"]
-        async with running("--replica-url", *names, "--model", "sim") as gateway:
-            await gateway.ready(2)
-
-            def said() -> list[str]:
-                lines = b"".join(gateway.log).decode().splitlines()
-                return sorted(line for line in lines if "also given as" in line)
-
-            await eventually(lambda: len(said()) == 2)
-            for name, other in zip(names, reversed(names), strict=True):
-                wanted = f" warning replicas replica {name}: the same engine is also given as {other}: its load"
-                assert sum(wanted in line for line in said()) == 1
-            (await gateway.admin.post(f"/replicas/{names[1]}/drain")).raise_for_status()
-            await gateway.until(lambda status: status["replicas"][1]["state"] == "stopped")
-            (await gateway.admin.post("/replicas", json={"url": f"http://{names[1]}"})).raise_for_status()
-            await gateway.ready(2)
-            assert len(said()) == 2, "and not at each change"

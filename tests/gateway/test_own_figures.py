@@ -1,32 +1,12 @@
 """What a whole gateway tells of itself and of what it follows: its loop's delay, events' lag, models of replicas."""
 
 import asyncio
-import os
-import signal
 
 import httpx
 import pytest
 
 from .running import running
 from .test_gateways import TEXT, ahead
-
-
-async def test_a_loop_that_stood_still_is_told_of(start_engine):
-    engine = start_engine().wait()
-    async with running("--replica-url", engine.url, "--model", "sim") as gateway:
-        await gateway.ready(1)
-
-        async def late() -> float:
-            every = await gateway.counted("hitherto_loop_delay_seconds_count")
-            return every - await gateway.counted("hitherto_loop_delay_seconds_bucket", le="0.5")
-
-        before = await late()
-        os.kill(gateway.process.pid, signal.SIGSTOP)
-        await asyncio.sleep(1.2)
-        os.kill(gateway.process.pid, signal.SIGCONT)
-        async with asyncio.timeout(20):
-            while await late() == before:
-                await asyncio.sleep(0.05)
 
 
 async def test_the_lag_of_events_is_that_of_the_clocks_where_nothing_else_lags(start_engine, tmp_path):

@@ -134,18 +134,6 @@ async def test_prompts_find_the_rank_that_holds_them_and_the_engine_agrees(ranks
         ] in homes["a"]
 
 
-async def test_where_the_engine_does_not_go_by_the_rank_nothing_is_concluded(ranks):
-    async with running("--replica-url", f"http://{ranks.id}", "--model", "sim") as gateway:
-        await heard(gateway, 2)
-        for number in range(40):
-            answer = await gateway.client.post(
-                "/v1/responses", json={"model": "sim", "input": text(f"r{number % 2}"), "max_output_tokens": 2}
-            )
-            assert answer.status_code == 200
-        assert await gateway.counted("hitherto_heals_total") == await gateway.counted("hitherto_predictions_total") == 0
-        assert [one["events"] for one in (await gateway.status())["replicas"]] == ["live", "live"]
-
-
 async def test_one_rank_is_drained_the_engine_comes_back_with_one_and_with_two(ranks):
     async with running("--replica-url", f"http://{ranks.id}", "--model", "sim") as gateway:
         await heard(gateway, 2)

@@ -171,15 +171,6 @@ async def test_events_that_are_lost_or_out_of_order_are_made_up_for(start_engine
         assert home.gateway.intakes[name(engine)].gaps == 1
 
 
-async def test_pages_as_large_as_blocks_need_no_putting_together(start_engine):
-    engine = start_engine("--block-size", "32", "--num-blocks", "90", sglang=True).wait()
-    async with house(engine) as home:
-        found = await home.converse(Talks(4), 25)
-        assert not any(tokens % 32 for cached in found.values() for tokens in cached)
-        (space,) = home.gateway.models.spaces
-        assert space.format.block_size == 32
-
-
 async def test_ids_are_sent_beside_messages_once_they_are_shown_to_be_the_same(start_engine):
     engine = start_engine(sglang=True).wait()
     async with house(engine) as home:

@@ -10,7 +10,6 @@ import pytest
 from .running import Running, running
 
 PROMPT = "What they have in common, and one of them alone has computed. " * 40
-LONG = PROMPT * 12  # some 7,000 tokens
 
 
 @pytest.fixture(scope="module")
@@ -75,49 +74,3 @@ async def test_requests_do_not_queue_for_a_holder_that_has_stopped(engines, requ
             assert {task.result() for task in answered}.isdisjoint({name})
             assert len(answered) >= 15, "at most five wait for it"
         assert {await task for task in sent}, "and those are answered once it goes on, or elsewhere"
-
-
-@pytest.mark.parametrize("redis", (False, True), ids=("alone", "with Redis"))
-async def test_however_few_come_and_however_much_it_holds(engines, request, redis):
-    """Two a second, with a prompt that takes long to compute: not their number tells, but how late the first one is."""
-    flags = ("--redis-url", request.getfixturevalue("redis_server").url) if redis else ()
-    async with gateway_before(engines, *flags) as gateway:
-        await gateway.ready(2)
-        texts = [f"{redis} {LONG} {number}" for number in range(11)]
-        [name] = {await asked(gateway, text) for text in texts[:5]}
-        with stopped(named(engines, name)):
-            sent, answered = await one_after_the_other(gateway, texts[5:], 0.5)
-            assert {task.result() for task in answered}.isdisjoint({name})
-            assert len(answered) >= 4, "at most two wait for it"
-        assert {await task for task in sent}
-
-
-async def test_from_the_first_request_on_and_without_events(start_engine):
-    """Nothing has been learned, and what a replica holds is guessed by what it was sent."""
-    started = [start_engine("--no-events"), start_engine("--no-events")]
-    engines = [engine.wait() for engine in started]
-    async with gateway_before(engines) as gateway:
-        await gateway.ready(2)
-        with stopped(*engines):  # until it is known which of them the first request is sent to
-            first = asyncio.create_task(asked(gateway, f"{LONG} first"))
-            status = await gateway.until(lambda status: any(one["inflight"] for one in status["replicas"]))
-            [name] = [one["id"] for one in status["replicas"] if one["inflight"]]
-            [other] = [engine for engine in engines if engine is not named(engines, name)]
-            os.kill(other.process.pid, signal.SIGCONT)
-            sent, answered = await one_after_the_other(gateway, [f"{LONG} {number}" for number in range(6)], 0.5)
-            assert {task.result() for task in answered}.isdisjoint({name})
-            assert len(answered) >= 4, "at most two wait for it"
-        assert {await task for task in (first, *sent)}
-
-
-async def test_an_answer_in_one_piece_that_takes_long_makes_no_replica_late(start_engine):
-    """Each comes while the one before is written, for two seconds, and its prompt is held where that is."""
-    started = [start_engine("--speedup", "1"), start_engine("--speedup", "1")]
-    engines = [engine.wait() for engine in started]
-    async with gateway_before(engines) as gateway:
-        await gateway.ready(2)
-        await asked(gateway, f"{LONG} 0", stream=False)
-        sent, answered = await one_after_the_other(
-            gateway, [f"{LONG} {number}" for number in range(1, 5)], 0.7, stream=False, max_tokens=1000
-        )
-        assert len({await task for task in sent}) == 1

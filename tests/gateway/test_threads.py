@@ -7,9 +7,6 @@ import threading
 import pytest
 
 from gateway import threads
-from replicas.simulated.model import sim_model_dir
-
-from .running import running
 
 ENDS = """
 import asyncio, threading
@@ -35,20 +32,6 @@ threads.end_process(threads.run(main()))
 def test_a_process_ends_whatever_its_threads_do(work):
     done = subprocess.run([sys.executable, "-c", ENDS.format(work=work)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (3, "stopped\n"), done.stderr
-
-
-async def test_a_gateway_whose_engine_names_a_folder_that_never_answers_serves_and_ends(start_engine):
-    engine = start_engine("--model", str(sim_model_dir())).wait()
-    async with running("--replica-url", engine.url, env={"HANGS": "1"}, module="tests.gateway.hanging") as gateway:
-        status = await gateway.until(
-            lambda told: any("takes longer" in str(one["problems"]) for one in told["replicas"])
-        )
-        assert status["ready"] and not status["loading"]
-        model = status["models"][0]
-        answer = await gateway.client.post("/v1/completions", json={"model": model, "prompt": "hi", "max_tokens": 1})
-        assert answer.status_code == 200
-        gateway.process.terminate()
-        assert await gateway.process.wait() == 0
 
 
 async def test_work_that_raises_what_is_no_exception_fails():

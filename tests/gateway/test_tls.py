@@ -84,21 +84,6 @@ async def test_clients_speak_https_and_a_renewed_certificate_is_used_at_once(eng
                 await plain.get("/health")
 
 
-async def test_clients_need_a_certificate_where_authorities_of_theirs_are_named(engine, made):
-    arguments = ("--tls-cert", str(made / "server.pem"), "--tls-key", str(made / "server.key"))
-    async with running(
-        *arguments, "--tls-client-ca", str(made / "clients.pem"), "--replica-url", engine.url
-    ) as gateway:
-        status = await gateway.ready(1)
-        assert status["tls"]["clients_need_certificates"]
-        async with client(gateway.url, made, "client") as known:
-            assert (await known.post("/v1/chat/completions", json=CHAT)).status_code == 200
-        for certificate in ("", "stranger"):
-            async with client(gateway.url, made, certificate) as unknown:
-                with pytest.raises(httpx.TransportError):
-                    await unknown.get("/health")
-
-
 async def test_an_authority_that_is_taken_out_lets_nobody_in_any_more(made, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LOOK_SECONDS", 0.01)
     authorities = tmp_path / "authorities.pem"

@@ -6,7 +6,6 @@ import json
 import re
 
 import httpx
-import pytest
 
 from gateway.proxy.forwarding import CONFIRMATIONS
 
@@ -70,20 +69,3 @@ async def test_an_engine_answers_the_same_to_ids():
         )
         assert not re.search(r'_predictions_total\{outcome="(over|under)"[^}]*\} [^0]', page)
         assert (await gateway.status())["replicas"][0]["problems"] == []
-
-
-@pytest.mark.parametrize("setting", [[], ["--tokenize-once", "never"]])
-async def test_an_engine_with_another_template_gets_text_and_is_named(tmp_path, setting):
-    template = tmp_path / "other.jinja"
-    template.write_text("{% for message in messages %}<<{{ message['role'] }}>> {{ message['content'] }}\n{% endfor %}")
-    async with running("--launch", "1", "--chat-template", str(template), *setting) as gateway:
-        await gateway.ready(1)
-        for _ in range(2):  # the first one of a kind is not asked about
-            await answer(gateway.client, "/v1/chat/completions")
-        # It may be seen at adoption before the first request, and may not be.
-        status = await gateway.until(
-            lambda status: "fills its chat template in another way" in "".join(status["replicas"][0]["problems"])
-        )
-        assert setting == [] or status["replicas"][0]["takes_ids"] == "not tried yet"
-        await answer(gateway.client, "/v1/chat/completions")
-        assert not re.search(r'sent="ids"\} [^0]', (await gateway.admin.get("/metrics")).text)

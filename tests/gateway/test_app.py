@@ -182,6 +182,22 @@ async def with_few_files(engine, *flags: str):
                 await talker.close()
 
 
+async def test_idle_connections_give_way_where_files_become_short(start_engine):
+    async with with_few_files(start_engine().wait()) as (gateway, talk):
+        talkers = []
+        for _ in range(300):
+            talkers.append(await talk())
+            await talkers[-1].say(HEALTH)
+            assert (await talkers[-1].response(20))[0] == 200
+        assert await talkers[0].rest(20) == b""  # the oldest gave way
+        for talker in talkers[-20:]:
+            await talker.say(POST % len(HELLO) + HELLO)  # each needs a file for its replica
+        assert {(await talker.response(20))[0] for talker in talkers[-20:]} == {200}
+        assert b"".join(gateway.log).count(b"idle connections of clients are closed") == 1
+        assert gateway.log and (await gateway.status())["background_failures"] == {}
+        assert await gateway.counted("hitherto_rejections_total", reason="503") == 0
+
+
 async def test_where_files_are_short_and_no_connection_is_idle_a_new_one_is_refused_and_said(start_engine):
     async with with_few_files(start_engine().wait()) as (gateway, talk):
         busy, refused = [], 0

@@ -1,6 +1,7 @@
 """A fault of the gateway's own background work, as an operator sees it."""
 
 import asyncio
+import threading
 
 import httpx
 import pytest
@@ -74,3 +75,25 @@ async def test_a_replica_that_is_back_while_others_are_forgotten_is_kept(gateway
         del replicas[f"h:{port}"]
     await forgotten.wait()
     assert [one.replica for one in gateway.proxy.backends.values()] == [back]
+
+
+async def test_the_usage_log_is_complete_before_engines_are_waited_for(tmp_path):
+    """They may take longer than whoever ends the gateway waits."""
+    file, complete = tmp_path / "usage", []
+    settings = Settings(
+        host="127.0.0.1", port=0, admin_port=0, replica_url=("http://127.0.0.1:1",), model=str(sim_model_dir()), usage_log=file
+    )  # fmt: skip
+    one = Gateway(settings)
+    await one.start()
+    stop_engines = one.fleet.stop
+
+    async def stop():
+        complete.append("usage log" not in {thread.name for thread in threading.enumerate()})
+        await stop_engines()
+
+    one.fleet.stop = stop
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{one.port}") as client:
+        answer = await client.post("/v1/completions", json={"model": "sim", "prompt": "x"})
+    assert answer.status_code == 503
+    await one.stop(0)
+    assert complete == [True] and len(file.read_text().splitlines()) == 1

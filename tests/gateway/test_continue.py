@@ -115,33 +115,3 @@ async def test_a_stream_that_breaks_off_reads_as_if_it_had_not(engines, path):
         assert await gateway.counted("hitherto_continued_streams_total") == 2
         assert await gateway.counted("hitherto_streams_not_continued_total") == 0
         assert await gateway.counted("hitherto_reservations") == 0
-
-
-@pytest.mark.parametrize(
-    "reason, fields",
-    [
-        ("n", {"n": 2}),
-        ("field", {"logprobs": True, "temperature": 1}),
-        ("field", {"response_format": {"type": "json_object"}, "temperature": 1}),
-        (
-            "tools",
-            {
-                "temperature": 1,
-                "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
-            },
-        ),
-        ("field", {"stop": ["zzz"], "temperature": 1}),
-        ("field", {"presence_penalty": 1, "temperature": 1}),
-        ("field", {"thinking_token_budget": 5, "temperature": 1}),
-    ],
-)
-async def test_what_cannot_be_gone_on_with_is_cut_and_counted(engines, reason, fields):
-    path = PATHS[0]
-    async with before(engines, "--continue-streams", "exact") as gateway:
-        for engine in engines:
-            await break_off(gateway, engine, 1)
-        answer = await gateway.client.post(path, json=body(path, 1, **fields))
-        assert "broke off" in answer.text and "[DONE]" not in answer.text
-        assert await gateway.counted("hitherto_streams_not_continued_total", reason=reason) == 1
-        for engine in engines:
-            await break_off(gateway, engine, 0)

@@ -95,6 +95,33 @@ async def test_a_pod_computes_the_prompts_that_its_label_says(gateway, pods, pai
     assert answer.status_code == 200
 
 
+async def test_without_any_pod_it_is_said_what_is_waited_for(cluster, pair):
+    async with running("--discover", settings(cluster, pair[0])) as gateway:
+        await gateway.until(lambda status: "has the labels of discover.selector" in (status["why_not"] or ""))
+        cluster.refuses = 403
+        await cluster.stop()
+        await gateway.until(lambda status: "does not answer" in status["why_not"])
+
+
+async def doctor(discover: str) -> str:
+    config = load(flags={"discover": discover, "port": 0, "admin_port": 0}, environ={})
+    return "\n".join([line(finding) async for finding in examine(config)])
+
+
+async def test_the_doctor_says_which_pods_are_replicas_and_tries_them(cluster, pair):
+    given = settings(cluster, pair[0])
+    assert "none that 'app=vllm' selects is a replica" in await doctor(given)
+    await cluster.create("p", "127.0.0.1", APP | {"llm-d.ai/role": "prefill"})
+    await cluster.create("odd", "127.0.0.9", APP | {"llm-d.ai/role": "encode"})
+    told = await doctor(given)
+    assert "1 are replicas (1 prefill)" in told and f"replica 127.0.0.1:{pair[0].port}" in told, told
+    assert "pod odd: its label llm-d.ai/role says 'encode'" in told
+    assert "none has role=decode" in told
+    cluster.refuses = 403
+    told = await doctor(given)
+    assert "get, list and watch pods" in told
+
+
 async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(cluster, pair, start_engine):
     llama = start_engine("--served-model-name", "llama", "--lora", "red").wait()
     async with running("--discover", settings(cluster, llama), "--replica-url", pair[0].url) as gateway:
@@ -122,28 +149,9 @@ async def test_a_model_whose_only_pod_is_made_again_is_not_refused_for_good(clus
     llama.stop()
 
 
-async def test_without_any_pod_it_is_said_what_is_waited_for(cluster, pair):
-    async with running("--discover", settings(cluster, pair[0])) as gateway:
-        await gateway.until(lambda status: "has the labels of discover.selector" in (status["why_not"] or ""))
-        cluster.refuses = 403
-        await cluster.stop()
-        await gateway.until(lambda status: "does not answer" in status["why_not"])
-
-
-async def doctor(discover: str) -> str:
-    config = load(flags={"discover": discover, "port": 0, "admin_port": 0}, environ={})
-    return "\n".join([line(finding) async for finding in examine(config)])
-
-
-async def test_the_doctor_says_which_pods_are_replicas_and_tries_them(cluster, pair):
-    given = settings(cluster, pair[0])
-    assert "none that 'app=vllm' selects is a replica" in await doctor(given)
-    await cluster.create("p", "127.0.0.1", APP | {"llm-d.ai/role": "prefill"})
-    await cluster.create("odd", "127.0.0.9", APP | {"llm-d.ai/role": "encode"})
-    told = await doctor(given)
-    assert "1 are replicas (1 prefill)" in told and f"replica 127.0.0.1:{pair[0].port}" in told, told
-    assert "pod odd: its label llm-d.ai/role says 'encode'" in told
-    assert "none has role=decode" in told
-    cluster.refuses = 403
-    told = await doctor(given)
-    assert "get, list and watch pods" in told
+async def test_while_the_pods_are_not_known_no_model_is_refused_for_good(cluster, pair, unused_tcp_port):
+    given = settings(cluster, pair[0], api=f"http://127.0.0.1:{unused_tcp_port}")
+    async with running("--discover", given, "--replica-url", pair[1].url) as gateway:
+        await gateway.ready(1)
+        answer = await gateway.chat([{"role": "user", "content": TEXT}], model="late")
+        assert answer.status_code == 503 and "the pods are not known: " in answer.json()["error"]["message"]

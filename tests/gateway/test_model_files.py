@@ -93,22 +93,6 @@ async def test_an_engine_that_restarts_is_of_the_files_as_they_are_then(folder):
     models.stop()
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["--model", "found"])
-async def test_files_are_not_read_by_the_event_loop(folder, monkeypatch, given):
-    models, readers = Models(Settings(), folder("a") if given else None, "a"), []
-
-    def contents(*files):
-        readers.append(threading.current_thread())
-        return real(*files)
-
-    real = model_files.contents
-    monkeypatch.setattr(model_files, "contents", contents)
-    await adopted(models, replica("a:1", folder("a"), "a"), replica("b:1", folder("b"), "b"))
-    await eventually(lambda: len(readers) == 2)
-    assert threading.main_thread() not in readers
-    models.stop()
-
-
 @pytest.mark.parametrize("where", ["Pipeline", "contents", "model_dir"])
 async def test_files_that_the_system_refuses_for_want_of_descriptors_are_read_again(folder, monkeypatch, caplog, where):
     monkeypatch.setattr(model_files, "RETRY_SECONDS", 0.0)
@@ -320,26 +304,6 @@ async def test_a_file_that_cannot_be_read_is_a_problem_until_it_can(folder, monk
         shutil.copy(sim_model_dir() / name, path)
     await eventually(partial(is_exact, models, "b:1"))
     assert not View._of_template(view, bad)
-    models.stop()
-
-
-async def test_a_fault_of_the_machine_is_a_problem_until_the_same_files_can_be_loaded(folder, monkeypatch):
-    monkeypatch.setattr(model_files, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(model_files, "MOST_RETRY_SECONDS", 0.05)
-    real, full = model_files.Pipeline, [True]
-
-    def pipeline(directory, *args, **more):
-        if directory is not None and full:
-            raise MemoryError
-        return real(directory, *args, **more)
-
-    monkeypatch.setattr(model_files, "Pipeline", pipeline)
-    models = Models(Settings(), None, "m")
-    models.adopt(one := replica("a:1", folder("a"), "a"))
-    await eventually(lambda: models.members["a:1"].space.problem)
-    assert "MemoryError" in View._of_template(SimpleNamespace(models=models), one)[0]
-    full.clear()
-    await eventually(partial(is_exact, models, "a:1"))
     models.stop()
 
 

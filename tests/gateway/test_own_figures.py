@@ -1,6 +1,8 @@
 """What a whole gateway tells of itself and of what it follows: its loop's delay, events' lag, models of replicas."""
 
 import asyncio
+import os
+import signal
 
 import httpx
 import pytest
@@ -60,3 +62,21 @@ async def test_what_an_engine_holds_is_compared_with_the_map_block_by_block(star
             refused = await gateway.admin.post(path, json=wrong)
             assert refused.status_code == 400 and "64-bit integers" in refused.json()["error"]["message"]
         assert (await gateway.admin.post("/replicas/nobody/blocks", json={"keys": []})).status_code == 404
+
+
+async def test_a_loop_that_stood_still_is_told_of(start_engine):
+    engine = start_engine().wait()
+    async with running("--replica-url", engine.url, "--model", "sim") as gateway:
+        await gateway.ready(1)
+
+        async def late() -> float:
+            every = await gateway.counted("hitherto_loop_delay_seconds_count")
+            return every - await gateway.counted("hitherto_loop_delay_seconds_bucket", le="0.5")
+
+        before = await late()
+        os.kill(gateway.process.pid, signal.SIGSTOP)
+        await asyncio.sleep(1.2)
+        os.kill(gateway.process.pid, signal.SIGCONT)
+        async with asyncio.timeout(20):
+            while await late() == before:
+                await asyncio.sleep(0.05)

@@ -121,7 +121,7 @@ async def test_a_port_that_other_workers_have_is_not_shared_with_them():
 
 @pytest.mark.parametrize("count", ["0", "-1", "many", "65"])
 def test_how_many_there_can_be_is_said_before_anything_starts(count):
-    with pytest.raises(ConfigError, match=rf"flag --workers: '{count}' is not a whole number from 1 to 64"):
+    with pytest.raises(ConfigError, match=rf"flag --workers: '{count}' is not a whole number"):
         load({"workers": count}, {})
 
 

@@ -127,9 +127,10 @@ def pull_from_peer(body: bytes, peer: str, id: str) -> bytes | None:
     """Return a client's body with the engine to fetch the prompt's beginning from; None if it has such parameters.
 
     `peer`: HOST:PORT of that engine's P2P side channel; `id`: unique to this fetch. For vLLM's offloading connector
-    with the secondary tier `p2p`, read in the sources of 0.32 (`v1/kv_offload/tiering/p2p/manager.py`): if a request names a
-    `remote_kv_source`, its engine asks that engine, at the side channel (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for
-    blocks that it finds neither on its own GPU nor in its host memory. Blocks that the other lacks too are computed.
+    with the secondary tier `p2p`, read in the sources of 0.32 (`v1/kv_offload/tiering/p2p/manager.py`): if a request
+    names a `remote_kv_source`, its engine asks that engine, at the side channel (`VLLM_P2P_SIDE_CHANNEL_HOST`,
+    `_PORT`), for blocks that it finds neither on its own GPU nor in its host memory. Blocks that the other lacks too
+    are computed.
     """
     if f'"{_FIELD}"'.encode() in body:
         return None

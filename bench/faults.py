@@ -6,8 +6,8 @@ ledger is zero.
 Two real gateway processes before two simulated engines, a real Redis, and eight clients that never pause; two seconds
 of that, then the fault. One that can be undone lasts LASTS seconds, longer than a lease, and seconds are counted from
 its end; one that can't (a process killed) from its beginning. Clients go on for one second after that, so no ledger is
-empty before. Then every replica must have one writer and mirrors, no gateway be alone, the ledger be joined by all and
-empty, and what each gateway predicts must be what the engine reports.
+empty before. Then every replica must have one leader and followers, no gateway be standalone, the ledger be joined by
+all and empty, and what each gateway predicts must be what the engine reports.
 
   pause    the longest time in which nobody got an answer, from the fault on; `before`: without any fault
   map      seconds until every gateway's map is kept by the shared one again, for good
@@ -192,13 +192,13 @@ async def when(true: Callable, scene: Scene) -> float:
 
 
 async def whole(scene: Scene) -> bool:
-    """Every gateway reaches Redis and has a writer or a mirror of each replica, and one of them writes."""
+    """Every gateway reaches Redis and leads or follows each replica, and one of them leads."""
     told = [await one.status() for one in scene.fleet]
     roles = [
         sorted(str(replica["map_role"]) for replica in of_one) for of_one in zip(*[one["replicas"] for one in told])
     ]
     return all(one["map"]["redis"]["reachable"] for one in told) and all(
-        one == ["mirror"] * (len(told) - 1) + ["writer"] for one in roles
+        one == ["follower"] * (len(told) - 1) + ["leader"] for one in roles
     )
 
 

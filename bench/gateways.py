@@ -124,7 +124,7 @@ def ready(status: dict, replicas: int, redis_url: str | None) -> bool:
     if redis_url is None:
         return all(one["events"] in ("live", "off") for one in status["replicas"])
     return status["map"]["redis"]["ledger_joined"] and all(
-        one["map_role"] in ("writer", "mirror") for one in status["replicas"]
+        one["map_role"] in ("leader", "follower") for one in status["replicas"]
     )
 
 

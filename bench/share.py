@@ -2,8 +2,8 @@
 
     python -m bench.share [--replicas 64] [--blocks 40000] [--redis BINARY] [--json FILE]
 
-One process writes as the gateway that holds all leases, another one mirrors; both run the real code of a gateway's
-map, and the replicas' events are made up: conversations of 64 blocks, each appearing in steps of 8, and as many blocks
+One process leads for all replicas, another one follows; both run the real code of a gateway's map, and the replicas'
+events are made up: conversations of 64 blocks, each appearing in steps of 8, and as many blocks
 going. The replicas have no sockets, so what is measured is the map, Redis, and the way between them.
 """
 
@@ -98,7 +98,7 @@ async def write(url: str, options: argparse.Namespace) -> dict:
     table, shared, intakes = gateway(url, options.replicas, options.blocks)
     shared.start()
     tasks = [asyncio.create_task(one.run()) for one in intakes]
-    await until(lambda: all(one.role == "writer" for one in intakes))
+    await until(lambda: all(one.role == "leader" for one in intakes))
     engines = [Engine(table, slot, options.blocks) for slot in range(options.replicas)]
     for engine in engines:
         await engine.fill()
@@ -111,7 +111,9 @@ async def write(url: str, options: argparse.Namespace) -> dict:
     )
     result = {"memory": await steady_memory(url, engines, intakes, shared, options)}
     result["warm"] = await warm(url, options, table)
-    result["traffic"] = [await traffic(url, engines, intakes, shared, options, mirrors) for mirrors in options.mirrors]
+    result["traffic"] = [
+        await traffic(url, engines, intakes, shared, options, followers) for followers in options.followers
+    ]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -144,7 +146,7 @@ def memory(url: str) -> int:
 
 
 async def warm(url: str, options: argparse.Namespace, table: CacheMap) -> dict:
-    """A new gateway process: seconds from its first word to Redis until it holds what the writer does, who goes on
+    """A new gateway process: seconds from its first word to Redis until it holds what the leader does, which goes on
     meanwhile."""
     seconds = []
     for _ in range(options.runs):
@@ -162,7 +164,7 @@ async def warm(url: str, options: argparse.Namespace, table: CacheMap) -> dict:
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         told = json.loads((await process.communicate())[0])
         if told["blocks"] != table.stats()["blocks"]:
-            raise RuntimeError(f"the new gateway holds {told['blocks']} blocks, the writer {table.stats()['blocks']}")
+            raise RuntimeError(f"the new gateway holds {told['blocks']} blocks, the leader {table.stats()['blocks']}")
         seconds.append(told["seconds"])
     return {"seconds": sorted(seconds), "blocks": table.stats()["blocks"]}
 
@@ -172,7 +174,7 @@ async def start_warm(url: str, options: argparse.Namespace) -> None:
     began = time.monotonic()
     shared.start()
     tasks = [asyncio.create_task(one.run()) for one in intakes]
-    await until(lambda: all(one.role == "mirror" for one in intakes))
+    await until(lambda: all(one.role == "follower" for one in intakes))
     seconds = time.monotonic() - began
     print(json.dumps({"seconds": round(seconds, 3), "blocks": table.stats()["blocks"]}))
     for task in tasks:
@@ -182,15 +184,15 @@ async def start_warm(url: str, options: argparse.Namespace) -> None:
 
 
 async def traffic(
-    url: str, engines: list[Engine], intakes: list, shared: SharedMap, options: argparse.Namespace, mirrors: int
+    url: str, engines: list[Engine], intakes: list, shared: SharedMap, options: argparse.Namespace, followers: int
 ) -> dict:
-    """Steps at a given rate with some mirrors, each a process of its own: commands, bytes and CPU a second, and the
+    """Steps at a given rate with some followers, each a process of its own: commands, bytes and CPU a second, and the
     lag."""
     command = [
         sys.executable,
         "-m",
         "bench.share",
-        "--mirror",
+        "--follower",
         url,
         "--replicas",
         str(options.replicas),
@@ -199,7 +201,7 @@ async def traffic(
         "--seconds",
         str(options.seconds),
     ]
-    running = [await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE) for _ in range(mirrors)]
+    running = [await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE) for _ in range(followers)]
     for one in running:
         await one.stdout.readline()
     snapshots, before, cpu, began = shared.snapshots, counters(url), time.process_time(), time.monotonic()
@@ -217,11 +219,11 @@ async def traffic(
     after = counters(url)
     told = [json.loads((await one.communicate())[0]) for one in running]
     return {
-        "mirrors": mirrors,
+        "followers": followers,
         "events_per_s": round(steps / took), "blocks_stored_per_s": round(steps * STEP / took),
         "commands_per_s": round((after["commands"] - before["commands"]) / took),
         "bytes_in_per_s": round((after["in"] - before["in"]) / took), "bytes_out_per_s": round((after["out"] - before["out"]) / took),
-        "redis_cpu": round((after["cpu"] - before["cpu"]) / took, 3), "writer_cpu": round(cpu / took, 3),
+        "redis_cpu": round((after["cpu"] - before["cpu"]) / took, 3), "leader_cpu": round(cpu / took, 3),
         "snapshots_per_s": round((shared.snapshots - snapshots) / took, 2), **{name: max(one[name] for one in told) for name in told[0]},
     }  # fmt: skip
 
@@ -237,8 +239,8 @@ def counters(url: str) -> dict:
             "cpu": told["used_cpu_user"] + told["used_cpu_sys"]}  # fmt: skip
 
 
-async def mirror(url: str, options: argparse.Namespace) -> None:
-    """Prints a line when it holds all, and one at the end: from an event's coming to the writer to its being
+async def follower(url: str, options: argparse.Namespace) -> None:
+    """Prints a line when it holds all, and one at the end: from an event's coming to the leader to its being
     applied."""
     table, shared, intakes = gateway(url, options.replicas, options.blocks)
     lags: list[float] = []
@@ -251,7 +253,7 @@ async def mirror(url: str, options: argparse.Namespace) -> None:
     SharedIntake._apply = timed
     shared.start()
     tasks = [asyncio.create_task(one.run()) for one in intakes]
-    await until(lambda: all(one.role == "mirror" for one in intakes))
+    await until(lambda: all(one.role == "follower" for one in intakes))
     print("ready", flush=True)
     cpu = time.process_time()
     lags.clear()
@@ -263,7 +265,7 @@ async def mirror(url: str, options: argparse.Namespace) -> None:
             {
                 "lag_ms_p50": round(told[0], 2),
                 "lag_ms_p99": round(told[1], 2),
-                "mirror_cpu": round(cpu, 3),
+                "follower_cpu": round(cpu, 3),
                 "reloads": shared.reloads,
             }
         ),
@@ -283,19 +285,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
-        "--mirrors",
+        "--followers",
         type=int,
         nargs="+",
         default=[1, 3],
-        help="gateways that mirror while the traffic is measured; each number is a measurement",
+        help="gateways that follower while the traffic is measured; each number is a measurement",
     )
     parser.add_argument("--redis", default="redis-server", help="the server's binary")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
-    parser.add_argument("--mirror", help=argparse.SUPPRESS)
+    parser.add_argument("--follower", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.warm or options.mirror:
-        asyncio.run(start_warm(options.warm, options) if options.warm else mirror(options.mirror, options))
+    if options.warm or options.follower:
+        asyncio.run(start_warm(options.warm, options) if options.warm else follower(options.follower, options))
         return
     with tempfile.TemporaryDirectory() as folder:
         result = with_redis(options, Path(folder))

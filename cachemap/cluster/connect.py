@@ -44,8 +44,7 @@ from cachemap.cluster.replies import NONSENSE, Parser, strange
 
 OLDEST = (6, 2)  # the first Redis with XTRIM MINID
 ANSWER_SECONDS = 1.0  # a server that takes longer counts as gone; a lease lasts three times as long
-KINDS = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
-
+SCHEMES = ("unix", *(f"{scheme}{kind}" for scheme in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")))
 LOGINS = ("sentinel_username", "sentinel_password")
 HIDDEN = "********"
 BEGIN = Path(__file__).with_name("ask.lua").read_text()
@@ -80,10 +79,9 @@ _SOURCE = re.compile(
 )
 
 
-# redis-py's message for an address that it cannot reach; the number is an errno, or one of TLS or a name server.
-_UNREACHED = re.compile(r"Error ?(-?\d*) connecting to (.+?)\. (.*?)\.?")
-_ALL_UNREACHED = re.compile(r"Error Multiple exceptions: (.+) connecting to (.+?)\.")  # a host with several addresses
-_NUMBER = re.compile(r"\[Errno (\d+)\]")
+# redis-py's message for an address that it cannot reach: an errno or a list of errors (of a host with several
+# addresses), the address, and the error's own words.
+_UNREACHED = re.compile(r"Error (.*?) ?connecting to (.+?)\.(?: (.*?)\.?)?", re.S)
 
 
 def describe(error: BaseException) -> str:
@@ -94,19 +92,15 @@ def describe(error: BaseException) -> str:
         return f"no sentinel names a primary {str(error).partition(' : ')[0].removeprefix('No master found for ')}"
     if isinstance(error, InvalidResponse):
         return f"something else than Redis answers there ({error})"
-    if several := _ALL_UNREACHED.fullmatch(str(error)):
-        reasons = dict.fromkeys(_why(int(number)) for number in _NUMBER.findall(several[1]))
-        return f"cannot connect to {several[2]}: {', '.join(reasons) or several[1]}"
     if unreached := _UNREACHED.fullmatch(str(error)):
-        number, place, said = unreached.groups()
-        plain = number == str(errno.ECONNREFUSED) or said.startswith("Connect call failed")
-        why = _why(int(number)) if plain else in_words(said)
-        return f"cannot connect to {place}: {why}"
+        numbers, place, said = unreached.groups()
+        refused = str(errno.ECONNREFUSED)
+        if said and numbers != refused and not said.startswith("Connect call failed"):
+            return f"cannot connect to {place}: {in_words(said)}"
+        found = dict.fromkeys(re.findall(r"\[Errno (\d+)\]", numbers) or [refused])
+        whys = ["nothing listens there" if one == refused else os.strerror(int(one)) for one in found]
+        return f"cannot connect to {place}: {', '.join(whys)}"
     return in_words("; ".join([str(error) or "no answer in time", *getattr(error, "__notes__", [])]))
-
-
-def _why(number: int) -> str:
-    return "nothing listens there" if number == errno.ECONNREFUSED else os.strerror(number)
 
 
 def in_words(said: str) -> str:
@@ -118,16 +112,9 @@ def in_words(said: str) -> str:
         said = plain
     for pattern, why, remedy in REFUSALS:
         if re.search(pattern, said):
-            return f"{what or REFUSES}: {why} ({_brief(said)}); {remedy}"
+            brief = said if len(said) <= 200 else said.partition(". ")[0][:200]
+            return f"{what or REFUSES}: {why} ({brief}); {remedy}"
     return f"{what}: {said}" if what else said
-
-
-def _brief(said: str) -> str:
-    """Return a message, shortened to its first sentence (200 characters at most) if it is longer than that."""
-    return said if len(said) <= 200 else said.partition(". ")[0][:200]
-
-
-SCHEMES = ("redis", "rediss")
 
 
 class Trouble(NamedTuple):
@@ -165,61 +152,45 @@ def parse(url: str) -> Place:
         raise ValueError(
             "its host cannot be read; write redis://HOST:PORT, and an IPv6 address as redis://[ADDRESS]:PORT"
         ) from None
-    if not parts.scheme:
+    if not url.startswith(f"{parts.scheme}://") or not parts.scheme:
         raise ValueError(
             "it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read"
         )
-    if not parts.netloc and not url.startswith(f"{parts.scheme}://"):
-        known = f", else {parts.scheme}://HOST:PORT" if parts.scheme.partition("+")[0] in SCHEMES else ""
-        raise ValueError(f"it has no //: write redis://{url} if {parts.scheme!r} is a host name{known}")
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError("/, ?, # and @ in a password must be written as %2F, %3F, %23 and %40")
-    if parts.scheme == "unix":
-        return _unix(url)
-    scheme, _, variant = parts.scheme.partition("+")
-    if scheme not in SCHEMES or variant not in KINDS:
+    scheme, _, kind = parts.scheme.partition("+")
+    if parts.scheme not in SCHEMES:
         raise ValueError(f"{parts.scheme}:// is not known; write redis://HOST:PORT, rediss:// for TLS, unix:///PATH, "
                          "redis+sentinel://HOST:PORT,HOST:PORT/MASTER or redis+cluster://HOST:PORT,HOST:PORT")  # fmt: skip
-    kind = KINDS[variant]
-    login, _, hosts = parts.netloc.rpartition("@")
-    path = parts.path.strip("/")
-    master = ""
-    if kind == "sentinel":
-        master, _, path = path.partition("/")
-        if not master:
-            raise ValueError("the name of the primary is missing; write redis+sentinel://HOST:PORT,HOST:PORT/MASTER")
-    elif kind == "cluster" and path not in ("", "0"):
-        raise ValueError("a Redis Cluster has only database 0; leave the number out")
-    found = [_host(one, 26379 if kind == "sentinel" else 6379) for one in hosts.split(",")]
-    if kind == "single" and len(found) > 1:
-        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+    kind = kind or ("unix" if scheme == "unix" else "single")
     for name in parse_qs(parts.query, keep_blank_values=True):
-        if not name.startswith("ssl_") and name not in LOGINS:
-            raise ValueError(
-                f"{name} cannot be set in the URL; leave it out. ssl_ca_certs and the like, sentinel_username and sentinel_password can"
-            )
-    query = f"?{parts.query}" if parts.query else ""
-    options = parse_url(
-        f"{scheme}://{login}@localhost/{path}{query}" if login else f"{scheme}://localhost/{path}{query}"
-    )
+        if name != "db" if kind == "unix" else not name.startswith("ssl_") and name not in LOGINS:
+            allowed = "db can" if kind == "unix" else f"ssl_ca_certs and the like, {' and '.join(LOGINS)} can"
+            raise ValueError(f"{name} cannot be set in the URL; leave it out. {allowed}")
+    found: list[tuple[str, int]] = []
+    login, at, hosts = parts.netloc.rpartition("@")
+    path, master = parts.path.strip("/"), ""
+    if kind == "unix":
+        if hosts or not path:
+            raise ValueError("the socket's absolute path is missing; write unix:///run/redis/redis.sock")
+    else:
+        if kind == "sentinel":
+            master, _, path = path.partition("/")
+            if not master:
+                raise ValueError(
+                    "the name of the primary is missing; write redis+sentinel://HOST:PORT,HOST:PORT/MASTER"
+                )
+        elif kind == "cluster" and path not in ("", "0"):
+            raise ValueError("a Redis Cluster has only database 0; leave the number out")
+        found = [_host(one, 26379 if kind == "sentinel" else 6379) for one in hosts.split(",")]
+        if kind == "single" and len(found) > 1:
+            raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+    host = "" if kind == "unix" else "localhost"  # the hosts are not in redis-py's form
+    options = dict(parse_url(f"{scheme}://{login}{at}{host}/{path}?{parts.query}"))
     options.pop("host", None)
     if HIDDEN in (options.get("password"), options.get("sentinel_password")):
         raise ValueError("the password is hidden here, as `hitherto config` prints it; write the real one")
-    return Place(kind, found, master, dict(options))
-
-
-def _unix(url: str) -> Place:
-    parts = urlsplit(url)
-    if parts.hostname or len(parts.path) < 2:
-        raise ValueError("the socket's absolute path is missing; write unix:///run/redis/redis.sock")
-    if unknown := parse_qs(parts.query, keep_blank_values=True).keys() - {"db"}:
-        raise ValueError(
-            f"{min(unknown)} cannot be set in the URL of a unix socket; only db can, as in unix:///PATH?db=1"
-        )
-    options = dict(parse_url(url))
-    if options.get("password") == HIDDEN:
-        raise ValueError("the password is hidden here, as `hitherto config` prints it; write the real one")
-    return Place("unix", [], "", options)
+    return Place(kind, found, master, options)
 
 
 def without_password(url: str) -> str:
@@ -455,36 +426,31 @@ async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: 
     """Run XREAD; return [(stream, [(id, fields)])], and the names of keys that are not streams.
 
     `after`: by stream name, the id after which to read. `count`: the most entries of a stream. `milliseconds`: how long
-    to wait for new entries. The server refuses the whole command for one key that is not a stream. Such keys are found
-    by repeating the command with half of the keys each, without waiting for new entries.
+    to wait for new entries. The server refuses the whole command for one key that is not a stream.
     """
     try:
-        found = await client.execute_command(
+        news = await client.execute_command(
             "XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values()
         )
     except ResponseError as error:
         if not str(error).startswith("WRONGTYPE"):
             raise
-    else:
-        news = list(found.items()) if isinstance(found, dict) else found or []
-        try:
-            if all(
-                name.decode() in after and type(id) is type(fields.get(b"d", b"")) is bytes
-                for name, entries in news
-                for id, fields in entries
-            ):
-                return news, []
-        except NONSENSE as error:
-            raise strange("XREAD", error) from error
-        raise strange("XREAD")
-    names, entries, others = list(after), [], []
-    if len(names) == 1:
-        return [], names
-    for half in (names[: len(names) // 2], names[len(names) // 2 :]):
-        news, no_streams = await xread(client, {name: after[name] for name in half}, count, 1)  # 0 would block for ever
-        entries += news
-        others += no_streams
-    return entries, others
+        pipeline = client.pipeline(transaction=False)
+        for name in after:
+            pipeline.type(name)
+        kinds = await pipeline.execute()
+        return [], [name for name, kind in zip(after, kinds, strict=True) if kind not in (b"stream", b"none")]
+    try:
+        news = list(news.items()) if isinstance(news, dict) else news or []
+        if all(
+            name.decode() in after and type(id) is type(fields.get(b"d", b"")) is bytes
+            for name, entries in news
+            for id, fields in entries
+        ):
+            return news, []
+    except NONSENSE as error:
+        raise strange("XREAD", error) from error
+    raise strange("XREAD")
 
 
 def heed_cancellation() -> None:

@@ -1,11 +1,11 @@
-"""One replica's part of the shared map: from its events if this gateway leads, else from the leading gateway.
+"""One replica's part of the shared map: from its events if this gateway leads, else from the leader's data in Redis.
 
 A gateway has one of these roles for each replica:
-    joining  nothing known yet
-    mirror   another gateway leads; the snapshot and the deltas that it writes to Redis are applied here
-    writer   this gateway leads (holds the lease): it follows the engine's events and writes their changes to Redis
-    alone    no gateway leads, Redis is away, or its data cannot be read or is of a later incarnation of the engine:
-             this gateway follows the events for itself
+    joining     nothing known yet
+    follower    another gateway leads; the snapshot and the deltas that it writes to Redis are applied here
+    leader      this gateway holds the lease: it reads the engine's events and writes their changes to Redis
+    standalone  no gateway leads, Redis is away, or its data cannot be read or is of a later incarnation of the engine:
+                this gateway reads the events for itself
 
 The map is usable in every role. Each delta carries the number of the engine's last event batch that it includes. When
 the role changes, the gateway requests the batches after that one from the engine, and continues with them.
@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from cachemap.changes import Change, Clear, Observe, Store, merged
 from cachemap.cluster.codec import (
@@ -29,12 +29,13 @@ from cachemap.cluster.codec import (
     Position,
     Snapshot,
     Unreadable,
+    decode_header,
     decode_snapshot,
-    told_blocks,
 )
 from cachemap.cluster.connect import FAILURES, heed_cancellation
 from cachemap.cluster.journal import Journal
 from cachemap.cluster.keys import RESYNC, REWRITE, UNNAMED, Keys
+from cachemap.cluster.link import PART, Link
 from cachemap.events.intake import EventIntake
 from cachemap.events.records import Blocks
 from cachemap.map import CacheMap
@@ -51,69 +52,45 @@ class Absent(Exception):
     """An error: Redis has no data of this replica."""
 
 
-class Coordinator(Protocol):
-    """The part of SharedMap, which talks to Redis for all replicas, that a SharedIntake uses."""
-
-    reloads: int
-    takeovers: int
-
-    @property
-    def reachable(self) -> bool: ...
-    @property
-    def usable(self) -> bool: ...
-    def now(self) -> float: ...
-    def join(self, member: SharedIntake) -> None: ...
-    def leave(self, member: SharedIntake) -> None: ...
-    def unreachable(self, member: SharedIntake) -> None: ...
-    def stumbled(self, member: SharedIntake, error: BaseException) -> None: ...
-    def wish(self, member: SharedIntake, what: bytes) -> None: ...
-    def failed(self, error: BaseException) -> None: ...
-    def lag(self, at: float) -> None: ...
-    async def read_snapshot(self, keys: Keys) -> list[bytes]: ...
-    async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]: ...
-
-
 class SharedIntake:
     """The intake of one replica in a shared map, in place of an EventIntake; `run` it until cancelled.
 
     `SharedMap.intake` makes it. Most arguments are those of EventIntake; `keys`: the replica's keys in Redis.
+    Attributes that are not defined here are those of the EventIntake, which knows only the events that were read here.
     """
 
-    def __init__(self, shared: Coordinator, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
+    def __init__(self, link: Link, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
                  on_change: Callable[[str, str], None] = lambda state, reason: None, **source: Any):  # fmt: skip
-        self._shared, self._map, self._slot, self.keys = shared, cache_map, slot, keys
+        self._link, self._map, self._slot, self.keys = link, cache_map, slot, keys
         self.replica, self.unnamed = replica, keys.incarnation == UNNAMED
         ahead = source.get("looks_ahead", 0)
         named = f"{model}, and {ahead} tokens behind a block" if ahead else model
-        self._identity = Identity(named, block_size, cache_map.tag_bits)
+        self.identity = Identity(named, block_size, cache_map.tag_bits)
         self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=self._tell,
-                                  on_unreachable=lambda: shared.unreachable(self), **source)  # fmt: skip
+                                  on_unreachable=self._unreachable, **source)  # fmt: skip
         self._written = self._blocks  # the block format that other gateways know
-        self._following: asyncio.Task[None] | None = None  # follows the engine's events
+        self._reading: asyncio.Task[None] | None = None  # reads the engine's events
         self._on_change = on_change
-        self._wanted = "joining"
+        self._wanted = "joining"  # a role, or "outdated": another gateway knows a newer incarnation
+        self._taken: str | None = "joining"  # what `_wanted` was when a role was last taken; None: take it again
         self._wake = asyncio.Event()
-        self._settled = True
         self._position = Position()
         self._observed = True
-        self._mirrored = [0, 0]  # the blocks stored and removed by deltas
+        self._applied = [0, 0]  # the blocks stored and removed by deltas
         self.role = "joining"
         self.role_reason = "nothing heard of Redis yet"
         self.n = 0  # the last delta applied or written
         self.term: int | None = None
-        self.mirroring = False  # deltas may be applied
+        self.in_step = False  # deltas may be applied
         self.journal: Journal | None = None
-        self.led_at = shared.now()  # when a gateway was last known to lead
-        self.mirror_at = 0.0  # when data of other gateways may be read again
-        self.unled_at: float | None = None  # since when Redis has named a newer incarnation that no gateway leads
-        self.head = 0  # the last delta in Redis, as of the last look
+        self.led_at = link.now()  # when a gateway was last known to lead
+        self.load_at = 0.0  # when data of other gateways may be read again
         self.claim_at = 0.0  # when the lease may be claimed again
+        self.head = 0  # the last delta in Redis, as of the last look
         # The engine's events cannot be reached: gateways try in turn, and only the first failure is logged.
         self.away = False
         self.stuck_at: float | None = None  # since when Redis answers but accepts no writes
-        self._void = False
-        # The failure of this gateway's own work on this replica, until it succeeds again.
-        self.fault: str | None = None
+        self.fault: str | None = None  # the failure of this gateway's own work on this replica, until it succeeds
         # Consecutive looks at which Redis had newer deltas and this gateway had made no progress since the last look.
         self.behind = 0
         self.looked_n = -1
@@ -122,26 +99,18 @@ class SharedIntake:
 
     @property
     def state(self) -> str:
-        if self.role in ("writer", "alone"):
+        if self.role in ("leader", "standalone"):
             return self.engine.state
         return "connecting" if self.role == "joining" else "live" if self._observed else "unobserved"
 
     @property
     def reason(self) -> str:
-        return self.engine.reason if self.role in ("writer", "alone") else self.role_reason
+        return self.engine.reason if self.role in ("leader", "standalone") else self.role_reason
 
     @property
     def unreachable(self) -> bool:
-        """Whether this gateway tries to follow the engine's events and cannot reach them, though another one may."""
-        return self._following is not None and self.engine.unreachable
-
-    @property
-    def stored_as(self) -> Blocks:
-        """The engine's block format, as shown by its events (role writer) or by the leader's snapshots (mirror)."""
-        return self.engine.stored_as
-
-    def held_up(self) -> None:
-        self.engine.held_up()
+        """Whether this gateway tries to read the engine's events and cannot reach them, though another one may."""
+        return self._reading is not None and self.engine.unreachable
 
     @property
     def last_seq(self) -> int | None:
@@ -149,185 +118,208 @@ class SharedIntake:
 
     @property
     def position(self) -> Position:
-        return Position(*self.engine.position) if self._following else self._position
+        return Position(*self.engine.position) if self._reading else self._position
 
     @property
     def blocks_stored(self) -> int:
-        return self.engine.blocks_stored + self._mirrored[0]
+        return self.engine.blocks_stored + self._applied[0]
 
     @property
     def blocks_removed(self) -> int:
-        return self.engine.blocks_removed + self._mirrored[1]
+        return self.engine.blocks_removed + self._applied[1]
 
     @property
     def problems(self) -> list[str]:
         return [*self.engine.problems, *([self.fault] if self.fault else [])]
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute from the EventIntake, which knows only the events that were followed here."""
         if name == "engine":
             raise AttributeError(name)
         return getattr(self.engine, name)
 
     def resync(self) -> None:
         """Request everything from the engine again, here or through the leader: the map is wrong about this replica."""
-        if self._following:
+        if self._reading:
             self.engine.resync()
         else:
-            self._shared.wish(self, RESYNC)
+            self._link.request(self.keys, RESYNC)
 
     def forget_adapter(self, name: str) -> None:
         """Forget the replica's blocks, as the adapter's name now stands for another adapter.
 
-        A mirror waits for the leader to do this, and remembers the adapter for the time when it leads itself.
+        A follower waits for the leader to do this, and remembers the adapter for the time when it leads itself.
         """
         self.engine.void_adapter(name, self.position.sequence)
-        if self._following:
+        if self._reading:
             self.engine.resync()
 
     def request_finished(self, prompt_blocks: int) -> None:
-        if self._following:
+        if self._reading:
             self.engine.request_finished(prompt_blocks)
 
     async def run(self) -> None:
         """Follow the replica until cancelled; its slot in the map must stay attached until this task has ended."""
-        self.role, self._wanted, self._settled, self.mirroring = "joining", "joining", True, False
-        self._shared.join(self)
+        self.role = self._wanted = self._taken = "joining"
+        self.in_step, self.led_at = False, self._link.now()
+        self._link.members.append(self)
+        self._link.look_soon()
         try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 heed_cancellation()
-                if not self._settled:
-                    await self._turn()
+                if self._taken != self._wanted:
+                    await self._take_role()
                     heed_cancellation()
-        finally:
-            self._shared.leave(self)
+        finally:  # after this nothing changes the replica's blocks in the map
+            self._link.members.remove(self)
+            if self.journal is not None:
+                self._link.give_back([self])
             try:
-                self._end_journal()
+                self.end_journal()
             finally:
-                await self._stop_following()
+                await self._stop_reading()
 
     # --- roles
 
     def want(self, role: str) -> None:
-        """Take a role; SharedMap, which knows who holds the lease, calls this."""
-        if self._settled and role in (self.role, self._wanted):
-            return
-        self._wanted, self._settled = role, False
-        self._wake.set()
-
-    def reload(self, why: str) -> None:
-        """Load the snapshot again, as this mirror may differ from the leader's map; `why`: the reason, for the log."""
-        if self.mirroring:
-            log.info("replica %s: the shared map is loaded anew: %s", self.replica, why)
-            self.mirroring = False
-            self._shared.reloads += 1
-            self._settled, self._wanted = False, "mirror"
+        """Take a role; SharedMap, which knows who holds the lease, calls this. For "outdated" see `_wanted`."""
+        if not self._taken == self._wanted == role:
+            self._wanted, self._taken = role, None
             self._wake.set()
 
-    async def _turn(self) -> None:
+    def reload(self, why: str) -> None:
+        """Load the snapshot again, as this follower may differ from the leader; `why`: the reason, for the log."""
+        if self.in_step:
+            log.info("replica %s: the shared map is loaded anew: %s", self.replica, why)
+            self.in_step, self._taken, self._wanted = False, None, "follower"
+            self._link.reloads += 1
+            self._wake.set()
+
+    def resign(self) -> None:
+        """Give up the lease for a while, and read the events for this gateway alone."""
+        self.claim_at, self.stuck_at = self._link.now() + 3 * self._link.lease_seconds, None
+        if self.journal is not None:
+            self._link.give_back([self])
+            with contextlib.suppress(KeyError):  # its slot in the map may be gone
+                self.end_journal()
+        self.want("standalone")
+
+    def stumble(self, error: BaseException) -> None:
+        """Handle a failure of this gateway's own work on this replica; the other replicas are not affected.
+
+        This gateway gives up the lease, as another gateway may not fail, and tries to share the map again later.
+        """
+        self._link.background.failed(PART, error, self.replica)
+        self.fault = f"this gateway's part of the shared map failed: {type(error).__name__}: {error}"
+        self.resign()
+        self.load_at = self.claim_at
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Catch a failure of work on this replica in a loop over many (`stumble`)."""
+        try:
+            yield
+        except Exception as error:
+            self.stumble(error)
+
+    def _unreachable(self) -> None:
+        """Give up the lease, as this gateway cannot reach the engine's events and another gateway may.
+
+        This happens before the map drops the replica's blocks, so that no delta tells other gateways to do so. The
+        lease is not claimed again while the events cannot be reached.
+        """
+        if self.journal is not None:
+            if not self.away:
+                log.warning(
+                    "replica %s: its events cannot be reached from here: gateways take turns in trying", self.replica
+                )
+            self.resign()
+
+    async def _take_role(self) -> None:
         """Take the wanted role; after a failure this is tried again when SharedMap next looks at the leases."""
         wanted = self._wanted
         try:
-            if wanted == "writer":
+            if wanted == "leader":
                 await self._lead()
-            elif wanted == "mirror":
-                await self._mirror()
-            elif wanted == "alone":
-                self._go_alone()
+            elif wanted == "follower":
+                await self._load()
+                self.in_step = True
+                self._become("follower", "another gateway reads its events")
+            elif wanted == "outdated":
+                await self._forget_all()
             else:
-                await self._begin_void()
-            self._settled = self._wanted == wanted
+                self._stand_alone()
+            self._taken = wanted
         except Absent:
             self.role_reason = "another gateway leads and has not written yet"
         except Unreadable as error:
             damaged = isinstance(error, Damaged)
-            self.mirror_at = self._shared.now() + (DAMAGED_SECONDS if damaged else UNREADABLE_SECONDS)
+            self.load_at = self._link.now() + (DAMAGED_SECONDS if damaged else UNREADABLE_SECONDS)
             if damaged:
-                self._shared.wish(self, REWRITE)
-            self._become("alone", f"what other gateways wrote cannot be used here: {error}")
-            self._go_alone()
+                self._link.request(self.keys, REWRITE)
+            self._stand_alone(f"what other gateways wrote cannot be used here: {error}")
         except FAILURES as error:
-            self._shared.failed(error)
+            self._link.failed(error)
         except Exception as error:
-            self._shared.stumbled(self, error)
+            self.stumble(error)
             await asyncio.sleep(FAULT_SECONDS)
 
     async def _lead(self) -> None:
         """Lead: start from the data that the last leader wrote or, without such data, from the engine."""
         whole = True
-        if self._following is None:  # else the map here follows the engine already, and its contents are written anew
+        if self._reading is None:  # else the map here follows the engine already, and its contents are written anew
             with contextlib.suppress(Absent, Unreadable):
-                await self._catch_up()
+                if self.in_step:  # by its lease only this gateway may write now
+                    self.take(await self._link.read_deltas(self.keys, self.n))
+                if not self.in_step or self.n != self.head:
+                    await self._load()
                 whole = False
-                self._shared.takeovers += 1
-        self._wanted = "writer"  # a reload requested on the way has been done by `_catch_up`
-        self.mirroring = False
+                self._link.takeovers += 1
+        self._wanted = "leader"  # a reload requested on the way has been done
+        self.in_step = False
         self.journal = Journal(max(self.n, self.head) if whole else self.n, whole)
         self.stuck_at = None
         self._map.record(self._slot, self.journal.add)
-        self._follow_events()
-        self._become("writer", "this gateway follows its events for all")
+        self._read_events()
+        self._become("leader", "this gateway reads its events for all")
 
-    async def _catch_up(self) -> None:
-        """Apply everything that the last leader wrote; by its lease only this gateway may write now."""
-        if self.mirroring:
-            self.take(await self._shared.read_deltas(self.keys, self.n))
-        if not self.mirroring or self.n != self.head:
-            await self._load()
+    def _stand_alone(self, why: str = "") -> None:
+        self.in_step = False
+        self.end_journal()
+        link = self._link
+        if why or self.role != "standalone":
+            refused = "Redis refuses what gateways do there" if link.reachable else "Redis is away"
+            self._become("standalone", why or ("no gateway leads" if link.usable else refused))
+        self._read_events()
 
-    async def _mirror(self) -> None:
-        await self._load()
-        self.mirroring = True
-        self._become("mirror", "another gateway follows its events")
-
-    def _go_alone(self) -> None:
-        self.mirroring = False
-        self._end_journal()
-        if self.role != "alone":
-            self._become(
-                "alone",
-                "no gateway leads"
-                if self._shared.usable
-                else "Redis refuses what gateways do there"
-                if self._shared.reachable
-                else "Redis is away",
-            )
-        self._follow_events()
+    async def _forget_all(self) -> None:
+        """Forget everything about this incarnation of the replica, as another gateway knows a newer one."""
+        self.end_journal()
+        await self._stop_reading()
+        self._map.clear(self._slot)
+        self._position, self.term = Position(), None
+        self._stand_alone("a newer incarnation of the replica is known to other gateways")
 
     def rename(self, keys: Keys) -> None:
         """Use the keys of the incarnation that another gateway named, as this one did not learn its start time."""
-        self._end_journal()
+        self.end_journal()
         self.keys, self.head = keys, 0
         self.reload("another gateway knows its incarnation")
 
-    async def _begin_void(self) -> None:
-        """Forget everything about this incarnation of the replica, as another gateway knows a newer one."""
-        if not self._void:
-            self._void = True
-            self._end_journal()
-            await self._stop_following()
-            self._map.clear(self._slot)
-            self._position, self.term = Position(), None
-        self._become("alone", "a newer incarnation of the replica is known to other gateways")
-        self._go_alone()
-
-    def lost(self) -> None:
+    def end_journal(self) -> None:
         """Stop writing to Redis, as another gateway holds the lease, or none does."""
-        self._end_journal()
-
-    def _end_journal(self) -> None:
         if self.journal is not None:
             self.n, self.term, self.journal = self.journal.n, self.journal.term, None
+            self._taken = None
             self._map.record(self._slot, None)
 
     def _become(self, role: str, reason: str) -> None:
         if (role, reason) != (self.role, self.role_reason) and not self.away:
             log.info("replica %s: %s: %s", self.replica, role, reason)
         self.role, self.role_reason = role, reason
-        if role != "alone":
-            self.fault, self._void = None, False
+        if role != "standalone":
+            self.fault = None
 
     def _tell(self, state: str, reason: str) -> None:
         """Report the state of the events to `on_change`.
@@ -343,102 +335,92 @@ class SharedIntake:
         if state == "unobserved" and self.engine.unreachable:
             self.away = True
 
-    def _follow_events(self) -> None:
-        if self._following is None:
+    def _read_events(self) -> None:
+        """Read the engine's events from now on; after a failure, request all of them again."""
+
+        async def read() -> None:
+            while True:
+                try:
+                    await self.engine.run()
+                except Exception as error:
+                    self.stumble(error)
+                    await asyncio.sleep(FAULT_SECONDS)
+                    with self.guarded():
+                        self.engine.resync()
+
+        if self._reading is None:
             self.engine.resume(*self._position, self._observed)
-            self._following = asyncio.create_task(self._run_engine(), name=f"events {self.replica}")
+            self._reading = asyncio.create_task(read(), name=f"events {self.replica}")
 
-    async def _run_engine(self) -> None:
-        """Follow the engine's events; after a failure, request all of them again."""
-        failed = False
-        while True:
-            try:
-                if failed:
-                    self.engine.resync()
-                await self.engine.run()
-            except Exception as error:
-                failed = True
-                self._shared.stumbled(self, error)
-                await asyncio.sleep(FAULT_SECONDS)
-
-    async def _stop_following(self) -> None:
-        """Stop following the engine's events; when this returns, the EventIntake no longer changes the map."""
-        if self._following is not None:
-            following, self._following = self._following, None
-            following.cancel()
-            await asyncio.wait([following])
+    async def _stop_reading(self) -> None:
+        """Stop reading the engine's events; when this returns, the EventIntake no longer changes the map."""
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            reading.cancel()
+            await asyncio.wait([reading])
 
     # --- reading what others wrote
 
     async def _load(self) -> None:
         """Load the snapshot and all deltas after it from Redis; until both are read, the map stays as it is."""
         for _ in range(TRIES):
-            pieces = await self._shared.read_snapshot(self.keys)
+            pieces = await self._link.read_snapshot(self.keys)
             if not pieces:
                 raise Absent
-            told = told_blocks(pieces)
+            header = decode_header(pieces[0])
+            told = Blocks(*header.blocks)
             if told.size:
                 self.engine.believe(told)
             self._written = self._or_expected(told)
-            snapshot = decode_snapshot(self._identity, pieces)
-            deltas = await self._shared.read_deltas(self.keys, snapshot.n)
-            why = _gap(snapshot, deltas)
+            snapshot = decode_snapshot(self.identity, header, pieces[1:])
+            deltas = await self._link.read_deltas(self.keys, snapshot.n)
+            n, term, why = snapshot.n, snapshot.term, ""
+            for number, delta in deltas:
+                why = why or _no_successor(n, term, number, delta)
+                n, term = number, delta.term
             if not why and snapshot.n + len(deltas) >= self.head:
                 break
         else:
             raise Damaged(f"its snapshot and deltas do not end at {self.head}" + (why and f": {why}"))
-        await self._adopt(snapshot)
+        self.end_journal()
+        await self._stop_reading()
+        self.in_step = False
+        for _ in self._map.become(self._slot, snapshot.contents):
+            await asyncio.sleep(0)
+        self._observed = snapshot.contents.observed
         for change in merged(change for _, delta in deltas for change in delta.changes):
             await asyncio.sleep(0)
             self._change(change)
-        if deltas:
-            self._applied(*deltas[-1])
-
-    async def _adopt(self, snapshot: Snapshot) -> None:
-        self._end_journal()
-        await self._stop_following()
-        self.mirroring = False
-        for _ in self._map.become(self._slot, snapshot.contents):
-            await asyncio.sleep(0)
-        self.n, self.term, self._position = snapshot.n, snapshot.term, snapshot.position
-        self._observed = snapshot.contents.observed
+        self.n, self.term, self._position = n, term, deltas[-1][1].position if deltas else snapshot.position
 
     def take(self, deltas: Iterable[tuple[int, Delta]]) -> None:
         """Apply new deltas, each given with its number, in order."""
         try:
             for n, delta in deltas:
-                if not self.mirroring:
+                if not self.in_step:
                     return
-                if n > self.n:
-                    self._take(n, delta)
+                if n <= self.n:
+                    continue
+                if why := _no_successor(self.n, self.term, n, delta):
+                    self.reload(why)
+                    return
+                for change in delta.changes:
+                    self._change(change)
+                self.n, self.term, self._position = n, delta.term, delta.position
+                self._link.lag(delta.at)
         except Damaged as error:
-            self._shared.wish(self, REWRITE)
+            self._link.request(self.keys, REWRITE)
             self.reload(str(error))
-
-    def _take(self, n: int, delta: Delta) -> None:
-        if why := _no_successor(self.n, self.term, n, delta):
-            self.reload(why)
-        else:
-            self._apply(n, delta)
-            self._shared.lag(delta.at)
-
-    def _apply(self, n: int, delta: Delta) -> None:
-        for change in delta.changes:
-            self._change(change)
-        self._applied(n, delta)
-
-    def _applied(self, n: int, delta: Delta) -> None:
-        self.n, self.term, self._position = n, delta.term, delta.position
 
     def _change(self, change: Change) -> None:
         removed = self._map.change(self._slot, change)
-        self._mirrored[0] += len(change.hashes) if isinstance(change, Store) else 0
-        self._mirrored[1] += removed
+        self._applied[0] += len(change.hashes) if isinstance(change, Store) else 0
+        self._applied[1] += removed
         if isinstance(change, Observe):
             self._observed = change.observed
-            self._tell(self.state, "reported by the gateway that follows its events")
+            self._tell(self.state, "reported by the gateway that reads its events")
         elif isinstance(change, Clear):
-            self._tell(self.state, "cleared by the gateway that follows its events")
+            self._tell(self.state, "cleared by the gateway that reads its events")
 
     # --- writing
 
@@ -449,7 +431,8 @@ class SharedIntake:
     def snapshot(self, journal: Journal) -> Snapshot:
         """Return all that the map has of the replica, which includes all changes that `journal` got."""
         self._written = self._blocks
-        return Snapshot(journal.n, journal.term, self.position, self._map.contents(self._slot), self.stored_as)
+        contents = self._map.contents(self._slot)
+        return Snapshot(journal.n, journal.term, self.position, contents, self.engine.stored_as)
 
     @property
     def tells_other_blocks(self) -> bool:
@@ -458,7 +441,7 @@ class SharedIntake:
 
     @property
     def _blocks(self) -> Blocks:
-        return self._or_expected(self.stored_as)
+        return self._or_expected(self.engine.stored_as)
 
     def _or_expected(self, told: Blocks) -> Blocks:
         """Return a block format, with the block size that prompts are hashed in if no event has shown one yet.
@@ -466,18 +449,14 @@ class SharedIntake:
         The result is only for comparing formats. A gateway that took an expected block size for one that events showed
         would ignore the engine's first event, which may be the only one for a long time, as a single odd one.
         """
-        return told if told.size else told._replace(size=self._identity.block_size)
+        return told if told.size else told._replace(size=self.identity.block_size)
 
     def wrote(self, well: bool | None) -> None:
         """Note whether Redis accepted a write of this replica's data; None if Redis did not answer."""
         if well is not False:
             self.stuck_at = None
         elif self.stuck_at is None:
-            self.stuck_at = self._shared.now()
-
-    @property
-    def identity(self) -> Identity:
-        return self._identity
+            self.stuck_at = self._link.now()
 
 
 def _no_successor(n: int, term: int | None, number: int, delta: Delta) -> str:
@@ -485,17 +464,5 @@ def _no_successor(n: int, term: int | None, number: int, delta: Delta) -> str:
     if number != n + 1:
         return f"deltas {n + 1} to {number - 1} are gone"
     if delta.flags & RELOAD:
-        return "its writer wrote it anew"
-    if delta.term != term and not delta.flags & FIRST:
-        return "it was written by two"
-    return ""
-
-
-def _gap(snapshot: Snapshot, deltas: Iterable[tuple[int, Delta]]) -> str:
-    """Return why these numbered deltas cannot be applied to this snapshot one after the other; "" if they can."""
-    n, term = snapshot.n, snapshot.term
-    for number, delta in deltas:
-        if why := _no_successor(n, term, number, delta):
-            return why
-        n, term = number, delta.term
-    return ""
+        return "its leader wrote it anew"
+    return "it was written by two" if delta.term != term and not delta.flags & FIRST else ""

@@ -1,11 +1,13 @@
 -- Look at the leases of some replicas: renew those held, claim those that are free and wanted, report the others.
--- KEYS  for each replica: lease, head, wish, life, deltas, snapshot
+-- KEYS  for each replica: lease, head, request, newest, deltas, snapshot
 -- ARGV  gateway token, lease (ms), the time that unused keys stay (s), then for each replica:
---       'look', 'claim' (take it if it is free) or 'insist' (also if a newer incarnation is named that no gateway leads);
---       its incarnation; the prefix of its keys
--- Returns the server's time, and for each replica: ours, held, free, newer or unled (a newer incarnation is named, and a
--- gateway leads it or none does) or refused (the server accepts no writes); the number of its last delta; 1 if deltas and
--- snapshot are there; the wish (see keys.py), empty if none; the newest incarnation named, or the refusal.
+--       'look' or 'claim' (take it if it is free); its incarnation; the prefix of its keys
+-- Returns the server's time, and for each replica: ours, held, free, newer (a newer incarnation is named) or refused (the
+-- server accepts no writes); the number of its last delta; 1 if deltas and snapshot are there; the request (see keys.py),
+-- empty if none; the newest incarnation named, or the refusal.
+--
+-- The name of the newest incarnation ends three leases after a gateway last led that incarnation: then the name was a
+-- mistake, or the engine's clock was set back when it restarted.
 local token, lease, keep = ARGV[1], ARGV[2], ARGV[3]
 local DAY = 86400
 local time = call('TIME')
@@ -31,12 +33,12 @@ local function claim(k, mine, base, before)
   end
   if before ~= mine then
     if before then
-      for _, name in ipairs({'lease', 'head', 'deltas', 'snapshot', 'wish'}) do
+      for _, name in ipairs({'lease', 'head', 'deltas', 'snapshot', 'request'}) do
         drop(base .. ':' .. before .. ':' .. name)
       end
     end
-    call('SET', KEYS[k + 3], mine)
   end
+  call('SET', KEYS[k + 3], mine, 'PX', 3 * lease)
   return 'ours'
 end
 
@@ -55,13 +57,15 @@ end
 
 local function look(k, wanted, mine, base)
   local before = incarnation_at(KEYS[k + 3])
-  if before and before ~= mine and newer(before, mine) and wanted ~= 'insist' then
-    return call('EXISTS', base .. ':' .. before .. ':lease') == 1 and 'newer' or 'unled'
+  if before and before ~= mine and newer(before, mine) then
+    local left = call('PTTL', KEYS[k + 3])
+    if left < 0 or left > 3 * lease then call('PEXPIRE', KEYS[k + 3], 3 * lease) end
+    return 'newer'
   end
   local holder = holder_of(KEYS[k])
   if holder == token then
     call('PEXPIRE', KEYS[k], lease)
-    if before ~= mine then call('SET', KEYS[k + 3], mine) end
+    call('SET', KEYS[k + 3], mine, 'PX', 3 * lease)
     return 'ours'
   elseif holder then
     return 'held'
@@ -80,18 +84,18 @@ end
 for i = 0, #KEYS / 6 - 1 do
   local k, a = i * 6 + 1, i * 3 + 4
   local state, why = look(k, ARGV[a], ARGV[a + 1], ARGV[a + 2])
-  local wished = ''
+  local requested = ''
   if state == 'ours' then
-    local wish = text_at(KEYS[k + 2])
-    if wish then
+    local request = text_at(KEYS[k + 2])
+    if request then
       drop(KEYS[k + 2])
-      wished = string.sub(wish, 1, 1)
+      requested = string.sub(request, 1, 1)
     end
-    for j = 1, 5 do
+    for _, j in ipairs({1, 4, 5}) do
       call('EXPIRE', KEYS[k + j], keep)
     end
   end
   local deltas, snapshot = is(KEYS[k + 4], 'stream'), is(KEYS[k + 5], 'list')
-  out[#out + 1] = {state, string.format('%.0f', count_at(KEYS[k + 1])), deltas and snapshot and 1 or 0, wished, why or incarnation_at(KEYS[k + 3]) or ''}
+  out[#out + 1] = {state, string.format('%.0f', count_at(KEYS[k + 1])), deltas and snapshot and 1 or 0, requested, why or incarnation_at(KEYS[k + 3]) or ''}
 end
 return out

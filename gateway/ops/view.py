@@ -285,7 +285,7 @@ class View:
             "map_role": {(id, intake.role): 1.0 for id, intake in self.intakes.items()},
             "map_redis_up": float(shared.usable),
             "map_leases": shared.leases,
-            "map_mirror_lag_seconds": shared.lag_seconds,
+            "map_follower_lag_seconds": shared.lag_seconds,
             "map_reloads": shared.reloads,
             "map_takeovers": shared.takeovers,
             "map_snapshots": shared.snapshots,

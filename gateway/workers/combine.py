@@ -20,7 +20,7 @@ from ..ops.view import counted, counted_of
 STATES = ("draining", "starting", "warming", "failed", "leaving", "degraded", "ready", "stopped")
 # Likewise for the state of a replica's events, and for the role of its part of the map.
 EVENTS = ("unobserved", "gap", "connecting", "off", "live")
-ROLES = ("alone", "joining", "writer", "mirror", None)
+ROLES = ("standalone", "joining", "leader", "follower", None)
 
 
 def pages(by_worker: Mapping[str, bytes], own: bytes) -> bytes:

@@ -179,7 +179,7 @@ SCENES: dict[str, tuple[dict[str, str], list[int], list[int]]] = {
         [8],
         [4, 15],
     ),
-    "HithertoMapBehind": ({f"hitherto_map_mirror_lag_seconds{{{GATEWAY}}}": "0.01x5 3x15 0.01x20"}, [15], [4, 25]),
+    "HithertoMapBehind": ({f"hitherto_map_follower_lag_seconds{{{GATEWAY}}}": "0.01x5 3x15 0.01x20"}, [15], [4, 25]),
 }
 
 

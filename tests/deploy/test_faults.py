@@ -348,7 +348,7 @@ async def test_a_tenant_beyond_its_limits_and_a_policy_of_ones_own_that_fails(tm
 
 async def test_redis_that_goes_away(tmp_path, engines, start_redis):
     redis = start_redis()
-    # One engine, so one gateway leads and the other mirrors what it writes: only a mirror can be behind.
+    # One engine, so one gateway leads and the other follows it: only a follower can be behind.
     flags = ["--redis-url", redis.url, "--replica-url", engines.urls[0], "--model", "sim"]
     async with running(*flags) as one, running(*flags) as other:
         await asyncio.gather(one.ready(1), other.ready(1))
@@ -359,19 +359,19 @@ async def test_redis_that_goes_away(tmp_path, engines, start_redis):
                 await fires()
                 redis.start()
             async with scene.during("HithertoMapBehind") as fires:
-                mirror = await who_mirrors(one, other)
+                follower = await who_follows(one, other)
                 # It tells the worst of the last 5 to 10 s.
-                async with stuttering(mirror.process.pid, 2.0, 9.0):
+                async with stuttering(follower.process.pid, 2.0, 9.0):
                     await fires()
 
 
-async def who_mirrors(*gateways):
+async def who_follows(*gateways):
     """The one gateway of two that follows the map that the other writes, once they have agreed on it."""
     async with asyncio.timeout(30):
         while True:
             roles = [(await one.status())["replicas"][0]["map_role"] for one in gateways]
-            if sorted(roles) == ["mirror", "writer"]:
-                return gateways[roles.index("mirror")]
+            if sorted(roles) == ["follower", "leader"]:
+                return gateways[roles.index("follower")]
             await asyncio.sleep(0.1)
 
 

@@ -29,7 +29,7 @@ async def shared(fleet, ids):
         return {id: sorted(str(one.get(id)) for one in told) for id in ids}
 
     async with asyncio.timeout(15):
-        wanted = {id: ["mirror"] * (len(fleet) - 1) + ["writer"] for id in ids}
+        wanted = {id: ["follower"] * (len(fleet) - 1) + ["leader"] for id in ids}
         while await all_roles() != wanted:
             await asyncio.sleep(0.05)
 
@@ -50,7 +50,7 @@ async def test_replicas_come_and_go_on_either_gateway_and_the_map_stays_one(redi
                 await shared(fleet, ids)
                 for turn in range(6):
                     id = ids[turn % 2]
-                    leads = [of(await gateway.status(), id)["map_role"] == "writer" for gateway in fleet]
+                    leads = [of(await gateway.status(), id)["map_role"] == "leader" for gateway in fleet]
                     # the leader, the follower, both
                     here = [fleet[leads.index(turn % 3 == 0)]] if turn % 3 < 2 else fleet
                     for gateway in here:

@@ -253,7 +253,7 @@ async def test_a_gateway_started_later_is_as_warm_as_its_siblings(fleet, engines
     await known(first, messages)
     async with gateways(1, fleet.server.url, engines) as (third,):
         there = (await first.status())["map"]["blocks"]
-        await third.until(lambda status: roles(status) == {"mirror"} and status["map"]["blocks"] == there)
+        await third.until(lambda status: roles(status) == {"follower"} and status["map"]["blocks"] == there)
         told = (await third.admin.get("/metrics")).text
         assert 'hitherto_map_role{replica="' in told and "hitherto_map_redis_up 1" in told
         answer = await third.chat(messages)
@@ -267,7 +267,7 @@ async def test_gateways_that_have_the_model_in_folders_of_different_names_share_
     given = ("--redis-url", fleet.server.url, "--replica-url", *engines, "--model", str(folder))
     async with running(*given, forked=True) as elsewhere:
         await elsewhere.ready(len(engines))
-        await elsewhere.until(lambda status: roles(status) == {"mirror"})
+        await elsewhere.until(lambda status: roles(status) == {"follower"})
         messages = [{"role": "user", "content": "Asked at one of them. " + TEXT}]
         assert (await fleet.gateways[0].chat(messages)).status_code == 200
         await known(elsewhere, messages)

@@ -72,7 +72,7 @@ class House:
             told = (await self.client.get(f"{one.url}/faults")).json()["event_batches"]
             intakes, id = self.gateway.intakes, one.id
             await self.until(lambda: not told or (intakes[id].last_seq or 0) >= told - 1)
-            await self.until(lambda: getattr(intakes[id], "role", "") == "mirror" or not intakes[id].unreplayed)
+            await self.until(lambda: getattr(intakes[id], "role", "") == "follower" or not intakes[id].unreplayed)
 
     async def converse(self, talks: Talks, requests: int) -> dict[str, list[int]]:
         """Cached tokens by replica; each answer delivers what was predicted of it."""

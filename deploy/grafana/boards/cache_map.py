@@ -62,7 +62,7 @@ CACHE_MAP = Dashboard(
                     "Staleness",
                     [
                         largest("hitherto_event_lag_seconds", "replica", "events of"),
-                        ("max (hitherto_map_mirror_lag_seconds) or vector(0)", "map shared through Redis"),
+                        ("max (hitherto_map_follower_lag_seconds) or vector(0)", "map shared through Redis"),
                     ],
                     "s",
                     about="From an engine's sending of its last batch to the map, by the clocks of both.",

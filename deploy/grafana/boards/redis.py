@@ -30,7 +30,7 @@ REDIS = Dashboard(
                 ),
                 stat(
                     "Map is behind",
-                    "max (hitherto_map_mirror_lag_seconds)",
+                    "max (hitherto_map_follower_lag_seconds)",
                     "s",
                     "From a change's arrival in Redis to its being known everywhere.",
                     width=6,
@@ -72,7 +72,7 @@ REDIS = Dashboard(
             "The shared map",
             [
                 Panel("Up", [largest("hitherto_map_redis_up", "instance")], kind="state-timeline"),
-                Panel("Behind", [largest("hitherto_map_mirror_lag_seconds", "instance")], "s"),
+                Panel("Behind", [largest("hitherto_map_follower_lag_seconds", "instance")], "s"),
                 Panel(
                     "Replicas followed for all",
                     [total("hitherto_map_leases", "instance")],

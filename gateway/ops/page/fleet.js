@@ -127,7 +127,7 @@ function problems(s, recent) {
     const cause = text.replaceAll(r.url, "its address").replaceAll(r.id, "it"); // one line for a cause that several have
     found.set(cause, [...(found.get(cause) || []), [r, text]]);
   };
-  for (const r of s.replicas) if (r.map_role === "alone") {
+  for (const r of s.replicas) if (r.map_role === "standalone") {
     add(r, `its part of the map is not shared: ${r.map_role_reason}`);
   }
   for (const r of s.replicas) for (const text of r.problems) add(r, text);

@@ -164,7 +164,7 @@ def test_names_mean_the_same_on_every_host():
     assert scope("10.0.0.7:8000") == "10.0.0.7:8000"
     assert scope("127.0.0.1:8000") == scope("localhost:8000") != "127.0.0.1:8000"
     one, other = Keys("d", "10.0.0.7:8000", "17.25"), Keys("d", "10.0.0.7:8000", "seen-3")
-    assert one.lane == other.lane and one.life == other.life and one.lease != other.lease
+    assert one.lane == other.lane and one.newest == other.newest and one.lease != other.lease
     # counts mean something to one gateway only
     assert other.incarnation == Keys("d", "10.0.0.7:8000", "").incarnation == "-"
     for told, named in {
@@ -176,8 +176,8 @@ def test_names_mean_the_same_on_every_host():
     }.items():
         assert Keys("d", "10.0.0.7:8000", told).incarnation == named and NAME.fullmatch(named)
     assert all(
-        key.startswith(f"hitherto:1:d:{{{one.lane}}}:map:")
-        for key in (one.lease, one.head, one.deltas, one.snapshot, one.wish, one.life)
+        key.startswith(f"hitherto:1:d:{{{one.lane}}}:map2:")
+        for key in (one.lease, one.head, one.deltas, one.snapshot, one.request, one.newest)
     )
 
 

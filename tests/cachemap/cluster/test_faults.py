@@ -8,23 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from cachemap.cluster.shared import LEASE_SECONDS
+from cachemap.cluster.link import Link
 from tests.redis_server import Cluster, Proxy, Sentinels, certificate, running
 
 from ..publisher import publishing, removed
 from .gateways import Gateway, event, gateways, prompt, until
-from .test_shared import led, mirrored, same, told
+from .test_shared import followed, led, same, told
 
 
 def now():
     return asyncio.get_running_loop().time()
 
 
-async def one_and_a_mirror(url, publisher, one, other, name="r"):
+async def leader_and_follower(url, publisher, one, other, name="r"):
     one.follow(name, publisher)
     await led(one, name, publisher)
     other.follow(name, publisher)
-    await mirrored(other, name)
+    await followed(other, name)
 
 
 async def all_hold(hashes, *gateways, name="r", seconds=15.0):
@@ -36,9 +36,9 @@ async def all_hold(hashes, *gateways, name="r", seconds=15.0):
 
 
 async def healed(one, other, name="r"):
-    """One of them leads, the other mirrors it, and both hold the same."""
+    """One of them leads, the other followers it, and both hold the same."""
     await until(
-        lambda: {one.role(name), other.role(name)} == {"writer", "mirror"},
+        lambda: {one.role(name), other.role(name)} == {"leader", "follower"},
         what=lambda: (told(one, name), told(other, name)),
     )
     await same(one, other, name)
@@ -48,13 +48,13 @@ async def healed(one, other, name="r"):
 async def test_redis_killed_and_restarted(start_redis, redis_binary, data):
     server = start_redis(binary=redis_binary, appendonly="yes")
     async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await one_and_a_mirror(server.url, publisher, one, other)
+        await leader_and_follower(server.url, publisher, one, other)
         await publisher.publish(event(1, 0, 6))
         await all_hold(prompt(1, 6)[1], one, other)
         server.kill()
         await publisher.publish(event(1, 6, 9))
         await all_hold(prompt(1, 9)[1], one)
-        await until(lambda: other.role("r") == "alone", 6)  # after the lease's time it follows the events itself
+        await until(lambda: other.role("r") == "standalone", 6)  # after the lease's time it follows the events itself
         await all_hold(prompt(1, 9)[1], other)
         await publisher.publish(removed(10_008), event(2, 0, 5))
         await all_hold(prompt(2, 5)[1], one, other)
@@ -66,28 +66,28 @@ async def test_redis_killed_and_restarted(start_redis, redis_binary, data):
         async with gateways(server.url) as (late,):
             late.follow("r", publisher)
             await same(one, late)
-            assert late.role("r") == "mirror"
+            assert late.role("r") == "follower"
         assert not any("cleared" in reason for _, reason in one.changes + other.changes)
 
 
 async def test_redis_restarted_at_once_while_nothing_happens_has_the_map_again(start_redis):
     server = start_redis()
     async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await one_and_a_mirror(server.url, publisher, one, other)
+        await leader_and_follower(server.url, publisher, one, other)
         await publisher.publish(event(1, 0, 6))
         await all_hold(prompt(1, 6)[1], one, other)
         server.restart(empty=True)
         async with gateways(server.url) as (late,):
             late.follow("r", publisher)
             await all_hold(prompt(1, 6)[1], late)
-            await healed(one, other) if late.role("r") == "mirror" else await same(one, late)
+            await healed(one, other) if late.role("r") == "follower" else await same(one, late)
 
 
 @pytest.mark.parametrize("seconds", [1.5, 5.0])
 async def test_redis_frozen(start_redis, seconds):
     server = start_redis()
     async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await one_and_a_mirror(server.url, publisher, one, other)
+        await leader_and_follower(server.url, publisher, one, other)
         server.freeze()
         thaws = now() + seconds
         for number in range(1, 6):
@@ -103,7 +103,7 @@ async def test_redis_frozen(start_redis, seconds):
         await all_hold(prompt(9, 6)[1], one, other)
 
 
-async def test_after_redis_was_stopped_for_longer_than_a_lease_the_writer_writes_again_at_once(redis_server):
+async def test_after_redis_was_stopped_for_longer_than_a_lease_the_leader_writes_again_at_once(redis_server):
     """What could not be written while nobody answered is no sign that Redis takes no more."""
     async with publishing() as publisher, gateways(redis_server.url) as (one,):
         one.follow("r", publisher)
@@ -112,11 +112,11 @@ async def test_after_redis_was_stopped_for_longer_than_a_lease_the_writer_writes
         await publisher.publish(event(1, 0, 6))
         await until(lambda: one.intakes["r"].journal is None or one.intakes["r"].journal.whole)
         since = one.shared.now()
-        await until(lambda: one.shared.now() - since > LEASE_SECONDS)  # Redis's clock goes on
+        await until(lambda: one.shared.now() - since > Link.lease_seconds)  # Redis's clock goes on
         redis_server.thaw()
         await until(
             lambda: (
-                one.role("r") == "writer"
+                one.role("r") == "leader"
                 and one.shared.usable
                 and one.intakes["r"].journal
                 and not one.intakes["r"].journal.whole
@@ -125,22 +125,24 @@ async def test_after_redis_was_stopped_for_longer_than_a_lease_the_writer_writes
         )
         async with gateways(redis_server.url) as (other,):  # and goes on
             other.follow("r", publisher)
-            await mirrored(other)
+            await followed(other)
             await publisher.publish(event(2, 0, 6))
             await all_hold(prompt(2, 6)[1], one, other)
-            assert one.role("r") == "writer"
+            assert one.role("r") == "leader"
 
 
 async def test_redis_slow(redis_server):
     async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(proxy.url, 2) as (one, other):
         proxy.delay = 0.1
-        await one_and_a_mirror(proxy.url, publisher, one, other)
+        await leader_and_follower(proxy.url, publisher, one, other)
         for number in range(1, 20):
             await publisher.publish(event(number, 0, 6))
         await all_hold(prompt(19, 6)[1], one, other)
         await same(one, other)
         assert (
-            one.role("r") == "writer" and other.role("r") == "mirror" and one.shared.errors == other.shared.errors == 0
+            one.role("r") == "leader"
+            and other.role("r") == "follower"
+            and one.shared.errors == other.shared.errors == 0
         )
         proxy.delay = 1.0  # two of them are more than a call may take
         await publisher.publish(event(20, 0, 6))
@@ -149,34 +151,34 @@ async def test_redis_slow(redis_server):
         await healed(one, other)
 
 
-@pytest.mark.parametrize("whose", ["writer", "mirror"])
+@pytest.mark.parametrize("whose", ["leader", "follower"])
 async def test_one_gateway_cut_off_from_redis(redis_server, whose):
     """The other half goes on; nothing is written by two."""
     async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(redis_server.url) as gates:
         gates.append(Gateway(proxy.url))
         gates[1].shared.start()
-        one, other = gates if whose == "mirror" else gates[::-1]
-        await one_and_a_mirror("", publisher, one, other)
+        one, other = gates if whose == "follower" else gates[::-1]
+        await leader_and_follower("", publisher, one, other)
         proxy.cut()
         await publisher.publish(event(1, 0, 6))
         await all_hold(prompt(1, 6)[1], one, other)
-        if whose == "writer":
+        if whose == "leader":
             await led(other)
         await publisher.publish(event(2, 0, 6))
         await all_hold(prompt(2, 6)[1], one, other)
         proxy.mend()
         await healed(one, other)
-        assert (other if whose == "writer" else one).role("r") == "writer"
+        assert (other if whose == "leader" else one).role("r") == "leader"
 
 
 async def test_redis_full(start_redis):
     server = start_redis(maxmemory_policy="noeviction")
     async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await one_and_a_mirror(server.url, publisher, one, other)
+        await leader_and_follower(server.url, publisher, one, other)
         with server.client() as client:
             client.config_set("maxmemory", 1)
             await publisher.publish(event(1, 0, 6))
-            await all_hold(prompt(1, 6)[1], one, other)  # the mirror learns that nobody can write, and listens itself
+            await all_hold(prompt(1, 6)[1], one, other)  # the follower learns that nobody can write, and listens itself
             client.config_set("maxmemory", 0)
         await healed(one, other)
 
@@ -208,14 +210,16 @@ async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
     async with Proxy(server.port, tls=context) as proxy, publishing() as publisher:
         url = f"rediss://gate:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}"
         async with gateways(url, 2) as (one, other):
-            await one_and_a_mirror(url, publisher, one, other)
+            await leader_and_follower(url, publisher, one, other)
             await publisher.publish(event(1, 0, 6))
             await all_hold(prompt(1, 6)[1], one, other)
         for wrong in (url.replace("secret", "guess"), url.partition("?")[0]):
             async with gateways(wrong) as (stranger,):
                 stranger.follow("r", publisher)
                 await until(
-                    lambda stranger=stranger: stranger.role("r") == "alone" and stranger.held("r", prompt(1, 6)[1]) == 6
+                    lambda stranger=stranger: (
+                        stranger.role("r") == "standalone" and stranger.held("r", prompt(1, 6)[1]) == 6
+                    )
                 )
                 assert not stranger.shared.usable
 
@@ -224,17 +228,17 @@ async def test_a_fault_of_a_gateways_own_in_one_replica_is_seen_and_costs_the_ot
     """Its part of the map is gone under the leader's hands: another gateway takes over, the second replica is as
     before."""
     async with publishing() as publisher, publishing() as another, gateways(redis_server.url, 2) as (one, other):
-        await one_and_a_mirror(redis_server.url, publisher, one, other)
-        await one_and_a_mirror(redis_server.url, another, one, other, "s")
+        await leader_and_follower(redis_server.url, publisher, one, other)
+        await leader_and_follower(redis_server.url, another, one, other, "s")
         one.map.detach(one.slots["r"])
         await publisher.publish(event(1, 0, 6))
-        await until(lambda: other.role("r") == "writer" and other.held("r", prompt(1, 6)[1]) == 6)
+        await until(lambda: other.role("r") == "leader" and other.held("r", prompt(1, 6)[1]) == 6)
         failures = one.shared.background.recent()
         assert any("KeyError" in told["last"] and "r" in told["last"] for told in failures.values())
         assert "KeyError" in one.intakes["r"].problems[0]
         await another.publish(event(2, 0, 6))
         await all_hold(prompt(2, 6)[1], one, other, name="s")
-        assert (one.role("s"), other.role("s")) == ("writer", "mirror")
+        assert (one.role("s"), other.role("s")) == ("leader", "follower")
 
 
 async def test_a_lease_that_goes_as_its_snapshot_is_begun_keeps_no_other_from_being_written(redis_server, monkeypatch):
@@ -250,7 +254,7 @@ async def test_a_lease_that_goes_as_its_snapshot_is_begun_keeps_no_other_from_be
 
         one.shared.beside = beside
         one.follow("r", publisher)
-        await until(lambda: one.shared.beside is real and one.role("r") == "alone")
+        await until(lambda: one.shared.beside is real and one.role("r") == "standalone")
         one.follow("s", another)
         await led(one, "s")
         assert not any(told["last"] for told in one.shared.background.recent().values())
@@ -263,7 +267,7 @@ async def test_a_leader_that_cannot_reach_the_events_lets_another_lead(redis_ser
         await until(lambda: one.intakes["r"].state == "unobserved")
         other.follow("r", publisher)
         await healed(one, other)
-        assert other.role("r") == "writer"
+        assert other.role("r") == "leader"
         await all_hold(prompt(1, 6)[1], one, other)  # though the engine is idle since
         assert one.intakes["r"].state == other.intakes["r"].state == "live"
 
@@ -276,7 +280,7 @@ async def test_a_leader_that_loses_the_events_lets_another_lead_who_loses_nothin
         gateways(redis_server.url, 2) as (one, other),
         Proxy(int(publisher.endpoint.rpartition(":")[2])) as proxy,
     ):
-        await one_and_a_mirror(
+        await leader_and_follower(
             "",
             SimpleNamespace(
                 endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=publisher.replay, subscribed=publisher.subscribed
@@ -289,7 +293,7 @@ async def test_a_leader_that_loses_the_events_lets_another_lead_who_loses_nothin
         await all_hold(prompt(1, 6)[1], one, other)
         proxy.cut()
         await until(
-            lambda: (one.role("r"), other.role("r")) == ("mirror", "writer"),
+            lambda: (one.role("r"), other.role("r")) == ("follower", "leader"),
             what=lambda: (told(one, "r"), told(other, "r")),
         )
         await publisher.publish(event(2, 0, 6))
@@ -303,7 +307,7 @@ async def test_that_nobody_reaches_an_engine_is_said_once_by_each_and_in_words(r
     caplog.set_level("INFO")
     monkeypatch.setattr("cachemap.events.intake.LINK_LOST_SECONDS", 2.0)
     monkeypatch.setattr("cachemap.events.intake.WAKE_SECONDS", 0.1)
-    monkeypatch.setattr("cachemap.cluster.shared.LEASE_SECONDS", 1.0)
+    monkeypatch.setattr("cachemap.cluster.link.Link.lease_seconds", 1.0)
     async with (
         publishing() as publisher,
         gateways(redis_server.url, 2) as (one, other),
@@ -311,7 +315,7 @@ async def test_that_nobody_reaches_an_engine_is_said_once_by_each_and_in_words(r
     ):
         through = SimpleNamespace(endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=None)
         through.subscribed = publisher.subscribed
-        await one_and_a_mirror("", through, one, other)
+        await leader_and_follower("", through, one, other)
         await publisher.publish(event(1, 0, 6))
         await all_hold(prompt(1, 6)[1], one, other)
         proxy.cut()
@@ -319,7 +323,7 @@ async def test_that_nobody_reaches_an_engine_is_said_once_by_each_and_in_words(r
 
         def have_taken_turns(times: int) -> bool:
             for gateway in (one, other):
-                if gateway.role("r") == "writer" and leaders[-1] is not gateway:
+                if gateway.role("r") == "leader" and leaders[-1] is not gateway:
                     leaders.append(gateway)
             return len(leaders) >= times
 
@@ -331,7 +335,7 @@ async def test_that_nobody_reaches_an_engine_is_said_once_by_each_and_in_words(r
         lines = [record.getMessage() for record in caplog.records if record.name == "hitherto.share"]
         assert sum("gateways take turns in trying" in line for line in lines) == 2, lines
         new = [record.getMessage() for record in caplog.records[said[0] :]]
-        late = sum("is loaded anew" in line for line in new)  # a mirror that comes late to what the last writer wrote
+        late = sum("is loaded anew" in line for line in new)  # a follower that comes late to what the last leader wrote
         assert late <= 2 and len(new) - late <= 3 * (2 - len(gone)), new
         for each in (one, other):
             assert sum("was lost and cannot be made again" in reason for _, reason in each.changes) <= 1
@@ -347,12 +351,12 @@ async def test_that_nobody_reaches_an_engine_is_said_once_by_each_and_in_words(r
 async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, monkeypatch):
     """Somebody wrote it, or the host's clock was set back before the engine was restarted: the one there is is shared
     again."""
-    monkeypatch.setattr("cachemap.cluster.shared.UNLED_SECONDS", 1.0)
+    monkeypatch.setattr("cachemap.cluster.link.Link.lease_seconds", 1.0)
     async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
-        await one_and_a_mirror(redis_server.url, publisher, one, other)
+        await leader_and_follower(redis_server.url, publisher, one, other)
         with redis_server.client() as client:
-            client.set(one.intakes["r"].keys.life, f"{time.time():.2f}")
-        await until(lambda: one.role("r") == other.role("r") == "alone")
+            client.set(one.intakes["r"].keys.newest, f"{time.time():.2f}")
+        await until(lambda: one.role("r") == other.role("r") == "standalone")
         await publisher.publish(event(1, 0, 6))
         await all_hold(prompt(1, 6)[1], one, other)
         await healed(one, other)
@@ -365,14 +369,14 @@ async def reaches(gateway, seconds=6.0):
     assert gateway.shared.trouble == ""
 
 
-async def test_a_mirror_that_leads_after_an_outage_has_no_trouble_with_what_it_no_longer_reads(redis_server):
+async def test_a_follower_that_leads_after_an_outage_has_no_trouble_with_what_it_no_longer_reads(redis_server):
     async with (
         Proxy(redis_server.port) as proxy,
         publishing() as publisher,
         gateways(redis_server.url) as (one,),
         gateways(proxy.url) as (other,),
     ):
-        await one_and_a_mirror("", publisher, one, other)
+        await leader_and_follower("", publisher, one, other)
         proxy.cut()
         await until(lambda: "deltas cannot be read" in other.shared.trouble)
         await one.stop()
@@ -383,26 +387,26 @@ async def test_a_mirror_that_leads_after_an_outage_has_no_trouble_with_what_it_n
 
 
 async def test_a_leader_that_another_relieved_has_no_trouble_with_what_it_no_longer_writes(start_redis, monkeypatch):
-    monkeypatch.setattr("cachemap.cluster.shared.LEASE_SECONDS", 1.0)
-    monkeypatch.setattr("cachemap.cluster.shared.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("cachemap.cluster.link.Link.lease_seconds", 1.0)
+    monkeypatch.setattr("cachemap.cluster.link.Link.look_seconds", 0.2)
     server = start_redis(maxmemory_policy="noeviction")
     async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await one_and_a_mirror(server.url, publisher, one, other)
+        await leader_and_follower(server.url, publisher, one, other)
         with server.client() as client:
             client.config_set("maxmemory", 1)
             await publisher.publish(event(1, 0, 6))
             await until(lambda: "cannot be written" in one.shared.trouble)
-            await until(lambda: one.role("r") == "alone")
+            await until(lambda: one.role("r") == "standalone")
             assert not one.shared.usable, "it has given up, and Redis is as full as before"
             client.config_set("maxmemory", 0)
         await led(other)
-        await mirrored(one)
+        await followed(one)
         await reaches(one)
         await reaches(other)
 
 
 async def test_a_gateway_without_replicas_knows_whether_redis_is_there(start_redis, monkeypatch):
-    monkeypatch.setattr("cachemap.cluster.shared.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("cachemap.cluster.link.Link.look_seconds", 0.2)
     server = start_redis()
     async with gateways(server.url) as (one,):
         await reaches(one)
@@ -415,7 +419,7 @@ async def test_a_gateway_without_replicas_knows_whether_redis_is_there(start_red
 async def test_sentinel_fails_over(tmp_path):
     with running(Sentinels(tmp_path)) as servers:
         async with publishing() as publisher, gateways(servers.url, 2) as (one, other):
-            await one_and_a_mirror(servers.url, publisher, one, other)
+            await leader_and_follower(servers.url, publisher, one, other)
             await publisher.publish(event(1, 0, 6))
             await all_hold(prompt(1, 6)[1], one, other)
             servers.primary.kill()
@@ -432,7 +436,7 @@ async def test_cluster_with_one_shard_gone(tmp_path):
         async with publishing() as a, publishing() as b, gateways(cluster.url, 2) as (one, other):
             names = spread(cluster)
             for name, publisher in zip(names, (a, b), strict=True):
-                await one_and_a_mirror(cluster.url, publisher, one, other, name)
+                await leader_and_follower(cluster.url, publisher, one, other, name)
                 await publisher.publish(event(1, 0, 6))
                 await all_hold(prompt(1, 6)[1], one, other, name=name)
             dead = cluster.node_of(one.intakes[names[0]].keys.lease)
@@ -440,9 +444,9 @@ async def test_cluster_with_one_shard_gone(tmp_path):
             for name, publisher in zip(names, (a, b), strict=True):
                 await publisher.publish(event(2, 0, 6))
                 await all_hold(prompt(2, 6)[1], one, other, name=name)
-            await until(lambda: other.role(names[0]) == "alone")
+            await until(lambda: other.role(names[0]) == "standalone")
             # the other shard's replica is as before
-            assert {one.role(names[1]), other.role(names[1])} == {"writer", "mirror"}
+            assert {one.role(names[1]), other.role(names[1])} == {"leader", "follower"}
             dead.restart()
             for name in names:
                 await healed(one, other, name)
@@ -465,7 +469,7 @@ def loses_the_slot(cluster, key):
 async def test_gateways_share_the_map_again_wherever_a_cluster_has_it(tmp_path, primary):
     with running(Cluster(tmp_path, replicas=True)) as cluster:
         async with publishing() as publisher, gateways(cluster.url, 2) as (one, other):
-            await one_and_a_mirror(cluster.url, publisher, one, other)
+            await leader_and_follower(cluster.url, publisher, one, other)
             await publisher.publish(event(1, 0, 6))
             await all_hold(prompt(1, 6)[1], one, other)
             primary(cluster, one.intakes["r"].keys.lease)

@@ -13,7 +13,7 @@ from .test_poison import role_pair
 MIB = 1 << 20
 POOL = "hitherto:1:test:{pool}:"
 SIZE = 8 * MIB  # of each; all together a few hundred
-KEYS = ("life", "lease", "head", "deltas", "snapshot", "wish")
+KEYS = ("newest", "lease", "head", "deltas", "snapshot", "request")
 MANY = "for i = 1, ARGV[1] do redis.call('%s', KEYS[1], %s) end"
 ENTRIES = "return #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])"  # counted there: this reader takes no output
 HASH, SORTED, LIST, STREAM = (MANY % one for one in (
@@ -39,8 +39,8 @@ def peak(client):
 
 
 async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redis, redis_binary, monkeypatch):
-    monkeypatch.setattr("cachemap.cluster.shared.LEASE_SECONDS", 1.0)
-    monkeypatch.setattr("cachemap.cluster.shared.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("cachemap.cluster.link.Link.lease_seconds", 1.0)
+    monkeypatch.setattr("cachemap.cluster.link.Link.look_seconds", 0.2)
     server = start_redis(binary=redis_binary)
     cases = [(key, kind) for key in KEYS for kind in ("string", "hash")]
     cases += [("snapshot", "list"), ("snapshot", "long member"), ("deltas", "stream"), ("deltas", "long entry")]
@@ -51,7 +51,9 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
                 gateway.follow("well:1", quiet)
                 for name in names:
                     gateway.follow(name, publisher)
-            await until(lambda: all(role_pair(one, other, name) == {"writer", "mirror"} for name in (*names, "well:1")))
+            await until(
+                lambda: all(role_pair(one, other, name) == {"leader", "follower"} for name in (*names, "well:1"))
+            )
             await publisher.publish(event(1, 0, 6))
             await until(
                 lambda: all(gateway.held(name, prompt(1, 6)[1]) == 6 for gateway in (one, other) for name in names)
@@ -64,11 +66,11 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
             async with gateways(server.url) as (late,):  # which reads all that lies there
                 for name in (*names, "well:1"):
                     late.follow(name, quiet if name == "well:1" else publisher)
-                await until(lambda: late.role("well:1") == "mirror", 5)
+                await until(lambda: late.role("well:1") == "follower", 5)
                 await publisher.publish(event(2, 0, 6))
                 three = one, other, late
                 await until(
-                    lambda: all(sorted(one.role(name) for one in three) == ["mirror", "mirror", "writer"]
+                    lambda: all(sorted(one.role(name) for one in three) == ["follower", "follower", "leader"]
                                 and {one.held(name, prompt(2, 6)[1]) for one in three} == {6} for name in names), 30,
                     lambda: [(case, [(one.role(name), one.intakes[name].role_reason) for one in three]) for name, case in names.items()],
                 )  # fmt: skip
@@ -78,14 +80,14 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
 
 async def test_a_long_entry_behind_those_that_are_followed_is_sent_once(start_redis, redis_binary, monkeypatch):
     """A follower waits for whatever comes next, so Redis sends it; the stream is written anew then."""
-    monkeypatch.setattr("cachemap.cluster.shared.LEASE_SECONDS", 1.0)
-    monkeypatch.setattr("cachemap.cluster.shared.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("cachemap.cluster.link.Link.lease_seconds", 1.0)
+    monkeypatch.setattr("cachemap.cluster.link.Link.look_seconds", 0.2)
     server = start_redis(binary=redis_binary)
     async with publishing() as publisher, gateways(server.url, 2) as (one, other):
         with server.client() as client:
             for gateway in (one, other):
                 gateway.follow("r:1", publisher)
-            await until(lambda: role_pair(one, other, "r:1") == {"writer", "mirror"})
+            await until(lambda: role_pair(one, other, "r:1") == {"leader", "follower"})
             await publisher.publish(event(1, 0, 6))
             await until(lambda: all(gateway.held("r:1", prompt(1, 6)[1]) == 6 for gateway in (one, other)))
             key = one.intakes["r:1"].keys.deltas

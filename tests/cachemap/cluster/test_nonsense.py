@@ -204,14 +204,14 @@ async def test_a_map_goes_on_by_itself_and_is_whole_again(start_redis, redis_bin
     async with Other(server.port) as other, publishing() as publisher, gateways(other.url, 2) as (one, two):
         for gateway in (one, two):
             gateway.follow("r:1", publisher)
-        await until(lambda: {one.role("r:1"), two.role("r:1")} == {"writer", "mirror"})
+        await until(lambda: {one.role("r:1"), two.role("r:1")} == {"leader", "follower"})
         other.answer = only(what, odd)
         await until(lambda: one.shared.trouble or two.shared.trouble)
         await publisher.publish(event(1, 0, 6))
         if b"EVALSHA" in what:
             await until(lambda: all(gateway.held("r:1", prompt(1, 6)[1]) == 6 for gateway in (one, two)))
         other.answer = only((), odd)
-        await until(lambda: {one.role("r:1"), two.role("r:1")} == {"writer", "mirror"})
+        await until(lambda: {one.role("r:1"), two.role("r:1")} == {"leader", "follower"})
         await until(lambda: one.shared.usable and two.shared.usable)
         await publisher.publish(event(2, 0, 6))
         await until(lambda: all(gateway.held("r:1", prompt(2, 6)[1]) == 6 for gateway in (one, two)))

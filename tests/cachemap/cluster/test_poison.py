@@ -6,7 +6,7 @@ from ..publisher import publishing
 from .gateways import event, gateways, prompt, until
 from .test_shared import told
 
-KEYS = ("life", "lease", "head", "deltas", "snapshot", "wish")
+KEYS = ("newest", "lease", "head", "deltas", "snapshot", "request")
 
 
 def role_pair(one, other, name):
@@ -22,20 +22,20 @@ async def test_every_poison_at_every_key_is_healed_and_no_other_replica_notices(
                 gateway.follow("model:1", publisher)
                 gateway.follow("well:1", quiet)
             await until(
-                lambda: role_pair(one, other, "model:1") == role_pair(one, other, "well:1") == {"writer", "mirror"}
+                lambda: role_pair(one, other, "model:1") == role_pair(one, other, "well:1") == {"leader", "follower"}
             )
             await publisher.publish(event(1, 0, 6))
             await until(lambda: one.held("model:1", prompt(1, 6)[1]) == other.held("model:1", prompt(1, 6)[1]) == 6)
             for kind in KEYS:
                 key = getattr(one.intakes["model:1"].keys, kind).encode()
-                if kind == "wish":
+                if kind == "request":
                     client.set(key, 1)
                 ill |= {f"{kind}-{number}:1": (kind, number) for number, _ in enumerate(poisons(client, key))}
             assert len(ill) > 60
             for name in ill:
                 for gateway in (one, other):
                     gateway.follow(name, publisher)
-            await until(lambda: all(role_pair(one, other, name) == {"writer", "mirror"} for name in ill), 20)
+            await until(lambda: all(role_pair(one, other, name) == {"leader", "follower"} for name in ill), 20)
             await publisher.publish(event(2, 0, 6))
             await until(
                 lambda: all(gateway.held(name, prompt(2, 6)[1]) == 6 for gateway in (one, other) for name in ill), 20
@@ -43,7 +43,7 @@ async def test_every_poison_at_every_key_is_healed_and_no_other_replica_notices(
             roles = one.role("well:1"), other.role("well:1")
             for name, (kind, number) in ill.items():
                 key = getattr(one.intakes[name].keys, kind).encode()
-                if kind == "wish":
+                if kind == "request":
                     client.set(key, 1)
                 what, apply = list(poisons(client, key))[number]
                 ill[name] = f"{kind} {what}"
@@ -52,7 +52,7 @@ async def test_every_poison_at_every_key_is_healed_and_no_other_replica_notices(
             await until(lambda: one.held("well:1", prompt(3, 6)[1]) == other.held("well:1", prompt(3, 6)[1]) == 6, 1)
 
             def healed(name):
-                return role_pair(one, other, name) == {"writer", "mirror"} and one.contents(name) == other.contents(
+                return role_pair(one, other, name) == {"leader", "follower"} and one.contents(name) == other.contents(
                     name
                 )
 
@@ -72,7 +72,7 @@ async def test_every_poison_at_every_key_is_healed_and_no_other_replica_notices(
             async with gateways(server.url) as (late,):  # and what lies there is right
                 for name in ill:
                     late.follow(name, publisher)
-                await until(lambda: all(late.role(name) == "mirror" and late.contents(name) == one.contents(name) for name in ill), 15,
+                await until(lambda: all(late.role(name) == "follower" and late.contents(name) == one.contents(name) for name in ill), 15,
                             lambda: [(what, told(one, name), told(late, name))
                                      for name, what in ill.items() if late.contents(name) != one.contents(name)])  # fmt: skip
             assert (one.role("well:1"), other.role("well:1")) == roles

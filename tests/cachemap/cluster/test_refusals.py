@@ -10,7 +10,7 @@ import pytest
 from cachemap import CacheMap
 from cachemap.cluster import SharedMap
 from cachemap.cluster.connect import FAILURES, Trouble, Ways, describe, in_words, parse
-from cachemap.cluster.shared import LEASES, READS
+from cachemap.cluster.link import LEASES, READS
 from gateway.proxy.shared import SharedLedger
 from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, make
 from tests.gateway.ops.test_redis_check import DOCUMENTED, acl
@@ -99,7 +99,7 @@ async def test_the_acl_that_is_documented_is_enough(start_redis, redis_binary):
         async with gateway(url) as (shared, _, publisher), gateways(url, deployment="prod") as (other,):
             await until(lambda: shared.snapshots and ledger.joined)
             other.follow("r:1", publisher)
-            await until(lambda: other.role("r:1") == "mirror")
+            await until(lambda: other.role("r:1") == "follower")
             await publisher.subscribed()
             await publisher.publish(event(1, 0, 6))
             await until(lambda: other.held("r:1", hashes) == 6)

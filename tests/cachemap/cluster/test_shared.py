@@ -1,4 +1,4 @@
-"""One writes, the others mirror: what is the same in all maps, and when."""
+"""One writes, the others follower: what is the same in all maps, and when."""
 
 import asyncio
 from array import array
@@ -20,11 +20,11 @@ PROMPT = prompt(1, 12)[1]
 
 async def led(gateway, name="r", publisher=None):
     """It writes; with the publisher, its subscription has reached the engine, and the engine's record has come. Batches
-    that are published before that are in the record too, for which the writer clears the replica and applies them
+    that are published before that are in the record too, for which the leader clears the replica and applies them
     anew."""
     await until(
         lambda: (
-            gateway.role(name) == "writer" and gateway.intakes[name].journal and not gateway.intakes[name].journal.whole
+            gateway.role(name) == "leader" and gateway.intakes[name].journal and not gateway.intakes[name].journal.whole
         )
     )
     if publisher is not None:
@@ -32,9 +32,9 @@ async def led(gateway, name="r", publisher=None):
         await until(lambda: not gateway.intakes[name].unreplayed)
 
 
-async def mirrored(gateway, name="r"):
+async def followed(gateway, name="r"):
     await until(
-        lambda: gateway.role(name) == "mirror", what=lambda: (gateway.role(name), gateway.intakes[name].role_reason)
+        lambda: gateway.role(name) == "follower", what=lambda: (gateway.role(name), gateway.intakes[name].role_reason)
     )
 
 
@@ -63,13 +63,13 @@ async def shared_by(url, count, **replay):
         await led(one, "r", publisher)
         for other in others:
             other.follow("r", publisher)
-            await mirrored(other)
+            await followed(other)
         await publisher.publish(event(1, 0, 6))
         await until(lambda: all(each.held("r", PROMPT) == 6 for each in (one, *others)))
         yield publisher, one, *others
 
 
-async def test_a_gateway_that_joins_reports_no_state_before_it_mirrors(redis_server, caplog):
+async def test_a_gateway_that_joins_reports_no_state_before_it_follows(redis_server, caplog):
     caplog.set_level("INFO")
     async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
@@ -77,18 +77,18 @@ async def test_a_gateway_that_joins_reports_no_state_before_it_mirrors(redis_ser
         await publisher.publish(CLEARED, event(1, 0, 8))
         await until(lambda: one.held("r", PROMPT) == 8)
         other.follow("r", publisher)
-        await mirrored(other)
+        await followed(other)
         assert not [change for change in other.changes if change[0] == "connecting"]
-        assert "replica r: mirror: another gateway follows its events" in caplog.messages
+        assert "replica r: follower: another gateway reads its events" in caplog.messages
 
 
-async def test_a_mirror_holds_what_the_writer_holds(redis_server):
+async def test_a_follower_holds_what_the_leader_holds(redis_server):
     _, hashes = prompt(1, 12)
     async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
         one.follow("r", publisher)
         await led(one, "r", publisher)
         other.follow("r", publisher)
-        await mirrored(other)
+        await followed(other)
         await publisher.publish(event(1, 0, 8), event(1, 8, 12))
         await until(lambda: other.held("r", hashes) == 12)
         assert one.held("r", hashes) == 12
@@ -98,44 +98,44 @@ async def test_a_mirror_holds_what_the_writer_holds(redis_server):
         await until(lambda: other.held("r", prompt(2, 3)[1]) == 3)
         await same(one, other)
         assert other.held("r", hashes) == 0 and other.intakes["r"].state == "live"
-        assert publisher.asked == [0]  # nobody but the writer reads events
+        assert publisher.asked == [0]  # nobody but the leader reads events
         assert 0 < other.shared.lag_seconds < 5 and other.intakes["r"].blocks_stored == 15
 
 
-async def test_a_record_that_comes_after_live_events_is_applied_anew_by_writer_and_mirror(redis_server, monkeypatch):
+async def test_a_record_that_comes_after_live_events_is_applied_anew_by_leader_and_follower(redis_server, monkeypatch):
     """What it repeats is held once, and counted again by both: their counts are of what events reported."""
     monkeypatch.setattr(sockets, "REPLAY_SECONDS", 60)
     publisher = Publisher()  # it does not answer yet
     try:
         async with gateways(redis_server.url, 2) as (one, other):
-            writer = one.follow("r", publisher)
+            leader = one.follow("r", publisher)
             await led(one)
             await publisher.subscribed()
-            mirror = other.follow("r", publisher)
-            await mirrored(other)
+            follower = other.follow("r", publisher)
+            await followed(other)
             await publisher.publish(event(1, 0, 8), event(1, 8, 12))
             await until(lambda: other.held("r", PROMPT) == 12)
-            assert writer.blocks_stored == mirror.blocks_stored == 12
+            assert leader.blocks_stored == follower.blocks_stored == 12
             publisher.serve_replay()
-            await until(lambda: not writer.unreplayed)
+            await until(lambda: not leader.unreplayed)
             await publisher.publish(removed(10_011), event(2, 0, 3))
             await until(lambda: other.held("r", prompt(2, 3)[1]) == 3)
             await same(one, other)
             assert other.held("r", PROMPT) == 11 and not other.contents("r")["copies"]
             assert publisher.asked == [0] and other.shared.reloads == 0
-            for intake in (writer, mirror):
+            for intake in (leader, follower):
                 assert (intake.blocks_stored, intake.blocks_removed) == (27, 1)
     finally:
         await publisher.close()
 
 
 async def test_deltas_that_are_read_again_are_applied_once(redis_server):
-    """An answer that was on its way while a mirror loaded brings what it has loaded, during the load or after it."""
+    """An answer that was on its way while a follower loaded brings what it has loaded, during the load or after it."""
     async with publishing() as publisher, gateways(redis_server.url, 3) as (one, other, late):
         one.follow("r", publisher)
         await led(one, "r", publisher)
         other.follow("r", publisher)
-        await mirrored(other)
+        await followed(other)
         await publisher.publish(event(1, 0, 6), removed(10_005))
         await until(lambda: other.held("r", PROMPT) == 5)
         read_deltas, loaded = late.shared.read_deltas, []
@@ -143,16 +143,16 @@ async def test_deltas_that_are_read_again_are_applied_once(redis_server):
         async def answered_meanwhile(keys, n):
             deltas = await read_deltas(keys, n)
             loaded.extend(number for number, _ in deltas)
-            mirror.take(deltas)
+            follower.take(deltas)
             return deltas
 
         late.shared.read_deltas = answered_meanwhile
-        mirror = late.follow("r", publisher)
-        await mirrored(late)
-        mirror.take(await read_deltas(mirror.keys, 0))
+        follower = late.follow("r", publisher)
+        await followed(late)
+        follower.take(await read_deltas(follower.keys, 0))
         assert one.contents("r") == late.contents("r") and late.held("r", PROMPT) == 5
-        assert (mirror.n, mirror.blocks_stored, mirror.blocks_removed) == (loaded[-1], 6, 1)
-        assert late.shared.reloads == 0 and mirror.mirroring
+        assert (follower.n, follower.blocks_stored, follower.blocks_removed) == (loaded[-1], 6, 1)
+        assert late.shared.reloads == 0 and follower.in_step
 
 
 async def test_a_new_gateway_is_warm_from_snapshot_and_tail(redis_server):
@@ -199,7 +199,7 @@ async def test_a_snapshot_that_is_written_anew_while_its_deltas_are_read_is_read
 
         late.shared.read_snapshot, late.shared.read_deltas = is_replaced, after
         late.follow("r", publisher)
-        await mirrored(late)
+        await followed(late)
         assert read[0][0][1].flags & RELOAD and len(read) >= 2
         await same(one, late)
 
@@ -213,7 +213,7 @@ async def test_leases_are_shared_by_gateways_that_start_together(redis_server):
         assert min(one.shared.leases, other.shared.leases) >= 4
 
 
-async def test_a_writer_that_stops_hands_over_and_the_next_goes_on(redis_server):
+async def test_a_leader_that_stops_hands_over_and_the_next_goes_on(redis_server):
     async with shared_by(redis_server.url, 2) as (publisher, one, other):
         await one.stop()
         await publisher.publish(event(1, 6, 9))  # while nobody leads
@@ -230,7 +230,7 @@ async def test_a_gateway_that_takes_over_learns_what_blocks_are_from_the_first_e
         one.follow("r", publisher)
         await led(one, "r", publisher)
         other.follow("r", publisher)
-        await mirrored(other)
+        await followed(other)
         assert other.intakes["r"].stored_as.size == 0
         await one.stop()
         await led(other, "r", publisher)
@@ -238,18 +238,18 @@ async def test_a_gateway_that_takes_over_learns_what_blocks_are_from_the_first_e
         await until(lambda: other.intakes["r"].stored_as.size == 2 * BLOCK)
 
 
-async def test_a_writer_that_dies_is_followed_within_seconds(redis_server):
+async def test_a_leader_that_dies_is_followed_within_seconds(redis_server):
     async with shared_by(redis_server.url, 3) as (publisher, one, *others):
         await one.stop(gracefully=False)
         await publisher.publish(event(1, 6, 12))
         died = asyncio.get_running_loop().time()
         await until(lambda: all(other.held("r", PROMPT) == 12 for other in others))
         assert asyncio.get_running_loop().time() - died < 6
-        assert sorted(other.role("r") for other in others) == ["mirror", "writer"]
+        assert sorted(other.role("r") for other in others) == ["follower", "leader"]
         await same(*others)
 
 
-async def test_what_a_dead_writer_missed_and_the_engine_lost_is_cleared(redis_server):
+async def test_what_a_dead_leader_missed_and_the_engine_lost_is_cleared(redis_server):
     async with shared_by(redis_server.url, 2, kept=3) as (publisher, one, other):
         await one.stop(gracefully=False)
         for number in range(2, 7):
@@ -303,7 +303,7 @@ async def test_a_gateway_that_cannot_tell_the_incarnation_takes_the_one_others_k
         await publisher.publish(event(1, 0, 6))
         await until(lambda: one.held("r", hashes) == 6)
         other.follow("r", publisher, "100.00" if first == "seen-1" else "seen-7")
-        await until(lambda: {one.role("r"), other.role("r")} == {"writer", "mirror"} and other.held("r", hashes) == 6)
+        await until(lambda: {one.role("r"), other.role("r")} == {"leader", "follower"} and other.held("r", hashes) == 6)
         await publisher.publish(event(2, 0, 6))
         await until(lambda: one.held("r", prompt(2, 6)[1]) == other.held("r", prompt(2, 6)[1]) == 6)
         await same(one, other)
@@ -321,9 +321,9 @@ async def test_every_name_of_an_incarnation_stays_in_redis_and_is_shared(redis_s
         other.follow("r", publisher, name.partition("@")[0])
         await publisher.publish(event(1, 0, 6))
         await until(lambda: other.held("r", hashes) == 6)
-        assert (one.role("r"), other.role("r")) == ("writer", "mirror")
+        assert (one.role("r"), other.role("r")) == ("leader", "follower")
         with redis_server.client() as client:
-            assert client.get(one.intakes["r"].keys.life).decode() == name.partition("@")[0]
+            assert client.get(one.intakes["r"].keys.newest).decode() == name.partition("@")[0]
 
 
 async def test_gateways_that_name_blocks_otherwise_are_not_mixed(redis_server):
@@ -335,7 +335,7 @@ async def test_gateways_that_name_blocks_otherwise_are_not_mixed(redis_server):
         running.append(other)
         other.shared.start()
         other.follow("r", publisher)
-        await until(lambda: other.role("r") == "alone" and other.intakes["r"].state == "live")
+        await until(lambda: other.role("r") == "standalone" and other.intakes["r"].state == "live")
         assert "model m, here it is another" in other.intakes["r"].role_reason
         await publisher.publish(event(1, 0, 6))
         await until(lambda: len(one.contents("r")["held"]) == len(other.contents("r")["held"]) == 6)
@@ -357,7 +357,7 @@ async def test_a_replica_whose_events_cannot_be_used_is_modelled_by_all(redis_se
         one.follow("r", publisher)
         await led(one, "r", publisher)
         other.follow("r", publisher)
-        await mirrored(other)
+        await followed(other)
         await publisher.publish(stored([1], list(range(2 * BLOCK)), block_size=2 * BLOCK))
         await until(lambda: one.intakes["r"].state == other.intakes["r"].state == "unobserved")
         other.map.expect(0, prompt(3, 5)[1], 0.0)
@@ -371,16 +371,16 @@ async def test_a_replica_whose_events_cannot_be_used_is_modelled_by_all(redis_se
             await late.stop()
 
 
-async def test_a_mirror_that_finds_its_map_wrong_has_the_events_read_anew(redis_server):
+async def test_a_follower_that_finds_its_map_wrong_has_the_events_read_anew(redis_server):
     async with shared_by(redis_server.url, 2) as (publisher, one, other):
-        one.map.remove(0, [10_003])  # all have drifted, by their writer
+        one.map.remove(0, [10_003])  # all have drifted, by their leader
         await until(lambda: other.held("r", PROMPT) == 3)
         other.intakes["r"].resync()
         await until(lambda: one.held("r", PROMPT) == other.held("r", PROMPT) == 6)
         await same(one, other)
 
 
-async def test_what_an_adapters_name_stood_for_before_is_forgotten_by_all_and_by_the_next_writer(redis_server):
+async def test_what_an_adapters_name_stood_for_before_is_forgotten_by_all_and_by_the_next_leader(redis_server):
     red = hash_blocks(array("I", prompt(2, 3)[0]).tobytes(), BLOCK, chain_seed("m", BLOCK, "red"))
     async with shared_by(redis_server.url, 2) as (publisher, one, other):
         await publisher.publish(event(2, 0, 3) | {"lora_name": "red", "lora_id": 1})
@@ -401,7 +401,7 @@ async def test_a_reader_that_was_too_slow_for_the_tail_loads_the_snapshot(redis_
         one.follow("r", publisher)
         await led(one, "r", publisher)
         other.follow("r", publisher)
-        await mirrored(other)
+        await followed(other)
         other.shared._tasks["follow 0"].cancel()  # it sleeps
         for number in range(1, 31):
             await publisher.publish(*(event(number, start, start + 40) for start in range(0, 200, 40)))
@@ -416,7 +416,7 @@ async def test_a_reader_that_was_too_slow_for_the_tail_loads_the_snapshot(redis_
         assert other.shared.reloads >= 1
 
 
-async def test_a_mirror_that_has_read_on_when_a_look_is_answered_stays(redis_server, monkeypatch):
+async def test_a_follower_that_has_read_on_when_a_look_is_answered_stays(redis_server, monkeypatch):
     """What Redis told of the deltas' number is older than what was read meanwhile."""
     async with shared_by(redis_server.url, 2) as (publisher, one, other):
         tend, looks = shared.TEND, []
@@ -432,19 +432,19 @@ async def test_a_mirror_that_has_read_on_when_a_look_is_answered_stays(redis_ser
 
         monkeypatch.setattr(shared, "TEND", late)
         await until(lambda: len(looks) > 1)
-        assert other.shared.reloads == 0 and other.role("r") == "mirror"
+        assert other.shared.reloads == 0 and other.role("r") == "follower"
 
 
 @pytest.mark.parametrize("reads_on", [True, False])
-async def test_a_mirror_that_is_always_a_little_behind_is_not_stuck(redis_server, reads_on):
+async def test_a_follower_that_is_always_a_little_behind_is_not_stuck(redis_server, reads_on):
     async with gateways(redis_server.url) as (one,):
         reloads = []
-        mirror = SimpleNamespace(
-            mirror_at=0.0, mirroring=True, n=5, behind=0, looked_n=-1, reload=reloads.append, want=lambda role: None
+        follower = SimpleNamespace(
+            load_at=0.0, in_step=True, n=5, behind=0, looked_n=-1, reload=reloads.append, want=lambda role: None
         )
         for _ in range(5):
-            one.shared._mirror(mirror, mirror.n + 2, mirror.n)
-            mirror.n += reads_on
+            one.shared._keep_up(follower, follower.n + 2, follower.n)
+            follower.n += reads_on
         assert bool(reloads) is not reads_on
 
 

@@ -41,7 +41,7 @@ async def test_it_says_what_is_amiss_with_the_gateway_also_when_opened_with_the_
     gateway.fleet.add("http://a:1")
     status = gateway.status()
     status["map"]["redis"] = {"trouble": redis_trouble("READONLY"), "ledger_joined": False, "ledger_reason": "NOPERM"}
-    status["replicas"][0] |= {"map_role": "alone", "map_role_reason": "no gateway leads"}
+    status["replicas"][0] |= {"map_role": "standalone", "map_role_reason": "no gateway leads"}
     status["policy_failures"] = {"./mine.py:Mine": {"failures": 1, "last": "KeyError: 8", "seconds_ago": 3.0}}
     status["background_failures"] = {"publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}}
     status["api_keys"] = {

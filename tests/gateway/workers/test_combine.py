@@ -67,7 +67,7 @@ def said(
     metrics.replica_requests.inc("a", "2xx", by=requests)
     replica = {"id": "a", "state": state, "reason": f"it is {state}", "since_seconds": 1.0, "problems": list(problems), "inflight": inflight, "slow": slow,
                "prefill_tokens": 0, "context_tokens": 0, "events": "live", "event_source": None, "events_reason": "all replayed",
-               "map_role": "mirror", "map_role_reason": "another one follows", "map_blocks": requests,
+               "map_role": "follower", "map_role_reason": "another one follows", "map_blocks": requests,
                "managed": False, "pid": None, "restarts": 0}  # fmt: skip
     redis = {"ledger_joined": joined, "ledger_reason": "joined" if joined else "away"}
     status = {
@@ -215,9 +215,9 @@ def test_a_model_whose_pod_any_worker_saw_go_is_told():
 def test_of_a_replicas_events_and_map_the_worst_is_told_with_its_reason():
     first, second, third = found = [said("ready", requests=number, inflight=0) for number in (1, 5, 3)]
     for one, intake in (
-        (first, {"map_role": "writer", "map_role_reason": "it follows"}),
+        (first, {"map_role": "leader", "map_role_reason": "it follows"}),
         (second, {"events": "gap", "events_reason": "3 were lost"}),
-        (third, {"map_role": "alone", "map_role_reason": "another block size"}),
+        (third, {"map_role": "standalone", "map_role_reason": "another block size"}),
     ):
         one["status"]["replicas"][0] |= intake
 
@@ -225,9 +225,9 @@ def test_of_a_replicas_events_and_map_the_worst_is_told_with_its_reason():
         (one,) = statuses(found)["replicas"]
         return tuple(one[name] for name in ("events", "events_reason", "map_role", "map_role_reason", "map_blocks"))
 
-    assert told(*found) == ("gap", "3 were lost", "alone", "another block size", 5)
-    assert told(third, first) == ("live", "all replayed", "alone", "another block size", 3)
-    assert told(said("ready", requests=1, inflight=0), first) == ("live", "all replayed", "writer", "it follows", 1)
+    assert told(*found) == ("gap", "3 were lost", "standalone", "another block size", 5)
+    assert told(third, first) == ("live", "all replayed", "standalone", "another block size", 3)
+    assert told(said("ready", requests=1, inflight=0), first) == ("live", "all replayed", "leader", "it follows", 1)
 
 
 def test_what_failed_in_the_background_of_any_process_is_told():

@@ -1,0 +1,214 @@
+"""What the parts of one gateway's shared map have in common: its Redis clients, what fails there, and reads from there.
+
+No request waits for anything here, and whatever Redis does, look-ups use this process's own map.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from cachemap.background import Background, Failures
+from cachemap.cluster.codec import PIECE, Damaged, Delta, decode_entry
+from cachemap.cluster.connect import FAILURES, Place, Script, Trouble, Ways
+from cachemap.cluster.journal import LONGEST_DELTA
+from cachemap.cluster.keys import Keys
+from cachemap.cluster.replies import NONSENSE, strange
+
+log = logging.getLogger("hitherto.share")
+
+PART = "shared map: one replica's part"  # a kind of background work
+LEASES, READS = "leases cannot be looked at", "deltas cannot be read"  # tasks that `Link.in_trouble` reports
+WRITES = "deltas and snapshots cannot be written"
+# Bytes and members of a list or stream read at once; members longer than gateways write are not read at all.
+MOST_READ_BYTES, MOST_READ = 1 << 20, 500
+
+
+def script(name: str) -> Script:
+    return Script(Path(__file__).with_name(f"{name}.lua").read_text())
+
+
+LEAVE, READ = script("leave"), script("read")
+
+
+class Link:
+    """One gateway's link to Redis for the shared map.
+
+    `place`: the Redis. `deployment`: a name that the gateways that share a map have in common.
+    `token`: this gateway's random name, which its leases carry. `members`: the `SharedIntake`s of all replicas.
+    `lease_seconds`: how long a lease lasts; `look_seconds`: how often it is looked at and renewed.
+    """
+
+    lease_seconds, look_seconds = 3.0, 1.0
+
+    def __init__(self, place: Place, deployment: str, background: Background | None = None):
+        self.background = background or Background()
+        self.background.failures.setdefault(PART, Failures())
+        self.place, self.deployment = place, deployment
+        self.token = secrets.token_hex(8)
+        self.ways = Ways(place)
+        self.members: list[Any] = []
+        self._aside: set[asyncio.Task[None]] = set()
+        self._look = asyncio.Event()
+        self._clock = 0.0  # the server's time minus this process's
+        self._lags = [0.0, 0.0]  # the worst lags of the current and the last 5 s
+        self._lags_until = 0.0
+        self._troubles: dict[tuple[str, int], Trouble] = {}  # by task and lane
+        self._reached = False
+        self.errors = self.takeovers = self.reloads = 0
+
+    @staticmethod
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def look_soon(self) -> None:
+        """Have the leases looked at now rather than within `look_seconds`."""
+        self._look.set()
+
+    def lane(self, member: Any) -> int:
+        return member.keys.lane if self.ways.many else 0
+
+    def groups(self, members: list[Any]) -> list[list[Any]]:
+        """Return the members in groups that one command can cover: on a Cluster one group for each lane."""
+        lanes: dict[int, list[Any]] = {}
+        for one in members:
+            lanes.setdefault(self.lane(one), []).append(one)
+        return list(lanes.values())
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the background; nobody waits for it, and failures are only counted."""
+
+        async def quietly() -> None:
+            try:
+                await work
+            except FAILURES as error:
+                self.failed(error)
+            except Exception as error:
+                self.background.failed("shared map: messages", error)
+
+        task = asyncio.create_task(quietly())
+        self._aside.add(task)
+        task.add_done_callback(self._aside.discard)
+
+    def give_back(self, group: list[Any]) -> None:
+        """Give back the leases of some replicas (of one lane), so that other gateways may take them."""
+
+        async def leave() -> None:
+            client = await self.ways.to(group[0].keys.lease)
+            await LEAVE(client, [one.keys.lease for one in group], [self.token])
+
+        self.beside(leave())
+
+    def request(self, keys: Keys, what: bytes) -> None:
+        """Ask a replica's leader for something: RESYNC (read its events again) or REWRITE (write its data again)."""
+
+        async def ask() -> None:
+            await (await self.ways.to(keys.request)).set(keys.request, what, px=10_000)
+
+        self.beside(ask())
+
+    # --- what fails
+
+    def failed(self, error: BaseException) -> None:
+        """Count a failed call to Redis."""
+        self.errors += 1
+        self.ways.failed()
+        log.debug("redis: %s", error)
+
+    def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None:
+        """Note that a task (LEASES, READS or WRITES) fails in a lane of Redis keys; the first trouble is logged."""
+        self._reached |= trouble.answered
+        if not self._troubles:
+            log.warning("redis %s: %s%s: every gateway goes on with what it knows: %s",
+                        self.place, what, f" of lane {lane}" if self.ways.many else "", trouble.why)  # fmt: skip
+        self._troubles[what, lane] = trouble
+
+    def works(self, what: str, lane: int) -> None:
+        """Note that a task (LEASES, READS or WRITES) works in a lane of Redis keys."""
+        if self._troubles.pop((what, lane), None) is not None and not self._troubles:
+            log.info("redis %s is of use again", self.place)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether Redis answers, even with a refusal."""
+        return self._reached and all(one.answered for one in self._troubles.values())
+
+    @property
+    def usable(self) -> bool:
+        """Whether Redis answers and lets this gateway do all its tasks."""
+        return self._reached and not self._troubles
+
+    @property
+    def trouble(self) -> str:
+        """A message: which tasks Redis does not let this gateway do, and why; "" if all is well."""
+        whats: dict[str, dict[str, None]] = {}  # tasks by reason
+        for (what, _), one in self._troubles.items():
+            whats.setdefault(one.why, {})[what] = None
+        told = "; ".join(f"{' and '.join(what)}: {why}" for why, what in whats.items())
+        return told or ("" if self._reached else "not connected yet")
+
+    # --- how far behind
+
+    def lag(self, at: float) -> None:
+        """Note how long ago a delta, applied here now, reached Redis; `at`: when, in seconds by the server's clock."""
+        self._turn_lags()
+        if math.isfinite(at):
+            self._lags[0] = max(self._lags[0], self.now() + self._clock - at)
+
+    @property
+    def lag_seconds(self) -> float:
+        """The longest time between a delta's arrival in Redis and its application here, in the last 5 to 10 s."""
+        self._turn_lags()
+        return max(self._lags)
+
+    def _turn_lags(self) -> None:
+        if self.now() >= self._lags_until:
+            self._lags, self._lags_until = [0.0, self._lags[0]], self.now() + 5
+
+    # --- reads
+
+    async def read_snapshot(self, keys: Keys) -> list[bytes]:
+        """Return the pieces of a replica's snapshot, [] if there is none. Raises Damaged for a malformed piece."""
+        pieces: list[bytes] = []
+        more = True
+        while more:
+            more, found = await self._read(keys.snapshot, "list", len(pieces), PIECE)
+            pieces += found
+            if more and any(len(piece) < PIECE for piece in pieces[1:]):
+                raise Damaged("a piece of it is shorter than gateways write")
+        return pieces
+
+    async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]:
+        """Return a replica's deltas after number `after`, with their numbers. Raises Damaged for a malformed delta."""
+        deltas: list[tuple[int, Delta]] = []
+        more, begin = True, f"{after + 1}-0"
+        while more:
+            more, found = await self._read(keys.deltas, "stream", begin, LONGEST_DELTA)
+            deltas += [decode_entry(id, dict(zip(fields[::2], fields[1::2], strict=True))) for id, fields in found]
+            begin = f"({found[-1][0].decode()}" if found else begin
+        return deltas
+
+    async def _read(self, key: str, kind: str, begin: int | str, longest: int) -> tuple[bool, list[Any]]:
+        """Return a part of the list or stream at a key, and before it whether there is more after that part.
+
+        `kind`: "list" or "stream". `begin`: the index or entry id to start at. `longest`: the most bytes of a member.
+        """
+        found = await READ(await self.ways.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
+        if isinstance(found, int):
+            raise Damaged(f"a member of {found} bytes, where gateways write {longest} at most")
+        try:
+            more, members = found
+            if kind == "list":
+                sound = all(type(piece) is bytes for piece in members)
+            else:
+                sound = all({*map(type, (id, *fields))} == {bytes} for id, fields in members)
+        except NONSENSE as error:
+            raise strange("read.lua", error) from error
+        if not sound or (more and not members):
+            raise strange("read.lua")
+        return bool(more), members

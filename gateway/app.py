@@ -416,7 +416,6 @@ class Gateway:
         following = {
             "endpoint": source.endpoint,
             "replay": source.replay,
-            "snapshot": source.snapshot,
             "decode": backend.replica.dialect.event_decoder(records),
             "topic": "",  # all topics: an endpoint has one publisher, and its topic may be any
             "model": HASHED_AS,

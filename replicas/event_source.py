@@ -14,7 +14,6 @@ class EventSource(NamedTuple):
     endpoint: str
     replay: str | None  # endpoint that repeats past events on request
     topic: str
-    snapshot: str | None = None  # endpoint that reports all blocks that the engine holds
 
     def at_rank(self, rank: int) -> "EventSource | None":
         """Return the source of data-parallel rank `rank`, if this is the source of the first rank.
@@ -24,10 +23,8 @@ class EventSource(NamedTuple):
         if rank == 0:
             return self
         endpoint = _port_plus(self.endpoint, rank)
-        if endpoint is None:
-            return None
-        further = (where and _port_plus(where, rank) for where in (self.replay, self.snapshot))
-        return EventSource(endpoint, next(further), self.topic, next(further))
+        replay = self.replay and _port_plus(self.replay, rank)
+        return None if endpoint is None else EventSource(endpoint, replay, self.topic)
 
     def at(self, host: str, address: str) -> "EventSource":
         """Return this source with `host` replaced by its IP address wherever it stands in an endpoint."""
@@ -36,8 +33,7 @@ class EventSource(NamedTuple):
             where, _, port = endpoint.rpartition(":")
             return f"tcp://{bracketed(address)}:{port}" if where == f"tcp://{bracketed(host)}" else endpoint
 
-        replay, snapshot = (where and moved(where) for where in (self.replay, self.snapshot))
-        return EventSource(moved(self.endpoint), replay, self.topic, snapshot)
+        return EventSource(moved(self.endpoint), self.replay and moved(self.replay), self.topic)
 
 
 def _port_plus(endpoint: str, rank: int) -> str | None:
@@ -46,10 +42,10 @@ def _port_plus(endpoint: str, rank: int) -> str | None:
     return f"{where}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else None
 
 
-def reported(endpoint: str, replay: Any, topic: Any, host: str, snapshot: Any = None) -> EventSource:
+def reported(endpoint: str, replay: Any, topic: Any, host: str) -> EventSource:
     """Return the source that an engine reports, with `host` (as clients reach the engine) in place of wildcards.
 
-    `replay`, `topic`, `snapshot`: ignored if they are no text. Raises ValueError if nobody can connect to an endpoint.
+    `replay`, `topic`: ignored if they are no text. Raises ValueError if nobody can connect to an endpoint.
     """
 
     def reached(endpoint: str) -> str:
@@ -59,5 +55,5 @@ def reported(endpoint: str, replay: Any, topic: Any, host: str, snapshot: Any = 
         check_endpoint(found)
         return found
 
-    further = [reached(one) if isinstance(one, str) else None for one in (replay, snapshot)]
-    return EventSource(reached(endpoint), further[0], topic if isinstance(topic, str) else "", further[1])
+    repeats = reached(replay) if isinstance(replay, str) else None
+    return EventSource(reached(endpoint), repeats, topic if isinstance(topic, str) else "")

@@ -10,7 +10,7 @@ from itertools import islice
 
 import numpy as np
 
-from cachemap.changes import ChunkTier, outlives
+from cachemap.changes import ChunkTier
 from cachemap.events.chunks import MOST_BLOCKS, Chunk, Chunks, block_keys, chains
 from cachemap.events.groups import FLUSH, HASHED, MOST_PENDING, MOST_PIECE, GroupEvents
 from cachemap.events.pages import Pages
@@ -34,7 +34,6 @@ MOST_CHUNK = 4096
 SEARCHED = 16  # pages visited one by one in the time that the map takes for one block
 LEAST_BLOCK = 64  # bytes of tokens counted as one block: 16 tokens
 MOST_STATES = 1 << 16  # blocks of one Mamba event: those of a million tokens, at 16 a block
-MOST_UNSIZED = 2048  # keys remembered for a tier until an event shows how many blocks each stands for
 
 
 class EventApplier:
@@ -48,8 +47,8 @@ class EventApplier:
     `told`: the engine's block format as earlier events showed it.
 
     Attributes, counted in blocks (where the engine's pages are smaller than blocks, the last two count pages):
-    `stored`: blocks stored in the main group;
-    `removed`: blocks removed;
+    `blocks_stored`: blocks stored in the main group;
+    `blocks_removed`: blocks removed;
     `orphans`: blocks left out because their tokens or the block before them are unknown, so that they have no hash;
     `ignored`: blocks left out for another reason: slower tiers keep them for another cache group or in chunks that do
     not consist of the map's blocks, they are parts of a block, or their format is not the engine's known one.
@@ -78,8 +77,7 @@ class EventApplier:
         self._steps: Iterator[None] = iter(())  # the rest of the work on the last event
         self._chunks: dict[str, Chunks] = {}  # the chunks of stores below the engine, by tier
         self._own_chunk = 1  # blocks in a chunk of the engine's own slower tiers, as far as events showed
-        self._unsized: dict[str, dict[int | bytes, None]] = {}  # by tier, keys reported before `_own_chunk` was known
-        self.stored = 0
+        self.blocks_stored = 0
         self._removed = 0
         self._orphans = 0
         self.ignored = 0
@@ -107,7 +105,7 @@ class EventApplier:
         self._states = Agreed(told.states, told.states > 0)
 
     @property
-    def removed(self) -> int:
+    def blocks_removed(self) -> int:
         return self._removed + self._groups.removed
 
     @property
@@ -145,7 +143,9 @@ class EventApplier:
                 self._store(event)
                 yield from self._steps
             elif isinstance(event, Removed):
-                if event.tier == "gpu" and (self._groups.whole or self._is_of_group(event)):
+                if event.tier == "gpu" and (
+                    self._groups.whole or (event.group != self._main and self._groups.knows(event.group))
+                ):
                     self._work += self._groups.waiting_work
                     yield from self._groups.following()
                 step = max(1, MOST_PIECE // self._blocks_under_key(event.tier))
@@ -155,7 +155,9 @@ class EventApplier:
                     yield from self._remove(event._replace(keys=event.keys[start : start + step]))
                     yield from self._steps
             elif not isinstance(last, Cleared):
-                self._clear()
+                self._flush()
+                self._forget_own()
+                self._map.clear(self._slot, below=False)  # tiers that outlive the engine's own cache stay
             if self.pages is not None:
                 self._work += self.pages.searched // SEARCHED
                 self.pages.searched %= SEARCHED
@@ -180,10 +182,7 @@ class EventApplier:
         if self._groups.waiting and self._main is None and not self._map.held(self._slot):
             self.fault = "none of the engine's layers has full attention"  # only its blocks show what keys stand for
         if self._has_wide and not self.stored_as.parts:  # only an engine with smaller Mamba blocks may have such blocks
-            self.fault = (
-                f"the engine's blocks have {self._size.known} tokens, "
-                f"prompts are hashed in blocks of {self._block_size}"
-            )
+            self._set_size_fault(self._size.known)
         self._has_wide = False
         yield from self._groups.following()
         yield from self._flushing()
@@ -223,35 +222,21 @@ class EventApplier:
     def forget(self) -> None:
         """Forget all blocks of the replica and all pending changes, but not which stores report no removals."""
         self._forget_own()
-        self._drop_chunks()
-        self._forget_chunk_size()
+        self.let_go()
         self._map.clear(self._slot)
 
     def let_go(self) -> None:
         """Drop the state here that would be outdated without further events; the map keeps its blocks."""
         self._drop_pages()
-        self._drop_chunks()
-        self._forget_chunk_size()
+        for chunks in self._chunks.values():
+            chunks.clear()
+        self._chunks = {tier: chunks for tier, chunks in self._chunks.items() if chunks.blind}
+        self._own_chunk = 1
 
     def _drop_pages(self) -> None:
         if self.pages is not None:
             self._orphans += self.pages.orphans
             self.pages = None
-
-    def _drop_chunks(self) -> None:
-        for chunks in self._chunks.values():
-            chunks.clear()
-        self._chunks = {tier: chunks for tier, chunks in self._chunks.items() if chunks.blind}
-
-    def _forget_chunk_size(self) -> None:
-        self._own_chunk, self._unsized = 1, {}
-
-    def _clear(self) -> None:
-        """Forget all that the engine held itself; blocks in tiers that outlive the engine's own cache stay."""
-        self._flush()
-        self._forget_own()
-        self._unsized = {tier: keys for tier, keys in self._unsized.items() if outlives(tier)}
-        self._map.clear(self._slot, below=False)
 
     def _forget_own(self) -> None:
         self._own, self._above, self._removing = {}, {}, []
@@ -308,10 +293,7 @@ class EventApplier:
                     return
                 self._store_pages(event)
                 return
-            self.fault = (
-                f"the engine's blocks have {event.block_size} tokens, "
-                f"prompts are hashed in blocks of {self._block_size}"
-            )
+            self._set_size_fault(event.block_size)
             return
         if event.together > MOST_CHUNK:
             self.ignored += len(event.keys)
@@ -327,11 +309,18 @@ class EventApplier:
         # A block in a slower tier is usually a copy of a known one, and its extra keys may have been sent with the
         # first copy only.
         if event.tokens and (event.tier == "gpu" or not all(self._hashes_under(event.keys))):
-            self._store_chain(event)
+            parent = 0 if event.parent is None else self._hashes_under([event.parent])[0]
+            if event.parent is not None and not parent:
+                self._orphans += len(event.keys)
+            else:
+                self._store_hashes(event.keys, self._hashes(event, parent), parent)
         else:
             self._store_known(event, blocks)
         if not event.more:
             self._groups.follow_soon()
+
+    def _set_size_fault(self, size: int) -> None:
+        self.fault = f"the engine's blocks have {size} tokens, prompts are hashed in blocks of {self._block_size}"
 
     def _is_as_known(self, event: Stored) -> bool:
         """Return whether an event has full attention's blocks in their known format, or parts of such blocks.
@@ -367,41 +356,14 @@ class EventApplier:
         Some events report a chunk by the key of its last block alone, which is all that the map needs. Until an event
         with tokens shows how many blocks a chunk has, such chunks count as one block each.
         """
-        if event.tokens:
-            self._learn_chunk_size(event.together)
-            return event.together
-        if self._own_chunk == 1:  # another gateway may have learned it
-            self._learn_chunk_size(self._map.own_chunk(self._slot))
-        if self._own_chunk == 1:
-            unsized = self._unsized.setdefault(event.tier, {})
-            unsized.update(dict.fromkeys(event.keys[: MOST_UNSIZED - len(unsized)]))
-        return self._own_chunk
-
-    def _learn_chunk_size(self, blocks: int) -> None:
-        """Set how many blocks a chunk has in the engine's own slower tiers.
-
-        Chunks that were reported by key alone so far, and stored as single blocks, are stored again with this size.
-        """
-        if blocks <= self._own_chunk:
-            return
-        self._own_chunk, unsized = blocks, self._unsized
-        self._unsized = {}
-        self._flush()
-        for tier, keys in unsized.items():
-            found = zip(keys, self._map.resolve(self._slot, list(keys)), strict=True)
-            known = {key: block for key, block in found if block}
-            if not known:
-                continue
-            self._map.remove(self._slot, list(known), tier)
-            heads = [(number, 0) for number in range(len(known))]
-            chunk_tier = ChunkTier(tier, blocks, own=True).tier
-            self._map.store(self._slot, list(known.values()), list(known), chunk_tier, heads)
-            self.stored += len(known) * (blocks - 1)
+        known = event.together if event.tokens else max(self._own_chunk, self._map.own_chunk(self._slot))
+        self._own_chunk = max(self._own_chunk, known)
+        return event.together if event.tokens else known
 
     def _store_together(self, event: Stored) -> None:
         """Store chunks of several blocks in the engine's own slower tier, each under its last block."""
         ends = slice(event.together - 1, None, event.together)
-        parent = 0 if event.parent is None else self._hash_of(event.parent)
+        parent = 0 if event.parent is None else self._hashes_under([event.parent])[0]
         hashes = self._hashes_under(event.keys[ends])
         if not all(hashes):
             if event.parent is not None and not parent:
@@ -409,7 +371,7 @@ class EventApplier:
                 return
             hashes = self._hashes(event, parent)[ends]
         self._store_hashes(event.keys[ends], hashes, parent)
-        self.stored += len(event.keys) - len(hashes)
+        self.blocks_stored += len(event.keys) - len(hashes)
 
     def _is_main(self, event: Stored) -> bool:
         """Return whether the event is of the main group, while events have not shown yet which group that is."""
@@ -503,13 +465,6 @@ class EventApplier:
             hashes = looking_ahead(hashes, ids[ends[:, None] + np.arange(ahead)])
         return hashes
 
-    def _store_chain(self, event: Stored) -> None:
-        parent = 0 if event.parent is None else self._hash_of(event.parent)
-        if event.parent is not None and not parent:
-            self._orphans += len(event.keys)
-            return
-        self._store_hashes(event.keys, self._hashes(event, parent), parent)
-
     def _store_pages(self, event: Stored) -> None:
         """Store an event of an engine whose blocks (pages) are smaller than the map's: the blocks that it completes."""
         if self.pages is None:
@@ -566,7 +521,7 @@ class EventApplier:
         """Record an event's chunks in `chunks`; yield all chunks that a look-up now finds and did not find before."""
         before, width = event.parent, event.block_size * TOKEN_BYTES
         for number, key in enumerate(event.keys):
-            parent = 0 if before is None else chunks.end(before) or self._hash_of(before)
+            parent = 0 if before is None else chunks.end(before) or self._hashes_under([before])[0]
             if before is not None and not parent:
                 self._orphans += (len(event.keys) - number) * chunks.blocks
                 return
@@ -586,8 +541,10 @@ class EventApplier:
         """Hand changed chunks to the map in steps of some milliseconds.
 
         One event may change any number of chunks: all that follow the one it names. `changed`: the chunks, with None
-        for work without a change. `change`: stores or removes some of them, with the tier, in the map.
+        for work without a change. `change`: stores or removes some of them in the map, in the tier of chunks. `tier`:
+        the kind of memory.
         """
+        tier = ChunkTier(tier, chunks.blocks).tier
         step = max(1, MOST_PIECE // chunks.blocks)
         while piece := list(islice(changed, step)):
             if told := [chunk for chunk in piece if chunk is not None]:
@@ -597,19 +554,16 @@ class EventApplier:
 
     def _store_found(self, tier: str, chunks: list[Chunk]) -> None:
         hashes, keys, heads = chains(chunks)
-        self._map.store(self._slot, hashes, keys, self._chunk_tier(tier), heads)
-        self.stored += len(hashes)
+        self._map.store(self._slot, hashes, keys, tier, heads)
+        self.blocks_stored += len(hashes)
 
     def _remove_found(self, tier: str, chunks: list[Chunk]) -> None:
         keys = [key for chunk in chunks for key in chunk.block_keys()]
-        self._removed += self._map.remove(self._slot, keys, self._chunk_tier(tier))
-
-    def _chunk_tier(self, tier: str) -> str:
-        return ChunkTier(tier, self._chunks[tier].blocks).tier
+        self._removed += self._map.remove(self._slot, keys, tier)
 
     def _store_hashes(self, keys: Sequence[int | bytes], hashes: list[int], parent: int) -> None:
         """Queue a chain of blocks for the map; `parent` is the hash of the block before the first one, or 0."""
-        self.stored += len(hashes)
+        self.blocks_stored += len(hashes)
         if self._own.keys().isdisjoint(keys):
             self._begin(parent)
             self._own.update(zip(keys, hashes))
@@ -633,18 +587,15 @@ class EventApplier:
             elif key not in self._own:
                 self._begin(self._tail)
                 self._own[key] = self._tail = block
-                self.stored += blocks
+                self.blocks_stored += blocks
 
     def _begin(self, parent: int) -> None:
         """Begin a new chain for the next pending block, unless `parent` (a hash) is the last pending block."""
         if parent != self._tail or not self._own:
             self._heads.append((len(self._own), parent))
 
-    def _is_of_group(self, event: Removed) -> bool:
-        return event.group != self._main and self._groups.knows(event.group)
-
     def _remove(self, event: Removed) -> Iterator[None]:
-        if self._is_of_group(event):
+        if event.group != self._main and self._groups.knows(event.group):
             if event.tier == "gpu":
                 self._groups.remove(event)
             else:
@@ -654,9 +605,6 @@ class EventApplier:
         if event.tier == "gpu" and (whole := self._groups.whole):
             self._groups.remove_parts(keys)
             keys = [one for key in keys for one in block_keys(key, whole)]
-        if unsized := self._unsized.get(event.tier):
-            for key in keys:
-                unsized.pop(key, None)
         if self.pages is not None and event.tier == "gpu":
             keys = yield from self.pages.remove(keys)
         if event.tier != "gpu" and (self._chunks or self._own_chunk > 1 or self._map.chunk_tiers(self._slot)):
@@ -687,10 +635,6 @@ class EventApplier:
                 keys = unknown if tier.own else [one for key in unknown for one in block_keys(key, tier.blocks)]
                 self._removed += self._map.remove(self._slot, keys, tier.tier) * (tier.blocks if tier.own else 1)
         return unknown
-
-    def _hash_of(self, key: int | bytes) -> int:
-        own = self._own.get(key) or self._above.get(key)
-        return own or self._map.resolve(self._slot, [key])[0]
 
     def _hashes_under(self, keys: Sequence[int | bytes]) -> list[int]:
         """Return the hash of the block with each engine key, 0 if unknown; a call for each key costs 10 to 40 us."""
@@ -746,7 +690,8 @@ def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored 
     room = MOST_PIECE
     for event in events:
         # A Mamba event has tokens of more blocks than it has keys: `GroupEvents.following` works in steps itself.
-        for part in (event,) if isinstance(event, Cleared) or _has_states(event) else _parts(event):
+        is_whole = isinstance(event, Cleared) or (isinstance(event, Stored) and event.kind == MAMBA and event.tokens)
+        for part in (event,) if is_whole else _parts(event):
             piece.append(part)
             room -= 1 + _blocks(part)
             if room <= 0:
@@ -762,12 +707,9 @@ def _blocks(event: Stored | Removed | Cleared) -> int:
     return len(event.keys) if isinstance(event, Removed) else 0
 
 
-def _has_states(event: Stored | Removed) -> bool:
-    return isinstance(event, Stored) and event.kind == MAMBA and bool(event.tokens)
-
-
-def _parts(event: Stored | Removed) -> Iterator[Stored | Removed]:
+def _parts(event: Stored | Removed | Cleared) -> Iterator[Stored | Removed]:
     """Yield an event as several smaller ones, without splitting a chunk of a slower tier."""
+    assert not isinstance(event, Cleared)
     count = len(event.keys)
     if isinstance(event, Removed):
         for start in range(0, count, MOST_PIECE):

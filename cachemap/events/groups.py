@@ -89,12 +89,14 @@ class GroupEvents:
             self._alone += event.keys
 
     def store(self, event: Stored) -> None:
-        """Queue the blocks of an event until `follow` finds their hashes."""
+        """Queue the blocks of an event until `following` finds their hashes."""
         if not self.knows(event.group):
             if event.kind == MAMBA:
                 self._known[event.group] = CacheGroup.of_states(event.group)
             else:
-                last = EVERY if event.kind == FULL_ATTENTION else self._blocks(event.window or 1)
+                # how many blocks hold the tokens that a sliding window reaches back over
+                window = max(1, -(-((event.window or 1) - 1) // self._block_size))
+                last = EVERY if event.kind == FULL_ATTENTION else min(EVERY, window)
                 self._known[event.group] = CacheGroup(event.group, last)
         self._map.add_group(self._slot, self._known[event.group])
         self._wait(event)
@@ -111,10 +113,6 @@ class GroupEvents:
         """Return the work of naming an event's blocks, in blocks."""
         return FLUSH // 2 + len(event.keys) + len(event.tokens) // (self._block_size * TOKEN_BYTES * HASHED)
 
-    def _blocks(self, window: int) -> int:
-        """Return how many blocks hold the tokens that a sliding window of `window` tokens reaches back over."""
-        return min(EVERY, max(1, -(-(window - 1) // self._block_size)))
-
     # --- blocks of full attention with several hashed blocks each
 
     @property
@@ -123,10 +121,6 @@ class GroupEvents:
         if self._parts is None:  # another gateway may have learned it
             self._parts = next((group for group in self._map.groups(self._slot).values() if group.has_parts), None)
         return self._parts.last if self._parts is not None else 0
-
-    @property
-    def has_states(self) -> bool:
-        return any(group.has_states for group in self._map.groups(self._slot).values())
 
     def learn_whole(self, index: int, blocks: int) -> None:
         """Note that a block of full attention has `blocks` hashed blocks, and add the group for prompts' ends.
@@ -148,9 +142,6 @@ class GroupEvents:
     def _tier(self, event: Stored) -> str:
         parts = self._parts
         return parts.tier if parts is not None and event.group == parts.told_as else self._known[event.group].tier
-
-    def _hash_of(self, key: Key) -> int:
-        return self._hashes_under([key])[0]
 
     def _hashes_under(self, keys: Sequence[Key]) -> list[int]:
         """Return the hash of the block with each engine key, 0 where unknown.
@@ -174,7 +165,7 @@ class GroupEvents:
             known += zip(keys, self._hashes_under(keys), strict=True)
         if not event.tokens or all(block for _, block in known):
             return known
-        above = 0 if event.parent is None else self._hash_of(event.parent)
+        above = 0 if event.parent is None else self._hashes_under([event.parent])[0]
         if event.parent is not None and not above:
             if event.kind == FULL_ATTENTION:
                 known = list(zip(event.keys, repeat((yield from self._beside_states(event))), strict=False))
@@ -194,7 +185,7 @@ class GroupEvents:
 
     def _ends_in(self, states: Stored) -> Generator[None, None, dict[bytes, int]]:
         """Return our hashes of the blocks in Mamba's event by their tokens, 0 for tokens that several blocks have."""
-        above = 0 if states.parent is None else self._hash_of(states.parent)
+        above = 0 if states.parent is None else self._hashes_under([states.parent])[0]
         if (states.parent is not None and not above) or len(states.tokens) > MOST_STEP:
             return {}
         width, found = self._block_size * TOKEN_BYTES, {}
@@ -204,21 +195,18 @@ class GroupEvents:
             found[tokens] = 0 if tokens in found else block
         return found
 
-    def follow(self) -> None:
-        """Find the hashes for all waiting events, once full attention's blocks are known, and queue them for the map.
-
-        The hash of a prompt's end is found through Mamba's event.
-        """
-        for _ in self.following():
-            pass
-
     def follow_soon(self) -> None:
-        """Call `follow` if the waiting events are little work, and otherwise leave them to `following`."""
+        """Do the work of `following` now if it is little, and otherwise leave it to later steps."""
         if self.waiting_work <= MOST_PIECE:
-            self.follow()
+            for _ in self.following():
+                pass
 
     def following(self) -> Iterator[None]:
-        """Do the work of `follow` in steps of some milliseconds; between steps the map may be read."""
+        """Find the hashes for all waiting events, once full attention's blocks are known, and queue them for the map.
+
+        The hash of a prompt's end is found through Mamba's event. The work takes steps of some milliseconds, between
+        which the map may be read.
+        """
         work = 0
         for event in sorted(self.waiting, key=lambda one: one.kind == FULL_ATTENTION):
             tier = self._tier(event)

@@ -9,14 +9,14 @@ map forgets the replica's blocks and starts again from new events. A replica tha
 import asyncio
 import logging
 import struct
-from collections.abc import AsyncGenerator, Callable, Sequence
-from itertools import groupby
+from collections.abc import AsyncGenerator, Callable
 from time import time
+from typing import Any
 
 from cachemap.events.apply import EventApplier
-from cachemap.events.records import UNTOLD, Batch, Blocks, Cleared, Decoder, EventError, Removed, Stored
+from cachemap.events.records import UNTOLD, Batch, Blocks, Decoder, EventError, Stored
 from cachemap.events.sequence import Order, classify
-from cachemap.events.sockets import publisher_of, replay, snapshot
+from cachemap.events.sockets import replay
 from cachemap.events.zmtp import MOST_FRAME, MOST_QUEUED, WAKE_SECONDS, Inbox, connected
 from cachemap.map import CacheMap
 
@@ -35,11 +35,6 @@ SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 
 RECOVERIES, RECOVERY_SECONDS = 10, 10.0
 
 COMPLAINTS = 5
-# How long to wait for the id of a publisher that gives snapshots; how many live batches are kept while a snapshot is
-# awaited; how many batches of a snapshot are applied at a time.
-PUBLISHER_SECONDS, MOST_SINCE, SNAPSHOT_PIECE = 3.0, 4096, 16
-# Bytes of such live batches: a busy engine sends about a tenth of this while its snapshot is awaited.
-MOST_SINCE_BYTES = 1 << 24
 
 BIG = 1 << 16  # bytes from which a payload is decoded in a thread: 8 MiB take half a second
 
@@ -51,8 +46,7 @@ Numbered = tuple[int, Batch]
 class EventIntake:
     """The intake of one replica's events; `run` it until cancelled.
 
-    `endpoint`, `replay`: ZMQ addresses of the engine's PUB and ROUTER sockets.
-    `snapshot`: address of a socket that returns all that the engine holds; it is tried before `replay`.
+    `endpoint`, `replay`: ZMQ addresses of the engine's PUB and ROUTER sockets; `replay` is None if it has none.
     `topic`: the prefix that a message's topic must have.
     `decode`: turns a message's payload into a Batch.
     `model`, `block_size`, `looks_ahead`: as prompts are hashed; `looks_ahead`: how many tokens after a block its name
@@ -62,7 +56,12 @@ class EventIntake:
     `on_change(state, reason)`: called when `state` changes or the replica's blocks had to be forgotten; states are
     connecting, live, gap (batches were lost) and unobserved.
     `on_unreachable()`: called when the engine's publisher cannot be reached, before the map is changed for that reason.
+    Attributes that are not defined here are those of the `EventApplier`: what was stored, removed and left out.
     """
+
+    blocks_stored: int
+    blocks_removed: int
+    stored_as: Blocks
 
     def __init__(
         self,
@@ -71,7 +70,6 @@ class EventIntake:
         *,
         endpoint: str,
         replay: str | None,
-        snapshot: str | None = None,
         topic: str = "",
         decode: Decoder,
         model: str,
@@ -84,19 +82,17 @@ class EventIntake:
     ):
         self._map = cache_map
         self._slot = slot
-        self._endpoint, self._replay_endpoint, self._snapshot_endpoint = endpoint, replay, snapshot
+        self._endpoint, self._replay_endpoint = endpoint, replay
         self._topic = topic.encode()
         self._decode = decode
         self._on_change, self._on_unreachable = on_change, on_unreachable
         self._events = EventApplier(cache_map, slot, model, block_size, looks_ahead, told)
+        self.reach = self._events.reach  # called for each request
         self._pages = page_size is not None and page_size < block_size
 
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
-        self._publisher = b""  # the id of the process that events come from, if the engine sends one
-        self._replay_wanted = replay is not None or snapshot is not None
-        self._since: list[Numbered] | None = None  # live batches since a snapshot was requested
-        self._since_bytes = 0  # their size as received
+        self.unreplayed = replay is not None  # a replay of the engine's events is still to come
         # the requested replay, and the task that waits for its first batches
         self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Task[list[Numbered] | None]] | None = None
         self._resuming = False  # continue after a batch that another gateway applied, rather than start from nothing
@@ -104,7 +100,7 @@ class EventIntake:
         self._replay_at = 0.0
         self._replay_pause = RETRY_SECONDS[0]
         self._linked = False  # the engine's publisher is connected, so the map may follow its events
-        self._unlinked_at = self._linked_at = 0.0
+        self._unlinked_at = 0.0
         self.unreachable = False  # set once connecting has failed for long enough
         self._silent_requests = 0
         self._silent_since = 0.0
@@ -127,36 +123,10 @@ class EventIntake:
         self.last_seq: int | None = None  # the number of the last batch applied
         self.lag_seconds: float | None = None  # of the last live batch, by the engine's clock and ours
 
-    @property
-    def blocks_stored(self) -> int:
-        return self._events.stored
-
-    @property
-    def stored_as(self) -> Blocks:
-        """The engine's block format, as shown by events read here or by other gateways."""
-        return self._events.stored_as
-
-    def believe(self, told: Blocks) -> None:
-        """Adopt the block format that another gateway read from events, until later events agree on another format."""
-        self._events.believe(told)
-
-    @property
-    def blocks_removed(self) -> int:
-        return self._events.removed
-
-    @property
-    def orphans(self) -> int:
-        """The number of blocks left out because the block before them is unknown."""
-        return self._events.orphans
-
-    @property
-    def ignored(self) -> int:
-        """The number of blocks left out for another reason, such as blocks of slower tiers for another cache group."""
-        return self._events.ignored
-
-    def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
-        """Return how many of a prompt's leading tokens the replica holds; parameters as in `EventApplier.reach`."""
-        return self._events.reach(held, hashes, seed, tokens)
+    def __getattr__(self, name: str) -> Any:
+        if name == "_events":
+            raise AttributeError(name)
+        return getattr(self._events, name)
 
     @property
     def position(self) -> tuple[int | None, float]:
@@ -174,7 +144,7 @@ class EventIntake:
         self._want_replay()
         self.last_seq, self._last_timestamp = sequence, timestamp
         # Request a replay twice: batches sent before our subscription has reached the engine are only in the second.
-        self._resuming = self._look_again = self._replay_wanted and sequence is not None
+        self._resuming = self._look_again = self.unreplayed and sequence is not None
         if observed and self.state == "unobserved":
             self._change("connecting", "another gateway saw events")
         elif (
@@ -183,29 +153,18 @@ class EventIntake:
             self._change("unobserved", "another gateway saw no events")
 
     @property
-    def unreplayed(self) -> bool:
-        """Whether the intake still waits for a replay of the engine's events."""
-        return self._replay_wanted
-
-    @property
-    def blind(self) -> list[str]:
-        """The slower tiers whose store reports what it adds but not what it removes."""
-        return self._events.blind
-
-    @property
     def problems(self) -> list[str]:
         """Messages for operators about events of this engine that were lost or not understood."""
         found = []
+        newer = "its engine may need a newer Hitherto"
         if self.malformed:
-            found.append(
-                f"{self.malformed} KV event batches could not be read ({self.unreadable}): its engine may need a newer Hitherto"
-            )
+            found.append(f"{self.malformed} KV event batches could not be read ({self.unreadable}): {newer}")
         if self.passed_over:
             why = "; ".join(self.complaints)
-            found.append(f"{self.passed_over} KV events were passed over ({why}): its engine may need a newer Hitherto")
-        if blind := self.blind:
+            found.append(f"{self.passed_over} KV events were passed over ({why}): {newer}")
+        if self._events.blind:
             found.append(
-                f"its KV events tell what comes to a store below it ({', '.join(blind)}) and not what goes, so nothing there is "
+                f"its KV events tell what comes to a store below it ({', '.join(self._events.blind)}) and not what goes, so nothing there is "
                 "predicted: have that store keep a log of its events"
             )
         if self.too_long:
@@ -228,7 +187,7 @@ class EventIntake:
                     self._follow_link(inbox)
                     if self._asked is not None:
                         await self._answered(*self._asked)
-                    elif self._replay_wanted and self._may_ask():
+                    elif self.unreplayed and self._linked and _now() >= self._replay_at:
                         if self._resuming and self.last_seq is not None:
                             await self._catch_up(self.last_seq)
                         else:
@@ -254,22 +213,26 @@ class EventIntake:
             return
         away = _now() - self._unlinked_at
         if self._linked and away > LINK_LOST_SECONDS:
-            self._unlink(f"the connection to {self._endpoint} was lost and cannot be made again")
+            reason = f"the connection to {self._endpoint} was lost and cannot be made again"
         elif not self._linked and self.state == "connecting" and (inbox.refused or away > LINK_SECONDS):
-            self._unlink(f"{self._endpoint} cannot be reached: {_unreached(inbox)}")
+            why = "nothing listens there" if inbox.refused else f"no ZMQ publisher answered within {LINK_SECONDS:g} s"
+            reason = (
+                f"{self._endpoint} cannot be reached: {why}; let the gateway reach the engine's event port, "
+                "or give the address as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT"
+            )
+        else:
+            return
+        self._linked, self.unreachable = False, True
+        self._on_unreachable()
+        self._unobserve(reason)
 
     def _link(self) -> None:
         """Make the map follow the replica's events, as the publisher can be reached for the first time or again."""
-        self._linked, self.unreachable, self._linked_at = True, False, _now()
+        self._linked, self.unreachable = True, False
         self._map.observed(self._slot, True)
         if self.state == "unobserved":
             self._want_replay()
             self._change("connecting", f"{self._endpoint} can be reached")
-
-    def _unlink(self, reason: str) -> None:
-        self._linked, self.unreachable = False, True
-        self._on_unreachable()
-        self._unobserve(reason)
 
     def resync(self) -> None:
         """Forget the replica's blocks, and request everything from the engine again."""
@@ -311,78 +274,56 @@ class EventIntake:
             self._unobserve(f"{self._silent_requests} requests finished but no block was reported")
 
     async def _take(self, messages: list[list[bytes]]) -> None:
-        """Apply live messages.
-
-        A new publisher id means a new process of the engine, which holds nothing that the former process reported.
-        """
+        """Apply live messages; after a gap, first fetch the missing batches."""
         if not self._linked:
             self._link()  # a message shows that the publisher is there
         if self.state == "unobserved" and self._recoveries_left() < 1:
             return
-        for publisher, some in groupby(messages, publisher_of):
-            if publisher and publisher != self._publisher:
-                known, self._publisher = self._publisher, publisher
-                if known and not await self._recover(Order.RESTART, 0):
-                    return
-            await self._take_in_order(list(some))
-
-    async def _take_in_order(self, messages: list[list[bytes]]) -> None:
-        """Apply live messages of one publisher; after a gap, first fetch the missing batches."""
-        batches = await self._ours(messages)
-        if self.state == "unobserved" and not self._events.fault and any(map(_stores, batches)):
-            if self._recoveries_left() < 1:
-                return
+        ours = [frames for frames in messages if frames[0].startswith(self._topic)]
+        if len(ours) < len(messages):
+            self._foreign_topic = next(m[0] for m in messages if not m[0].startswith(self._topic))[:100]
+        batches = await self._numbered(ours)
+        if (
+            self.state == "unobserved"
+            and not self._events.fault
+            and any(isinstance(event, Stored) for _, batch in batches for event in batch.events)
+        ):
             self._recoveries -= 1
-            self._observe()
+            self._map.observed(self._slot, True)  # follow its events again, starting with a replay
+            self.resync()
+            self._change("live", "events come again")
         run: list[Numbered] = []
         for number, batch in batches:
             last = (run[-1][0], run[-1][1].timestamp) if run else self.position
-            order = self._order(last, number, batch)
-            if order is not Order.CONTIGUOUS and order is not Order.STALE:
+            order = classify(*last, number, batch.timestamp)
+            if order in (Order.FIRST, Order.GAP, Order.RESTART):
                 await self._apply(run)
                 run = []
                 if not await self._recover(order, number):
                     return
-                order = self._order(self.position, number, batch)
+                order = classify(*self.position, number, batch.timestamp)
             if order is not Order.STALE:
                 run.append((number, batch))
         await self._apply(run)
         if run:
             self.lag_seconds = max(0.0, time() - run[-1][1].timestamp)
-        if self._since is not None and len(self._since) < MOST_SINCE and self._since_bytes < MOST_SINCE_BYTES:
-            self._since += batches
-            self._since_bytes += sum(len(frame) for frames in messages for frame in frames)
-        if run and self.state in ("connecting", "gap"):
-            self._change("live", "events come")
-
-    def _order(self, last: tuple[int | None, float], number: int, batch: Batch) -> Order:
-        """Return how batch `number` relates to the last one; `last`: the last batch's number and time.
-
-        A publisher that sends its id shows a restart by a new id, never by the batch numbers.
-        """
-        order = classify(*last, number, batch.timestamp)
-        return Order.STALE if order is Order.RESTART and self._publisher else order
-
-    async def _ours(self, messages: list[list[bytes]]) -> list[Numbered]:
-        """Return the decoded batches of those messages that have this replica's topic."""
-        ours = [frames for frames in messages if frames[0].startswith(self._topic)]
-        if len(ours) < len(messages):
-            self._foreign_topic = next(m[0] for m in messages if not m[0].startswith(self._topic))[:100]
-        return await self._numbered(ours)
+            if self.state in ("connecting", "gap"):
+                self._change("live", "events come")
 
     async def _numbered(self, messages: list[list[bytes]]) -> list[Numbered]:
+        """Return the batches in these messages, with their numbers; a big payload is decoded in a thread."""
         numbered = []
         for frames in messages:
             try:
-                numbered.append((SEQUENCE.unpack_from(frames[-2])[0], await self._decoded(frames[-1])))
+                (number,), payload = SEQUENCE.unpack_from(frames[-2]), frames[-1]
+                big = len(payload) >= BIG
+                numbered.append(
+                    (number, await asyncio.to_thread(self._decode, payload) if big else self._decode(payload))
+                )
             except (EventError, struct.error, IndexError) as error:
                 self.malformed += 1
                 self.unreadable = str(error)[:200]
         return numbered
-
-    async def _decoded(self, payload: bytes) -> Batch:
-        """Decode a payload, in a thread if it is big. Raises EventError."""
-        return self._decode(payload) if len(payload) < BIG else await asyncio.to_thread(self._decode, payload)
 
     def _recoveries_left(self) -> float:
         """Return how many recoveries may follow now (`RECOVERIES`)."""
@@ -422,7 +363,7 @@ class EventIntake:
         return True
 
     def _want_replay(self) -> None:
-        self._replay_wanted = self._replay_endpoint is not None or self._snapshot_endpoint is not None
+        self.unreplayed = self._replay_endpoint is not None
         self._resuming = False
         self._replay_at, self._replay_pause = 0.0, RETRY_SECONDS[0]
         if self._inbox is not None:
@@ -452,17 +393,15 @@ class EventIntake:
             return
         self._replayed("caught up")
         if self._look_again:
-            self._replay_wanted = self._resuming = True
+            self.unreplayed = self._resuming = True
             self._look_again, self._replay_at = False, _now() + RETRY_SECONDS[0]
 
     def _ask(self) -> None:
-        """Request a snapshot or all recorded batches from the engine, without waiting for the answer.
+        """Request all recorded batches from the engine, without waiting for the answer.
 
         A busy engine that has just started may answer late; its live events are applied meanwhile.
         """
-        record = self._everything()
-        self._since = [] if self._snapshot_endpoint is not None else None
-        self._since_bytes = 0
+        record = self._record(0)
 
         async def begin() -> list[Numbered] | None:
             try:
@@ -474,7 +413,6 @@ class EventIntake:
         self._asked = record, asyncio.ensure_future(begin())
 
     async def _unask(self) -> None:
-        self._since = None
         if self._asked is not None:
             record, begin = self._asked
             self._asked = None
@@ -492,15 +430,13 @@ class EventIntake:
         """
         if not begin.done():
             return
-        told, since, self._since = self.last_seq, self._since, None
+        told = self.last_seq
         try:
             if (run := begin.result()) is not None:
                 self._forget()
             while run is not None:
                 await self._apply(run)
                 run = await anext(record, None)
-            if since and self.last_seq is not None:
-                await self._apply(_following(since, self.last_seq))
             if told is not None and self.last_seq is not None and told > self.last_seq:
                 # The live batches that came after the engine made its replay were applied, then forgotten above.
                 await self._replay_missing(told + 1)
@@ -510,23 +446,12 @@ class EventIntake:
             self._replayed("all replayed")
         self._asked = None
 
-    def _may_ask(self) -> bool:
-        """Return whether the replay may be requested now.
-
-        Before a snapshot is requested, the publisher's id must be known. Publishers that give snapshots send a batch
-        each second; if the id has not come after PUBLISHER_SECONDS, the request goes out anyway.
-        """
-        at = self._replay_at
-        if self._snapshot_endpoint is not None and not self._publisher:
-            at = max(at, self._linked_at + PUBLISHER_SECONDS)
-        return self._linked and _now() >= at
-
     def _try_again_later(self) -> None:
         self._replay_at = _now() + self._replay_pause
         self._replay_pause = min(2 * self._replay_pause, RETRY_SECONDS[1])
 
     def _replayed(self, reason: str) -> None:
-        self._replay_wanted = self._resuming = False
+        self.unreplayed = self._resuming = False
         if self.state != "unobserved":
             self._change("live", reason)
 
@@ -543,45 +468,10 @@ class EventIntake:
             pass
         return self.last_seq is not None and self.last_seq >= number - 1
 
-    async def _everything(self) -> AsyncGenerator[list[Numbered], None]:
-        """Yield batches that lead to all that the engine holds: its snapshot if there is one, else its replay."""
-        if run := await self._taken():
-            for at in range(0, len(run), SNAPSHOT_PIECE):
-                yield run[at : at + SNAPSHOT_PIECE]
-                await asyncio.sleep(0)
-            return
-        if self._replay_endpoint is None:
-            raise TimeoutError("the engine has given no snapshot")
-        async for record in self._record(0):
-            yield record
-
-    async def _taken(self) -> list[Numbered]:
-        """Return the engine's snapshot as batches, which all have the number of the last live batch that it includes.
-
-        [] if there is no usable snapshot: it is of another process, unreadable, or may have blocks of an adapter whose
-        name now stands for another one.
-        """
-        if self._snapshot_endpoint is None or not self._publisher or self._void:
-            return []
-        try:
-            told = await snapshot(self._snapshot_endpoint)
-            if told is None or told.publisher != self._publisher:
-                return []
-            batches = [await self._decoded(payload) for payload in told.payloads] or [Batch(0.0, [], [])]
-            return [(told.sequence, batch) for batch in batches]
-        except (EventError, ValueError, TimeoutError) as error:
-            self.unreadable = str(error)
-            return []
-
     async def _record(self, start: int) -> AsyncGenerator[list[Numbered], None]:
         if self._replay_endpoint is None:
             return
         async for messages in replay(self._replay_endpoint, start):
-            publisher = publisher_of(messages[0])
-            if publisher and publisher != self._publisher:
-                if start and self._publisher:
-                    return  # the missing batches were another process's
-                self._publisher = publisher
             if run := await self._numbered(messages):
                 self.replayed += len(run)
                 yield run
@@ -589,10 +479,13 @@ class EventIntake:
     async def _apply(self, run: list[Numbered]) -> None:
         if not run:
             return
-        stored, forgotten = self._events.stored, self._forgotten
-        events = [event for _, batch in run for event in batch.events]
-        if self._void:
-            events = [event for number, batch in run for event in batch.events if not self._is_void(number, event)]
+        stored, forgotten, void = self._events.blocks_stored, self._forgotten, self._void
+        events = [
+            event
+            for number, batch in run
+            for event in batch.events
+            if not void or not isinstance(event, Stored) or number > void.get(event.adapter, -1)
+        ]
         self.applying = True
         try:
             for _ in self._events.applying(events):
@@ -609,35 +502,21 @@ class EventIntake:
             self.applying = False
         self.batches += len(run)
         for _, batch in run:
-            if batch.passed_over:
-                self._note(batch.passed_over)
+            self.passed_over += len(batch.passed_over)
+            for why in batch.passed_over:
+                if why not in self.complaints and len(self.complaints) < COMPLAINTS:
+                    self.complaints.append(why)
+                    self._on_change(self.state, f"events that cannot be read are passed over: {why}")
         self.last_seq, self._last_timestamp = run[-1][0], run[-1][1].timestamp
         if self._events.fault:
             self._unobserve(self._events.fault)
-        elif self._events.stored > stored:
+        elif self._events.blocks_stored > stored:
             self._silent_requests = 0
-
-    def _note(self, complaints: list[str]) -> None:
-        self.passed_over += len(complaints)
-        for why in complaints:
-            if why not in self.complaints and len(self.complaints) < COMPLAINTS:
-                self.complaints.append(why)
-                self._on_change(self.state, f"events that cannot be read are passed over: {why}")
-
-    def _is_void(self, number: int, event: Stored | Removed | Cleared) -> bool:
-        return isinstance(event, Stored) and number <= self._void.get(event.adapter, -1)
 
     def _forget(self) -> None:
         self._forgotten += 1
         self._events.forget()
         self.last_seq, self._last_timestamp = None, 0.0
-
-    def _observe(self) -> None:
-        """Follow the events of a replica that was unobserved, starting with a replay."""
-        self._map.observed(self._slot, True)
-        self._forget()
-        self._want_replay()
-        self._change("live", "events come again")
 
     def _unobserve(self, reason: str) -> None:
         if self._foreign_topic is not None:
@@ -653,28 +532,6 @@ class EventIntake:
         self.state, self.reason = state, reason
         if tell:
             self._on_change(state, reason)
-
-
-def _following(batches: list[Numbered], last: int) -> list[Numbered]:
-    """Return the batches with the numbers that directly follow `last`, up to the first gap."""
-    found: list[Numbered] = []
-    for one in batches:
-        if one[0] == last + len(found) + 1:
-            found.append(one)
-    return found
-
-
-def _unreached(inbox: Inbox) -> str:
-    """Return why the engine's publisher cannot be reached, and what an operator can do about it."""
-    why = "nothing listens there" if inbox.refused else f"no ZMQ publisher answered within {LINK_SECONDS:g} s"
-    return (
-        f"{why}; let the gateway reach the engine's event port, "
-        "or give the address as URL#events=tcp://HOST:PORT,replay=tcp://HOST:PORT"
-    )
-
-
-def _stores(one: Numbered) -> bool:
-    return any(isinstance(event, Stored) for event in one[1].events)
 
 
 def _now() -> float:

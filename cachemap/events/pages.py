@@ -1,7 +1,7 @@
 """Pages: the blocks of an engine whose blocks are smaller than the map's.
 
 Some engines cache token by token, or in pages of a few tokens. The map still keeps larger blocks: it has a block while
-the engine holds all pages of the block. `Pages.tail` returns how much of the next, partly held block is held.
+the engine holds all pages of the block. `Pages.reach` counts the pages that are held of the next block too.
 
 An event reports any number of pages, which follow a page reported before. If a page is dropped while the engine holds
 pages after it, it is kept here as a gap in the chain until those pages are dropped or it is stored again.
@@ -9,7 +9,6 @@ pages after it, it is kept here as a gap in the chain until those pages are drop
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar, cast
 
@@ -27,8 +26,8 @@ Table = TypeVar("Table", bound=Buckets)
 U64 = np.uint64
 NUMBER_BITS = 22
 # The limits for one replica: an engine with more should be started with larger pages. A page takes about PAGE_BYTES
-# besides its tokens, when it is stored: 34 in arrays, 5.6 in the index of keys, 10.5 in the set of names, and as much
-# again while those grow.
+# besides its tokens, when it is stored: 39 in arrays, 5.6 in the index of keys, 10.5 in the set of names, and as much
+# again as the last two while those grow.
 MOST_PAGES = (1 << NUMBER_BITS) - 1
 PAGE_BYTES, MOST_BYTES = 60, 1 << 28
 FIRST_ROOM = 1 << 10  # pages
@@ -48,12 +47,13 @@ class Pages:
 
     Each page has a number, from 1 on, which indexes the arrays below. A page also has a name, a hash that stands for
     the prompt up to the page's end: within a block, each page's name is chained to that of the page before, and the
-    name of the last page is the block's hash.
+    name of the last page is the block's hash. (Of two pages with one name, which engines are not known to have, the
+    name goes with the first that is dropped.)
 
     `page_size`: tokens in a page.
     `pairs`: the engine finds a page only if the token after it is equal too, so each page's name, the last one's
     included, is made of pairs of a token and the next token.
-    `searched`: pages scanned so far to find those that come after a gap.
+    `searched`: pages visited one by one since a step of the work ended.
     `orphans`: pages that were ignored because the page before them is unknown.
     """
 
@@ -65,25 +65,20 @@ class Pages:
         self._most = min(MOST_PAGES, MOST_BYTES // (PAGE_BYTES + page_size * TOKEN_BYTES))
         room = self._most + 1
         self._keys, self._names = zeros(room, U64), zeros(room, U64)
-        self._parents, self._children = zeros(room, np.uint32), zeros(room, np.uint32)
-        # The pages after a page: the first one, and the next and the previous one with the same page before them.
-        self._first, self._next, self._prev = zeros(room, np.uint32), zeros(room, np.uint32), zeros(room, np.uint32)
+        self._bases = zeros(room, U64)  # the hash of the block before a page's block, or the seed of its prompt
+        # The page before a page; the first page after it; the next and the previous page after the same page.
+        self._parents, self._first, self._next, self._prev = (zeros(room, np.uint32) for _ in range(4))
         self._places = zeros(room, np.uint16)  # a page's index in its block
         self._held = zeros(room, np.bool_)
         self._tokens = zeros(room * page_size, np.uint32).reshape(room, page_size)
         self._by_key = Index(FIRST_ROOM, NUMBER_BITS, self._keys)
         self._named = Buckets(FIRST_ROOM)  # the names of the pages that are held
-        self._twins: Counter[int] = Counter()  # by name, the held pages with that name beyond the first
-        self._ends: dict[int, int] = {}  # with pairs, the hash of a block by its last page
-        self._seeds: dict[int, int] = {}  # the seed of a prompt's chain by its first page
-        self.searched = 0  # pages visited one by one since that was last counted
-        self.orphans = 0  # pages whose predecessor is unknown
+        self.searched = 0
+        self.orphans = 0
 
     def __len__(self) -> int:
         """Return the number of known pages, including gaps."""
         return int(self._by_key.count)
-
-    # --- events
 
     def store(self, event: Stored) -> Generator[None, None, list[Chain]]:
         """Record that these pages are held, in steps; return the blocks that they complete.
@@ -110,7 +105,11 @@ class Pages:
                 whole += yield from self._revive(known[:run])
                 start += run
                 continue
-            end = start + _distinct(tags[start : start + int(known.argmax())] if known.any() else tags[start:])
+            run = int(known.argmax()) if known.any() else len(known)
+            first = np.unique(tags[start : start + run], return_index=True)[1]
+            if len(first) < run:  # up to the first key that comes again
+                run = int((np.sort(first) == np.arange(len(first))).argmin()) or len(first)
+            end = start + run
             before, chain = self._append(before, seed, tags[start:end], tokens[start:end], ahead[start:end])
             whole += [chain] if chain.keys else []
             start = end
@@ -118,21 +117,38 @@ class Pages:
 
     def remove(self, keys: Sequence[Key]) -> Generator[None, None, list[int]]:
         """Record that these pages are gone, in steps; return the keys of the blocks that are no longer whole."""
-        numbers = self._by_key.numbers(_tags(keys))
-        numbers = np.unique(numbers[self._held.take(numbers)])
-        if not len(numbers):
-            return []
-        self._held[numbers] = False
-        self._unname(self._names.take(numbers))
-        ended: list[int] = self._keys.take(numbers[self._places.take(numbers) == self._last]).tolist()
-        gaps = (yield from self._free(numbers)).tolist()
-        others = set(gaps)
-        for gap in gaps:
-            if self._places.item(gap) != self._last:
-                ended += [self._keys.item(last) for last in (yield from self._ends_below(gap, others))]
+        held, parents, children = self._held.data, self._parents.data, self._first.data
+        siblings, previous = self._next.data, self._prev.data
+        ended: list[int] = []
+        gone: list[int] = []
+        freed: list[int] = []  # pages that no other page follows
+        for page in self._by_key.numbers(_tags(keys)).tolist():
+            if not held[page]:
+                continue
+            ended += [self._keys.item(last) for last in (yield from self._ends_through(page))]
+            held[page] = False
+            gone.append(page)
+            while page and not held[page] and not children[page]:
+                freed.append(page)
+                above, before, after = parents[page], previous[page], siblings[page]
+                if before:
+                    siblings[before] = after
+                elif above:
+                    children[above] = after
+                if after:
+                    previous[after] = before
+                siblings[page] = previous[page] = 0
+                page = above
+                self.searched += 1
+                if self.searched > MOST_SEARCHED:
+                    self.searched = 0
+                    yield
+        at = self._named.find(np.unique(self._names.take(gone)))
+        self._named.drop(np.sort(at[at >= 0]))
+        numbers = np.sort(np.array(freed, np.int64))
+        self._by_key.remove(numbers)
+        self._numbers.give(numbers)
         return ended
-
-    # --- look-ups
 
     def reach(self, held: int, hashes: Sequence[int], seed: int, tokens: memoryview) -> int:
         """Return how many of a prompt's leading tokens the engine holds, counted in pages.
@@ -140,33 +156,18 @@ class Pages:
         `held`: how many leading blocks the map finds. `hashes`, `seed`: the hashes of the prompt's blocks and the seed
         of the first one. `tokens`: the prompt's token ids (uint32), without those that can never be a hit.
         """
-        start = max(held - 1, 0) if self.pairs else held
+        ahead = int(self.pairs)
+        start = max(held - ahead, 0)
         before, width = hashes[start - 1] if start else seed, self._block_size * TOKEN_BYTES
-        if not self.pairs:
-            return start * self._block_size + self.tail(before, bytes(tokens[start * width : (start + 1) * width]))
-        data = np.frombuffer(tokens[start * width : (start + 2) * width + TOKEN_BYTES], np.uint32)
-        pages = (len(data) - 1) // self.page_size
+        data = np.frombuffer(tokens[start * width : (start + 1 + ahead) * width + ahead * TOKEN_BYTES], np.uint32)
+        pages = (len(data) - ahead) // self.page_size
         if pages <= 0:
             return start * self._block_size
-        first, second = (data[at : at + pages * self.page_size].reshape(pages, self.page_size) for at in (0, 1))
+        first, second = (data[at : at + pages * self.page_size].reshape(pages, -1) for at in (0, ahead))
         blocks = hash_blocks(first.tobytes(), self._block_size, before)
-        names = np.array(self._pair_names([], blocks, before, first, second), U64)
+        names = np.array(self._page_names(before, 0, blocks, first, second), U64)
         missing = (self._named.find(names) < 0).nonzero()[0]
         return start * self._block_size + (int(missing[0]) if len(missing) else pages) * self.page_size
-
-    def tail(self, before: int, tokens: bytes) -> int:
-        """Return how many of the tokens after the last held block are held, in whole pages of that next block.
-
-        The result is less than a block: a whole block would be in the map. `before`: the hash of the last held block,
-        or the seed of the prompt's first block. `tokens`: the token ids that follow (uint32).
-        """
-        names = hash_blocks(tokens[: self._last * self.page_size * TOKEN_BYTES], self.page_size, before)
-        if not names:
-            return 0
-        missing = (self._named.find(np.array(names, U64)) < 0).nonzero()[0]
-        return (int(missing[0]) if len(missing) else len(names)) * self.page_size
-
-    # --- chains
 
     def _append(
         self, before: int, seed: int, tags: np.ndarray, tokens: np.ndarray, ahead: np.ndarray
@@ -178,36 +179,30 @@ class Pages:
         ids for each page. `ahead`: with `pairs`, for each page a row of the tokens that follow its tokens.
         """
         lead = self._begun(before)
-        place, above = len(lead), int(self._parents[lead[0]]) if lead else before
-        base = self._hash_at(above) if above else self._seeds[lead[0]] if lead else seed
-        data = self._tokens.take(lead, 0).tobytes() + tokens.tobytes()
-        hashes = hash_blocks(data, self._block_size, base)
+        place = len(lead)
+        base = int(self._bases[before]) if lead else self._hash_at(before) if before else seed
+        hashes = hash_blocks(self._tokens.take(lead, 0).tobytes() + tokens.tobytes(), self._block_size, base)
+        name = int(self._names[before]) if lead else base
+        names = np.array(self._page_names(name, place, hashes, tokens, ahead), U64)
         numbers = self._numbers.take(len(tags), self._most + 1)
-        if self.pairs:
-            names = np.array(self._pair_names(lead, hashes, base, tokens, ahead), U64)
-            for end, block in zip(range(self._last - place, len(tags), self._last + 1), hashes, strict=False):
-                self._ends[int(numbers[end])] = block
-        else:
-            names = np.array(self._names_of(data, hashes, base)[place:], U64)
         self._keys[numbers], self._names[numbers], self._tokens[numbers] = tags, names, tokens
+        at = np.arange(len(tags)) + place
+        self._places[numbers] = at % (self._last + 1)
+        self._bases[numbers] = np.array([base, *hashes], U64).take(at // (self._last + 1))
         self._parents[numbers[0]], self._parents[numbers[1:]] = before, numbers[:-1]
-        self._children[numbers], self._held[numbers] = 1, True
-        self._children[numbers[-1]] = 0
         self._first[numbers[:-1]], self._first[numbers[-1]] = numbers[1:], 0
-        self._places[numbers] = (np.arange(len(tags)) + place) % (self._last + 1)
+        self._held[numbers] = True
         if before:
-            self._children[before] += 1
             if beside := self._first.item(before):
                 self._next[numbers[0]], self._prev[beside] = beside, numbers[0]
             self._first[before] = numbers[0]
-        else:
-            self._seeds[int(numbers[0])] = seed
         self._by_key = _roomy(self._by_key, len(tags))
         self._by_key.insert(tags, numbers)
         self._name(names)
         broken = not self._held.take(lead).all()  # the first of these blocks has a gap
         ends = np.arange(broken, len(hashes)) * (self._last + 1) + self._last - place
-        parent = hashes[0] if broken and hashes else base if above else 0
+        is_first = not before or (bool(lead) and not self._parents[lead[0]])  # of its prompt
+        parent = hashes[0] if broken and hashes else 0 if is_first else base
         return int(numbers[-1]), Chain(tags.take(ends).tolist(), hashes[broken:], parent)
 
     def _begun(self, page: int) -> list[int]:
@@ -219,67 +214,57 @@ class Pages:
                 page = int(self._parents[page])
         return pages
 
-    def _names_of(self, data: bytes, hashes: list[int], base: int) -> list[int]:
-        width, names = self._block_size * TOKEN_BYTES, []
-        for at, block in enumerate((*hashes, 0)):
-            names += hash_blocks(data[at * width : (at + 1) * width], self.page_size, hashes[at - 1] if at else base)
-            if block:
-                names[-1] = block
-        return names
-
     def _hash_at(self, last: int) -> int:
         """Return the hash of the block that ends with this page."""
-        return self._ends[last] if self.pairs else int(self._names[last])
+        if not self.pairs:
+            return int(self._names[last])
+        pages = [*self._begun(int(self._parents[last])), last]
+        return hash_blocks(self._tokens.take(pages, 0).tobytes(), self._block_size, int(self._bases[last]))[0]
 
-    def _pair_names(
-        self, lead: list[int], hashes: list[int], base: int, tokens: np.ndarray, ahead: np.ndarray
-    ) -> list[int]:
-        both = np.stack((tokens, ahead), 2).tobytes()
-        width, size = 2 * self.page_size * TOKEN_BYTES, 2 * self.page_size
+    def _page_names(self, name: int, place: int, hashes: list[int], tokens: np.ndarray, ahead: np.ndarray) -> list[int]:
+        """Return the names of consecutive pages.
+
+        `name`: of the page before, or the hash of the block before. `place`: of the first page in its block. `hashes`:
+        of that block and those after it, as far as the pages complete them. `tokens`, `ahead`: as in `_append`.
+        """
+        rows = np.stack((tokens, ahead), 2).reshape(len(tokens), -1) if self.pairs else tokens
+        data, size = rows.tobytes(), rows.shape[1]
         names: list[int] = []
-        at, name, place = 0, int(self._names[lead[-1]]) if lead else base, len(lead)
+        at = 0
         for block in (*hashes, 0):
             end = at + self._last + 1 - place
-            names += hash_blocks(both[at * width : end * width], size, name)
+            names += hash_blocks(data[at * size * TOKEN_BYTES : end * size * TOKEN_BYTES], size, name)
+            if block and not self.pairs:
+                names[-1] = block
             at, place, name = end, 0, block
         return names
 
     def _revive(self, pages: np.ndarray) -> Generator[None, None, list[Chain]]:
         """Record that known pages are stored again; return the blocks that they complete, each as its own chain."""
-        pages = np.unique(pages[~self._held.take(pages)])
-        if not len(pages):
-            return []
-        self._held[pages] = True
-        names = self._names.take(pages)
-        for some in (names,) if len(np.unique(names)) == len(names) else np.split(names, len(names)):
-            self._name(some)
         found = []
-        revived = set(pages.tolist())
-        places, parents, held = self._places.data, self._parents.data, self._held.data
-        children, siblings = self._first.data, self._next.data
-        for page in pages.tolist():
-            first, whole = page, True
-            while places[first]:
-                first = parents[first]
-                whole = whole and held[first]
-            self.searched += places[page]
-            if self.searched > MOST_SEARCHED:
-                self.searched = 0
-                yield
-            at_end, child = places[page] == self._last, children[page]
-            if whole and (at_end or child not in revived or siblings[child]):
-                above = parents[first]
-                parent = self._hash_at(above) if above else 0
-                lasts = [page] if at_end else (yield from self._ends_below(page, revived))
-                found += [Chain([self._keys.item(last)], [self._hash_at(last)], parent) for last in lasts]
+        for page in pages[~self._held.take(pages)].tolist():
+            if self._held.item(page):
+                continue
+            self._held[page] = True
+            self._name(self._names[page : page + 1])
+            for last in (yield from self._ends_through(page)):
+                base = int(self._bases[last])
+                at_start = not self._parents[self._begun(int(self._parents[last]))[0] if self._last else last]
+                found.append(Chain([self._keys.item(last)], [self._hash_at(last)], 0 if at_start else base))
         return found
 
-    def _ends_below(self, page: int, others: set[int]) -> Generator[None, None, list[int]]:
-        """Return the last pages of blocks that contain `page`, which itself is no last page.
-
-        They follow it through pages that are all held and not among `others`. It takes steps of some milliseconds.
-        """
-        places, held, children, siblings = self._places.data, self._held.data, self._first.data, self._next.data
+    def _ends_through(self, page: int) -> Generator[None, None, list[int]]:
+        """Return the last pages of the blocks that contain `page` and have all their pages, in steps."""
+        places, held, parents, last = self._places.data, self._held.data, self._parents.data, self._last
+        children, siblings = self._first.data, self._next.data
+        first = page
+        while places[first]:
+            first = parents[first]
+            self.searched += 1
+            if not held[first]:
+                return []
+        if places[page] == last:
+            return [page]
         found, todo = [], [children[page]]
         while todo:
             if not (child := todo.pop()):
@@ -289,96 +274,17 @@ class Pages:
                 self.searched = 0
                 yield
             todo.append(siblings[child])
-            if held[child] and child not in others:
-                if places[child] == self._last:
+            if held[child]:
+                if places[child] == last:
                     found.append(child)
                 else:
                     todo.append(children[child])
         return found
 
-    # --- coming and going
-
-    def _free(self, numbers: np.ndarray) -> Generator[None, None, np.ndarray]:
-        """Forget the pages that no other page follows; return the rest, which are gaps now.
-
-        `numbers`: the pages' numbers, sorted; the engine holds none of them.
-        """
-        parents = self._parents.take(numbers)
-        at = np.minimum(np.searchsorted(numbers, parents), len(numbers) - 1)
-        inside = numbers.take(at) == parents
-        if (np.bincount(at[inside], minlength=len(numbers)) == self._children.take(numbers)).all():
-            above = parents[~inside & (parents > 0)].astype(np.int64)
-            np.subtract.at(self._children, above, np.uint32(1))
-            self._drop(numbers)
-            idle = above[~self._held.take(above) & (self._children.take(above) == 0)]
-            yield from self._peel(np.unique(idle).tolist(), set())
-            return np.empty(0, np.int64)
-        freed: set[int] = set()
-        yield from self._peel(numbers[self._children.take(numbers) == 0].tolist(), freed)
-        return np.array([one for one in numbers.tolist() if one not in freed], np.int64)
-
-    def _peel(self, pages: list[int], freed: set[int]) -> Generator[None, None, None]:
-        """Forget these pages, and pages before them that thereby have no other page after them and are not held.
-
-        They are added to `freed`. It takes steps of some milliseconds.
-        """
-        some: list[int] = []
-        while pages:
-            page = pages.pop()
-            some.append(page)
-            if above := self._parents.item(page):
-                self._children[above] -= 1
-                if not self._children[above] and not self._held[above]:
-                    pages.append(above)
-            if len(some) >= MOST_SEARCHED // 4 or not pages:
-                freed.update(some)
-                self._drop(np.array(some, np.int64))
-                some = []
-                if pages:
-                    yield
-
-    def _drop(self, numbers: np.ndarray) -> None:
-        self._by_key.remove(numbers)
-        dropped = numbers.tolist()
-        within = set(dropped)
-        for page, above in zip(dropped, self._parents.take(numbers).tolist(), strict=True):
-            if above and above not in within:  # the pages before and after it among those that follow the same one
-                before, after = self._prev.item(page), self._next.item(page)
-                if before:
-                    self._next[before] = after
-                else:
-                    self._first[above] = after
-                if after:
-                    self._prev[after] = before
-        self._first[numbers] = self._next[numbers] = self._prev[numbers] = 0
-        for first in numbers[self._parents.take(numbers) == 0].tolist():
-            del self._seeds[first]
-        for last in numbers.tolist() if self._ends else ():
-            self._ends.pop(last, None)
-        self._parents[numbers] = self._children[numbers] = 0
-        self._numbers.give(np.sort(numbers))
-
     def _name(self, names: np.ndarray) -> None:
-        known = self._named.find(names) >= 0
-        if known.any():
-            self._twins.update(names[known].tolist())
-            names = names[~known]
+        names = names[self._named.find(names) < 0]
         self._named = _roomy(self._named, len(names))
         self._named.add(names, names)
-
-    def _unname(self, names: np.ndarray) -> None:
-        if self._twins:
-            names = np.array([name for name in names.tolist() if not self._drop_twin(name)], U64)
-        self._named.drop(np.unique(self._named.find(names)))
-
-    def _drop_twin(self, name: int) -> bool:
-        """Count one page fewer of those that share a name; return False if only one page had this name."""
-        if name not in self._twins:
-            return False
-        self._twins[name] -= 1
-        if not self._twins[name]:
-            del self._twins[name]
-        return True
 
 
 def _tags(keys: Sequence[Key]) -> np.ndarray:
@@ -387,18 +293,6 @@ def _tags(keys: Sequence[Key]) -> np.ndarray:
     return np.array(
         [(int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & bits or 1 for key in keys], U64
     )
-
-
-def _distinct(tags: np.ndarray) -> int:
-    """Return how many tags come before the first repeated one."""
-    if len(np.unique(tags)) == len(tags):
-        return len(tags)
-    seen: set[int] = set()
-    for at, tag in enumerate(tags.tolist()):
-        if tag in seen:
-            return at
-        seen.add(tag)
-    return len(tags)
 
 
 def _salt(event: Stored) -> str | None:

@@ -1,16 +1,13 @@
-"""Requests to an engine's sockets: a replay of recorded event batches, or a snapshot of all that the engine holds."""
+"""Requests to an engine's replay socket for recorded event batches."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import NamedTuple
 
 from cachemap.events.zmtp import WAKE_SECONDS, connected
 
 REPLAY_SECONDS = 2.0  # without an answer for so long, the replay socket counts as dead
 MOST_ANSWERS = 1000  # the most requests for one replay
-SNAPSHOT = b"snapshot"
-SNAPSHOT_SECONDS = 10.0  # a snapshot is one message with all the engine's blocks, of at most MOST_QUEUED bytes
 END = b"\xff" * 8  # the sequence number that ends a replay
 
 
@@ -58,44 +55,6 @@ def _following_on(batches: list[list[bytes]], number: int | None) -> list[list[b
 
 def _number(frames: list[bytes]) -> int:
     return int.from_bytes(frames[-2][:8], "big")
-
-
-def publisher_of(frames: list[bytes]) -> bytes:
-    """Return the id of the engine process that sent a batch, b"" if the engine sends none.
-
-    The id follows the batch's number in the same frame.
-    """
-    return frames[-2][8:] if len(frames) > 1 else b""
-
-
-class Snapshot(NamedTuple):
-    """All that an engine holds, as batches of events."""
-
-    sequence: int  # the number of the last live batch that the snapshot includes
-    publisher: bytes  # the id of the engine process
-    payloads: list[bytes]
-
-
-async def snapshot(endpoint: str) -> Snapshot | None:
-    """Request all that the engine holds; return None if the engine has no snapshot now. Raises TimeoutError.
-
-    The protocol is the one proposed for vLLM: the request is one frame `snapshot`; the answer is one message with the
-    number of the last batch (signed, negative if there is no snapshot), the publisher's id and the batches.
-    """
-    loop = asyncio.get_running_loop()
-    with connected("DEALER", endpoint) as inbox:
-        inbox.send([SNAPSHOT])
-        until = loop.time() + SNAPSHOT_SECONDS
-        while loop.time() < until:
-            for message in inbox.take():
-                frames = message[1:] if message[:1] == [b""] else message
-                if len(frames) < 2:  # no message of the proposal's
-                    continue
-                sequence, publisher, *payloads = frames
-                number = int.from_bytes(sequence, "big", signed=True)
-                return Snapshot(number, publisher, payloads) if number >= 0 else None
-            await inbox.changed(min(WAKE_SECONDS, max(0.0, until - loop.time())))
-    raise TimeoutError(f"no snapshot from {endpoint}")
 
 
 async def _answer(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:

@@ -35,9 +35,9 @@ CLEARED = {"type": "AllBlocksCleared"}
 class Publisher:
     """One engine's sockets. `kept` bounds how many batches it can replay; `room`: of an answer with more, all beyond
     are dropped but the last, as by a socket at its high-water mark, or but none (`drops_end`). `port`: where to
-    publish, any by default. `id`: of 16 bytes, told behind each sequence number."""
+    publish, any by default."""
 
-    def __init__(self, topic=b"kv", kept=10_000, topic_in_replay=True, room=None, drops_end=False, port=None, id=b""):
+    def __init__(self, topic=b"kv", kept=10_000, topic_in_replay=True, room=None, drops_end=False, port=None):
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.XPUB)
         self._router = self._context.socket(zmq.ROUTER)
@@ -53,7 +53,6 @@ class Publisher:
         self.replay = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
         self._topic, self._kept, self._topic_in_replay = topic, kept, topic_in_replay
         self._room, self._drops_end = room, drops_end
-        self.id = id
         self.record: dict[int, bytes] = {}
         self.next = 0
         self.asked: list[int] = []
@@ -79,7 +78,7 @@ class Publisher:
             for number, payload in (
                 [*answer[: self._room], *([] if self._drops_end else answer[-1:])] if full else answer
             ):
-                frames = [peer, b"", *topic, number.to_bytes(8, "big") + self.id, payload]
+                frames = [peer, b"", *topic, number.to_bytes(8, "big"), payload]
                 await self._router.send_multipart(frames)
             if full and self._drops_end:
                 continue
@@ -93,7 +92,7 @@ class Publisher:
         self.record[number] = payload
         self.record.pop(number - self._kept, None)
         if not lose:
-            await self._pub.send_multipart([self._topic, number.to_bytes(8, "big") + self.id, payload])
+            await self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
 
     async def publish_raw(self, frames):
         await self._pub.send_multipart(frames)

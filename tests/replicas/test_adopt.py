@@ -199,15 +199,6 @@ async def test_ranks_that_a_probe_did_not_hear_of_are_not_gone(found):
     assert facts.engines == () and len(facts.events(None, 2)) == 2
 
 
-async def test_a_publisher_that_gives_snapshots(found):
-    facts = await found(sources(replay_endpoint=None, snapshot_endpoint="tcp://*:3", topic="kv"))
-    (source,) = facts.sources.values()
-    assert source == EventSource("tcp://127.0.0.1:5557", None, "kv", "tcp://127.0.0.1:3")
-    assert "replay" not in facts.problems
-    assert source.at_rank(2) == EventSource("tcp://127.0.0.1:5559", None, "kv", "tcp://127.0.0.1:5")
-    assert source.at("127.0.0.1", "10.0.0.7").snapshot == "tcp://10.0.0.7:3"
-
-
 async def test_the_operators_word_goes_before_the_engines(found):
     facts = await found({"/kv_event_sources": {}})
     given = EventSource("tcp://h:1", "tcp://h:2", "")

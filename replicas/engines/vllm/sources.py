@@ -30,7 +30,7 @@ def read(
         sources[int(rank)] = source
         if problem:
             problems["events"] = problem
-        elif source and source.replay is None and source.snapshot is None:
+        elif source and source.replay is None:
             problems["replay"] = Problem(NO_REPLAY, remedies.replay)
     if not sources and answer.status != 200:
         problems["events"] = Problem(
@@ -53,9 +53,8 @@ def _source(config: dict[str, Any], host: str, remedies: Remedies) -> tuple[Even
     if not ("*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))):
         what = f"KV events go to {endpoint}, which vLLM connects to rather than binds (no * in it)"
         return None, Problem(f"{what}, so nobody can subscribe", remedies.binding)
-    replay, topic, snapshot = (config.get(name) for name in ("replay_endpoint", "topic", "snapshot_endpoint"))
     try:
-        return reported(endpoint, replay, topic, host, snapshot), None
+        return reported(endpoint, config.get("replay_endpoint"), config.get("topic"), host), None
     except ValueError as error:
         what = f"{PATH} names an endpoint that cannot be connected to: {error}"
         return None, Problem(what, f"give it as {EVENTS_BY_HAND}")

@@ -144,7 +144,7 @@ def test_what_stands_behind_a_chunk_comes_and_goes_in_steps():
             assert sum(changed) - before <= MOST_PIECE
             before = sum(changed)
         assert sum(changed) - before <= MOST_PIECE and sum(changed) == count * BLOCKS
-    assert told.applier.stored == 2 * count * BLOCKS
+    assert told.applier.blocks_stored == 2 * count * BLOCKS
 
 
 def test_chunks_behind_one_that_is_gone_come_back_with_it():
@@ -157,7 +157,7 @@ def test_chunks_behind_one_that_is_gone_come_back_with_it():
     assert told.held(path) == (5, 5), "nor does what the engine has itself make up for it"
     told.store(path[:2])
     assert told.held(path) == (5, 12)
-    assert told.applier.stored == 12 + 5 + 9 and told.applier.removed == 9
+    assert told.applier.blocks_stored == 12 + 5 + 9 and told.applier.blocks_removed == 9
 
 
 def test_behind_a_prompts_last_whole_chunk_nothing_is_found():

@@ -109,7 +109,7 @@ def test_salt_and_adapter_name_another_chain(setting):
 def test_blocks_of_an_adapter_without_a_name_are_not_the_base_models(setting):
     """The first array form of vLLM's events had the adapter's number only."""
     apply(setting, ["BlockStored", [1, 2], None, TOKENS[:8], BLOCK, 1, "GPU"])
-    assert held(setting, hashes()) == 0 and setting[1].stored == 2
+    assert held(setting, hashes()) == 0 and setting[1].blocks_stored == 2
     apply(setting, ["BlockStored", [3], None, TOKENS[:4], BLOCK, None, "GPU"])
     assert held(setting, hashes()) == 1
 

@@ -148,15 +148,11 @@ def numbers_go_back(publisher, times):
     publisher.next = times % 2
 
 
-def another_process(publisher, times):
-    publisher.id = bytes([times % 2 + 1]) * 16
-
-
 def numbers_jump(publisher, times):
     publisher.next += 5
 
 
-@pytest.mark.parametrize("disorder", [numbers_go_back, another_process, numbers_jump])
+@pytest.mark.parametrize("disorder", [numbers_go_back, numbers_jump])
 async def test_an_engine_that_starts_again_all_the_time_is_followed_now_and_then(disorder):
     """Each message cost a start from nothing and a line of the log: 1,570 a second held up all other replicas."""
     times, taken = 100, 0
@@ -522,29 +518,6 @@ async def test_a_connection_that_is_lost_for_long_voids_what_was_heard_and_is_fo
             await back.subscribed()
             await back.publish(blocks(0, 2))
             await until(lambda: held(table) == 2)
-
-
-async def test_an_id_behind_the_sequence_number_is_no_part_of_it():
-    """Sequence frames of 24 bytes, as vLLM's proposal for snapshots has them."""
-    async with publishing(id=b"a" * 16) as publisher:
-        await publisher.publish(blocks(0, 4))
-        async with following(publisher) as (table, intake, changes):
-            await until(lambda: held(table) == 4)
-            await publisher.publish(blocks(4, 6), lose=True)
-            await publisher.publish(blocks(6, 8))
-            await until(lambda: held(table) == 8)
-            assert (intake.last_seq, intake.gaps, intake.malformed) == (2, 1, 0)
-
-
-async def test_another_id_is_another_process_whatever_its_numbers_say():
-    async with publishing(id=b"a" * 16) as publisher, following(publisher) as (table, intake, changes):
-        await publisher.publish(blocks(0, 4))
-        await until(lambda: held(table) == 4)
-        publisher.record.clear()
-        publisher.id = b"b" * 16  # and its numbers go on, as those of a process that came back and has sent as much
-        await publisher.publish(blocks(0, 2))
-        await until(lambda: held(table) == 2)
-        assert ("gap", "the engine restarted: cleared") in changes
 
 
 async def test_frames_that_are_too_long_are_named_among_the_replicas_problems():

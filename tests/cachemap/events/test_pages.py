@@ -10,8 +10,6 @@ from cachemap.events.apply import EventApplier
 from cachemap.events.pages import MOST_SEARCHED, Pages
 from cachemap.events.records import AGREEING, Cleared, Removed, Stored
 
-from ...calls import counting_calls
-
 BLOCK = 4
 SEED = chain_seed("m", BLOCK)
 
@@ -89,7 +87,7 @@ def test_a_block_counts_while_all_its_pages_are_held(table, applier):
     apply(applier, *engine.store(prompt[:8]))
     assert blocks(table, prompt) == 2
     apply(applier, *engine.store(prompt))
-    assert blocks(table, prompt) == 3 and applier.stored == 3
+    assert blocks(table, prompt) == 3 and applier.blocks_stored == 3
     apply(applier, engine.remove([tuple(prompt[:end]) for end in (10, 11, 12)]))
     assert (blocks(table, prompt), told(table, applier, prompt)) == (2, 9)
 
@@ -157,7 +155,8 @@ def test_pages_of_a_salt_and_of_an_adapter_are_their_own(table, applier):
     bytes_ = array("I", prompt).tobytes()
     own = chain_seed("m", BLOCK, None, "mine")
     assert table.match(hash_blocks(bytes_, BLOCK, own), 0.0).confirmed[0] == 1
-    assert (applier.pages.tail(own, bytes_[:16]), applier.pages.tail(SEED, bytes_[:16])) == (3, 0)
+    reaches = [applier.reach(0, [], seed, memoryview(bytes_[:12])) for seed in (own, SEED)]
+    assert reaches == [3, 0]
     assert blocks(table, prompt) == 0
 
 
@@ -244,44 +243,6 @@ def result(steps):
             next(steps)
         except StopIteration as end:
             return end.value
-
-
-def test_many_pages_that_come_back_together_are_looked_up_together():
-    pages, ids = Pages("m", BLOCK, 1), array("I", range(400))
-    events = [
-        Stored(
-            range(start + 1, end + 1),
-            start or None,
-            ids[start:end].tobytes(),
-            1,
-            "gpu",
-            None,
-            None,
-            0,
-            "full_attention",
-        )
-        for start, end in ((0, 400), (40, 360))
-    ]
-    [chain] = result(pages.store(events[0]))
-    result(pages.remove(range(41, 361)))
-    again, calls = counting_calls(lambda: result(pages.store(events[1])))
-    assert [one.hashes for one in again] == [[block] for block in chain.hashes[10:90]]
-    assert calls < 2 * 320
-
-
-def test_pages_of_one_name_that_come_back_together_are_gone_with_the_last(table, applier):
-    ids = array("I", range(BLOCK)).tobytes()
-
-    def stored(first):
-        return Stored(range(first, first + BLOCK), None, ids, 1, "gpu", None, None, 0, "full_attention")
-
-    apply(applier, stored(1), stored(11))
-    apply(applier, Removed([1, 11], "gpu", 0))
-    both = Stored([1, 11], None, ids[:8], 1, "gpu", None, None, 0, "full_attention")
-    apply(applier, both)
-    assert told(table, applier, range(BLOCK)) == BLOCK
-    apply(applier, Removed([1, 2, 3, 4, 12], "gpu", 0))
-    assert told(table, applier, range(BLOCK)) == 1
 
 
 def chain_of(first, last, parent=None):

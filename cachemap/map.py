@@ -17,7 +17,7 @@ import numpy as np
 
 from cachemap.changes import CacheGroup, Change, ChunkTier, Clear, Contents, Observe, Remove, Store, outlives
 from cachemap.hashing import GuessedBlocks
-from cachemap.table.block_table import BlockTable
+from cachemap.table.block_table import BlockTable, fewer
 from cachemap.table.blocks import NO_BLOCKS, u64
 from cachemap.table.capacity import Budget
 from cachemap.table.chains import BYTES_PER_BLOCK, EngineModel
@@ -61,15 +61,6 @@ class _Replica:
     # of each. The block is gone with its last copy. `copies`: by tier and tag, how many copies beyond the first.
     copies: Counter[tuple[str, int]] = field(default_factory=Counter)
     journal: Callable[[Change], None] | None = None
-
-    def fewer(self, tier: str, tag: int) -> bool:
-        """Remove one copy of a block beyond the first; return whether there was one, so that the block stays."""
-        beyond = self.copies.get((tier, tag), 0)
-        if beyond > 1:
-            self.copies[tier, tag] = beyond - 1
-        elif beyond:
-            del self.copies[tier, tag]
-        return beyond > 0
 
 
 class CacheMap:
@@ -160,7 +151,9 @@ class CacheMap:
             full = confirmed = gpu.reach(found, len(self._replicas))
             grouped = self._groups.of
             if grouped:
-                confirmed = self._in_all_groups(hashes, full, most)
+                confirmed = full.copy()
+                for slot, reach in self._groups.reach(hashes, full, len(hashes) if most is None else most).items():
+                    confirmed[slot] = reach
             held = confirmed.copy()
             if self._routed:
                 for slot, reach in self._routed.reach(hashes, now, full).items():
@@ -216,13 +209,6 @@ class CacheMap:
             else:
                 held[slot] = max(0, min(held[slot], most) - 1)
                 confirmed[slot] = min(confirmed[slot], held[slot])
-
-    def _in_all_groups(self, hashes: Sequence[int], full: list[int], most: int | None) -> list[int]:
-        """Return each replica's hit, reduced from full attention's hit (`full`) to what all its cache groups hold."""
-        held = full.copy()
-        for slot, reach in self._groups.reach(hashes, full, len(hashes) if most is None else most).items():
-            held[slot] = reach
-        return held
 
     def _guess(self, hashes: GuessedBlocks, held: list[int]) -> None:
         """Extend `held`, in place, over the prompt's blocks that no event reports.
@@ -413,7 +399,7 @@ class CacheMap:
     def _remove(self, slot: int, replica: _Replica, change: Remove) -> int:
         tier, tags = change
         if replica.copies:
-            tags = u64(tag for tag in tags.tolist() if not replica.fewer(tier, tag))
+            tags = u64(tag for tag in tags.tolist() if not fewer(replica.copies, (tier, tag)))
         hashes = self._table(tier, slot).remove(slot, tags)
         if self._routed and tier not in self._lower:
             self._routed.discard(slot, array("Q", hashes.tobytes()))

@@ -303,17 +303,10 @@ class EventApplier:
         if self._removing or tier != self._tier or len(self._own) + len(self._twice) > MOST_PENDING:
             self._flush()
             self._tier = tier
-        if event.together > 1:
-            self._store_together(event)
-            return
         # A block in a slower tier is usually a copy of a known one, and its extra keys may have been sent with the
         # first copy only.
-        if event.tokens and (event.tier == "gpu" or not all(self._hashes_under(event.keys))):
-            parent = 0 if event.parent is None else self._hashes_under([event.parent])[0]
-            if event.parent is not None and not parent:
-                self._orphans += len(event.keys)
-            else:
-                self._store_hashes(event.keys, self._hashes(event, parent), parent)
+        if event.together > 1 or (event.tokens and (event.tier == "gpu" or not all(self._hashes_under(event.keys)))):
+            self._store_chain(event)
         else:
             self._store_known(event, blocks)
         if not event.more:
@@ -360,17 +353,17 @@ class EventApplier:
         self._own_chunk = max(self._own_chunk, known)
         return event.together if event.tokens else known
 
-    def _store_together(self, event: Stored) -> None:
-        """Store chunks of several blocks in the engine's own slower tier, each under its last block."""
+    def _store_chain(self, event: Stored) -> None:
+        """Store an event's blocks, or its chunks of the engine's own slower tier, each under its last block."""
         ends = slice(event.together - 1, None, event.together)
-        parent = 0 if event.parent is None else self._hashes_under([event.parent])[0]
-        hashes = self._hashes_under(event.keys[ends])
+        keys, parent = event.keys[ends], 0 if event.parent is None else self._hashes_under([event.parent])[0]
+        hashes = self._hashes_under(keys) if event.together > 1 else [0]
         if not all(hashes):
             if event.parent is not None and not parent:
                 self._orphans += len(event.keys)
                 return
             hashes = self._hashes(event, parent)[ends]
-        self._store_hashes(event.keys[ends], hashes, parent)
+        self._store_hashes(keys, hashes, parent)
         self.blocks_stored += len(event.keys) - len(hashes)
 
     def _is_main(self, event: Stored) -> bool:

@@ -305,6 +305,4 @@ def _roomy(table: Table, more: int) -> Table:
     """Return the table to use after a step of growth, if it must grow to take `more` words."""
     if table.wider is None and table.room < more + table.count // 8:
         table.widen(2 * (table.count + more))
-    if table.wider is None:
-        return table
-    return cast(Table, table.go_on(more) if table.room > more else table.grown())
+    return cast(Table, table.go_on(more))

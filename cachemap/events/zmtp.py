@@ -5,7 +5,6 @@ could make this process keep any amount of data. Here all data that waits to be 
 """
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +68,7 @@ class Inbox(asyncio.Protocol):
             self._ended.clear()
             try:
                 if port is None:
-                    await loop.create_unix_connection(lambda: self, sock=await _connected_unix(host))
+                    await loop.create_unix_connection(lambda: self, host)
                 else:
                     await loop.create_connection(lambda: self, host, port)
             except (OSError, UnicodeError):  # UnicodeError: the host is not a valid name
@@ -273,26 +272,11 @@ def _socket_type(metadata: bytes) -> bytes:
     return b""
 
 
-async def _connected_unix(path: str) -> socket.socket:
-    """Return a socket connected to a path. Raises OSError.
-
-    A path that starts with NUL is a name in Linux's abstract namespace, to which uvloop itself refuses to connect.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    try:
-        await asyncio.get_running_loop().sock_connect(sock, path)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
 def _address(endpoint: str) -> tuple[str, int | None]:
     """Return the host and port of a tcp:// endpoint, or the path and None of an ipc:// one. Raises ValueError."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" and rest:
-        return ("\0" + rest[1:] if rest[0] == "@" else rest), None
+        return rest, None
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{endpoint[:120]!r} is no address of a ZMQ socket; write tcp://HOST:PORT")

@@ -7,6 +7,7 @@ aliases, which maps the engine's key to the number that the block has in this ta
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -99,7 +100,7 @@ class BlockTable:
         hashes: np.ndarray = self.blocks.hashes[numbers]
         twins = self.capacity.twins.get(slot)
         if twins:
-            last = np.array([not _fewer(twins, block) for block in hashes.tolist()], bool)
+            last = np.array([not fewer(twins, block) for block in hashes.tolist()], bool)
             numbers, hashes = numbers[last], hashes[last]
         self.blocks.release(slot, numbers)
         return hashes
@@ -144,11 +145,10 @@ class BlockTable:
 
     def contents(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the hashes and tags of all blocks that the replica holds, least recently used first."""
-        alias = self.aliases[slot]
-        words = alias.words[alias.words.nonzero()]
-        numbers = (words & self._id_mask).view(np.int64)
+        hashes, tags = self.held(slot)
+        numbers = self.aliases[slot].payloads(self.aliases[slot].words.nonzero()[0])
         order = np.argsort(OLDEST * 2 - 1 - self.blocks.ages(numbers), kind="stable")
-        return self.blocks.hashes[numbers[order]], (words >> self._tag_shift)[order]
+        return hashes[order], tags[order]
 
     def differing(self, slot: int, hashes: np.ndarray, tags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compare the replica's blocks with the given ones.
@@ -173,13 +173,13 @@ class BlockTable:
         return ((keys * MIX) >> self._tag_shift) | self._tag_top
 
 
-def _fewer(counts: Counter[int], block: int) -> bool:
-    """Remove one alias of a block beyond the first; return whether there was one, so that the block stays."""
-    beyond = counts.get(block, 0)
+def fewer(counts: Counter[Any], what: object) -> bool:
+    """Subtract one from a count of copies beyond the first; return whether there was one, so that the block stays."""
+    beyond = counts.get(what, 0)
     if beyond > 1:
-        counts[block] = beyond - 1
+        counts[what] = beyond - 1
     elif beyond:
-        del counts[block]
+        del counts[what]
     return beyond > 0
 
 

@@ -105,11 +105,13 @@ class Buckets:
         """Do the next step of growth, and return the table to use from now on: this one, or the new one if it is done.
 
         `more`: how many words the caller adds between two steps. Steps are so long that growth ends before this table
-        is full.
+        is full; where it has no room for `more`, all remaining steps are done at once.
         """
         wider = self.wider
         if wider is None:
             return self
+        if self.room < more:
+            more = 2 * len(self.words) + len(wider.words)
         work = max(STEP, more * self._pace)
         size = len(wider.words)
         if self._laid < size:
@@ -129,7 +131,7 @@ class Buckets:
 
     def grown(self) -> Buckets:
         """Do all remaining steps of growth at once, and return the new table."""
-        table = self.go_on(2 * len(self.words) + (len(self.wider.words) if self.wider is not None else 0))
+        table = self.go_on(self.room + 1)
         assert table.wider is None
         return table
 

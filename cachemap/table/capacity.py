@@ -175,7 +175,7 @@ class Capacity:
             return False
         index = self.blocks.index
         if index.wider is not None:
-            self._lead_on(index.go_on(more) if index.room >= more else index.grown())
+            self._lead_on(index.go_on(more))
         if self.blocks.index.room < more:
             self._widen_index(more)
         left = self._budget.left
@@ -194,7 +194,7 @@ class Capacity:
     def _carry_on(self, slot: int, alias: Buckets, more: int) -> Buckets:
         """Do the next step of an alias table's growth, and return the table to use."""
         before = alias.nbytes
-        further = self.aliases[slot] = alias.go_on(more) if alias.room >= more else alias.grown()
+        further = self.aliases[slot] = alias.go_on(more)
         self._alias_bytes += further.nbytes - before
         if further is not alias:
             self._retire(alias)
@@ -223,9 +223,7 @@ class Capacity:
         capacity = self._affordable(self.blocks.index, more, sum(self._capacity.values()))
         if capacity:
             self.blocks.index.widen(capacity)
-            self._lead_on(
-                self.blocks.index.go_on(more) if self.blocks.index.room >= more else self.blocks.index.grown()
-            )
+            self._lead_on(self.blocks.index.go_on(more))
 
     def _lead_on(self, index: Buckets) -> None:
         if index is not self.blocks.index:

@@ -179,20 +179,6 @@ def test_a_block_with_several_keys_is_held_until_the_last_is_removed(steps):
     assert table.stats()["blocks"] == table.held(slot) == 0
 
 
-@settings(max_examples=300)
-@given(st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=6), max_size=20))
-def test_a_key_that_comes_to_mean_another_block_leaves_the_one_before(steps):
-    table, held = CacheMap(MIB), {}
-    slot = table.attach("r", None, True)
-    for pairs in steps:
-        named = dict(pairs)
-        table.store(slot, list(named.values()), list(named))
-        held |= named
-        for block in range(1, 6):
-            assert table.match([block], 0.0).held[slot] == (block in held.values()), (block, held)
-        assert table.stats()["blocks"] == len(set(held.values()))
-
-
 def random_chain(rng, length):
     return rng.integers(1, 1 << 64, length, np.uint64).tolist()
 

@@ -88,49 +88,19 @@ def test_a_url_without_its_password_says_the_rest():
     )
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "localhost-a",
-        "localhost-b",
-        "127.gpu.example",
-        "127.example",
-        "0.0.0.0.example",
-        "localhost.gpu.example",
-        "[2001:db8::1]",
-        "10.127.0.1",
-    ],
+UNLIKE = (
+    "localhost-a localhost-b 127.gpu.example 127.example 0.0.0.0.example localhost.gpu.example [2001:db8::1] 10.127.0.1"
 )
-def test_a_host_that_merely_begins_like_a_loopback_address_keeps_its_name(host):
-    assert scope(f"{host}:8000") == f"{host}:8000"
+LOOPBACK = "localhost LOCALHOST localhost. 127.0.0.1 [::1] [0:0::1] 0.0.0.0 [::] [::ffff:127.0.0.1] [::FFFF:7f00:1]"
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "localhost",
-        "LOCALHOST",
-        "localhost.",
-        "127.0.0.1",
-        "[::1]",
-        "[0:0::1]",
-        "0.0.0.0",
-        "[::]",
-        "[::ffff:127.0.0.1]",
-        "[::FFFF:7f00:1]",
-    ],
-)
-def test_a_loopback_address_is_called_by_the_hosts_name(host):
-    assert scope(f"{host}:8000-dp1") == f"{socket.gethostname()}:8000-dp1"
-
-
-def test_another_loopback_address_is_another_engine_of_this_host():
-    assert (
-        scope("127.1.2.3:8000")
-        == scope("[::ffff:127.1.2.3]:8000")
-        == f"{socket.gethostname()}/127.1.2.3:8000"
-        != scope("127.0.0.1:8000")
-    )
+def test_a_loopback_address_is_called_by_the_hosts_name_and_no_other_host_is():
+    for host in UNLIKE.split():
+        assert scope(f"{host}:8000") == f"{host}:8000"
+    for host in LOOPBACK.split():
+        assert scope(f"{host}:8000-dp1") == f"{socket.gethostname()}:8000-dp1"
+    another = f"{socket.gethostname()}/127.1.2.3:8000"
+    assert scope("127.1.2.3:8000") == scope("[::ffff:127.1.2.3]:8000") == another
 
 
 def spellings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[str]:

@@ -54,79 +54,34 @@ def hits(setting, most=None):
     return setting[0].match(chain(), 0.0, most).confirmed[0]
 
 
-def test_a_window_needs_its_last_blocks_only(setting):
-    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]))
-    assert hits(setting) == 4
-    apply(setting, removed(3, group_idx=0))
-    assert hits(setting) == 0  # nothing before it can be resumed at
-    apply(setting, windowed([1, 2], 2), full([1, 2]))
-    assert hits(setting) == 2
+ALL = [1, 2, 3, 4]
 
 
-def test_the_first_blocks_are_a_hit_in_a_window_that_reaches_further_back(setting):
-    apply(setting, windowed([1]), full([1, 2, 3, 4]))
-    assert hits(setting) == 1
-
-
-def test_full_attention_needs_every_block(setting):
-    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]), removed(1, group_idx=1))
-    assert hits(setting) == 0
-    apply(setting, full([1]))
-    assert hits(setting) == 4
-
-
-def test_what_was_not_to_be_a_hit_is_none_though_a_window_ends_there(setting):
-    """Of a prompt that ends with a block the last token is computed, so the hit ends a block earlier."""
-    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]))
-    assert hits(setting, most=3) == 0
-    apply(setting, windowed([2, 3], 3), full([1, 2, 3]))
-    assert hits(setting, most=3) == 3 and hits(setting) == 4
-
-
-def test_mamba_needs_the_state_after_the_last_block(setting):
-    apply(setting, mamba([2, 4]), full([1, 2, 3, 4]))
-    assert [hits(setting, most) for most in (1, 2, 3, 4)] == [0, 2, 2, 4]
-
-
-def test_every_group_has_to_hold_its_part(setting):
-    apply(setting, windowed([1, 2, 3, 4]), windowed([1, 2, 3, 4], group=1), full([1, 2, 3, 4], group=2))
-    apply(setting, removed(4, group_idx=1), removed(2, group_idx=0))
-    assert hits(setting) == 1
-    apply(setting, windowed([3], 3, group=1), removed(3, group_idx=1))
-    assert hits(setting) == 1  # a second copy went
-    apply(setting, removed(3, group_idx=1), removed(1, group_idx=1))
-    assert hits(setting) == 0
-
-
-def test_windows_and_states_agree_on_one_length(setting):
-    apply(setting, mamba([1, 3]), windowed([1, 2, 4], group=1), full([1, 2, 3, 4], group=2))
-    assert hits(setting) == 1  # 3 has no window, 2 no state
-    apply(setting, windowed([3], group=1), full([1, 2, 3], group=2))
-    assert hits(setting) == 3
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ([windowed([3, 4]), full(ALL)], {None: 4, 3: 0}),  # a window needs its last blocks only
+        ([windowed([3, 4]), full(ALL), removed(3, group_idx=0)], {None: 0}),  # nothing before can be resumed at
+        ([windowed([3, 4]), full(ALL), windowed([2, 3], 3), full([1, 2, 3])], {None: 4, 3: 3}),
+        ([windowed([1]), full(ALL)], {None: 1}),  # the first blocks are a hit in a window that reaches further back
+        ([windowed([3, 4]), full(ALL), removed(1, group_idx=1)], {None: 0}),  # full attention needs every block
+        ([mamba([2, 4]), full(ALL)], {1: 0, 2: 2, 3: 2, 4: 4}),  # Mamba needs the state after the last block
+        ([mamba([1, 3]), windowed([1, 2, 4], group=1), full(ALL, 2)], {None: 1}),  # 3 has no window, 2 no state
+        ([mamba([1, 3]), windowed([1, 2, 3, 4], group=1), full(ALL, 2)], {None: 3}),
+        ([stored([1], TOKENS[:4], kv_cache_spec_kind="mla_attention")], {None: 1}),  # that is full attention
+        ([windowed([], 1), full([1])], {None: 0}),  # a group is known before it holds anything
+        ([windowed([3, 4]), full(ALL), CLEARED, full([1, 2], 0)], {None: 2}),  # a cleared cache has no groups
+    ],
+)
+def test_a_hit_is_one_in_all_groups(setting, events, found):
+    apply(setting, *events)
+    assert {most: hits(setting, most) for most in found} == found and setting[1].fault is None
 
 
 def test_a_second_group_of_full_attention_counts_like_the_first(setting):
     apply(setting, full([1, 2, 3], 0), full([1, 2, 3], 1), removed(2, group_idx=1))
     assert hits(setting) == 1
     assert list(setting[0].groups(0).values()) == [CacheGroup(1, EVERY)]
-
-
-def test_a_group_is_known_before_it_holds_anything(setting):
-    """As of a prompt of one block, which no later prompt can resume behind."""
-    apply(setting, windowed([], 1), full([1]))
-    assert hits(setting) == 0 and setting[1].fault is None
-
-
-def test_mla_is_full_attention(setting):
-    apply(setting, stored([1], TOKENS[:4], kv_cache_spec_kind="mla_attention"))
-    assert hits(setting) == 1
-
-
-def test_a_cleared_cache_has_no_groups(setting):
-    apply(setting, windowed([3, 4]), full([1, 2, 3, 4]), CLEARED)
-    assert hits(setting) == 0 and not setting[0].groups(0)
-    apply(setting, full([1, 2], 0))
-    assert hits(setting) == 2
 
 
 def test_another_applier_goes_on_with_the_groups_that_the_map_has(setting):

@@ -27,7 +27,7 @@ from hiredis import pack_command
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import (
@@ -222,11 +222,9 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
         "socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0),
         "protocol": 2, "client_name": "hitherto", "parser_class": Parser, **place.options,
     }  # fmt: skip
-    if place.kind == "unix":
+    if place.kind != "sentinel":
+        options |= zip(("host", "port"), place.hosts[0]) if place.hosts else ()  # a unix socket's path is an option
         return _Client.from_pool(ConnectionPool(**options))
-    if place.kind == "single":
-        host, port = place.hosts[0]
-        return _Client.from_pool(ConnectionPool(host=host, port=port, **options))
     tls = options.pop("connection_class", None) is SSLConnection
     login = {
         name: options.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in options
@@ -236,17 +234,26 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
     sentinels = _Sentinels(place.hosts, sentinel_kwargs=ways, ssl=tls, **options)  # type: ignore[no-untyped-call]
     for one in sentinels.sentinels:  # redis-py's client does not take this option
         one.connection_pool.connection_kwargs["parser_class"] = Parser
-    return _Primary(sentinels, place.master)
+    return sentinels.master_for(place.master, _Client)  # type: ignore[no-any-return]
 
 
 class _Client(Redis):
-    """redis-py's client. It raises InvalidResponse for a reply that it cannot read since it is of another kind."""
+    """redis-py's client. It raises InvalidResponse for a reply that it cannot read since it is of another kind.
+
+    Unlike redis-py's, the client of a primary that sentinels name closes its connections to them.
+    """
 
     async def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
         try:
             return await super().parse_response(connection, command_name, **options)
         except NONSENSE as error:
             raise strange(command_name, error) from error
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        sentinels = getattr(self.connection_pool, "sentinel_manager", None)
+        for one in sentinels.sentinels if sentinels is not None else ():
+            await one.aclose()
 
 
 class _Sentinels(Sentinel):
@@ -263,20 +270,6 @@ class _Sentinels(Sentinel):
             if isinstance(error, NONSENSE):
                 raise strange("SENTINEL MASTERS", error) from error
             raise
-
-
-class _Primary(_Client):
-    """The primary that the sentinels name; unlike redis-py's, it closes its connections to them."""
-
-    def __init__(self, sentinel: Sentinel, master: str):
-        super().__init__(connection_pool=SentinelConnectionPool(master, sentinel, **sentinel.connection_kwargs))
-        self.auto_close_connection_pool = True
-        self._sentinel = sentinel
-
-    async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        await super().aclose(close_connection_pool)
-        for one in self._sentinel.sentinels:
-            await one.aclose()
 
 
 class Ways:

@@ -239,6 +239,10 @@ class EventIntake:
         self._forget()
         self._want_replay()
 
+    def _start_over(self, reason: str) -> None:
+        self.resync()
+        self._change("gap", reason, tell=True)
+
     def forget_adapter(self, name: str) -> None:
         """Forget all blocks of the replica, as this adapter name now stands for another adapter, and start again.
 
@@ -352,14 +356,10 @@ class EventIntake:
             if await self._replay_missing(number):
                 self._change("live", f"{lost} and replayed")
                 return True
-            self._forget()
-            self._change("gap", f"{lost} and cannot be replayed: cleared", tell=True)
-            self._want_replay()
+            self._start_over(f"{lost} and cannot be replayed: cleared")
         elif order is Order.RESTART:
             await self._unask()  # the engine's former process might answer
-            self._forget()
-            self._change("gap", "the engine restarted: cleared", tell=True)
-            self._want_replay()
+            self._start_over("the engine restarted: cleared")
         return True
 
     def _want_replay(self) -> None:
@@ -387,9 +387,7 @@ class EventIntake:
             self._try_again_later()
             return
         if not follows:
-            self._forget()
-            self._change("gap", "the engine no longer has what was missed: cleared", tell=True)
-            self._want_replay()
+            self._start_over("the engine no longer has what was missed: cleared")
             return
         self._replayed("caught up")
         if self._look_again:

@@ -42,7 +42,7 @@ _SWEEP_SECONDS = 0.25
 
 
 @dataclass(slots=True)
-class _Live:
+class Live:
     """A request that has not ended."""
 
     record: Record
@@ -104,7 +104,7 @@ class Fleet:
         self._tells = event_delay is not None
         self._random = random.Random(seed).random
         self._scrape_at = self._sweep_at = 0.0
-        self._live: list[dict[int, _Live]] = [{} for _ in profiles]  # by replica
+        self._live: list[dict[int, Live]] = [{} for _ in profiles]  # by replica
         self._heap: list[tuple[float, int, Callable, tuple]] = []
         self._order, self._ids = count(), count(1)
         self._keep = keep
@@ -141,7 +141,7 @@ class Fleet:
         record = Record(turn, self.now)
         if self._keep:
             self.result.records.append(record)
-        live = _Live(record, gateways[number], session, on_end, id=next(self._ids))
+        live = Live(record, gateways[number], session, on_end, id=next(self._ids))
         if self.gates:
             live.gate = self.gates[number]
             live.queued = live.gate.ask(live, self.now)
@@ -149,7 +149,7 @@ class Fleet:
             self._dispatch(live)
         return record
 
-    def _refused(self, live: _Live, verdict: AdmissionDecision) -> None:
+    def _refused(self, live: Live, verdict: AdmissionDecision) -> None:
         live.record.retry_after = verdict.retry_after
         self.at(self.now, self._ended, live, "http_429", verdict.reason)
 
@@ -163,15 +163,15 @@ class Fleet:
         for gateway in self.gateways:
             gateway.session_finished(session)
 
-    def _dispatch(self, live: _Live) -> None:
+    def _dispatch(self, live: Live) -> None:
         self._sent(live, live.gateway.place(live.turn, live.session, self.now, live.record.tried, live.stays_whole))
 
-    def _again(self, live: _Live, stays_whole: bool = False) -> None:
+    def _again(self, live: Live, stays_whole: bool = False) -> None:
         """Route the request again under a new id; `stays_whole`: no longer in two legs."""
         live.id, live.stays_whole = next(self._ids), live.stays_whole or stays_whole
         self._dispatch(live)
 
-    def _sent(self, live: _Live, placed: Placement | Legs | None) -> None:
+    def _sent(self, live: Live, placed: Placement | Legs | None) -> None:
         record = live.record
         if placed is None:
             answered = ("http_502", "no replica is left to try"), ("http_503", "no replica is ready")
@@ -196,7 +196,7 @@ class Fleet:
             self._queue.freed(index)
             self._take_next()
 
-    def _begin(self, live: _Live, placed: Placement | Legs) -> None:
+    def _begin(self, live: Live, placed: Placement | Legs) -> None:
         """Send the request, or its first leg, to the chosen replica."""
         record, turn, request = live.record, live.turn, live.id
         legs = live.legs
@@ -275,7 +275,7 @@ class Fleet:
             replica.engine.take_in(asked, start, end)
         self._arrived(index, incarnation, asked)
 
-    def _abandon(self, live: _Live, computed: bool = True) -> None:
+    def _abandon(self, live: Live, computed: bool = True) -> None:
         """Settle the current leg of a request without an answer, and its second leg if that has not begun.
 
         `computed`: whether the engine computed the prompt, so that its blocks may be in the cache.
@@ -285,7 +285,7 @@ class Fleet:
         if legs is not None and legs.kept_at is None:
             live.gateway.router.abandon(legs.second, computed=False)
 
-    def _ended(self, live: _Live, error: str | None, detail: str = "") -> None:
+    def _ended(self, live: Live, error: str | None, detail: str = "") -> None:
         record = live.record
         record.end, record.error, record.detail = self.now, error, detail
         if live.on_end is not None:
@@ -338,7 +338,7 @@ class Fleet:
             return
         if output.first:
             record.first, live.steps = self.now, self.replicas[index].steps(self.now)
-            live.gateway.first(live.placement, self.now)
+            live.gateway.router.first_token(live.placement, self.now, self.now - live.placement.at)
             if live.gate is not None:
                 live.gate.first(live.queued, self.now)
             if legs is None:
@@ -358,7 +358,7 @@ class Fleet:
 
     # --- the second leg
 
-    def _second_leg(self, request: int, live: _Live, legs: Legs) -> None:
+    def _second_leg(self, request: int, live: Live, legs: Legs) -> None:
         """Send the second leg to the reserved decoder, or to another decoder if the reserved one was lost.
 
         `request`: id of the request at the prefiller. Without any decoder the request is routed again in one piece.
@@ -379,7 +379,7 @@ class Fleet:
             index, record.turn, self._fetch, request, live, legs, prefiller, self.replicas[index].incarnation
         )
 
-    def _fetch(self, request: int, live: _Live, legs: Legs, prefiller: int, decoder: int) -> None:
+    def _fetch(self, request: int, live: Live, legs: Legs, prefiller: int, decoder: int) -> None:
         """Begin the transfer of the blocks that the decoder lacks.
 
         `prefiller`, `decoder`: incarnations of the two replicas so far; a different one now means that it was lost.
@@ -397,7 +397,7 @@ class Fleet:
         ends = max(self.now, legs.kept_at + self.links.network.lease) if there is None else there
         self.at(ends, self._fetched, request, live, legs, prefiller, decoder, there is not None)
 
-    def _fetched(self, request: int, live: _Live, legs: Legs, prefiller: int, decoder: int, began: bool) -> None:
+    def _fetched(self, request: int, live: Live, legs: Legs, prefiller: int, decoder: int, began: bool) -> None:
         """Finish a transfer; `began` is False if the lease had ended or the prefiller was lost before it began."""
         first, second, turn = legs.first.candidate.slot, legs.second.candidate.slot, live.record.turn
         if self.replicas[second].incarnation != decoder:
@@ -425,13 +425,14 @@ class Fleet:
         planned = replica.turn
         self._began(index, replica, replica.let_go(request, self.now), planned)
 
-    def _transfer_failed(self, request: int, live: _Live, legs: Legs) -> None:
+    def _transfer_failed(self, request: int, live: Live, legs: Legs) -> None:
         """Handle a failed transfer like an engine's 500: route the request again, in one piece.
 
         The gateway avoids this pair of replicas for a while.
         """
         del self._live[legs.second.candidate.slot][request]
-        live.gateway.transfer_failed(legs, self.now)
+        pair = legs.first.candidate.replica, legs.second.candidate.replica
+        live.gateway.router.transfers.failed(*pair, self.now)
         live.gateway.router.abandon(legs.second, computed=False)
         live.legs = None
         self._again(live, stays_whole=True)

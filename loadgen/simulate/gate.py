@@ -7,7 +7,7 @@ missed their limits take capacity from lower ones (`policies.control`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from policies import Admission, Control, Placement, QueuedRequest, admit
 from policies.control import LATELY, Change, Refusals, Seen, slo_ratio
@@ -15,24 +15,13 @@ from policies.decisions import QUEUED, REFUSED, AdmissionDecision
 from policies.outputs import LEAST_OUTPUT
 
 from .gateway import Gateway, Legs
-from .turns import Turn
+
+if TYPE_CHECKING:
+    from .fleet import Live
 
 # Functions that send a request with its placement (None: no replica can take it), or refuse it with a verdict.
-Send = Callable[[Any, Placement | Legs | None], None]
-Refuse = Callable[[Any, AdmissionDecision], None]
-
-
-class Asking(Protocol):
-    """A request with all that its admission needs to know."""
-
-    @property
-    def turn(self) -> Turn: ...
-
-    @property
-    def session(self) -> str | None: ...
-
-    def cap(self, tokens: int) -> None:
-        """Limit the answer to `tokens` tokens."""
+Send = Callable[["Live", Placement | Legs | None], None]
+Refuse = Callable[["Live", AdmissionDecision], None]
 
 
 class Gate:
@@ -55,7 +44,7 @@ class Gate:
         self._ttfts: dict[str, list[tuple[float, float]]] = {}  # of this window, by class: (time, seconds)
         self._tpots: dict[str, list[tuple[float, float]]] = {}
 
-    def ask(self, request: Asking, now: float) -> QueuedRequest:
+    def ask(self, request: Live, now: float) -> QueuedRequest:
         """Admit, queue or refuse a request and return it as a queued request."""
         self._look(now)
         turn = request.turn

@@ -149,7 +149,7 @@ class Gateway:
         `cached`: prompt tokens that were in the prefiller's own cache before.
         """
         legs.kept_at = now
-        self.first(legs.first, now)
+        self.router.first_token(legs.first, now, now - legs.first.at)
         self.router.finish(legs.first, cached)
 
     def next_decoder(self, legs: Legs, turn: Turn, now: float, tried: tuple[int, ...]) -> bool:
@@ -169,14 +169,6 @@ class Gateway:
         pair = legs.first.candidate.replica, legs.second.candidate.replica
         moving = two_legs.moving_seconds(legs.second, now - legs.sent_at)
         self.router.transfers.observe(*pair, legs.moved, moving, now)
-
-    def transfer_failed(self, legs: Legs, now: float) -> None:
-        """Avoid this pair of prefiller and decoder for a while."""
-        self.router.transfers.failed(legs.first.candidate.replica, legs.second.candidate.replica, now)
-
-    def first(self, placement: Placement, now: float) -> None:
-        """Learn from the first token of a request or leg."""
-        self.router.first_token(placement, now, now - placement.at)
 
     def complete(
         self, placement: Placement, seconds: float, output: int, cached: int | None, capped: bool = False

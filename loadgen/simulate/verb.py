@@ -180,15 +180,27 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
     fleets = settings(args)
     found: dict[str, list[Report]] = {policy: [] for policy in fleets}
     records: dict[str, list[Record]] = {}
-    loads: list[dict[str, object]] = []
+    workload: dict[str, object] = {}
     with interruptible(console):
         for one in datasets.of_seeds(args):
-            play_seed(one, console, found, records, loads)
+            work, began = datasets.workload(one), perf_counter()
+            limits.set_limits(work.conversations, one.client_max_tokens, one.seed)
+            if not workload:
+                show.print_notes(console, work.notes)
+                workload = datasets.describe(one, work)
+            for policy, outcome in zip(fleets, played(work, list(settings(one).values()), one.processes)):
+                found[policy].append(report_of(one, fleets[policy], outcome))
+                label = seeds.label(policy, one.seed, one.seeds)
+                records[label] = outcome.done
+                console.print(
+                    f"[dim]{label}: {len(outcome.done):,} requests, {outcome.ended:,.1f} s of virtual time, "
+                    f"{perf_counter() - began:,.1f} s after the start[/]"
+                )
     reports = {policy: seeds.merged(of_seeds) for policy, of_seeds in found.items() if of_seeds}
     if not reports:
         return options.INTERRUPTED
     about = {
-        "workload": loads[0],
+        "workload": workload,
         "fleet": described(args, next(iter(fleets.values()))),
         "setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed, args.seeds),
     }
@@ -196,38 +208,24 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
     return exit_code(reports.values(), len(records) == len(fleets) * args.seeds)
 
 
-def play_seed(
-    args: argparse.Namespace,
-    console: Console,
-    found: dict[str, list[Report]],
-    records: dict[str, list[Record]],
-    loads: list[dict[str, object]],
-) -> None:
-    """Play the load of one seed under each policy.
-
-    Adds the reports to `found` and the records to `records`, both by policy, and the load's description to `loads`.
-    """
-    fleets, work, began = settings(args), datasets.workload(args), perf_counter()
-    limits.set_limits(work.conversations, args.client_max_tokens, args.seed)
-    if not loads:
-        show.print_notes(console, work.notes)
-    loads.append(datasets.describe(args, work))
-    for policy, outcome in zip(fleets, played(work, list(fleets.values()), args.processes)):
-        found[policy].append(
-            {
-                "target": f"{len(fleets[policy].profiles)} simulated engines",
-                "model": args.profile,
-                "asked": datasets.drawn_for(args),
-                **summarise(outcome, files.slo(args), args.percentiles),
-                **({"legs": legs_of(outcome)} if fleets[policy].roles is not None else {}),
-            }
-        )
-        label = seeds.label(policy, args.seed, args.seeds)
-        records[label] = outcome.done
-        console.print(
-            f"[dim]{label}: {len(outcome.done):,} requests, {outcome.ended:,.1f} s of virtual time, "
-            f"{perf_counter() - began:,.1f} s after the start[/]"
-        )
+def report_of(args: argparse.Namespace, fleet: Setting, outcome: Outcome) -> Report:
+    """Return the report of a policy's outcome; with roles it says how many requests had two legs and what was moved."""
+    report = {
+        "target": f"{len(fleet.profiles)} simulated engines",
+        "model": args.profile,
+        "asked": datasets.drawn_for(args),
+        **summarise(outcome, files.slo(args), args.percentiles),
+    }
+    if fleet.roles is not None:
+        moved = outcome.transfers
+        report["legs"] = {
+            "requests": len(moved),
+            "share": round(len(moved) / max(1, len(outcome.done)), 4),
+            "tokens_moved": sum(one.tokens for one in moved),
+            "transfer_ms": spread(one.waited + one.seconds for one in moved),
+            "waited_ms": spread(one.waited for one in moved),
+        }
+    return report
 
 
 @contextmanager
@@ -240,18 +238,6 @@ def interruptible(console: Console) -> Iterator[None]:
         console.print("[yellow]Stopped by hand: what follows was played until then.[/]")
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def legs_of(outcome: Outcome) -> dict[str, object]:
-    """Return how many requests had two legs, and what their transfers took."""
-    moved = outcome.transfers
-    return {
-        "requests": len(moved),
-        "share": round(len(moved) / max(1, len(outcome.done)), 4),
-        "tokens_moved": sum(one.tokens for one in moved),
-        "transfer_ms": spread(one.waited + one.seconds for one in moved),
-        "waited_ms": spread(one.waited for one in moved),
-    }
 
 
 def played(work: Workload, fleets: Sequence[Setting], processes: int):

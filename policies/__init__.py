@@ -4,22 +4,43 @@ Each policy has a file of its own in `rules` and uses the types `Load`, `Demand`
 keeps the load of each replica; `CostGroup` and `Costs` predict seconds from a load.
 """
 
-from . import leg_rules, legs, two_legs
-from .admission import Admission
-from .class_queue import QueuedRequest
-from .classes import Classes, QosClass, Rule, Slo
-from .control import Control
-from .costs import CostGroup, Costs, Lower
-from .decisions import AdmissionDecision, Rules
-from .estimates import Estimate
-from .ledger import UNTIMED, Ledger, Load, Reservation
-from .options import admit
-from .own import FORM, Own, is_own, make_own
-from .placement import Decision, Evaluation, Pairing, PrefixMap, behind
-from .roster import Roster
-from .router import Placement, Router, Targets, hittable
+from . import leg_rules as leg_rules
+from . import legs as legs
+from . import two_legs as two_legs
+from .admission import Admission as Admission
+from .class_queue import QueuedRequest as QueuedRequest
+from .classes import Classes as Classes
+from .classes import QosClass as QosClass
+from .classes import Rule as Rule
+from .classes import Slo as Slo
+from .control import Control as Control
+from .costs import CostGroup as CostGroup
+from .costs import Costs as Costs
+from .costs import Lower as Lower
+from .decisions import AdmissionDecision as AdmissionDecision
+from .decisions import Rules as Rules
+from .estimates import Estimate as Estimate
+from .ledger import UNTIMED as UNTIMED
+from .ledger import Ledger as Ledger
+from .ledger import Load as Load
+from .ledger import Reservation as Reservation
+from .options import admit as admit
+from .own import FORM as FORM
+from .own import Own as Own
+from .own import is_own as is_own
+from .own import make_own as make_own
+from .placement import Decision as Decision
+from .placement import Evaluation as Evaluation
+from .placement import Pairing as Pairing
+from .placement import PrefixMap as PrefixMap
+from .placement import behind as behind
+from .roster import Roster as Roster
+from .router import Placement as Placement
+from .router import Router as Router
+from .router import Targets as Targets
+from .router import hittable as hittable
 from .rules.consistent_hash import ConsistentHash
-from .rules.least_cost import Cost
+from .rules.least_cost import Cost as Cost
 from .rules.least_load import LeastLoad
 from .rules.least_time import LeastTime
 from .rules.overlap_cost import OverlapCost
@@ -27,7 +48,11 @@ from .rules.power_of_two import PowerOfTwo
 from .rules.prefix_affinity import PrefixAffinity
 from .rules.random import Random
 from .rules.round_robin import RoundRobin
-from .vocabulary import Candidate, Choice, Demand, Policy, Pull
+from .vocabulary import Candidate as Candidate
+from .vocabulary import Choice as Choice
+from .vocabulary import Demand as Demand
+from .vocabulary import Policy as Policy
+from .vocabulary import Pull as Pull
 
 _POLICIES = {
     p.name: p
@@ -48,51 +73,3 @@ def make(name: str) -> Policy:
         return _POLICIES[name]()
     except KeyError:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(NAMES)}") from None
-
-
-__all__ = [
-    "DEFAULT",
-    "FORM",
-    "NAMES",
-    "UNTIMED",
-    "Admission",
-    "AdmissionDecision",
-    "Candidate",
-    "Choice",
-    "Classes",
-    "Control",
-    "Cost",
-    "CostGroup",
-    "Costs",
-    "Decision",
-    "Demand",
-    "Estimate",
-    "Evaluation",
-    "Ledger",
-    "Load",
-    "Lower",
-    "Own",
-    "Pairing",
-    "Placement",
-    "Policy",
-    "PrefixMap",
-    "Pull",
-    "QosClass",
-    "QueuedRequest",
-    "Reservation",
-    "Roster",
-    "Router",
-    "Rule",
-    "Rules",
-    "Slo",
-    "Targets",
-    "admit",
-    "behind",
-    "hittable",
-    "is_own",
-    "leg_rules",
-    "legs",
-    "make",
-    "make_own",
-    "two_legs",
-]

@@ -139,9 +139,8 @@ class Admission:
         """Judge a newcomer, or one of the waiting requests that `heads` yields.
 
         `tokens`: prompt tokens to be computed where it would go.
-        `estimates`: one per way to serve it; `places`: the replicas of each way (empty: the estimates cover all
-        replicas
-            there are).
+        `estimates`: one per way to serve it; `places`: the replicas of each way (empty: the estimates are of all
+            replicas).
         `offers`: its alternatives, a capped answer and the overflow pool.
         """
         verdict, floor = self._judge(Question(request, estimates, now, places, offers), tokens), self._floor(request)
@@ -217,9 +216,8 @@ class Admission:
                 found = self._wait_in_queue(asked)
             elif step == DEGRADE:
                 found = self._degraded(asked, refused.reason)
-                if found is None and WAIT not in self.steps(
-                    asked.request.qos
-                ):  # its answer may be short enough already
+                # its answer may be short enough already
+                if found is None and WAIT not in self.steps(asked.request.qos):
                     found = self._at_once(asked, ())
             elif step == SPILL:
                 found = self._in_overflow_pool(asked, refused.reason)
@@ -469,19 +467,19 @@ class Admission:
 
     def _to_return(self, request: QueuedRequest, refused: AdmissionDecision, now: float) -> AdmissionDecision:
         """Count the refusal, and set `retry_after` so that the client retries after those refused before it."""
+        qos, share = request.qos, self._fair_share
         if _is_for_its_class(request, refused.reason):
-            self.refused[request.qos.name] = self._counted(request.qos, now)
-        pace = sum([queue.pace.value for queue in self.queues if queue.qos is request.qos])
-        seconds = self._fair_share.book_retry(request.qos, refused.retry_after, request.own, pace, now)
+            owed, beyond, flood = self.refused[qos.name]
+            if share.is_owed(qos, now):
+                owed += 1
+            elif share.floods(qos):
+                flood += 1
+            else:
+                beyond += 1
+            self.refused[qos.name] = Refused(owed, beyond, flood)
+        pace = sum([queue.pace.value for queue in self.queues if queue.qos is qos])
+        seconds = share.book_retry(qos, refused.retry_after, request.own, pace, now)
         return refused._replace(retry_after=seconds)
-
-    def _counted(self, qos: QosClass, now: float) -> Refused:
-        """Return the refusal counts of a class, incremented by one."""
-        owed, beyond, flood = self.refused[qos.name]
-        if self._fair_share.is_owed(qos, now):
-            return Refused(owed + 1, beyond, flood)
-        floods = self._fair_share.floods(qos)
-        return Refused(owed, beyond + (not floods), flood + floods)
 
     def _make_space(self, request: QueuedRequest, now: float) -> bool:
         """Make queue space for a request by displacing others, only if that suffices; return whether there is space.

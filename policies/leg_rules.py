@@ -20,10 +20,9 @@ compared with the gateway's own rule in `loadgen simulate --legs` and in the gat
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 
 from . import legs
-from .rules.least_cost import Cost
 from .vocabulary import Policy
 
 NAMES = ("seconds", "pauses:N", "always", "over:N", "llmd:N", "never")
@@ -54,17 +53,12 @@ def _over(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
 
 def _pauses(times: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
     cost = legs.of_policy(policy)
-    return legs.by_preference(policy, ways) if cost is None else legs.by_cost(_with_pauses(cost, times), ways)
-
-
-@lru_cache(maxsize=16)
-def _with_pauses(cost: Cost, times: int) -> Cost:
-    return cost.with_pauses(times)
+    return legs.by_preference(policy, ways) if cost is None else legs.by_cost(cost.with_pauses(times), ways)
 
 
 def _llmd(least: int, policy: Policy, ways: legs.Ways) -> legs.LegChoice | None:
     demand, whole = ways.demand, ways.whole
-    others = [one for one in ways.prefillers if one is not whole]
+    others = [one for one in ways.prefillers if one is not whole and ways.can_pair(one, whole)]
     if not least or not others or whole not in ways.decoders or demand.tokens - whole.cached < least:
         return None
     first = others[policy.choose(demand, others).index]

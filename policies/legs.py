@@ -77,12 +77,6 @@ class Ways(NamedTuple):
         decoders = [one for one in self.decoders if one.replica in second]
         return self._replace(prefillers=prefillers, decoders=decoders, among=among) if prefillers and decoders else None
 
-    def taken(self, choice: LegChoice | None) -> LegChoice | None:
-        """Return the legs that a rule has chosen, or None if the rule chose none or their pair may not be taken."""
-        if choice is None or self.among is None or (choice.prefiller.replica, choice.decoder.replica) in self.among:
-            return choice
-        return None
-
 
 class LegRule(Protocol):
     """A pure choice of legs for a request; None: the request stays whole."""

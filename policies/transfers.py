@@ -48,20 +48,16 @@ class _Factor:
 
     def expected(self, base: float, now: float) -> float:
         """Return the present value; forgetting began at the last observation or the last beginning of a transfer."""
-        return self._kept(base, now - max(self.at, self.tried))[0]
+        return self.kept(base, now - max(self.at, self.tried))[0]
 
-    def aged(self, base: float, now: float) -> float:
-        """Return the present value; forgetting began at the last observation, whatever transfers began since."""
-        return self._kept(base, now - self.at)[0]
-
-    def _kept(self, base: float, age: float) -> tuple[float, float]:
+    def kept(self, base: float, age: float) -> tuple[float, float]:
         """Return the value after `age` seconds of forgetting, and the share of what was learned that is left."""
         trust = 0.5 ** (max(0.0, age) / self.half_life) if self.count else 0.0
         return base + trust * (self.value - base), trust
 
     def observe(self, seen: float, base: float, now: float) -> None:
         """Learn from the log factor `seen` of one transfer."""
-        kept, trust = self._kept(base, now - self.at)
+        kept, trust = self.kept(base, now - self.at)
         if self.count and trust < 0.5:
             if abs(seen - self.value) < abs(seen - kept):
                 kept, trust = self.value, 1.0
@@ -113,7 +109,7 @@ class Transfers:
             self._met.add(pair)
             return
         seen = log(max(seconds, 1e-4) / self.prior(prefiller, tokens))
-        self._pairs.setdefault(pair, _Factor()).observe(seen, self._all.aged(0.0, now), now)
+        self._pairs.setdefault(pair, _Factor()).observe(seen, self._all.kept(0.0, now - self._all.at)[0], now)
         self._all.observe(seen, 0.0, now)
 
     def came(self, prefiller: str, decoder: str) -> None:

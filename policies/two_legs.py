@@ -34,7 +34,7 @@ def choose_among(router: Router, ways: Iterable[legs.Ways], must: bool = False) 
     if legs.of_policy(router.policy) is None:
         ways = legs.preferred(router.policy, [*ways])
     rule = legs.cheapest_of if must else router.leg_rule
-    return legs.best(one.taken(rule(router.policy, one)) for one in ways)
+    return legs.best(rule(router.policy, one) for one in ways)
 
 
 def ways(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[legs.Ways]:

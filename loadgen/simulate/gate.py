@@ -7,7 +7,7 @@ missed their limits take capacity from lower ones (`policies.control`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from policies import Admission, Control, Placement, QueuedRequest, admit
 from policies.control import LATELY, Change, Refusals, Seen, slo_ratio
@@ -16,12 +16,9 @@ from policies.outputs import LEAST_OUTPUT
 
 from .gateway import Gateway, Legs
 
-if TYPE_CHECKING:
-    from .fleet import Live
-
-# Functions that send a request with its placement (None: no replica can take it), or refuse it with a verdict.
-Send = Callable[["Live", Placement | Legs | None], None]
-Refuse = Callable[["Live", AdmissionDecision], None]
+# A request is the fleet's `Live`. Functions that send it with its placement (None: no replica can take it), or refuse it with a verdict.
+Send = Callable[[Any, Placement | Legs | None], None]
+Refuse = Callable[[Any, AdmissionDecision], None]
 
 
 class Gate:
@@ -44,7 +41,7 @@ class Gate:
         self._ttfts: dict[str, list[tuple[float, float]]] = {}  # of this window, by class: (time, seconds)
         self._tpots: dict[str, list[tuple[float, float]]] = {}
 
-    def ask(self, request: Live, now: float) -> QueuedRequest:
+    def ask(self, request: Any, now: float) -> QueuedRequest:
         """Admit, queue or refuse a request and return it as a queued request."""
         self._look(now)
         turn = request.turn

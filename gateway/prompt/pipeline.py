@@ -58,10 +58,9 @@ from .tokens.agreement import Answer, Differences, difference, fixed_texts
 from .tokens.folder import using
 from .tokens.model import LoadedModel, load_model
 from .tokens.prefixes import Found, Prefixes
+from .tokens.ranked import RankedReadings
 from .tokens.reading import Reading, Readings
-from .tokens.tekken_files import TekkenReadings
-from .tokens.tiktoken_files import TiktokenReadings
-from .tokens.tiktoken_program import with_sorted_keys
+from .tokens.tiktoken_files import with_sorted_keys
 from .tokens.tokenizer import Tokenizer, TooLong
 
 # A larger body is never tried on the event loop; a smaller one may also turn out to take long (offload.py). Prose never
@@ -149,7 +148,7 @@ class Pipeline:
         self._habits = Habits(True, "low")
         self.clock = Clock()  # the clock of its engines
         self.reading: Reading | None = None  # how the model's tokenizer files are read
-        self._readings: Readings | TiktokenReadings | TekkenReadings | None = None
+        self._readings: Readings | RankedReadings | None = None
         self._sorts_tools = False  # a template gets tools with their keys in alphabetical order
         self._doubt = ""  # why the files do not determine how the engine reads them, or ""
         self._confirmed = False  # an engine has made the same ids of the fixed texts
@@ -178,13 +177,8 @@ class Pipeline:
         if files.no_tokenizer:
             self.template_error = files.no_template
             return
-        self._sorts_tools = files.sorts_tools
-        if files.tekken:
-            self._readings = TekkenReadings(model_dir)
-        elif files.tiktoken:
-            self._readings = TiktokenReadings(model_dir, files.config)
-        else:
-            self._readings = Readings(model_dir, files.config, files.settings)
+        self._sorts_tools = files.kind.sorts_tools(model_dir)
+        self._readings = files.kind.readings(model_dir, files.config, files.settings)
         reading, self._doubt = self._readings.likeliest(self._quirks.transformers)
         self._enter(self._loaded(reading))
         self._readings.let_go()

@@ -16,8 +16,8 @@ from ..render.program import Program
 from ..render.programs import program_for
 from .folder import ModelError as ModelError
 from .folder import json_object, matching, pieces, read_text, using
-from .tekken_program import FILE, program_of
-from .tiktoken_program import can_be_read, sorts_tools
+from .kinds import KINDS, Kind
+from .tekken_files import Unreadable
 
 _FILES = """
     tokenizer.json tekken.json tiktoken.model tokenization_*.py tokenizer_config.json special_tokens_map.json added_tokens.json
@@ -52,7 +52,7 @@ def find_model(name_or_dir: str | Path) -> Path:
             f"no directory {name}: set model to the folder that holds its tokenizer.json, or to its name on the hub"
         )
     from huggingface_hub import constants, snapshot_download  # a slow import, needed only here
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
@@ -67,7 +67,7 @@ def find_model(name_or_dir: str | Path) -> Path:
         )
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except OSError as error:  # HfHubHTTPError and LocalEntryNotFoundError are OSErrors
         otherwise = "set model to a directory with tokenizer.json"
         raise ModelError(cannot_fetch(f"the tokenizer of {name}", error, otherwise)) from error
 
@@ -81,11 +81,9 @@ class LoadedModel:
     config: dict[str, Any]  # tokenizer_config.json
     settings: dict[str, Any]  # config.json
     no_template: str = ""  # why there is no template to use, though the folder may have one
-    no_tokenizer: str = ""  # why tokenizer.json is not used, or is missing
-    tiktoken: bool = False  # the tokenizer is a tiktoken.model
-    sorts_tools: bool = False  # the template gets tools with their keys in alphabetical order
+    no_tokenizer: str = ""  # why the gateway cannot make this model's tokens
+    kind: Kind | None = None  # the kind of its tokenizer files; None where `no_tokenizer` says why there is none
     program: Program | None = None  # the rules for its conversations, in place of a template
-    tekken: bool = False  # Mistral's own format: the tokenizer is a tekken.json
 
     @functools.cached_property
     def takes_media(self) -> bool:
@@ -135,49 +133,32 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
         if chat_template is not None
         else _templates(directory, config, settings)
     )
-    no_tokenizer = _mistral_format(directory)
-    if no_tokenizer:
-        program, why = program_of(directory) if (directory / FILE).is_file() else (None, "")
-        if program is not None:
-            return LoadedModel(directory, {}, config, settings, program=program, tekken=True)
-        no_template = no_tokenizer = f"{no_tokenizer}; {why}" if why else no_tokenizer
-    with using(directory / "config.json"):
-        architectures = [one for one in settings.get("architectures") or () if isinstance(one, str)]
-    program = program_for(architectures) if not no_tokenizer else None
-    if program is None and not no_tokenizer and not WRITTEN_BY_UNKNOWN_RULES.isdisjoint(architectures):
-        no_template = "the engine writes this model's conversations without its chat template"
-    tiktoken = not no_tokenizer and not (directory / "tokenizer.json").is_file() and can_be_read(directory)
-    if not (directory / "tokenizer.json").is_file() and not no_tokenizer and not tiktoken:
-        if not config and not settings:
-            raise ModelError(
-                f"{directory} has no tokenizer.json and nothing else of a model: give the folder that the engine was "
-                "started with"
+    kind, program, no_tokenizer = None, None, ""
+    try:
+        kind = next((kind for kind in KINDS if kind.finds(directory)), None)
+    except Unreadable as error:
+        no_template = no_tokenizer = str(error)
+    if kind is not None and kind.program is not None:
+        templates, program = {}, kind.program(directory)
+    elif not no_tokenizer:
+        with using(directory / "config.json"):
+            architectures = [one for one in settings.get("architectures") or () if isinstance(one, str)]
+        program = program_for(architectures)
+        if program is None and not WRITTEN_BY_UNKNOWN_RULES.isdisjoint(architectures):
+            no_template = "the engine writes this model's conversations without its chat template"
+        if kind is None:
+            no_tokenizer = (
+                f"{directory} has no tokenizer.json, so the engine makes this model's tokens in a way of its own"
             )
-        no_tokenizer = f"{directory} has no tokenizer.json, so the engine makes this model's tokens in a way of its own"
-        no_template = no_template or no_tokenizer
+            no_template = no_template or no_tokenizer
+            if not config and not settings:
+                raise ModelError(
+                    f"{directory} has no tokenizer.json and nothing else of a model: give the folder that the engine "
+                    "was started with"
+                )
     if no_template or (program is not None and chat_template is None):
         templates = {}
-    sorted_tools = tiktoken and sorts_tools(directory)
-    return LoadedModel(
-        directory, templates, config, settings, no_template, no_tokenizer, tiktoken, sorted_tools, program
-    )
-
-
-def _mistral_format(directory: Path) -> str:
-    """Return why vLLM uses mistral-common for this model, or "".
-
-    vLLM does so if the folder also holds the model in Mistral's own format. In a folder without weights, as
-    `find_model` fetches it, params.json decides.
-    """
-
-    def has(*patterns: str) -> bool:
-        return any(next(directory.glob(pattern), None) for pattern in patterns)
-
-    if (has("consolidated*.safetensors") and has("tekken.json", "tokenizer.model.v*")) or (
-        has("params.json") and not has("*.safetensors", "*.bin", "*.gguf")
-    ):
-        return "the engine makes this model's tokens with mistral-common (--tokenizer-mode hf would make it use tokenizer.json)"
-    return ""
+    return LoadedModel(directory, templates, config, settings, no_template, no_tokenizer, kind, program)
 
 
 def _templates(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, str], str]:
@@ -194,18 +175,14 @@ def _templates(directory: Path, config: dict[str, Any], settings: dict[str, Any]
     legacy = json_object(directory / "chat_template.json").get("chat_template")
     if not isinstance(legacy, str) or legacy == found.get("default"):
         return found, ""
-    if (
-        any((directory / f"{name}_config.json").is_file() for name in ("processor", "preprocessor"))
-        or "processor_class" in config
-    ):
+    processors = (directory / "processor_config.json", directory / "preprocessor_config.json")
+    if any(path.is_file() for path in processors) or "processor_class" in config:
         with_tools = found.get("tool_use", found.get("default"))
         return {"default": legacy, **({"tool_use": with_tools} if with_tools is not None else {})}, ""
-    if any(name in settings for name in ("vision_config", "audio_config")):
-        return (
-            found,
-            "chat_template.json counts if the engine loads a processor for this model, which cannot be told from its files",
-        )
-    return found, ""
+    uncertain = (
+        "chat_template.json counts if the engine loads a processor for this model, which cannot be told from its files"
+    )
+    return found, uncertain if any(name in settings for name in ("vision_config", "audio_config")) else ""
 
 
 def _in_config(config: dict[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -62,31 +62,26 @@ class Readings:
 
         `config` is tokenizer_config.json, `settings` config.json; tokenizer.json must exist.
         """
-        try:
-            byte_level = '"ByteLevel"' in read_text(directory / "tokenizer.json")
-            self._source = source = _Source(directory, config)
-            with using(directory / "config.json"):
-                self._told = _told(settings, config)
-                before, since = (_class_name(settings, self._told, byte_level, newer) for newer in (False, True))
-            self.before = source.reading(before)  # by the rules of transformers before 5.22
-            self.since = self.before if since == before else source.reading(since)
-        except (ModelError, MemoryError):
-            raise
-        except Exception as error:  # the library may refuse the files with any exception
-            raise ModelError(
-                f"can't read the tokenizer files in {directory}: {type(error).__name__}: {error}"
-            ) from error
+        self._directory, self._config = directory, config
+        # Kept until `let_go`: the parsed files, some 10 times the size of tokenizer.json, and what was made of them.
+        self._files, self._content = cache(self._read), cache(self._make)
+        byte_level = '"ByteLevel"' in read_text(directory / "tokenizer.json")
+        with using(directory / "config.json", directory / "tokenizer_config.json"):
+            told = config.get("tokenizer_class") or settings.get("tokenizer_class")
+            # The tokenizer class that the files name, without "Fast" at its end, or "".
+            self._told = told.removesuffix("Fast") if isinstance(told, str) else ""
+            before, since = (_class_name(settings, self._told, byte_level, newer) for newer in (False, True))
+            # Why the engine may read the files in a way that is not implemented here, or "".
+            self.unknown = _unknown(directory, config, settings, before, since)
+        self.before = self.reading(before)  # by the rules of transformers before 5.22
+        self.since = self.before if since == before else self.reading(since)
         with using(*_named_in(directory)):
             # Everything that the files call a token, whether it is read as one or not.
             self.mentioned = [
-                *_mentioned(
-                    [value for key, value in config.items() if key.endswith(("_token", "_tokens", "_tokens_decoder"))]
-                ),
+                *_mentioned([value for key, value in config.items() if key.endswith(_MENTIONING)]),
                 *_mentioned(json_object(directory / "special_tokens_map.json")),
                 *json_object(directory / "added_tokens.json"),
             ]
-            # Why the engine may read the files in a way that is not implemented here, or "".
-            self.unknown = _unknown(directory, config, settings, before, since)
 
     def likeliest(self, transformers: Transformers) -> tuple[Reading, str]:
         """Return the reading of an engine with this version of transformers, and why it is uncertain, or ""."""
@@ -100,56 +95,41 @@ class Readings:
         yield self.since
         yield self.before
         for name in dict.fromkeys((self._told, "")):
-            yield self._source.reading(name)
+            yield self.reading(name)
 
     def let_go(self) -> None:
-        """Free the parsed files, some 10 times the size of tokenizer.json; they are read again when needed."""
-        self._source.let_go()
-
-
-class _Source:
-    """The files of one folder, kept from the first use until `let_go`."""
-
-    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
-        self._directory, self._config = directory, config
-        self.let_go()
-
-    def let_go(self) -> None:
-        self._files: _Files | None = None
-        self._made: dict[str, str | None] = {}
+        """Free the parsed files; they are read again when needed."""
+        self._files.cache_clear()
+        self._content.cache_clear()
 
     def reading(self, name: str) -> Reading:
         """Return the reading by the transformers class of this name; "": by one that uses tokenizer.json as it is."""
-        files = self._read()
-        with using(self._directory / "tokenizer.json"):
-            printed = {key: str(value) for key, value in files.names(_defaults(name)).items() if str(value)}
-        content = self._content(name)
-        rebuilt = sha256(content.encode()).digest() if content is not None else b""
+        with using(self._directory / "tokenizer.json", *_named_in(self._directory)):
+            content = self._content(name)
+            named = self._files().names(_defaults(name))
         return Reading(
             f"rebuilt as {name}" if name in _CLASSES else AS_IT_IS,
-            rebuilt,
-            printed,
+            sha256(content.encode()).digest() if content is not None else b"",
+            {key: str(value) for key, value in named.items() if str(value)},
             bool(self._config.get("split_special_tokens")),
             partial(self._content, name),
         )
 
     def _read(self) -> _Files:
-        files = self._files
-        if files is None:
-            path = self._directory / "tokenizer.json"
-            with using(path):
-                tokenizer = orjson.loads(read_text(path))
-            self._files = files = _Files(self._directory, self._config, tokenizer)
-        return files
+        path = self._directory / "tokenizer.json"
+        with using(path):
+            tokenizer = orjson.loads(read_text(path))
+            own = {token["id"]: _added(token) for token in tokenizer.get("added_tokens") or []}
+        with using(*_named_in(self._directory)):
+            return _Files(self._directory, dict(self._config), tokenizer, own)
 
-    def _content(self, name: str) -> str | None:
-        made = self._made
-        if name not in made:
-            files, known = self._read(), _CLASSES.get(name)
-            with using(self._directory / "tokenizer.json"):
-                names = files.names(_defaults(name))
-                made[name] = _rebuilt(files, known, names) if known else _as_it_is(files, names)
-        return made[name]
+    def _make(self, name: str) -> str | None:
+        files, known = self._files(), _CLASSES.get(name)
+        names = files.names(_defaults(name))
+        return _rebuilt(files, self._config, known, names) if known else _as_it_is(files, names)
+
+
+_MENTIONING = ("_token", "_tokens", "_tokens_decoder")
 
 
 def _defaults(name: str) -> dict[str, str]:
@@ -183,12 +163,6 @@ def _unknown(directory: Path, config: dict[str, Any], settings: dict[str, Any], 
 # --- which class
 
 
-def _told(settings: dict[str, Any], config: dict[str, Any]) -> str:
-    """Return the tokenizer class that the files name, without "Fast" at its end, or ""."""
-    told = config.get("tokenizer_class") or settings.get("tokenizer_class")
-    return told.removesuffix("Fast") if isinstance(told, str) else ""
-
-
 def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bool) -> str:
     """Return the class that AutoTokenizer takes, "" for one that uses tokenizer.json as it is.
 
@@ -196,20 +170,12 @@ def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bo
     "ByteLevel", for which the rules since 5.22 (`newer`) reject LlamaTokenizer.
     """
     kind = settings.get("model_type")
-    generic = kind in _GENERIC_TYPES or kind in (_GENERIC_SINCE if newer else _GENERIC_BEFORE)
-    registered = "" if generic else _CLASS_OF_TYPE.get(kind)
-    if kind in _TAKEN_AS_THEY_ARE:
+    if kind in _TAKEN_AS_THEY_ARE or kind in _GENERIC_TYPES or kind in (_GENERIC_SINCE if newer else _GENERIC_BEFORE):
         return ""
-    if told == "LlamaTokenizer" and byte_level and newer and not generic and kind not in _CLASS_IS_WRONG:
+    is_wrong = kind in _CLASS_IS_WRONG
+    if told == "LlamaTokenizer" and byte_level and newer and not is_wrong:
         return ""
-    if not told:
-        name = registered or ""
-    elif registered is None or registered == told:
-        name = told
-    elif registered == "":
-        name = ""
-    else:
-        name = registered if kind in _CLASS_IS_WRONG else told
+    name = _CLASS_OF_TYPE.get(kind, told) if is_wrong or not told else told
     return name if name in _CLASSES or name in _REBUILT_OTHERWISE else ""
 
 
@@ -247,50 +213,26 @@ _TAKEN_AS_THEY_ARE = frozenset(
     "deepseek_v32 deepseek_v4 internlm2 step3_vl step3p7 step5 step5_vl unlimited-ocr unlimited_ocr".split()
 )
 _CLASS_OF_TYPE = {
-    **dict.fromkeys(
-        """
-        audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano hunyuan_vl internvl lighton_ocr
-        moss_transcribe_diarize ovis2 qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3
-        qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe vibevoice""".split(),
-        "Qwen2Tokenizer",
-    ),
-    **dict.fromkeys(
-        """
-        qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp""".split(),
-        "Qwen3_5Tokenizer",
-    ),
-    **dict.fromkeys(
-        """
-        diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma shieldgemma2 t5gemma
-        zaya""".split(),
-        "GemmaTokenizer",
-    ),
-    **dict.fromkeys(
-        """
-        blip-2 codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 instructblip instructblipvideo jais2 opt phi
-        starcoder2""".split(),
-        "GPT2Tokenizer",
-    ),
-    **dict.fromkeys(
-        """
-        falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm""".split(),
-        "GPTNeoXTokenizer",
-    ),
-    **dict.fromkeys(
-        """
-        aya_vision cohere cohere2""".split(),
-        "CohereTokenizer",
-    ),
-    **dict.fromkeys(
-        """
-        idefics idefics2""".split(),
-        "LlamaTokenizer",
-    ),
-    **dict.fromkeys("bert nomic_bert distilbert electra ernie mobilebert".split(), "BertTokenizer"),
-    **dict.fromkeys("xlm-roberta gte jina_embeddings_v3".split(), "XLMRobertaTokenizer"),
-    "code_llama": "CodeLlamaTokenizer",
-    "roberta": "RobertaTokenizer",
-    "t5": "T5Tokenizer",
+    kind: f"{name}Tokenizer"
+    for name, kinds in {
+        "Bert": "bert nomic_bert distilbert electra ernie mobilebert",
+        "CodeLlama": "code_llama",
+        "Cohere": "aya_vision cohere cohere2",
+        "GPT2": "blip-2 codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 instructblip instructblipvideo jais2 opt "
+        "phi starcoder2",
+        "GPTNeoX": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm",
+        "Gemma": "diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma shieldgemma2 t5gemma "
+        "zaya",
+        "Llama": "idefics idefics2",
+        "Qwen2": "audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano hunyuan_vl internvl lighton_ocr "
+        "moss_transcribe_diarize ovis2 qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3 "
+        "qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl qwen3_vl_moe vibevoice",
+        "Qwen3_5": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
+        "Roberta": "roberta",
+        "T5": "t5",
+        "XLMRoberta": "xlm-roberta gte jina_embeddings_v3",
+    }.items()
+    for kind in kinds.split()
 }
 # Classes that also rebuild the tokenizer and are not implemented here, mostly those of encoders.
 _REBUILT_OTHERWISE = frozenset(
@@ -308,61 +250,48 @@ _REBUILT_OTHERWISE = frozenset(
 def _metaspace(config: dict[str, Any]) -> dict[str, Any]:
     space = config.get("add_prefix_space")
     scheme = "never" if space is not None and not space else "always" if config.get("legacy", False) else "first"
-    return {
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False},
-    }
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    return {"normalizer": None, "pre_tokenizer": metaspace}
 
 
-def _byte_level(config: dict[str, Any], regex: bool = True) -> dict[str, Any]:
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": bool(config.get("add_prefix_space")),
-        "trim_offsets": True,
-        "use_regex": regex,
-    }
+def _byte_level(normalizer: Any, pattern: str = "") -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the pipeline of a byte-level class; `pattern`: how it splits words, "": as ByteLevel does by itself."""
 
+    def pipeline(config: dict[str, Any]) -> dict[str, Any]:
+        space = bool(config.get("add_prefix_space"))
+        level = {"type": "ByteLevel", "add_prefix_space": space, "trim_offsets": True, "use_regex": not pattern}
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        steps = {"type": "Sequence", "pretokenizers": [split, level]} if pattern else level
+        return {"normalizer": normalizer, "pre_tokenizer": steps}
 
-def _words(pattern: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return lambda config: {
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, _byte_level(config, regex=False)]},
-    }
+    return pipeline
 
 
 def _spaces(config: dict[str, Any]) -> dict[str, Any]:
+    space = {"String": " "}
     return {
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"String": " "},
-            "behavior": "MergedWithPrevious",
-            "invert": False,
-        },
+        "normalizer": {"type": "Replace", "pattern": space, "content": "\u2581"},
+        "pre_tokenizer": {"type": "Split", "pattern": space, "behavior": "MergedWithPrevious", "invert": False},
     }
 
 
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_NFC = {"type": "NFC"}
 _QWEN3_5 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2 = _QWEN3_5.replace(r"[\p{L}\p{M}]", r"\p{L}").replace(r"\p{M}", "")
 _END = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
 _QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 _CLASSES = {
     "LlamaTokenizer": _Class({"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}, _metaspace,
                              {"fuse_unk": True, "byte_fallback": True}),
-    "Qwen2Tokenizer": _Class(_QWEN, _words(_QWEN2), adds_all_special=True),
-    "Qwen3_5Tokenizer": _Class(_QWEN, _words(_QWEN3_5)),
+    "Qwen2Tokenizer": _Class(_QWEN, _byte_level(_NFC, _QWEN2), adds_all_special=True),
+    "Qwen3_5Tokenizer": _Class(_QWEN, _byte_level(_NFC, _QWEN3_5)),
     "GemmaTokenizer": _Class({"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>",
                               "mask_token": "<mask>"}, _spaces, {"fuse_unk": True, "byte_fallback": True, "unk_token": ...}),
-    "GPT2Tokenizer": _Class(_END, lambda config: {"normalizer": None, "pre_tokenizer": _byte_level(config)}),
-    "GPTNeoXTokenizer": _Class({**_END, "pad_token": "<|padding|>"},
-                               lambda config: {"normalizer": {"type": "NFC"}, "pre_tokenizer": _byte_level(config)}, adds_nothing=True),
+    "GPT2Tokenizer": _Class(_END, _byte_level(None)),
+    "GPTNeoXTokenizer": _Class({**_END, "pad_token": "<|padding|>"}, _byte_level(_NFC), adds_nothing=True),
 }  # fmt: skip
 # Default named tokens of classes that are not implemented above. Models of the remaining classes have no chat
 # templates.
@@ -379,88 +308,79 @@ _NAMED_OTHERWISE = {
 # --- the tokens outside tokenizer.json
 
 
+_EXTRA, _OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
+
+
 class _Files:
     """The files of one folder, with the tokens they name as transformers merges them."""
 
-    def __init__(self, directory: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> None:
-        self.directory, self.config, self.tokenizer = directory, config, tokenizer
-        with using(directory / "tokenizer.json"):
-            self.own = {token["id"]: _added(token) for token in tokenizer.get("added_tokens") or []}
-        with using(*_named_in(directory)):
-            self._name_tokens(dict(config))
+    def __init__(
+        self, directory: Path, told: dict[str, Any], tokenizer: dict[str, Any], own: dict[int, AddedToken]
+    ) -> None:
+        """Merge the tokens.
 
-    def _name_tokens(self, told: dict[str, Any]) -> None:
-        if "additional_special_tokens" in told and not told.get("extra_special_tokens"):
-            told["extra_special_tokens"] = told.pop("additional_special_tokens")
-        specific = {
-            key: told.pop(key)
-            for key in list(told)
-            if key.endswith("_token") and key not in NAMED and isinstance(told[key], str)
-        }
-        if isinstance(told.get("extra_special_tokens"), dict):
-            specific |= told.pop("extra_special_tokens")
-        self.decoder: dict[int, AddedToken] = {}
-        if "added_tokens_decoder" in told:
-            self.decoder = {int(id): _added(token) for id, token in told["added_tokens_decoder"].items()}
-            if "additional_special_tokens" in told and "extra_special_tokens" not in told:
-                # a dictionary of that name was popped above
-                told["extra_special_tokens"] = told.pop("additional_special_tokens")
-            known = {token.content: token for token in self.decoder.values()}
-        else:
-            self._merge_special_tokens_map(told, specific)
-            known = self._tokens_of_older_files(told)
-        told = {
-            key: _token(value) if key in NAMED else _typed(value)
-            for key, value in told.items()
-            if key.endswith("_token")
-        } | {"extra_special_tokens": [_token(one) for one in told.get("extra_special_tokens") or []]}
-        self.extra: list[Any] = told.pop("extra_special_tokens")
-        # None stands for a token that the files say does not exist.
-        self.named = {
-            key: known.get(str(told[key]), told[key]) if told[key] is not None else None for key in NAMED if key in told
-        }
-        named_besides = {
-            key: value for key, value in told.items() if key not in NAMED and isinstance(value, (str, AddedToken))
-        }
-        specific = {key: _typed(value) for key, value in specific.items()}
-        self.specific = named_besides | {
-            key: value for key, value in specific.items() if isinstance(value, (str, AddedToken))
-        }
-
-    def _merge_special_tokens_map(self, told: dict[str, Any], specific: dict[str, Any]) -> None:
-        """Merge special_tokens_map.json, which overrides a tokenizer_config.json without added_tokens_decoder."""
-        for key, value in json_object(self.directory / "special_tokens_map.json").items():
-            if key == "extra_special_tokens" and isinstance(value, list):
+        `told`: a copy of tokenizer_config.json; `own`: the added tokens of `tokenizer` (tokenizer.json) by id.
+        """
+        self.tokenizer, self.own = tokenizer, own
+        if _OLDER_EXTRA in told and not told.get(_EXTRA):
+            told[_EXTRA] = told.pop(_OLDER_EXTRA)
+        of_model = [key for key, value in told.items() if _is_of_model(key) and isinstance(value, str)]
+        specific = {key: told.pop(key) for key in of_model}
+        if isinstance(told.get(_EXTRA), dict):
+            specific |= told.pop(_EXTRA)
+        # special_tokens_map.json overrides a tokenizer_config.json without added_tokens_decoder.
+        is_older = "added_tokens_decoder" not in told
+        for key, value in json_object(directory / "special_tokens_map.json").items() if is_older else ():
+            if key == _EXTRA and isinstance(value, list):
                 before = list(told.get(key) or [])
                 value = before + [one for one in map(_special, value) if one not in before]
-            elif isinstance(value, dict) and key != "extra_special_tokens":
-                value = _special(value)
-            told[key] = value
-        if isinstance(told.get("extra_special_tokens"), dict):
-            specific |= told.pop("extra_special_tokens")
-        if "additional_special_tokens" in told and "extra_special_tokens" not in told:
-            told["extra_special_tokens"] = told.pop("additional_special_tokens")
+            told[key] = value if key == _EXTRA else _special(value)
+        if isinstance(told.get(_EXTRA), dict):
+            specific |= told.pop(_EXTRA)
+        if _OLDER_EXTRA in told and _EXTRA not in told:
+            told[_EXTRA] = told.pop(_OLDER_EXTRA)
+        self.extra = [_token(one) for one in told.get(_EXTRA) or []]
+        # The added tokens by id.
+        self.decoder = (
+            self._older_tokens(directory, told)
+            if is_older
+            else {int(id): _added(token) for id, token in told["added_tokens_decoder"].items()}
+        )
+        known = {token.content: token for token in self.decoder.values()}
+        named = {key: _token(told[key]) for key in NAMED if key in told}
+        # None stands for a token that the files say does not exist.
+        self.named = {key: known.get(str(one), one) if one is not None else None for key, one in named.items()}
+        others = {key: _typed(value) for key, value in (*told.items(), *specific.items())}
+        self.specific = {
+            key: value
+            for key, value in others.items()
+            if isinstance(value, (str, AddedToken)) and (key in specific or _is_of_model(key))
+        }
 
-    def _tokens_of_older_files(self, told: dict[str, Any]) -> dict[str, AddedToken]:
+    def _older_tokens(self, directory: Path, told: dict[str, Any]) -> dict[int, AddedToken]:
         """Read added_tokens.json and tokenizer.json's own list, where there is no added_tokens_decoder."""
-        special = {str(_token(told[key])) for key in NAMED if told.get(key)}
-        special |= {str(_token(one)) for one in told.get("extra_special_tokens") or []}
-        known = {}
-        for text, id in json_object(self.directory / "added_tokens.json").items():
+        special = {str(_token(told[key])) for key in NAMED if told.get(key)} | set(map(str, self.extra))
+        found = {}
+        for text, id in json_object(directory / "added_tokens.json").items():
             if type(id) is not int:
-                raise ModelError(f"can't use {self.directory / 'added_tokens.json'}: the id of {text!r} is no integer")
-            known[text] = self.decoder[id] = AddedToken(text, normalized=text not in special, special=text in special)
-        for id, token in self.own.items():
-            known[token.content] = self.decoder[id] = token
-        return known
+                raise ModelError(f"can't use {directory / 'added_tokens.json'}: the id of {text!r} is no integer")
+            found[id] = AddedToken(text, normalized=text not in special, special=text in special)
+        return found | self.own
 
     def names(self, defaults: dict[str, str]) -> dict[str, Any]:
         """Return the named tokens (`bos_token` and others) of the files, or of `defaults` where the files name none."""
-        found = {key: self.named[key] if key in self.named else defaults.get(key) for key in NAMED}
-        padding = self.tokenizer.get("padding")
-        if padding and "pad_token" not in self.named and "pad_token" not in defaults:
-            found["pad_token"] = padding.get("pad_token")
-        return {key: value for key, value in (found | self.specific).items() if value is not None}
+        padding = self.tokenizer.get("padding") or {}
+        found = {"pad_token": padding.get("pad_token")} | defaults | self.named
+        return {
+            key: value
+            for key, value in ({key: found.get(key) for key in NAMED} | self.specific).items()
+            if value is not None
+        }
+
+
+def _is_of_model(key: str) -> bool:
+    """Return whether a field names a token that only this model has."""
+    return key.endswith("_token") and key not in NAMED
 
 
 def _as_it_is(files: _Files, names: dict[str, Any]) -> str | None:
@@ -468,44 +388,27 @@ def _as_it_is(files: _Files, names: dict[str, Any]) -> str | None:
         return None
     real = Tokenizer.from_str(json.dumps(files.tokenizer))
     more = _missing(files, names, real.get_added_tokens_decoder())
-    if not more:
-        return None
     real.add_tokens(more)
-    return real.to_str()
+    return real.to_str() if more else None
 
 
-def _rebuilt(files: _Files, kind: _Class, names: dict[str, Any]) -> str | None:
+def _rebuilt(files: _Files, config: dict[str, Any], kind: _Class, names: dict[str, Any]) -> str | None:
     """Return the tokenizer.json that the class `kind` builds, or None where it makes the same ids as the folder's."""
     old = files.tokenizer["model"]
     vocabulary = old["vocab"]
     if isinstance(vocabulary, list):
         vocabulary = {one[0] if isinstance(one, list) else one: id for id, one in enumerate(vocabulary)}
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": "",
-        "end_of_word_suffix": "",
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        **kind.model,
-        "vocab": vocabulary,
-        "merges": old.get("merges") or [],
-    }
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, **kind.model,
+             "vocab": vocabulary, "merges": old.get("merges") or []}  # fmt: skip
     if model["unk_token"] is ...:
         model["unk_token"] = str(names.get("unk_token"))
-    new = {
-        **files.tokenizer,
-        **kind.pipeline(files.config),
-        "model": model,
-        "added_tokens": [],
-        "truncation": None,
-        "padding": None,
-    }
+    changed = {"model": model, "added_tokens": [], "truncation": None, "padding": None}
+    new = {**files.tokenizer, **kind.pipeline(config), **changed}
     if kind.adds_nothing:
         new["post_processor"] = None
-    if _same(new, files.tokenizer) and not _missing(files, names, files.own) and _ids_as_added(files, vocabulary):
+    same = _settings(new) == _settings(files.tokenizer)
+    if same and not _missing(files, names, files.own) and _ids_as_added(files, vocabulary):
         return None
     real = Tokenizer.from_str(json.dumps(new))
     real.add_tokens(_missing(files, names, {}))
@@ -523,14 +426,9 @@ def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken])
         if str(token) not in texts and token not in wanted:
             wanted.append(token)
     called = {str(token) for token in names.values() if str(token)}
-    found = []
-    with using(*_named_in(files.directory)):
-        for token in wanted:
-            if isinstance(token, str):
-                token = AddedToken(token, special=True)
-            elif not token.special and str(token) in called:
-                token.special = True
-            found.append(token)
+    found = [AddedToken(token, special=True) if isinstance(token, str) else token for token in wanted]
+    for token in found:
+        token.special = token.special or str(token) in called
     return found
 
 
@@ -547,24 +445,16 @@ def _ids_as_added(files: _Files, vocabulary: dict[str, int]) -> bool:
     return True
 
 
-def _same(new: dict[str, Any], old: dict[str, Any]) -> bool:
-    """Return whether two tokenizers make the same ids of any text, judged by their settings alone."""
-    return _settings(new) == _settings(old)
-
-
 def _settings(tokenizer: dict[str, Any]) -> Any:
-    model = tokenizer["model"]
+    """Return the settings on which a tokenizer's ids depend, besides its tokens: equal settings make equal ids."""
+    model, post_processor = tokenizer["model"], tokenizer.get("post_processor")
     steps = [_plain(tokenizer.get(name)) for name in ("normalizer", "pre_tokenizer")]
     # A byte-level vocabulary covers every text, so no token is unknown.
     unknown = None if "ByteLevel" in json.dumps(steps) else (model.get("unk_token"), bool(model.get("fuse_unk")))
-    return (
-        model.get("type"),
-        steps,
-        unknown,
-        *(bool(model.get(name)) for name in ("byte_fallback", "ignore_merges")),
-        *(model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout")),
-        tokenizer.get("post_processor") if not _only_offsets(tokenizer.get("post_processor")) else None,
-    )
+    options = "byte_fallback ignore_merges continuing_subword_prefix end_of_word_suffix dropout".split()
+    # As a post-processor ByteLevel only moves offsets.
+    adds = None if post_processor is None or post_processor.get("type") == "ByteLevel" else post_processor
+    return model.get("type"), steps, unknown, [model.get(name) or "" for name in options], adds
 
 
 def _plain(step: Any) -> Any:
@@ -576,11 +466,6 @@ def _plain(step: Any) -> Any:
         steps = [_plain(one) for one in inner]
         return None if not steps else steps[0] if len(steps) == 1 else steps
     return {key: value for key, value in step.items() if key != "trim_offsets"}
-
-
-def _only_offsets(step: Any) -> bool:
-    """Return whether a post-processor only moves offsets, as ByteLevel does, and adds nothing."""
-    return step is None or step.get("type") == "ByteLevel"
 
 
 def _added(token: dict[str, Any]) -> AddedToken:

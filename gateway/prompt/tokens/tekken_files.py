@@ -1,4 +1,4 @@
-"""Tokenizers in Mistral's own format: `tekken.json`, which engines read with mistral-common.
+"""Models in Mistral's own format: `tekken.json`, which engines read with mistral-common.
 
 In this format no part of a text is ever a special token, so special tokens get names that no text contains
 (`UNSPOKEN`). The rules by which mistral-common writes conversations depend on its version, which an engine does not
@@ -8,74 +8,105 @@ report. So no prompt counts as exact until an engine has made the gateway's toke
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from ..quirks import Transformers
-from ..render.program import UNSPOKEN
-from .folder import ModelError
-from .reading import Reading
-from .tekken_program import FILE, Tekken, read
-from .tiktoken_files import merges_of, symbols_of
+from ..render.program import UNSPOKEN, Program
+from ..render.programs import mistral
+from .folder import ModelError, read, using
+from .ranked import RankedReadings, tokenizer_json
+
+FILE = "tekken.json"
+# The special tokens of a file that names none, by id.
+_UNNAMED = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+_NAMES_NEEDED_ABOVE = 7  # versions above this one must name their special tokens
 
 
-class TekkenReadings:
-    """The only way of reading a tekken.json, with the interface of `reading.Readings`."""
-
-    def __init__(self, directory: Path) -> None:
-        """Read the file. Raises ModelError."""
-        self._directory = directory
-        self._made: str | None = None
-        digest = sha256(self._content().encode()).digest()
-        self._reading = Reading(f"{FILE} as mistral-common reads it", digest, {}, False, self._content)
-        self.mentioned: list[str] = []
-        self.unknown = "the engine's mistral-common may write this model by other rules"
-
-    def likeliest(self, transformers: Transformers) -> tuple[Reading, str]:
-        return self._reading, self.unknown
-
-    def all(self) -> Iterator[Reading]:
-        yield self._reading
-
-    def let_go(self) -> None:
-        """Free the tokenizer.json made of the file, some 25 MB; it is made again when needed."""
-        self._made = None
-
-    def _content(self) -> str:
-        """Return the folder's tokenizer as a tokenizer.json, kept until `let_go`. Raises ModelError."""
-        if self._made is None:
-            try:
-                told, whole = read(self._directory)
-                self._made = _as_tokenizer_json(told, whole["vocab"])
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
-                raise ModelError(f"{self._directory / FILE}: {type(error).__name__}: {error}") from error
-        return self._made
+class Unreadable(Exception):
+    """Raised for a folder that engines read with mistral-common and the gateway cannot read; the text says why."""
 
 
-def _as_tokenizer_json(told: Tekken, vocabulary: list[dict[str, Any]]) -> str:
-    ranks = {base64.b64decode(one["token_bytes"]): rank for rank, one in enumerate(vocabulary[: told.words])}
-    symbols = {rank: symbols_of(token) for token, rank in ranks.items()}
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": id, "content": name, **plain} for name, id in told.names().items()]
-    begin, first = UNSPOKEN + "<s>", {"type_id": 0}
-    words = {"type": "Split", "pattern": {"Regex": told.pattern}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-             "vocab": {**told.names(), **{token: rank + told.reserved for rank, token in symbols.items()}},
-             "merges": merges_of(ranks, symbols)}  # fmt: skip
-    return orjson.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]},
-        "post_processor": {
+def is_used(directory: Path) -> bool:
+    """Return whether vLLM reads this folder with mistral-common. Raises Unreadable if its files cannot be read here.
+
+    vLLM does so if the folder also holds the model in Mistral's own format. In a folder without weights, as
+    `find_model` fetches it, params.json decides.
+    """
+
+    def has(*patterns: str) -> bool:
+        return any(next(directory.glob(pattern), None) for pattern in patterns)
+
+    if not (has("consolidated*.safetensors") and has(FILE, "tokenizer.model.v*")) and (
+        not has("params.json") or has("*.safetensors", "*.bin", "*.gguf")
+    ):
+        return False
+    why = "the engine makes this model's tokens with mistral-common (--tokenizer-mode hf would make it use tokenizer.json)"
+    if not (directory / FILE).is_file():
+        raise Unreadable(why)
+    try:
+        _parsed(directory)
+    except (ModelError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Unreadable(f"{why}; can't read {FILE}: {type(error).__name__}: {error}") from error
+    return True
+
+
+def program(directory: Path) -> Program:
+    """Return the rules by which engines write this model's conversations."""
+    told, _ = _parsed(directory)
+    builder = told.get("model_settings_builder")
+    effort = builder.get("reasoning_effort") if isinstance(builder, dict) else None
+    values = [str(effort["default"]), *map(str, effort["values"])] if effort is not None else []
+    return mistral.program(_version(told), tuple(dict.fromkeys(values)))
+
+
+def readings(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> RankedReadings:
+    """Read the file. Raises ModelError."""
+
+    def make() -> str:
+        told, special = _parsed(directory)
+        reserved = int(told["config"]["default_num_special_tokens"])
+        words = int(told["config"]["default_vocab_size"]) - reserved
+        ranks = {base64.b64decode(one["token_bytes"]): rank for rank, one in enumerate(told["vocab"][:words])}
+        kept = {f"<SPECIAL_{id}>": id for id in range(len(special), reserved)}
+        names = {UNSPOKEN + name: id for name, id in (special | kept).items()}
+        begin, first = UNSPOKEN + "<s>", {"type_id": 0}
+        adds_begin = {
             "type": "TemplateProcessing",
             "single": [{"SpecialToken": {"id": begin, **first}}, {"Sequence": {"id": "A", **first}}],
             "pair": [{"Sequence": {"id": "A", **first}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {begin: {"id": begin, "ids": [told.special["<s>"]], "tokens": [begin]}},
-        },
-        "decoder": level, "model": model,
-    }).decode()  # fmt: skip
+            "special_tokens": {begin: {"id": begin, "ids": [special["<s>"]], "tokens": [begin]}},
+        }
+        return tokenizer_json(ranks, str(told["config"]["pattern"]), names, names, reserved, adds_begin)
+
+    with using(directory / FILE):
+        unknown = "the engine's mistral-common may write this model by other rules"
+        return RankedReadings(f"{FILE} as mistral-common reads it", make, unknown)
+
+
+def _parsed(directory: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the file's content and the ids of its special tokens. Raises an error for a file that cannot be used."""
+    told = orjson.loads(read(directory / FILE))
+    if _version(told) not in mistral.VERSIONS:
+        raise ValueError(f"its version is {told['config']['version']}, which is not known here")
+    named = told.get("special_tokens")
+    if named is None and _version(told) > _NAMES_NEEDED_ABOVE:
+        raise ValueError("it names no special tokens")
+    special = (
+        {name: id for id, name in enumerate(_UNNAMED)}
+        if named is None
+        else {str(one["token_str"]): int(one["rank"]) for one in named}
+    )
+    reserved = int(told["config"]["default_num_special_tokens"])
+    if sorted(special.values()) != list(range(len(special))) or len(special) > reserved:
+        raise ValueError("its special tokens are not numbered in a row")
+    return told, special
+
+
+def _version(told: dict[str, Any]) -> int:
+    return int(str(told["config"]["version"]).removeprefix("v"))

@@ -23,7 +23,7 @@ from ..offload import TakesLong, event_loop
 from ..render.program import UNSPOKEN
 from .folder import ModelError, read_text, using
 from .reading import Reading
-from .tiktoken_program import LONGEST_TEXT
+from .tiktoken_files import LONGEST_TEXT
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,90 @@
+"""Tokenizers that come as a list of ranked tokens (`tekken.json`, `tiktoken.model`), made into a tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+import orjson
+
+from ..quirks import Transformers
+from .reading import Reading
+
+
+class RankedReadings:
+    """The only way of reading such files here, with the interface of `reading.Readings`."""
+
+    mentioned: Sequence[str] = ()
+
+    def __init__(
+        self,
+        how: str,
+        make: Callable[[], str],
+        unknown: str,
+        named: Mapping[str, str] | None = None,
+        longest_run: int = 0,
+    ) -> None:
+        """Read the files by `make`, which returns the tokenizer.json made of them. Raises what `make` raises.
+
+        `unknown`: why an engine may read the files otherwise; the other arguments are those of `Reading`.
+        """
+        self.unknown = unknown
+        content = cache(make)  # some 25 MB, made again when it is needed after `let_go`
+        self.let_go = content.cache_clear
+        rebuilt = sha256(content().encode()).digest()
+        self._reading = Reading(how, rebuilt, dict(named or {}), False, content, longest_run)
+
+    def likeliest(self, transformers: Transformers) -> tuple[Reading, str]:
+        return self._reading, self.unknown
+
+    def all(self) -> Iterator[Reading]:
+        yield self._reading
+
+
+def tokenizer_json(
+    ranks: Mapping[bytes, int],
+    pattern: str,
+    special: Mapping[str, int],
+    in_vocabulary: Mapping[str, int] | None = None,
+    first_id: int = 0,
+    post_processor: dict[str, Any] | None = None,
+) -> str:
+    """Return the tokenizer.json that makes the same ids as a list of ranked tokens.
+
+    `pattern`: the regular expression that matches one word; `special`: the ids of the special tokens, of which
+    `in_vocabulary` are in the vocabulary as well; `first_id`: the id of the token with rank 0.
+    """
+    symbols = {rank: "".join(map(_SYMBOLS.__getitem__, token)) for token, rank in ranks.items()}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokens = {**(in_vocabulary or {}), **{token: first_id + rank for rank, token in symbols.items()}}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+             "vocab": tokens, "merges": _merges(ranks, symbols)}  # fmt: skip
+    return orjson.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": post_processor,
+        "added_tokens": [{"id": id, "content": name, **plain} for name, id in special.items()],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]}, "decoder": level, "model": model,
+    }).decode()  # fmt: skip
+
+
+def _merges(ranks: Mapping[bytes, int], symbols: Mapping[int, str]) -> list[list[str]]:
+    """Return every pair of tokens that make a token, ordered by its rank, so that merges are chosen as in tiktoken."""
+    rank_of, merges = ranks.get, []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = [
+            (left, right)
+            for i in range(1, len(token))
+            if (left := rank_of(token[:i])) is not None and (right := rank_of(token[i:])) is not None
+        ]
+        merges += [[symbols[left], symbols[right]] for left, right in sorted(pairs)]
+    return merges
+
+
+# How a byte-level vocabulary writes each byte.
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_SYMBOLS = {**{byte: chr(byte) for byte in _PRINTED}, **{byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}}

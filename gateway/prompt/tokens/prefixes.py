@@ -228,8 +228,6 @@ class Prefixes:
         self._width = 4 * block_size
         self._nodes: Generations[Key, Node] = Generations(budget_bytes, _size)
         self._serials = itertools.count(1)
-        self.hit_chars = 0  # characters of prompts that were found here
-        self.all_chars = 0
 
     @property
     def bytes(self) -> int:
@@ -268,12 +266,10 @@ class Prefixes:
             found.append(ids)
             packed.append(new)
         hashes = array("Q", b"".join(packed))
-        hit, known = chars, len(packed)
+        known = len(packed)
         if known < len(texts):
             last = hashes[-1] if hashes else seed
             chars = self._add(key, plan.segments[known:], texts[known:], found, hashes, last, end, tail, chars)
-        self.hit_chars += hit
-        self.all_chars += chars
         return Found(b"".join(found), hashes, chars)
 
     def _add(
@@ -328,14 +324,6 @@ class Prefixes:
 
     def forget(self) -> None:
         self._nodes.clear()
-
-    def stats(self) -> dict[str, int]:
-        return {
-            "segments": len(self._nodes),
-            "young_bytes": self._nodes.young_bytes,
-            "hit_chars": self.hit_chars,
-            "all_chars": self.all_chars,
-        }
 
 
 def _size(key: Key, node: Node) -> int:

@@ -60,7 +60,6 @@ def test_a_known_prefix_is_not_tokenized_again(tokenizer, monkeypatch):
     found = tokens_of(prefixes, [*given, CUT + "z"])
     assert asked == [CUT + "z"]
     assert tuple(found) == expected(tokenizer, [*given, CUT + "z"])
-    assert prefixes.stats()["hit_chars"] == sum(map(len, given))
 
 
 def test_seeds_and_leading_tokens_do_not_mix(tokenizer):
@@ -92,9 +91,8 @@ def test_bytes_are_bounded(tokenizer):
     prefixes = Prefixes(tokenizer, 16, budget)
     for i in range(600):
         tokens_of(prefixes, [CUT + f"{i} " * 100])
-    stats = prefixes.stats()
-    assert stats["young_bytes"] <= budget // 2
-    assert 20 < stats["segments"] < 600
+    assert prefixes._nodes.young_bytes <= budget // 2
+    assert 20 < len(prefixes._nodes) < 600
 
 
 @given(
@@ -116,7 +114,7 @@ def test_what_prompts_took_is_told(tokenizer):
     prefixes = Prefixes(tokenizer, 16, 10**8)
     assert prefixes.bytes == 0
     tokens_of(prefixes, [CUT + "a prompt " * 100])
-    assert prefixes.bytes == prefixes.stats()["young_bytes"] > 500
+    assert prefixes.bytes == prefixes._nodes.young_bytes > 500
 
 
 def test_what_is_used_outlives_what_is_not(tokenizer, monkeypatch):
@@ -142,7 +140,7 @@ def test_a_long_text_is_known_without_being_kept(tokenizer, monkeypatch):
     for text in (long, other):
         assert tuple(tokens_of(prefixes, [text, CUT + "on"])) == expected(tokenizer, [text, CUT + "on"])
     tokens = len(tokenizer.encode(long + other))
-    assert prefixes.stats()["young_bytes"] < tokens * 4.5 + 5000
+    assert prefixes._nodes.young_bytes < tokens * 4.5 + 5000
     asked = []
     whole = Tokenizer.encode_many
     monkeypatch.setattr(Tokenizer, "encode_many", lambda self, texts: asked.extend(texts) or whole(self, texts))

@@ -7,7 +7,6 @@ with the conversation; an operation that could produce something large is refuse
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -36,31 +35,30 @@ _HASHED = {(nodes.Pair, "key"), (nodes.Getitem, "arg")}  # expressions whose val
 _DIGITS = re.compile(r"\d+")
 # The width and the precision of a `%` conversion, whose mapping key may hold parentheses of its own.
 _PRINTF = re.compile(r"[%)][-+ #0]*([\d*]*)(?:\.([\d*]*))?")
-# Other filters and methods whose result may be as large as the product of their subject and an argument.
-_WIDENING = frozenset(
-    """
-    replace indent center ljust rjust zfill expandtabs wordwrap batch slice round tojson translate to_bytes fromkeys
-    """.split()
+# Filters and methods that no known template uses, and that may take time that grows with the square of their subject.
+_REFUSED = frozenset(
+    "encode decode translate to_bytes fromkeys format_map striptags unescape urlize pprint xmlattr".split()
 )
+# Other filters and methods whose result may be as large as the product of their subject and an argument.
+_WIDENING = frozenset("replace indent center ljust rjust zfill expandtabs wordwrap batch slice round tojson".split())
 # Filters that look at a list's items, but not inside these.
 _SHALLOW = frozenset(
     "length count first last list map select reject selectattr rejectattr default d items reverse".split()
 )
-# Filters and methods that may take time that grows with the square of their subject.
-_SQUARE = frozenset("sum encode decode striptags unescape urlize pprint xmlattr".split())
 # Methods and filters that may compare each character of their subject with each of an argument: CPython searches from
 # the end and strips this way. A comparison takes an eighth of the price of a byte.
 _COMPARING = frozenset("rfind rindex rsplit rpartition strip lstrip rstrip trim".split())
-# Filters that look up an attribute of each item by a path, with the path's place among their arguments.
+# Filters that look up an attribute of each item by a path, with the path's place among their arguments. `map` takes it
+# by name alone, for its first argument names a filter.
 _BY_PATH = {
-    **dict.fromkeys("map selectattr rejectattr groupby sum".split(), 0),
+    **dict.fromkeys("selectattr rejectattr groupby sum".split(), 0),
     **dict.fromkeys("unique min max join".split(), 1),
     "sort": 2,
+    "map": 99,
 }
 # Filters that look at an item only when their result is read.
 _LAZY = frozenset("map select reject selectattr rejectattr".split())
 _MOST_PARTS = 16  # parts of an attribute's path
-_LINEAR_CODECS = frozenset(("utf-8", "ascii", "iso8859-1"))  # by the names that `codecs.lookup` gives them
 
 
 class TemplateError(Exception):
@@ -109,12 +107,17 @@ class _Budget:
             self.spend(8 * len(value))
             self.fits(self.size(value))
         elif isinstance(value, int):
-            _check_bits(value.bit_length())
+            self.check_bits(value.bit_length())
         elif isinstance(value, range) and max(abs(value.start), abs(value.stop)) >> 53:
             raise TemplateError("the chat template makes a range of integers of more than 53 bits")  # they hash alike
         else:
             self.spend(_length(value))
         return value
+
+    @staticmethod
+    def check_bits(bits: int) -> None:
+        if bits > _MOST_BITS:
+            raise TemplateError(f"the chat template makes an integer of more than {_MOST_BITS} bits")
 
     def read(self, *values: Any) -> None:
         """Pay for looking at all of these values."""
@@ -133,15 +136,17 @@ class _Budget:
     def before(self, name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Refuse a filter or a method whose result for `subject` and its arguments would exceed the budget."""
         given = (*args, *named.values())
+        if name in _REFUSED:
+            raise TemplateError(f"the chat template uses {name}, which takes too long for some texts")
         if name in _BY_PATH:
-            path = _path(name, args, named)
+            path = [*args[_BY_PATH[name] :][:1], named.get("attribute")][0]
             if isinstance(path, str) and path.count(".") + path.count(",") >= _MOST_PARTS:
                 raise TemplateError(f"the chat template has an attribute's path of more than {_MOST_PARTS} parts")
         if name == "replace" and isinstance(subject, str) and len(args) > 1 and not named:
             self.fits(subject.count(str(args[0])) * _length(args[1]))
         elif name == "join":
             self.fits(_length(subject) * sum(map(_length, given)))
-        elif name in ("%", "format", "format_map") and isinstance(subject, str):
+        elif name in ("%", "format") and isinstance(subject, str):
             widths = [*chain(*_PRINTF.findall(subject))] if name == "%" else _format_widths(subject)
             if any("*" in one or "{" in one for one in widths):  # arguments are widths
                 widths.append(f"{given}")
@@ -151,11 +156,11 @@ class _Budget:
             self.fits(256 * max(map(_width, given), default=0))  # CPython's limit on the result
         elif name in _COMPARING:
             self.spend(_length(subject) * sum(map(_length, given)) // 8)
-        elif name in _SQUARE:
-            self.fits(self.size(subject) * _rounds(name, subject, args, named))
+        elif name == "sum" and any(isinstance(one, _CONTAINERS) for one in given):  # joins lists, one by one
+            self.fits(self.size(subject) * _length(subject))
         elif name in _WIDENING:
             widest = max(map(_width, given), default=0)
-            self.fits((self.size(subject) if isinstance(subject, (str, bytes, *_CONTAINERS)) else widest) * widest)
+            self.fits((self.size(subject) if isinstance(subject, (str, *_CONTAINERS)) else widest) * widest)
 
     def size(self, value: Any) -> int:
         """Return the bytes of a value, including what it holds."""
@@ -173,46 +178,11 @@ class _Budget:
         return size
 
 
-def _check_bits(bits: int) -> None:
-    if bits > _MOST_BITS:
-        raise TemplateError(f"the chat template makes an integer of more than {_MOST_BITS} bits")
-
-
 def _length(value: Any) -> int:
     """Return the bytes of a value, without what it holds."""
     if isinstance(value, (str, bytes)):
         return len(value)
     return 8 * len(value) if isinstance(value, (*_CONTAINERS, range)) else 8
-
-
-def _path(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Return the attribute's path among the arguments of a filter of `_BY_PATH`, or None if there is none.
-
-    `map` takes the path by name alone: its first argument names a filter, which gets the others and is bounded itself.
-    """
-    if name == "map" and args:
-        return None
-    place = _BY_PATH[name]
-    return args[place] if len(args) > place else named.get("attribute")
-
-
-def _rounds(name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> int:
-    """Return how often a filter or a method of `_SQUARE` may go over its subject."""
-    if name == "sum" and not any(isinstance(one, _CONTAINERS) for one in (*args, *named.values())):
-        return 1  # numbers; a sum of lists needs a list as its start value
-    if name in ("encode", "decode") and _codec(args[0] if args else named.get("encoding", "utf-8")) in _LINEAR_CODECS:
-        return 1
-    if name == "striptags":
-        return 1 + str(subject).count("<")
-    return _length(subject)
-
-
-def _codec(name: Any) -> str:
-    """Return the one name that Python has for a codec of many names (`UTF-8`, `utf_8`), or "" for none."""
-    try:
-        return codecs.lookup(name).name
-    except (LookupError, TypeError, ValueError):
-        return ""
 
 
 def _format_widths(pattern: str) -> list[str]:
@@ -334,7 +304,7 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 if not isinstance(one, int) and isinstance(times, int):
                     budget.fits(abs(times) * _length(one))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() * abs(right))
+            budget.check_bits(left.bit_length() * abs(right))
         return budget.made(self.binop_table[operator](left, right))
 
 

@@ -131,7 +131,6 @@ def test_a_long_conversation_is_rendered_however_often_a_template_goes_over_it(s
         ("{{ '{}'.format(1736899200) }}", "1736899200"),
         ("{{ '{}: {}'.format('user', messages[0].content) }}", "user: tel 0301234567"),
         ("{{ messages|map(attribute='content')|map('length')|sum }}", "1400"),
-        ("{{ messages|map(attribute='content')|join('<b>')|striptags|length }}", "1400"),
         ("{{ ('x' ~ '</think>y' * 99999).rsplit('</think>', 1)[-1].strip('\n ') }}", "y"),
         ("{{ messages|map(attribute='a.b.c', default='z')|join|length }}", "100"),
         ("{{ none|map('upper')|list|length }}", "0"),
@@ -141,13 +140,6 @@ def test_a_long_conversation_is_rendered_however_often_a_template_goes_over_it(s
         ("{{ messages|map(attribute='name', default='a, b. ' * 99)|first|length }}", "594"),
         ("{{ messages|map(attribute='content')|join('a, b. ' * 99)|length }}", "60206"),
         ("{{ messages|groupby('name', 'a, b. ' * 99)|length }}", "1"),
-        *[
-            (f"{{{{ (messages[0].content * 9999).encode({codec})|length }}}}", "139986")
-            for codec in (
-                *("", "'utf-8'", "'UTF-8'", "'utf_8'", "'latin1'", "'ISO-8859-1'", "'US-ASCII'", "encoding='UTF8'"),
-                *("errors='replace'", "errors='replace', encoding='latin_1'"),
-            )
-        ],
     ],
 )
 def test_what_is_long_only_in_its_numbers_or_takes_time_in_proportion_is_rendered(source, made):

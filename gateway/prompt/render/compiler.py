@@ -57,19 +57,11 @@ class Compiler:
         """
         if _RESERVED.search(repr((shape, tools, variables))):
             raise Untraceable("the request contains Unicode non-characters outside its texts")
-        trace = Trace(slots)
-        stand_ins = [trace.slot(i) for i in range(len(slots))]
-        self._environment.trace = trace
+        self._environment.trace = trace = Trace(slots)
+        messages = put_in(conversation, [trace.slot(i) for i in range(len(slots))])
+        given = {**self._special_tokens, "documents": None, **variables, "messages": messages, "tools": tools}
         try:
-            output = self._template.render(
-                {
-                    **self._special_tokens,
-                    "documents": None,
-                    **variables,
-                    "messages": put_in(conversation, stand_ins),
-                    "tools": tools,
-                }
-            )
+            output = self._template.render(given)
         finally:
             self._environment.trace = Trace([])
         return self._plan_of(raw_of(output), trace)
@@ -85,7 +77,11 @@ class Compiler:
                 asked.setdefault(own, []).append(question)
             else:
                 shared.append(question)
-        return Plan([_asking(segment, asked.get(i, [])) for i, segment in enumerate(segments)], shared)
+        for i, questions in asked.items():
+            # Sorted, so that equal segments of two plans are equal.
+            own = tuple(sorted(map(_renumber, questions), key=repr))
+            segments[i] = replace(segments[i], questions=own)
+        return Plan(segments, shared)
 
     def _segments(self, pieces: list[str], trace: Trace) -> list[Segment]:
         """Group alternating literals and marker numbers into segments; each ends at the first safe cut after a text."""
@@ -93,22 +89,11 @@ class Compiler:
         current: list[Any] = [pieces[0]]
         for number, literal in zip(pieces[1::2], pieces[2::2], strict=True):
             current.append(trace.expand(int(number)))
-            cut = self._cut.search(literal)
-            if cut is None:
-                current.append(literal)
-            else:
+            if (cut := self._cut.search(literal)) is not None:
                 segments.append(_segment([*current, literal[: cut.start()]]))
-                current = [literal[cut.start() :]]
-        segments.append(_segment(current))
-        return segments
-
-
-def _asking(segment: Segment, questions: list[Question]) -> Segment:
-    """Return the segment with the template's conditions that depend on this segment's text alone.
-
-    They are sorted, so that equal segments of two plans are equal.
-    """
-    return replace(segment, questions=tuple(sorted(map(_renumber, questions), key=repr))) if questions else segment
+                current, literal = [], literal[cut.start() :]
+            current.append(literal)
+        return [*segments, _segment(current)]
 
 
 def _segment(pieces: list[Any]) -> Segment:

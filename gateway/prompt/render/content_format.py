@@ -21,7 +21,12 @@ def takes_parts(tree: nodes.Template, look_into_macros: bool = True, follow_name
     names = [*_aliases(tree, "messages", follow_namespaces)]
     if not follow_namespaces and any("." in name for name in names):
         return False
-    messages = _message_names(tree, names)
+    # The loop variables that stand for one message.
+    messages = [
+        loop.target.name
+        for loop in tree.find_all(nodes.For)
+        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in names)
+    ]
     macro_loops: dict[int, set[str]] = {}
     for macro in tree.find_all(nodes.Macro) if look_into_macros else ():
         contents = _content_parameters(tree, macro, messages)
@@ -34,15 +39,6 @@ def takes_parts(tree: nodes.Template, look_into_macros: bool = True, follow_name
             if loop.iter.name in inside if inside is not None else loop.iter.name == "content":
                 return True
     return False
-
-
-def _message_names(tree: nodes.Template, lists: list[str]) -> list[str]:
-    """Return the loop variables that stand for one message."""
-    return [
-        loop.target.name
-        for loop in tree.find_all(nodes.For)
-        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in lists)
-    ]
 
 
 def _aliases(tree: nodes.Template, name: str, in_namespaces: bool) -> Iterator[str]:
@@ -76,19 +72,18 @@ def _set_from(assign: nodes.Assign, name: str, in_namespaces: bool) -> Iterator[
 def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
     """Return the parameters of a macro that get a message's content in some call."""
     names = [argument.name for argument in macro.args]
-    found = set()
+    given: list[tuple[str, nodes.Expr]] = []
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-            given = [*zip(names, call.args, strict=False), *((k.key, k.value) for k in call.kwargs if k.key in names)]
-            found.update(name for name, value in given if any(_reads(value, m, "content") for m in messages))
-    return found
+            given += zip(names, call.args, strict=False)
+            given += [(one.key, one.value) for one in call.kwargs if one.key in names]
+    return {name for name, value in given if any(_reads(value, one, "content") for one in messages)}
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
     """Return whether this expression is the variable (or its `key`), possibly filtered, tested or sliced."""
-    if isinstance(node, (nodes.Filter, nodes.Test)):
-        return _reads(node.node, name, key)
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+    is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    if is_slice or isinstance(node, (nodes.Filter, nodes.Test)):
         return _reads(node.node, name, key)
     if key is None:
         return node is not None and _reads_name(node, name)

@@ -43,10 +43,9 @@ _CHECK_MASK = 255
 _BRIEF_TEXTS = 64
 _BRIEF_VALUES = 1500
 _SHORT = 256  # bytes of tools and variables that a shape holds unhashed; more are replaced by their SHA-256
-# Memory for the plans of one template, and for the shapes that wait for theirs: a plan of 40 messages and 20 kB of
-# tools takes 40 kB, so some 1,500 of them.
+# Memory for the plans of one template and the shapes that wait for theirs: a plan of 40 messages and 20 kB of tools
+# takes 40 kB, so some 1,500 of them.
 PLANS_BYTES = 64 * 1024 * 1024
-SEEN_BYTES = 4 * 1024 * 1024
 BEGINNINGS_BYTES = 8 * 1024 * 1024  # for the beginnings of conversations that are known only in part
 # bytes; larger shapes are rendered by Jinja each time. 100 messages take 10 kB.
 _LARGEST_SHAPE = 256 * 1024
@@ -110,8 +109,7 @@ class Renderer:
         text = self.template.render(talk, tools, variables)
         if not self.compiled.why_not and not variables.get("continue_final_message"):
             self.compiled.learn(shape, talk, slots, tools, variables)
-        pieces = self._pieces(text)
-        return self._prefixes.tokens(seed, bare(len(pieces)), pieces, lead)
+        return self.cut_tokens(seed, text, lead)
 
     def text(self, chat: Chat, media: MediaPlacing | None = None) -> str:
         """Return the rendered text, by plain Jinja. Raises what `tokens` raises.
@@ -137,9 +135,7 @@ class Renderer:
         at the front. Raises Unknown if what an engine makes of one of the first messages is not known.
         """
         roles = {one.get("role") for one in rest if isinstance(one, dict)}
-        tails = (
-            _TAILS if roles.isdisjoint(_FIRST) else (*_TAILS, *([{"role": role, "content": "e"}] for role in _FIRST))
-        )
+        tails = _TAILS if roles.isdisjoint(_FIRST) else _LATE_TAILS
         variables = {**(chat.variables or {}), **DEFAULTS}
         # Kept, because the conversation's next turn repeats these messages: rendering 31 messages with each tail took
         # 5.6 ms a turn.
@@ -235,22 +231,16 @@ class Renderer:
 
     def _pieces(self, text: str) -> list[str]:
         """Cut rendered text before each occurrence of its most frequent cut token, and at a program's boundaries."""
-        if self.template.as_received and BOUNDARY in text:
-            return [piece for part in text.split(BOUNDARY) for piece in self._cut(part)]
-        return self._cut(text)
-
-    def _cut(self, text: str) -> list[str]:
-        cut = self._text_cut
-        if not cut:
-            if not self._cuts:
-                return [text]
+        parts = text.split(BOUNDARY) if self.template.as_received else [text]
+        if not self._text_cut and self._cuts:
             best = max(self._cuts, key=text.count)
-            if text.count(best) < 2:
-                return [text]
-            cut = self._text_cut = best
-        first, *rest = text.split(cut)
-        pieces = [cut + one for one in rest]
-        return [first, *pieces] if first or not pieces else pieces
+            self._text_cut = best if text.count(best) > 1 else ""
+        cut, pieces = self._text_cut, []
+        for part in parts:
+            first, *rest = part.split(cut) if cut else [part]
+            pieces += [first] if first or not rest else []
+            pieces += [cut + one for one in rest]
+        return pieces
 
 
 class Compiled:
@@ -265,10 +255,8 @@ class Compiled:
         clock: Clock | None = None,
     ) -> None:
         self.why_not = why_not  # why compiling was given up for good, or ""
-        # Plans and their bytes by shape; a plan's questions decide whether it applies.
-        self._plans: Generations[Any, tuple[list[Plan], int]] = Generations(PLANS_BYTES, _size)
-        # How often no plan fitted, by shape; with the shape's bytes.
-        self._seen: Generations[Any, tuple[int, int]] = Generations(SEEN_BYTES, _size)
+        # By shape: its plans, whose questions decide whether they apply; how often none did; the bytes of all that.
+        self._known: Generations[Any, tuple[tuple[Plan, ...], int, int]] = Generations(PLANS_BYTES, _size)
         self._lock = threading.Lock()
         if why_not:
             return
@@ -279,13 +267,13 @@ class Compiled:
 
     def plans(self, shape: Any) -> Sequence[Plan]:
         """Return the plans of this shape, one for each set of answers to the template's questions that has come."""
-        found = self._plans.get(shape)
+        found = self._known.get(shape)
         return () if found is None else found[0]
 
     def give_up(self, why: str) -> None:
         """Drop all plans and compile no more."""
         self.why_not = why
-        self._plans.clear()
+        self._known.clear()
 
     def learn(
         self,
@@ -303,22 +291,17 @@ class Compiled:
         if size > _LARGEST_SHAPE:
             return
         with self._lock:
-            known = self.plans(shape)
-            if self.why_not or len(known) >= _MAX_WAYS:
+            plans, seen, _ = self._known.get(shape) or ((), 0, 0)
+            if self.why_not or len(plans) >= _MAX_WAYS:
                 return
-            seen = (self._seen.get(shape) or (0, 0))[0] + 1
-            if seen < _PATIENCE:
-                self._seen.put(shape, (seen, size))
-                return
-            self._seen.pop(shape)
-            try:
-                plan = self._compiler.plan(shape, conversation, slots, tools, variables)
-            except Exception:  # Untraceable, or a refusal that plain Jinja raises again
-                plan = _NEVER
-            if plan.size > PLANS_BYTES // 32:
-                plan = _NEVER
-            plans = [*known, plan]
-            self._plans.put(shape, (plans, size + sum(one.size for one in plans)))
+            seen += 1
+            if seen == _PATIENCE:
+                try:
+                    plan = self._compiler.plan(shape, conversation, slots, tools, variables)
+                except Exception:  # Untraceable, or a refusal that plain Jinja raises again
+                    plan = _NEVER
+                seen, plans = 0, (*plans, plan if plan.size <= PLANS_BYTES // 32 else _NEVER)
+            self._known.put(shape, (plans, seen, size + sum(one.size for one in plans)))
 
 
 # Stands for a plan that can't be compiled: it fits nothing.
@@ -332,6 +315,7 @@ _TAILS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "tool", "content": "c", "tool_call_id": "d"}],
 )
 _FIRST = ("system", "developer")
+_LATE_TAILS = (*_TAILS, *([{"role": role, "content": "e"}] for role in _FIRST))
 # vLLM's defaults for a chat request.
 DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
 
@@ -351,9 +335,9 @@ def _common(one: str, other: str) -> str:
     return one[:low]
 
 
-def _size(shape: Any, entry: tuple[object, int]) -> int:
-    """Return the size that is stored with the entry, because computing it takes long."""
-    return entry[1]
+def _size(shape: Any, entry: tuple[Any, ...]) -> int:
+    """Return the size that is stored at the entry's end, because computing it takes long."""
+    return entry[-1]
 
 
 def _weigh(chat: Chat, texts: Sequence[Any] = ()) -> None:

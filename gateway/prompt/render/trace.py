@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from operator import contains
 from typing import Any, NamedTuple
 
@@ -96,15 +95,12 @@ class Trace:
     def expand(self, number: int) -> Expression:
         """Return an expression with the markers in its operand resolved."""
         expression = self.expressions[number]
-        if isinstance(expression, Slot):
-            return expression
-        method, raw, args, index = expression
-        return (method, self._operand(raw), args, index)
+        return expression if isinstance(expression, Slot) else self.expand_question(expression)
 
     def expand_question(self, question: Question) -> Question:
         """Return a question with the markers in its operand resolved."""
-        method, raw, args, answer = question
-        return (method, self._operand(raw), args, answer)
+        method, raw, *rest = question
+        return (method, self._operand(raw), *rest)
 
     def _operand(self, raw: str | tuple) -> tuple:
         if isinstance(raw, tuple):
@@ -128,7 +124,7 @@ def evaluate(expression: Expression, slots: Sequence[Any]) -> Any:
 
 def text_of(operand: tuple, slots: Sequence[Any]) -> str:
     """Return the text of an operand for these slots."""
-    return "".join([piece if type(piece) is str else _as_text(evaluate(piece, slots)) for piece in operand])
+    return "".join([piece if type(piece) is str else str(evaluate(piece, slots)) for piece in operand])
 
 
 def check_of(question: Question) -> Check:
@@ -136,11 +132,7 @@ def check_of(question: Question) -> Check:
     method, operand, args, answer = question
     if operand == (Slot(0),):
         return _OWN.get(method) or getattr(str, method), args, answer
-    return partial(_of_one, method, operand), args, answer
-
-
-def _of_one(method: str, operand: tuple, text: str, *args: Any) -> Any:
-    return apply(method, _value(operand, [text]), args)
+    return lambda text, *args: apply(method, _value(operand, [text]), args), args, answer
 
 
 def hold(checks: Iterable[Check], text: str) -> bool:
@@ -178,10 +170,6 @@ def _value(operand: tuple, slots: Sequence[Any]) -> Any:
     if len(operand) == 1 and type(operand[0]) is not str:  # not joined, so that an object stays one
         return evaluate(operand[0], slots)
     return text_of(operand, slots)
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else str(value)
 
 
 def apply(method: str, operand: Any, args: tuple) -> Any:
@@ -243,10 +231,8 @@ class Text(str):
             return NotImplemented
         return Text(raw_of(self) + raw_of(other), self._value + value_of(other), self._trace)
 
-    def __radd__(self, other: Any) -> Text:
-        if not isinstance(other, str):
-            return NotImplemented
-        return Text(raw_of(other) + raw_of(self), value_of(other) + self._value, self._trace)
+    def __radd__(self, other: str) -> Text:
+        return Text(other + raw_of(self), other + self._value, self._trace)
 
     def __bool__(self) -> bool:
         return self._trace.ask("bool", raw_of(self), (), bool(self._value))
@@ -355,10 +341,6 @@ def value_of(text: str) -> str:
 
 
 def holds_stand_in(value: Any) -> bool:
-    if isinstance(value, (Text, Json)):
-        return True
-    if isinstance(value, (list, tuple)):
-        return any(holds_stand_in(item) for item in value)
     if isinstance(value, dict):
-        return any(holds_stand_in(item) for item in value.values())
-    return False
+        value = [*value.values()]
+    return isinstance(value, (Text, Json)) or (isinstance(value, (list, tuple)) and any(map(holds_stand_in, value)))

@@ -16,7 +16,7 @@ import jinja2.nodes as nodes
 import jinja2.runtime
 
 from . import template as plain
-from .trace import CLOSE, MARKER, OPEN, Json, Text, Trace, Untraceable, holds_stand_in, raw_of
+from .trace import MARKER, Json, Text, Trace, Untraceable, holds_stand_in, raw_of
 
 _BARE = "\ufdd2"  # frames the marker of an object in dumped JSON: its quotes have to go
 
@@ -57,7 +57,7 @@ class TracingEnvironment(plain.Sandbox):
         self.filters.update(
             tojson=self._tojson,
             replace=self._replace,
-            traced_concat=self._lifting_concat_str,
+            traced_concat=self._lifting_concat,
             traced_in=self._in,
             traced_mod=self._mod,
         )
@@ -69,9 +69,6 @@ class TracingEnvironment(plain.Sandbox):
     # joining
 
     def _lifting_concat(self, pieces: Any) -> str:
-        return self._lift("".join(pieces))
-
-    def _lifting_concat_str(self, pieces: Any) -> str:
         return self._lift("".join(map(str, pieces)))
 
     def _lift(self, value: Any) -> Any:
@@ -82,19 +79,14 @@ class TracingEnvironment(plain.Sandbox):
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         # Jinja passes the variables of the surrounding loop and block to every call, for functions that take the
         # context.
-        if holds_stand_in(args) or any(
-            holds_stand_in(given) for name, given in kwargs.items() if name not in _SURROUNDINGS
-        ):
-            owner = getattr(function, "__self__", None)
-            joins = type(owner) is str and function.__name__ == "join"
+        named = [given for name, given in kwargs.items() if name not in _SURROUNDINGS]
+        if holds_stand_in(args) or holds_stand_in(named):
+            owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "a function")
+            follows = (type(owner) is str and name == "join") or (isinstance(owner, dict) and name == "get")
             if not (
-                joins
-                or isinstance(function, jinja2.runtime.Macro)
-                or function is jinja2.utils.Namespace
-                or function is dict
-                or (isinstance(owner, dict) and function.__name__ == "get")
+                follows or isinstance(function, jinja2.runtime.Macro) or function in (jinja2.utils.Namespace, dict)
             ):
-                raise Untraceable(f"{getattr(function, '__name__', 'a function')} called with a text")
+                raise Untraceable(f"{name} called with a text")
         return self._lift(super().call(context, function, *args, **kwargs))
 
     def _strftime_now(self, pattern: str) -> str:
@@ -147,13 +139,20 @@ class TracingEnvironment(plain.Sandbox):
         if options.get("ensure_ascii"):
             raise Untraceable("tojson(ensure_ascii)")
         if isinstance(value, Json):
-            return self.trace.derive(
-                "json", value._raw, (tuple(options.items()),), plain.tojson(value._value, **options)
-            )
+            return self._json(value, options)
         if options.get("indent") is not None:
             raise Untraceable("tojson(indent) of an object with texts in it")
         dumped = plain.tojson(self._escaped(value, options), **options)
         return self._lift(dumped.replace(f'"{_BARE}', "").replace(f'{_BARE}"', ""))
+
+    def _json(self, value: Json, options: dict[str, Any]) -> Text:
+        dumped = plain.tojson(value._value, **options)
+        return self.trace.derive("json", value._raw, (tuple(options.items()),), dumped)
+
+    def _inner(self, marker: str) -> Text:
+        """Return the JSON form of the text that a marker stands for, without its quotes."""
+        dumped = json.dumps(self.trace.fill(marker), ensure_ascii=False)[1:-1]
+        return self.trace.derive("json_inner", marker, (), dumped)
 
     def _escaped(self, value: Any, options: dict[str, Any]) -> Any:
         """Return the same structure with markers that stand for the JSON form of the texts.
@@ -162,25 +161,9 @@ class TracingEnvironment(plain.Sandbox):
         for. The marker of an object is framed by `_BARE`, by which the quotes around it are found and removed later.
         """
         if isinstance(value, Text):
-            trace = self.trace
-            return "".join(
-                piece
-                if i % 2 == 0
-                else raw_of(
-                    trace.derive(
-                        "json_inner",
-                        f"{OPEN}{piece}{CLOSE}",
-                        (),
-                        json.dumps(trace.fill(f"{OPEN}{piece}{CLOSE}"), ensure_ascii=False)[1:-1],
-                    )
-                )
-                for i, piece in enumerate(MARKER.split(raw_of(value)))
-            )
+            return MARKER.sub(lambda found: raw_of(self._inner(found[0])), raw_of(value))
         if isinstance(value, Json):
-            dumped = self.trace.derive(
-                "json", value._raw, (tuple(options.items()),), plain.tojson(value._value, **options)
-            )
-            return f"{_BARE}{raw_of(dumped)}{_BARE}"
+            return f"{_BARE}{raw_of(self._json(value, options))}{_BARE}"
         if isinstance(value, dict):
             return {key: self._escaped(item, options) for key, item in value.items()}
         if isinstance(value, (list, tuple)):

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,15 +75,8 @@ def _bytes(ignore_merges: bool = False) -> dict[str, Any]:
 
 
 def token(text: str, **more: bool) -> dict[str, Any]:
-    return {
-        "content": text,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-        **more,
-    }
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"content": text, **plain, **more}
 
 
 _PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"},
@@ -108,14 +100,8 @@ def sentencepiece(
 ) -> dict[str, Any]:
     """The tokenizer.json of a converted sentencepiece model."""
     own = [token("<unk>"), token("<s>"), token("</s>")]
-    decoder = {
-        "type": "Sequence",
-        "decoders": [
-            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ],
-    }
+    blanks = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    decoder = {"type": "Sequence", "decoders": [blanks, {"type": "ByteFallback"}, {"type": "Fuse"}]}
     parts = {"normalizer": normalizer, "pre_tokenizer": pre, "post_processor": _BEGIN, "decoder": decoder}
     return _file(_sentencepiece(), own if added is None else list(added), **parts, **more)
 
@@ -136,11 +122,12 @@ def _file(model: dict[str, Any], added: list[dict[str, Any]], **parts: Any) -> d
         id = model["vocab"].get(one["content"], size)
         size += one["content"] not in model["vocab"]
         listed.append({"id": id, **one})
+    added_tokens = sorted(listed, key=lambda one: one["id"])
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": sorted(listed, key=lambda one: one["id"]),
+        "added_tokens": added_tokens,
         "model": model,
         **parts,
     }
@@ -160,394 +147,156 @@ def size_of(file: dict[str, Any]) -> int:
 
 # model_type, tokenizer.json, tokenizer_config.json, more files
 Shape = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
-SHAPES: dict[str, Callable[[], Shape]] = {}
 
 
-def shape(make: Callable[[], Shape]) -> Callable[[], Shape]:
-    SHAPES[make.__name__] = make
-    return make
+def shape(
+    kind: str, file: dict[str, Any], name: str = "", decoder: Any = None, files: Any = None, **config: Any
+) -> Shape:
+    """`name`: the tokenizer class; `decoder`: `added_tokens_decoder`, True: of the file's tokens."""
+    given = {"tokenizer_class": name} if name else {}
+    added = {} if decoder is None else {"added_tokens_decoder": decoder_of(file) if decoder is True else decoder}
+    return kind, file, {**given, **config, **added}, files or {}
 
 
+_L, _F = "LlamaTokenizer", "PreTrainedTokenizerFast"
 _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_NFC = {"type": "NFC"}
+_PADDING = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+            "pad_token": "<pad>"}  # fmt: skip
+_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 
 
-@shape
-def llama_2() -> Shape:
-    file = sentencepiece()
-    return (
-        "llama",
-        file,
-        {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA, "added_tokens_decoder": decoder_of(file)},
-        {},
-    )
+def _metaspace(scheme: str, split: bool) -> dict[str, Any]:
+    pre = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": split}
+    return sentencepiece(None, pre)
 
 
-@shape
-def llama_2_legacy() -> Shape:
-    return "llama", sentencepiece(), {"tokenizer_class": "LlamaTokenizerFast", "legacy": True, **_LLAMA}, {}
-
-
-@shape
-def llama_2_legacy_unsaid() -> Shape:
-    return "llama", sentencepiece(), {"tokenizer_class": "LlamaTokenizer", "legacy": None, **_LLAMA}, {}
-
-
-@shape
-def llama_2_without_a_class() -> Shape:
-    return "llama", sentencepiece(), dict(_LLAMA), {}
-
-
-@shape
-def llama_2_without_names() -> Shape:
-    return "llama", sentencepiece(), {"tokenizer_class": "LlamaTokenizer"}, {}
-
-
-@shape
-def llama_2_without_bos() -> Shape:
-    return "llama", sentencepiece(), {"tokenizer_class": "LlamaTokenizer", "bos_token": None}, {}
-
-
-@shape
-def llama_2_without_config() -> Shape:
-    return "llama", sentencepiece(), {}, {"special_tokens_map.json": {"bos_token": token("<s>"), "eos_token": "</s>"}}
-
-
-@shape
-def class_in_config_json() -> Shape:
-    return "llama", sentencepiece(), {}, {"config.json": {"tokenizer_class": "LlamaTokenizer"}}
-
-
-@shape
-def metaspace_first() -> Shape:
-    pre = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
-    return "llama", sentencepiece(None, pre), {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA}, {}
-
-
-@shape
-def metaspace_always() -> Shape:
-    pre = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
-    return "llama", sentencepiece(None, pre), {"tokenizer_class": "LlamaTokenizer", "legacy": True, **_LLAMA}, {}
-
-
-@shape
-def yi() -> Shape:
-    file = sentencepiece(_REPLACE, added=(token("<unk>"), token("<|one|>"), token("<|three|>", special=False)))
-    return "llama", file, {"tokenizer_class": "LlamaTokenizer", "legacy": True, "bos_token": "<s>", "add_bos_token": False,
-                           "added_tokens_decoder": decoder_of(file)}, {}  # fmt: skip
-
-
-@shape
-def yi_without_prefix_space() -> Shape:
-    file = sentencepiece(_REPLACE)
-    return "llama", file, {"tokenizer_class": "LlamaTokenizer", "legacy": True, "add_prefix_space": False, **_LLAMA}, {}
-
-
-@shape
-def r1_distill_llama() -> Shape:
-    file = byte_level("<s>", "<|one|>", "<|three|>", ignore_merges=True)
-    return "llama", file, {"tokenizer_class": "LlamaTokenizerFast", "legacy": True, "bos_token": {"__type": "AddedToken", **token("<s>")},
-                           "eos_token": "<|one|>", "add_bos_token": True}, {}  # fmt: skip
-
-
-@shape
-def llama_3() -> Shape:
-    file = byte_level("<s>", "<|one|>", "<|three|>", ignore_merges=True)
-    return "llama", file, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|one|>",
-                           "added_tokens_decoder": decoder_of(file)}, {}  # fmt: skip
-
-
-@shape
-def deepseek_v3() -> Shape:
-    return (
-        "deepseek_v3",
-        byte_level("<s>", "<|one|>"),
-        {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "<|one|>"},
-        {},
-    )
-
-
-@shape
-def phi_3() -> Shape:
-    return "phi3", sentencepiece(), {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA}, {}
-
-
-@shape
-def mistral_7b() -> Shape:
-    return "mistral", sentencepiece(), {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA}, {}
-
-
-@shape
-def tokens_in_config_only() -> Shape:
-    file = byte_level("<s>")
-    more = ((size_of(file), token("<|one|>")), (size_of(file) + 1, token("<|three|>", special=False, normalized=True)))
-    return (
-        "llama",
-        file,
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<s>",
-            "added_tokens_decoder": decoder_of(file, *more),
-        },
-        {},
-    )
-
-
-@shape
-def tokens_in_config_only_with_a_gap() -> Shape:
-    file = byte_level("<s>")
-    more = ((size_of(file) + 7, token("<|one|>")), (size_of(file) + 20, token("<|three|>")))
-    return "granite", file, {"bos_token": "<s>", "added_tokens_decoder": decoder_of(file, *more)}, {}
-
-
-@shape
-def tokens_with_other_properties() -> Shape:
-    file = byte_level("<s>", token("<|one|>", special=False, normalized=True))
-    decoder = decoder_of(byte_level("<s>", token("<|one|>", rstrip=True)))
-    return "llama", file, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|one|>",
-                           "added_tokens_decoder": decoder}, {}  # fmt: skip
-
-
-@shape
-def tokens_that_config_forgets() -> Shape:
-    file = sentencepiece(added=(token("<unk>"), token("<s>"), token("</s>"), token("<|one|>"), token("<|three|>")))
-    decoder = decoder_of(sentencepiece())
-    return (
-        "llama",
-        file,
-        {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA, "added_tokens_decoder": decoder},
-        {},
-    )
-
-
-@shape
-def tokens_in_added_tokens_json() -> Shape:
-    file = byte_level("<s>")
-    size = size_of(file)
-    return "llama", file, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}, {
-        "added_tokens.json": {"<|one|>": size, "<|three|>": size + 1, "word": size + 2},
-        "special_tokens_map.json": {"bos_token": "<s>", "eos_token": token("<|one|>")},
+def _llamas() -> dict[str, Shape]:
+    llama, s, one_three = sentencepiece(), byte_level("<s>"), ("<s>", "<|one|>", "<|three|>")
+    merged, two = byte_level(*one_three, ignore_merges=True), byte_level("<s>", "<|one|>")
+    yi = sentencepiece(_REPLACE, added=(token("<unk>"), token("<|one|>"), token("<|three|>", special=False)))
+    forgotten = sentencepiece(added=tuple(map(token, ("<unk>", "<s>", "</s>", "<|one|>", "<|three|>"))))
+    return {
+        "llama_2": shape("llama", llama, _L, True, legacy=False, **_LLAMA),
+        "llama_2_legacy": shape("llama", llama, _L + "Fast", legacy=True, **_LLAMA),
+        "llama_2_legacy_unsaid": shape("llama", llama, _L, legacy=None, **_LLAMA),
+        "llama_2_without_a_class": shape("llama", llama, **_LLAMA),
+        "llama_2_without_names": shape("llama", llama, _L),
+        "llama_2_without_bos": shape("llama", llama, _L, bos_token=None),
+        "llama_2_without_config": shape(
+            "llama", llama, files={"special_tokens_map.json": {"bos_token": token("<s>"), "eos_token": "</s>"}}
+        ),
+        "class_in_config_json": shape("llama", llama, files={"config.json": {"tokenizer_class": _L}}),
+        "metaspace_first": shape("llama", _metaspace("first", False), _L, legacy=False, **_LLAMA),
+        "metaspace_always": shape("llama", _metaspace("always", True), _L, legacy=True, **_LLAMA),
+        "yi": shape("llama", yi, _L, True, legacy=True, bos_token="<s>", add_bos_token=False),
+        "yi_without_prefix_space": shape(
+            "llama", sentencepiece(_REPLACE), _L, legacy=True, add_prefix_space=False, **_LLAMA
+        ),
+        "r1_distill_llama": shape(
+            "llama", merged, _L + "Fast", legacy=True, bos_token={"__type": "AddedToken", **token("<s>")},
+            eos_token="<|one|>", add_bos_token=True,
+        ),
+        "llama_3": shape("llama", merged, _F, True, bos_token="<s>", eos_token="<|one|>"),
+        "deepseek_v3": shape("deepseek_v3", two, _L + "Fast", bos_token="<s>", eos_token="<|one|>"),
+        "phi_3": shape("phi3", llama, _L, legacy=False, **_LLAMA),
+        "mistral_7b": shape("mistral", llama, _L, legacy=False, **_LLAMA),
+        "tokens_that_config_forgets": shape("llama", forgotten, _L, decoder_of(llama), legacy=False, **_LLAMA),
+        "prefix_space_where_it_does_nothing": shape("llama", s, _F, bos_token="<s>", add_prefix_space=True),
+        "padding_in_tokenizer_json": shape("llama", byte_level("<s>", padding=_PADDING), _F, bos_token="<s>"),
+        "split_special_tokens": shape(
+            "llama", byte_level("<s>", "<|one|>", token("<|three|>", special=False)), _F, bos_token="<s>",
+            split_special_tokens=True,
+        ),
     }  # fmt: skip
 
 
-@shape
-def tokens_in_added_tokens_json_of_llama() -> Shape:
-    file = sentencepiece()
-    size = size_of(file)
-    return "llama", file, {"tokenizer_class": "LlamaTokenizer", "legacy": False, **_LLAMA}, {
-        "added_tokens.json": {"<|one|>": size, "<|three|>": size + 1}, "special_tokens_map.json": {"eos_token": "<|one|>"}}  # fmt: skip
+def _outside_tokenizer_json() -> dict[str, Shape]:
+    """Tokens that other files name."""
+    s, image, three = byte_level("<s>"), byte_level("<s>", "<image>"), byte_level("<s>", "<|one|>", "<|three|>")
+    size, llama, llama_size = size_of(s), sentencepiece(), size_of(sentencepiece())
+    plain_three = token("<|three|>", special=False, normalized=True)
+    listed = {"<|one|>": size, "<|three|>": size + 1, "word": size + 2}
+    other = byte_level("<s>", token("<|one|>", special=False, normalized=True))
+    named = {"bos_token": "<s>", "eos_token": "<|one|>"}
+    return {
+        "tokens_in_config_only": shape(
+            "llama", s, _F, decoder_of(s, (size, token("<|one|>")), (size + 1, plain_three)), bos_token="<s>"
+        ),
+        "tokens_in_config_only_with_a_gap": shape(
+            "granite", s, "", decoder_of(s, (size + 7, token("<|one|>")), (size + 20, token("<|three|>"))), bos_token="<s>"
+        ),
+        "tokens_with_other_properties": shape(
+            "llama", other, _F, decoder_of(byte_level("<s>", token("<|one|>", rstrip=True))), **named
+        ),
+        "tokens_in_added_tokens_json": shape("llama", s, _F, bos_token="<s>", files={
+            "added_tokens.json": listed,
+            "special_tokens_map.json": {"bos_token": "<s>", "eos_token": token("<|one|>")},
+        }),
+        "tokens_in_added_tokens_json_of_llama": shape("llama", llama, _L, legacy=False, **_LLAMA, files={
+            "added_tokens.json": {"<|one|>": llama_size, "<|three|>": llama_size + 1},
+            "special_tokens_map.json": {"eos_token": "<|one|>"},
+        }),
+        "extra_special_tokens_listed": shape(
+            "llama", s, "TokenizersBackend", bos_token="<s>", extra_special_tokens=["<|extra|>", "<s>", "<|one|>"]
+        ),
+        "extra_special_tokens_named": shape(
+            "llama", s, "TokenizersBackend", bos_token="<s>",
+            extra_special_tokens={"image_token": "<image>", "boi_token": "<|extra|>"},
+        ),
+        "additional_special_tokens": shape(
+            "llama", s, _F, bos_token="<s>", additional_special_tokens=["<|extra|>", "<|one|>"]
+        ),
+        # The dictionary is taken away, and then the list takes its name.
+        "additional_special_tokens_beside_named_ones": shape(
+            "llama", image, _F, True, bos_token="<s>", additional_special_tokens=["<|extra|>", "<extra>"],
+            extra_special_tokens={"image_token": "<image>"},
+        ),
+        # Not named, for transformers: an object is a token only if it says so.
+        "tokens_of_a_models_own_as_untyped_objects": shape(
+            "llama", image, _F, bos_token="<s>", image_token=token("<image>"),
+            boi_token={"__type": "AddedToken", **token("<|extra|>")},
+        ),
+        "tokens_named_by_key": shape("llama", s, _F, bos_token="<s>", image_token="<image>", pad_token="<pad>"),
+        "map_against_config": shape("llama", three, _F, **named, files={"special_tokens_map.json": {
+            "eos_token": "<|three|>", "pad_token": token("<pad>"), "additional_special_tokens": ["<|extra|>"],
+        }}),
+        "map_beside_a_decoder": shape("llama", three, _F, True, **named, files={
+            "special_tokens_map.json": {"eos_token": "<|three|>", "pad_token": "<pad>"},
+            "added_tokens.json": {"<|extra|>": 999},
+        }),
+    }  # fmt: skip
 
 
-@shape
-def extra_special_tokens_listed() -> Shape:
-    return (
-        "llama",
-        byte_level("<s>"),
-        {
-            "tokenizer_class": "TokenizersBackend",
-            "bos_token": "<s>",
-            "extra_special_tokens": ["<|extra|>", "<s>", "<|one|>"],
-        },
-        {},
-    )
+def _other_classes() -> dict[str, Shape]:
+    end, neox, qwen = "<|endoftext|>", "GPTNeoXTokenizer", "Qwen2Tokenizer"
+    gpt2, words = byte_level(end, pre_tokenizer=_GPT2), {"words": QWEN2_WORDS, "normalizer": _NFC}
+    begin = json.loads(json.dumps(_BEGIN).replace("<s>", end).replace("[1]", str([len(_bytes()["vocab"])])))
+    two, three = byte_level("<s>", "<|one|>"), byte_level(end, "<|one|>", token("<|three|>", special=False), **words)
+    qwen_two = byte_level(end, "<|one|>", **words)
+    return {
+        "gpt_2": shape("gpt2", gpt2, "GPT2Tokenizer"),
+        "gpt_2_with_prefix_space": shape("gpt2", gpt2, "GPT2TokenizerFast", add_prefix_space=True),
+        "gpt_2_with_other_words": shape("gpt2", byte_level(end)),
+        "gpt_neox": shape("gpt_neox", byte_level(end, "<|padding|>", pre_tokenizer=_GPT2, normalizer=_NFC), neox),
+        "olmo_with_begin": shape(
+            "olmo", byte_level(end, pre_tokenizer=_GPT2, normalizer=_NFC, post_processor=begin), neox, add_bos_token=True
+        ),
+        "qwen_3": shape(
+            "qwen3", three, qwen, True, eos_token="<|one|>", pad_token=end, bos_token=None, unk_token=None,
+            additional_special_tokens=["<|one|>"],
+        ),
+        "qwen_2_without_names": shape("qwen2", qwen_two, qwen),
+        "qwen_2_type_with_llama_3_words": shape("qwen2", two, _L + "Fast", bos_token="<s>"),
+        "qwen_3_type_with_llama_3_words": shape("qwen3", two, _F, bos_token="<s>"),
+        "qwen_3_5": shape("qwen3_5_text", qwen_two, qwen),
+        "qwen_3_5_moe": shape("qwen3_5_moe_text", byte_level(end, **words), qwen),
+        "gemma": shape("gemma2", sentencepiece(_REPLACE, _SPACES), "GemmaTokenizer", **_LLAMA),
+        "gemma_without_names": shape("gemma3_text", sentencepiece(_REPLACE)),
+    }  # fmt: skip
 
 
-@shape
-def extra_special_tokens_named() -> Shape:
-    return "llama", byte_level("<s>"), {"tokenizer_class": "TokenizersBackend", "bos_token": "<s>",
-                                        "extra_special_tokens": {"image_token": "<image>", "boi_token": "<|extra|>"}}, {}  # fmt: skip
-
-
-@shape
-def additional_special_tokens() -> Shape:
-    return (
-        "llama",
-        byte_level("<s>"),
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<s>",
-            "additional_special_tokens": ["<|extra|>", "<|one|>"],
-        },
-        {},
-    )
-
-
-@shape
-def additional_special_tokens_beside_named_ones() -> Shape:
-    """The dictionary is taken away, and then the list takes its name."""
-    file = byte_level("<s>", "<image>")
-    return "llama", file, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "additional_special_tokens": ["<|extra|>", "<extra>"],
-                           "extra_special_tokens": {"image_token": "<image>"}, "added_tokens_decoder": decoder_of(file)}, {}  # fmt: skip
-
-
-@shape
-def tokens_of_a_models_own_as_untyped_objects() -> Shape:
-    """Not named, for transformers: an object is a token only if it says so."""
-    return "llama", byte_level("<s>", "<image>"), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>",
-        "image_token": token("<image>", special=True), "boi_token": {"__type": "AddedToken", **token("<|extra|>", special=True)}}, {}  # fmt: skip
-
-
-@shape
-def tokens_named_by_key() -> Shape:
-    return (
-        "llama",
-        byte_level("<s>"),
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<s>",
-            "image_token": "<image>",
-            "pad_token": "<pad>",
-        },
-        {},
-    )
-
-
-@shape
-def map_against_config() -> Shape:
-    return "llama", byte_level("<s>", "<|one|>", "<|three|>"), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|one|>"}, {
-        "special_tokens_map.json": {"eos_token": "<|three|>", "pad_token": token("<pad>"), "additional_special_tokens": ["<|extra|>"]}}  # fmt: skip
-
-
-@shape
-def map_beside_a_decoder() -> Shape:
-    file = byte_level("<s>", "<|one|>", "<|three|>")
-    return "llama", file, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|one|>", "added_tokens_decoder": decoder_of(file)}, {
-        "special_tokens_map.json": {"eos_token": "<|three|>", "pad_token": "<pad>"}, "added_tokens.json": {"<|extra|>": 999}}  # fmt: skip
-
-
-@shape
-def split_special_tokens() -> Shape:
-    return "llama", byte_level("<s>", "<|one|>", token("<|three|>", special=False)), {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "split_special_tokens": True}, {}  # fmt: skip
-
-
-@shape
-def prefix_space_where_it_does_nothing() -> Shape:
-    return (
-        "llama",
-        byte_level("<s>"),
-        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "add_prefix_space": True},
-        {},
-    )
-
-
-@shape
-def gpt_2() -> Shape:
-    return "gpt2", byte_level("<|endoftext|>", pre_tokenizer=_GPT2), {"tokenizer_class": "GPT2Tokenizer"}, {}
-
-
-@shape
-def gpt_2_with_prefix_space() -> Shape:
-    return (
-        "gpt2",
-        byte_level("<|endoftext|>", pre_tokenizer=_GPT2),
-        {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True},
-        {},
-    )
-
-
-@shape
-def gpt_2_with_other_words() -> Shape:
-    return "gpt2", byte_level("<|endoftext|>"), {}, {}
-
-
-@shape
-def gpt_neox() -> Shape:
-    return (
-        "gpt_neox",
-        byte_level("<|endoftext|>", "<|padding|>", pre_tokenizer=_GPT2, normalizer={"type": "NFC"}),
-        {"tokenizer_class": "GPTNeoXTokenizer"},
-        {},
-    )
-
-
-@shape
-def olmo_with_begin() -> Shape:
-    begin = json.loads(json.dumps(_BEGIN).replace("<s>", "<|endoftext|>").replace("[1]", str([len(_bytes()["vocab"])])))
-    file = byte_level("<|endoftext|>", pre_tokenizer=_GPT2, normalizer={"type": "NFC"}, post_processor=begin)
-    return "olmo", file, {"tokenizer_class": "GPTNeoXTokenizer", "add_bos_token": True}, {}
-
-
-@shape
-def qwen_3() -> Shape:
-    file = byte_level(
-        "<|endoftext|>", "<|one|>", token("<|three|>", special=False), words=QWEN2_WORDS, normalizer={"type": "NFC"}
-    )
-    return "qwen3", file, {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|one|>", "pad_token": "<|endoftext|>", "bos_token": None, "unk_token": None,
-                           "added_tokens_decoder": decoder_of(file), "additional_special_tokens": ["<|one|>"]}, {}  # fmt: skip
-
-
-@shape
-def qwen_2_without_names() -> Shape:
-    return (
-        "qwen2",
-        byte_level("<|endoftext|>", "<|one|>", words=QWEN2_WORDS, normalizer={"type": "NFC"}),
-        {"tokenizer_class": "Qwen2Tokenizer"},
-        {},
-    )
-
-
-@shape
-def qwen_2_type_with_llama_3_words() -> Shape:
-    return "qwen2", byte_level("<s>", "<|one|>"), {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>"}, {}
-
-
-@shape
-def qwen_3_type_with_llama_3_words() -> Shape:
-    return "qwen3", byte_level("<s>", "<|one|>"), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}, {}
-
-
-@shape
-def qwen_3_5() -> Shape:
-    return (
-        "qwen3_5_text",
-        byte_level("<|endoftext|>", "<|one|>", words=QWEN2_WORDS, normalizer={"type": "NFC"}),
-        {"tokenizer_class": "Qwen2Tokenizer"},
-        {},
-    )
-
-
-@shape
-def qwen_3_5_moe() -> Shape:
-    return (
-        "qwen3_5_moe_text",
-        byte_level("<|endoftext|>", words=QWEN2_WORDS, normalizer={"type": "NFC"}),
-        {"tokenizer_class": "Qwen2Tokenizer"},
-        {},
-    )
-
-
-@shape
-def gemma() -> Shape:
-    pre = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-    return (
-        "gemma2",
-        sentencepiece(_REPLACE, pre),
-        {"tokenizer_class": "GemmaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-        {},
-    )
-
-
-@shape
-def gemma_without_names() -> Shape:
-    return "gemma3_text", sentencepiece(_REPLACE), {}, {}
-
-
-@shape
-def padding_in_tokenizer_json() -> Shape:
-    padding = {
-        "strategy": "BatchLongest",
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "<pad>",
-    }
-    return (
-        "llama",
-        byte_level("<s>", padding=padding),
-        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"},
-        {},
-    )
+SHAPES = {**_llamas(), **_outside_tokenizer_json(), **_other_classes()}
 
 
 def digest(ids: list[int]) -> str:
@@ -558,7 +307,7 @@ def digest(ids: list[int]) -> str:
 def write(name: str, folder: Path) -> Path:
     """The files of one shape."""
     folder.mkdir(parents=True, exist_ok=True)
-    kind, tokenizer, config, more = SHAPES[name]()
+    kind, tokenizer, config, more = SHAPES[name]
     files = {
         "tokenizer.json": tokenizer,
         "config.json": {"model_type": kind},

@@ -5,8 +5,8 @@ The rules of the releases between those two are not known, so conversations for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ...quirks import VersionQuirks
 from ..program import Message, Program, Refused
@@ -17,7 +17,7 @@ TASKS = {name: f"<\uff5c{name}\uff5c>" for name in ("action", "query", "authorit
 
 
 # The model's instructions on tools and on thinking effort, a part of the format that it was trained on.
-def tools_head(gap: str = "", block: str = "tool_calls") -> str:
+def _tools_head(gap: str, block: str) -> str:
     """Return the instructions before the schemas of tools.
 
     `gap`: the text between the mark that begins each tag and the tag's name; `block`: the tag of a block of tool calls.
@@ -47,7 +47,7 @@ Otherwise, output directly after {NO_THINK} with tool calls or final response.
 """  # noqa: E501
 
 
-TOOLS_END = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
+_TOOLS_END = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
 _EFFORT = {
     "low": "",
     "high": "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -57,43 +57,70 @@ _EFFORT = {
     "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying cause rather than any surface symptom.\n"  # noqa: E501
     "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no assumption remains unchecked and no error remains undiscovered.\n\n",  # noqa: E501
 }
-KEPT = frozenset(("user", "system", "tool", "latest_reminder", "direct_search_results"))
+_KEPT = frozenset(("user", "system", "tool", "latest_reminder", "direct_search_results"))
+
+
+class Rules(NamedTuple):
+    """The rules in which the encoders of V4 and V4.1, and those of their releases, differ.
+
+    `effort`: returns the text for the value of `reasoning_effort`; may raise Refused.
+    `is_answered`: whether the message of a conversation with this index is followed by an answer.
+    `last_turn`: returns the index of the last message that begins a turn, or -1.
+    `tools_first`: tools are told in a message of their own, also where there is a system message.
+    `system`: the token before system messages and before the text of the effort.
+    `block`, `gap`: the tag of a block of tool calls, and the text between the mark of each tag and the tag's name.
+    """
+
+    effort: Callable[[Any], str]
+    is_answered: Callable[[Sequence[Message], int], bool]
+    last_turn: Callable[[list[Message]], int]
+    tools_first: bool = False
+    system: str = ""
+    block: str = "tool_calls"
+    gap: str = ""
+
+
+def encode(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], rules: Rules) -> str:
+    """Return the text of a conversation by these rules. Raises Refused."""
+    asked = [bool(variables[name]) for name in ("thinking", "enable_thinking") if name in variables]
+    effort = variables.get("reasoning_effort")
+    thinks = effort != "none" and (any(asked) or not asked)
+    told = rules.effort(None if effort == "none" else effort)
+    talk = [{**one, "content": _flat(one.get("content"))} for one in _with_tools(talk, tools, rules.tools_first)]
+    talk = _with_results_of_tools(talk)
+    drops = bool(variables.get("drop_thinking", True)) and not any(one.get("tools") for one in talk)
+    if thinks and drops:
+        talk = _without_old_reasoning(talk, rules.last_turn(talk))
+    last = rules.last_turn(talk)
+    return BEGIN + "".join(
+        _message(talk, i, last, thinks, drops, rules, told if thinks and not i else "") for i in range(len(talk))
+    )
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
     """Return the text that engines make of a conversation. Raises Refused."""
-    if quirks.deepseek_v4 is None:
-        raise Refused("this release may write DeepSeek-V4's conversations in another way")
     newer = quirks.deepseek_v4
-    thinks = bool(variables.get("thinking") or variables.get("enable_thinking"))
-    if "thinking" not in variables and "enable_thinking" not in variables:
-        thinks = True
-    effort = variables.get("reasoning_effort")
-    if effort == "none":
-        thinks = False
-    talk = with_results_of_tools(
-        [{**one, "content": _flat(one.get("content"))} for one in _with_tools(talk, tools, newer)]
-    )
-    drops = bool(variables.get("drop_thinking", True)) and not any(one.get("tools") for one in talk)
-    if thinks and drops:
-        talk = _without_old_reasoning(talk)
-    last = last_said_by_user(talk)
-    text = "".join(_message(talk, i, last, thinks, drops, newer) for i in range(len(talk)))
-    return BEGIN + (_EFFORT[_level(effort)] if thinks and talk else "") + text
+    if newer is None:
+        raise Refused("this release may write DeepSeek-V4's conversations in another way")
+
+    def is_answered(talk: Sequence[Message], i: int) -> bool:
+        before_reminder = i + 1 < len(talk) and talk[i + 1]["role"] == "latest_reminder"
+        role = talk[i]["role"]
+        return role in ("user", "developer") or (newer and role == "system" and not before_reminder)
+
+    return encode(talk, tools, variables, Rules(_effort, is_answered, last_said_by_user, tools_first=not newer))
 
 
-def _level(effort: Any) -> str:
-    if effort == "max":
-        return "max"
-    return "low" if effort in ("low", "minimal", "medium") else "high"
+def _effort(effort: Any) -> str:
+    return _EFFORT["max" if effort == "max" else "low" if effort in ("low", "minimal", "medium") else "high"]
 
 
-def _with_tools(talk: list[Message], tools: list[Message] | None, newer: bool) -> list[Message]:
-    """Add the tools: in `newer` releases to the first system message if there is one, else in a new first message."""
+def _with_tools(talk: list[Message], tools: list[Message] | None, tools_first: bool) -> list[Message]:
+    """Add the tools to the first system message, or in a new first message if there is none or if `tools_first`."""
     if not tools:
         return talk
     first = next((i for i, one in enumerate(talk) if one["role"] == "system"), None)
-    if first is None or not newer:
+    if first is None or tools_first:
         return [{"role": "system", "tools": tools}, *talk]
     return [*talk[:first], {**talk[first], "tools": tools}, *talk[first + 1 :]]
 
@@ -106,7 +133,7 @@ def _flat(content: Any) -> Any:
     return "\n\n".join(part["text"] for part in content)
 
 
-def with_results_of_tools(talk: list[Message]) -> list[Message]:
+def _with_results_of_tools(talk: list[Message]) -> list[Message]:
     """Merge consecutive messages of users and tools into one user message with `parts`.
 
     Parts keep their order, except that tool results follow the order of their calls.
@@ -143,41 +170,42 @@ def _sort_results(talk: list[Message]) -> None:
             message["parts"] = [next(results) if one[0] is not None else one for one in message["parts"]]
 
 
-def _without_old_reasoning(talk: list[Message]) -> list[Message]:
-    last = last_said_by_user(talk)
-    kept = []
-    for i, message in enumerate(talk):
-        if i >= last or message["role"] in KEPT:
-            kept.append(message)
-        elif message["role"] == "assistant":
-            kept.append({key: value for key, value in message.items() if key != "reasoning"})
-    return kept
+def _without_old_reasoning(talk: list[Message], last: int) -> list[Message]:
+    """Drop reasoning, and messages of roles that are not kept, before the message with the index `last`."""
+    return [
+        {key: value for key, value in one.items() if key != "reasoning"}
+        if i < last and one["role"] == "assistant"
+        else one
+        for i, one in enumerate(talk)
+        if i >= last or one["role"] in _KEPT or one["role"] == "assistant"
+    ]
 
 
-def _message(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bool, newer: bool) -> str:
-    text = _said(talk, i, last, thinks, drops)
-    following = talk[i + 1]["role"] if i + 1 < len(talk) else None
-    if following not in (None, "assistant", "latest_reminder"):
+def _message(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bool, rules: Rules, effort: str) -> str:
+    task = talk[i].get("task")
+    begins = rules.system if talk[i]["role"] == "system" or effort else ""
+    text = begins + effort + _said(talk, i, last, thinks, drops, rules)
+    if i + 1 < len(talk) and talk[i + 1]["role"] not in ("assistant", "latest_reminder"):
         return text
-    role, task = talk[i]["role"], talk[i].get("task")
     if task is not None:
         if task not in TASKS:
             raise Refused(f"there is no task {task}")
         return text + (f"{ASSISTANT}{THINK if thinks else NO_THINK}" if task == "action" else "") + TASKS[task]
-    if role in ("user", "developer") or (newer and role == "system" and following != "latest_reminder"):
+    if rules.is_answered(talk, i):
         return f"{text}{ASSISTANT}{THINK if thinks and (not drops or i >= last) else NO_THINK}"
     return text
 
 
-def _said(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bool) -> str:
+def _said(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bool, rules: Rules) -> str:
     message = talk[i]
-    role, content = message["role"], message.get("content")
+    role, content, tools = message["role"], message.get("content"), message.get("tools")
+    told = f"\n\n{_tools_head(rules.gap, rules.block)}{schemas(tools)}{_TOOLS_END}" if tools else ""
     if role == "system":
-        return (content or "") + _told_tools(message)
+        return (content or "") + told
     if role == "developer":
         if not content:
             raise Refused("a developer's message is empty")
-        return USER + content + _told_tools(message)
+        return USER + content + told
     if role == "user":
         return USER + "\n\n".join(part for _, part in message["parts"])
     if role == "latest_reminder":
@@ -187,12 +215,7 @@ def _said(talk: Sequence[Message], i: int, last: int, thinks: bool, drops: bool)
     asked = message.get("tool_calls")
     thought = thinks and not (i and talk[i - 1].get("task") is not None) and (not drops or i > last)
     before = f"{message.get('reasoning') or ''}{NO_THINK}" if thought else ""
-    return f"{before}{content or ''}{calls(asked, 'tool_calls') if asked else ''}{END}"
-
-
-def _told_tools(message: Message) -> str:
-    tools = message.get("tools")
-    return f"\n\n{tools_head()}{schemas(tools)}{TOOLS_END}" if tools else ""
+    return f"{before}{content or ''}{calls(asked, rules.block, rules.gap) if asked else ''}{END}"
 
 
 PROGRAM = Program(

@@ -41,7 +41,9 @@ class _Said(NamedTuple):
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
     """Return the text that engines make of a conversation. Raises Refused."""
-    instructions, rest = _instructions(talk)
+    # A leading system message holds the instructions.
+    is_told = talk[0].get("role") in ("system", "developer")
+    instructions, rest = (_flat(talk[0].get("content")), talk[1:]) if is_told else (None, talk)
     today = variables["strftime_now"]("%Y-%m-%d")
     said = [*_preamble(instructions, tools, variables.get("reasoning_effort"), today), *_messages(rest)]
     final = max((i for i, one in enumerate(said) if (one.author, one.channel) == ("assistant", "final")), default=-1)
@@ -82,13 +84,6 @@ def _preamble(instructions: str | None, tools: list[Message] | None, effort: Any
 # --- the conversation of a chat request
 
 
-def _instructions(talk: list[Message]) -> tuple[str | None, list[Message]]:
-    """Return the text of a leading system message, or None, and the messages after it."""
-    if talk[0].get("role") not in ("system", "developer"):
-        return None, talk
-    return _flat(talk[0].get("content")), talk[1:]
-
-
 def _messages(talk: list[Message]) -> Iterator[_Said]:
     names = {call.get("id"): _function(call).get("name") for one in talk for call in one.get("tool_calls") or ()}
     for message in talk:
@@ -110,18 +105,14 @@ def _messages(talk: list[Message]) -> Iterator[_Said]:
 
 def _answer(message: Message) -> Iterator[_Said]:
     content, calls = message.get("content"), message.get("tool_calls")
-    reasoning = reasoning_of(message)
-    thought = [_Said("assistant", _text(reasoning), "analysis")] if reasoning else []
-    if not calls:
-        yield from thought
-        texts = _texts(content)
-        if texts[0]:
-            yield _Said("assistant", _joined(texts), "final")
-        return
-    if words := _flat(content):
-        yield _Said("assistant", words, "commentary")
-    yield from thought
-    for call in calls:
+    reasoning, texts = reasoning_of(message), _texts(content)
+    if calls and any(texts):
+        yield _Said("assistant", "".join(texts), "commentary")
+    if reasoning:
+        yield _Said("assistant", _text(reasoning), "analysis")
+    if not calls and texts[0]:
+        yield _Said("assistant", _joined(texts), "final")
+    for call in calls or ():
         function = _function(call)
         name, arguments = _text(function.get("name", "")), _text(function.get("arguments") or "")
         yield _Said("assistant", arguments, "commentary", f"functions.{name}")
@@ -161,53 +152,47 @@ def _text(value: Any) -> str:
 # --- tools, as types of TypeScript
 
 
+_OTHER_FORM = "a tool's schema of another form"
+
+
 def _tools(tools: list[Message]) -> str:
     written = "".join(_tool(tool["function"]) for tool in tools)
     return f"# Tools\n\n## functions\n\nnamespace functions {{\n\n{written}}} // namespace functions"
 
 
 def _tool(function: Mapping[str, Any]) -> str:
-    comment = "".join(f"// {line}\n" for line in _lines(function.get("description") or ""))
+    described = function.get("description") or ""
+    lines = described.removesuffix("\n").split("\n") if described else []
+    comment = "".join(["// " + line.removesuffix("\r") + "\n" for line in lines])
     parameters = function.get("parameters")
     taken = "" if parameters is None else f"_: {_type(parameters, '')}"
     return f"{comment}type {_text(function['name'])} = ({taken}) => any;\n\n"
 
 
-def _lines(text: str) -> list[str]:
-    lines = text.split("\n")
-    if not lines[-1]:
-        lines.pop()
-    return [line.removesuffix("\r") for line in lines]
-
-
 def _type(schema: Any, indent: str) -> str:
     if not isinstance(schema, dict) or "oneOf" in schema:
-        raise Refused("a tool's schema of another form")
+        raise Refused(_OTHER_FORM)
     kind = schema.get("type")
     if isinstance(kind, list):
         if not kind or not all(isinstance(one, str) for one in kind):
-            raise Refused("a tool's schema of another form")
+            raise Refused(_OTHER_FORM)
         return " | ".join("number" if one in _NUMBERS else one for one in kind)
     if kind == "object":
         return _object(schema, indent)
     if kind == "array":
         return f"{_type(schema['items'], indent)}[]" if "items" in schema else "Array<any>"
     if kind == "string":
-        return " | ".join(f'"{one}"' for one in _choices(schema)) or "string"
+        choices = schema.get("enum", [])
+        if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
+            raise Refused(_OTHER_FORM)
+        return " | ".join(f'"{one}"' for one in choices) or "string"
     return "number" if kind in _NUMBERS else "boolean" if kind == "boolean" else "any"
-
-
-def _choices(schema: Mapping[str, Any]) -> list[str]:
-    choices = schema.get("enum", [])
-    if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
-        raise Refused("a tool's schema of another form")
-    return choices
 
 
 def _object(schema: Mapping[str, Any], indent: str) -> str:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise Refused("a tool's schema of another form")
+        raise Refused(_OTHER_FORM)
     lines = [_property(name, one, name in required, indent) for name, one in properties.items()]
     told = schema.get("description")  # a property's description is also printed before the property
     return (f"{indent}// {told}\n{{\n" if isinstance(told, str) else "{\n") + "".join(lines) + indent + "}"
@@ -218,20 +203,13 @@ def _property(name: str, schema: Any, required: bool, indent: str) -> str:
     if schema.get("nullable") is True and "null" not in kind:
         kind += " | null"
     default = f" // default: {_default(schema)}" if "default" in schema else ""
-    comments = "".join(f"{indent}//{line}\n" for line in _comments(schema))
-    return f"{comments}{indent}{name}{'' if required else '?'}: {kind},{default}\n"
-
-
-def _comments(schema: Mapping[str, Any]) -> Iterator[str]:
     title, told, examples = schema.get("title"), schema.get("description"), schema.get("examples")
-    if isinstance(title, str):
-        yield f" {title}"
-        yield ""
-    if isinstance(told, str):
-        yield f" {told}"
+    comments = [f" {title}", ""] if isinstance(title, str) else []
+    comments += [f" {told}"] if isinstance(told, str) else []
     if isinstance(examples, list) and examples:
-        yield " Examples:"
-        yield from (f' - "{one}"' for one in examples if isinstance(one, str))
+        comments += [" Examples:", *(f' - "{one}"' for one in examples if isinstance(one, str))]
+    commented = "".join(f"{indent}//{line}\n" for line in comments)
+    return f"{commented}{indent}{name}{'' if required else '?'}: {kind},{default}\n"
 
 
 def _default(schema: Mapping[str, Any]) -> str:

@@ -60,9 +60,8 @@ class Rules:
         self, talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks
     ) -> str:
         """Return the text that engines make of a conversation. Raises Refused."""
-        goes_on = bool(variables.get("continue_final_message"))
         turns = [_turn(message, quirks) for message in talk]
-        if goes_on:
+        if variables.get("continue_final_message"):
             turns[-1] = replace(turns[-1], unfinished=True)
         system = ""
         if self.version < 7:
@@ -73,11 +72,10 @@ class Rules:
         users = [i for i, one in enumerate(merged) if one.role == "user"]
         at = (users[-1] if self.version < 13 else users[0]) if users else -1
         head = self._tools(tools) + self._settings(variables.get("reasoning_effort"))
-        last = users[-1] if users else -1
-        written = (
-            (head if i == at else "") + self._written(one, system if i == last else "") for i, one in enumerate(merged)
-        )
-        return spelled("<s>") + "".join(written)
+        text = spelled("<s>")
+        for i, one in enumerate(merged):
+            text += (head if i == at else "") + self._written(one, system if users and i == users[-1] else "")
+        return text
 
     # --- sequences of messages
 
@@ -131,40 +129,35 @@ class Rules:
     # --- one message
 
     def _written(self, one: Turn, system: str) -> str:
+        content = one.content
         if one.role == "user":
-            if not isinstance(one.content, str):
+            if not isinstance(content, str):
                 raise Refused("reasoning in a user's message")
-            text = f"{system}\n\n{one.content}" if system else one.content
-            return spelled("[INST]") + text + spelled("[/INST]")
+            return spelled("[INST]") + (f"{system}\n\n{content}" if system else content) + spelled("[/INST]")
         if one.role == "system":
-            return spelled("[SYSTEM_PROMPT]") + self._content(one.content) + spelled("[/SYSTEM_PROMPT]")
+            return spelled("[SYSTEM_PROMPT]") + self._content(content) + spelled("[/SYSTEM_PROMPT]")
         if one.role == "tool":
-            return spelled("[TOOL_RESULTS]") + self._result(one) + spelled("[/TOOL_RESULTS]")
-        end = "" if one.unfinished else spelled("</s>")
-        return self._answer(one) + self._calls(one.calls) + end
-
-    def _answer(self, one: Turn) -> str:
-        if not one.content and not one.calls:
+            return spelled("[TOOL_RESULTS]") + self._result(str(content), one.call_id) + spelled("[/TOOL_RESULTS]")
+        if not content and not one.calls:
             raise Refused("an assistant's message that says nothing")
-        if self.version < 7 and one.content and one.calls:
+        if self.version < 7 and content and one.calls:
             raise Refused("an assistant's message with text and tool calls")
-        return one.content.rstrip(" ") if isinstance(one.content, str) else self._content(one.content)
+        said = content.rstrip(" ") if isinstance(content, str) else self._content(content)
+        return said + self._calls(one.calls) + ("" if one.unfinished else spelled("</s>"))
 
     def _content(self, content: str | tuple[str | Thought, ...]) -> str:
         if isinstance(content, str):
             return content
         if self.version < 13:
             raise Refused("reasoning, of which this version has no token")
-        written = [
+        return "".join(
             part
             if isinstance(part, str)
             else spelled("[THINK]") + part.text + (spelled("[/THINK]") if part.closed else BOUNDARY)
             for part in content
-        ]
-        return "".join(written)
+        )
 
-    def _result(self, one: Turn) -> str:
-        content, id = str(one.content), one.call_id
+    def _result(self, content: str, id: str | None) -> str:
         if self.version >= 13:
             return content
         if self.version >= 7:
@@ -176,23 +169,32 @@ class Rules:
         return _dumped({"content": told, "call_id": id})
 
     def _calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        if not calls:
-            return ""
-        if self.version < 11:
-            return spelled("[TOOL_CALLS]") + _dumped([_with_id(call) for call in calls])
+        if calls and self.version < 11:
+            if any(call["id"] in ("", _NO_ID) for call in calls):
+                raise Refused("a tool call without an id")
+            return spelled("[TOOL_CALLS]") + _dumped(calls)
         return "".join(
-            spelled("[TOOL_CALLS]") + call["name"] + self._id(call) + spelled("[ARGS]") + _dumped(call["arguments"])
+            spelled("[TOOL_CALLS]")
+            + call["name"]
+            + (spelled("[CALL_ID]") + call["id"] if self.version == 11 else "")
+            + spelled("[ARGS]")
+            + _dumped(call["arguments"])
             for call in calls
         )
-
-    def _id(self, call: Mapping[str, Any]) -> str:
-        return spelled("[CALL_ID]") + call["id"] if self.version == 11 else ""
 
     def _tools(self, tools: list[Message] | None) -> str:
         if not tools:
             return ""
-        told = [{"type": "function", "function": _function(tool["function"])} for tool in tools]
-        return spelled("[AVAILABLE_TOOLS]") + _text(_dumped(told)) + spelled("[/AVAILABLE_TOOLS]")
+        functions = [
+            {
+                "name": one["name"],
+                "description": one.get("description") or "",
+                "parameters": one.get("parameters") or {},
+            }
+            for one in (tool["function"] for tool in tools)
+        ]
+        told = _dumped([{"type": "function", "function": function} for function in functions])
+        return spelled("[AVAILABLE_TOOLS]") + _text(told) + spelled("[/AVAILABLE_TOOLS]")
 
     def _settings(self, effort: Any) -> str:
         if not self.efforts:
@@ -228,25 +230,20 @@ def program(version: int, efforts: tuple[str, ...] = ()) -> Program:
 
 def _turn(message: Message, quirks: VersionQuirks) -> Turn:
     role, content = message.get("role"), _parts(message.get("content"))
-    if role in ("system", "developer", "user"):
-        if content is None:
-            raise Refused("a message without content")
-        return Turn("user" if role == "user" else "system", content)
-    if role == "tool":
-        if content is None:
-            raise Refused("a message without content")
-        return Turn("tool", content, call_id=_text(message["tool_call_id"])[-_ID_LENGTH:])
-    if role != "assistant":
+    if role not in ("system", "developer", "user", "tool", "assistant"):
         raise Refused(f"there is no role {role}")
-    reasoning = reasoning_of(message)
-    content = content or ""
+    if role != "assistant":
+        if content is None:
+            raise Refused("a message without content")
+        call_id = _text(message["tool_call_id"])[-_ID_LENGTH:] if role == "tool" else None
+        return Turn("system" if role == "developer" else role, content, call_id=call_id)
+    reasoning, content = reasoning_of(message), content or ""
     if reasoning is not None:
-        if not isinstance(content, str) and any(isinstance(part, Thought) for part in content):
-            raise Refused("reasoning in two places")
         said = (content,) if isinstance(content, str) else content
+        if any(isinstance(part, Thought) for part in said):
+            raise Refused("reasoning in two places")
         content = (Thought(_text(reasoning)), *said)
-    calls = tuple(_call(call, quirks) for call in message.get("tool_calls") or ())
-    return Turn("assistant", content, calls)
+    return Turn("assistant", content, tuple(_call(call, quirks) for call in message.get("tool_calls") or ()))
 
 
 def _parts(content: Any) -> str | tuple[str | Thought, ...] | None:
@@ -254,20 +251,16 @@ def _parts(content: Any) -> str | tuple[str | Thought, ...] | None:
         return None if content is None else _text(content)
     parts: list[str | Thought] = []
     for part in content:
-        kind = part.get("type")
+        kind, closed = part.get("type"), part.get("closed", True)
         if kind == "text":
             parts.append(_text(part["text"]))
         elif kind == "thinking":
-            parts.append(Thought(_text(part["thinking"]), _flag(part.get("closed", True))))
+            if not isinstance(closed, bool):
+                raise Refused("a part that is neither closed nor open")
+            parts.append(Thought(_text(part["thinking"]), closed))
         elif kind:
             raise Refused("a part that is no text")
     return tuple(parts)
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise Refused("a part that is neither closed nor open")
-    return value
 
 
 def _call(call: Mapping[str, Any], quirks: VersionQuirks) -> dict[str, Any]:
@@ -277,20 +270,6 @@ def _call(call: Mapping[str, Any], quirks: VersionQuirks) -> dict[str, Any]:
         raise Refused("a tool call's arguments that are no object")
     _text(_dumped(arguments))
     return {"name": _text(function["name"]), "arguments": arguments, "id": _text(call["id"])[-_ID_LENGTH:]}
-
-
-def _with_id(call: Mapping[str, Any]) -> dict[str, Any]:
-    if not call["id"] or call["id"] == _NO_ID:
-        raise Refused("a tool call without an id")
-    return dict(call)
-
-
-def _function(told: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": told["name"],
-        "description": told.get("description") or "",
-        "parameters": told.get("parameters") or {},
-    }
 
 
 def _dumped(value: Any) -> str:

@@ -292,7 +292,6 @@ def test_a_shape_is_compiled_when_it_has_come_five_times_and_kept_while_it_is_us
 def test_what_shapes_leave_behind_is_bounded_in_bytes(monkeypatch):
     budget = 400_000
     monkeypatch.setattr("gateway.prompt.render.renderer.PLANS_BYTES", budget)
-    monkeypatch.setattr("gateway.prompt.render.renderer.SEEN_BYTES", budget)
     compiled = Compiled(looped("{{ m.content }}") + "{{ tools | tojson }}", {}, ["<s>"])
     messages = talk("x")
     shape, slots = describe(messages)
@@ -314,7 +313,7 @@ def test_a_shape_too_large_to_keep_is_not_kept():
     compiled = Compiled(looped("{{ m.content }}"), {}, ["<s>"])
     for _ in range(10):
         compiled.learn(("user", "x" * 1_000_000), talk("x"), ["x"], None, VARIABLES)
-    assert compiled.plans(("user", "x" * 1_000_000)) == () and len(compiled._seen) == 0
+    assert compiled.plans(("user", "x" * 1_000_000)) == () and len(compiled._known) == 0
 
 
 def test_a_shape_has_so_many_ways_and_no_more():

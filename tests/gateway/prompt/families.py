@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -90,29 +90,10 @@ _DEEPSEEK_TOKENS = (
 )
 
 
-def _deepseek_v32(folder: Path) -> Path:
-    config = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_DEEPSEEK}
-    return _folder(folder, config, _DEEPSEEK_TOKENS)
-
-
-def _deepseek_v4(folder: Path) -> Path:
-    special = (*_DEEPSEEK_TOKENS, "<\uff5clatest_reminder\uff5c>", "<\uff5caction\uff5c>", "<\uff5ctitle\uff5c>")
-    return _folder(
-        folder, {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", **_DEEPSEEK}, special
-    )
-
-
-def _deepseek_v41(folder: Path) -> Path:
-    special = (
-        *_DEEPSEEK_TOKENS,
-        "<\uff5cSystem\uff5c>",
-        "<\uff5clatest_reminder\uff5c>",
-        "<\uff5caction\uff5c>",
-        "<\uff5ctitle\uff5c>",
-    )
-    return _folder(
-        folder, {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", **_DEEPSEEK}, special
-    )
+def _deepseek(version: str, *special: str) -> Callable[[Path], Path]:
+    config = {"architectures": [f"DeepseekV{version}ForCausalLM"], "model_type": f"deepseek_v{version}", **_DEEPSEEK}
+    tokens = (*_DEEPSEEK_TOKENS, *(f"<\uff5c{one}\uff5c>" for one in special))
+    return lambda folder: _folder(folder, config, tokens)
 
 
 def _gpt_oss(folder: Path) -> Path:
@@ -126,24 +107,18 @@ def _gpt_oss(folder: Path) -> Path:
     return folder
 
 
-def _kimi_k2(folder: Path) -> Path:
-    return kimi_folder(
-        folder, {**_CONFIG, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", **_DEEPSEEK}
-    )
-
-
-def _tekken(version: int) -> Callable[[Path], Path]:
-    config = {**_CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    return lambda folder: tekken_folder(folder, config, version)
-
-
+_KIMI_K2 = {**_CONFIG, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", **_DEEPSEEK}
+_MISTRAL = {**_CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 FAMILIES: dict[str, Callable[[Path], Path]] = {
-    "DeepSeek-V3.2": _deepseek_v32,
-    "DeepSeek-V4": _deepseek_v4,
-    "DeepSeek-V4.1": _deepseek_v41,
+    "DeepSeek-V3.2": _deepseek("32"),
+    "DeepSeek-V4": _deepseek("4", "latest_reminder", "action", "title"),
+    "DeepSeek-V4.1": _deepseek("41", "System", "latest_reminder", "action", "title"),
     "gpt-oss": _gpt_oss,
-    "Kimi K2": _kimi_k2,
-    **{f"Mistral (tekken v{version})": _tekken(version) for version in mistral.VERSIONS},
+    "Kimi K2": partial(kimi_folder, config=_KIMI_K2),
+    **{
+        f"Mistral (tekken v{version})": partial(tekken_folder, config=_MISTRAL, version=version)
+        for version in mistral.VERSIONS
+    },
 }
 _SINCE = {"DeepSeek-V4.1": (0, 32)}  # the first vLLM that has the model
 

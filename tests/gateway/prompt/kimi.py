@@ -6,6 +6,7 @@ behind the vocabulary, tools with sorted keys, and parts of what is longer than 
 
 import base64
 import json
+from functools import cache
 from pathlib import Path
 
 from replicas.simulated.model import sim_model_dir
@@ -13,15 +14,8 @@ from replicas.simulated.model import sim_model_dir
 from ...vllm.chat_templates import small_tokenizer
 
 _SPECIAL = (
-    "[BOS]",
-    "[EOS]",
-    "<|im_end|>",
-    "<|im_user|>",
-    "<|im_assistant|>",
-    "[UNK]",
-    "<|im_system|>",
-    "<|im_middle|>",
-    "[PAD]",
+    *("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>"),
+    *("[UNK]", "<|im_system|>", "<|im_middle|>", "[PAD]"),
 )
 _TEMPLATE = """\
 {%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
@@ -113,27 +107,30 @@ def bytes_to_symbols() -> dict[int, str]:
     return {**{byte: chr(byte) for byte in printed}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
 
 
-def kimi_folder(folder: Path, config: dict) -> Path:
-    folder.mkdir(parents=True)
+@cache
+def tokens_of_bytes() -> list[bytes]:
+    """All bytes, and what the merges of the simulated engine's tokenizer make."""
     byte_of = {symbol: byte for byte, symbol in bytes_to_symbols().items()}
     whole = json.loads(small_tokenizer(sim_model_dir() / "tokenizer.json", ()))
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in whole["model"]["merges"]]
     tokens = [bytes([byte]) for byte in range(256)] + [bytes(byte_of[one] for one in a + b) for a, b in pairs]
-    tokens = list(dict.fromkeys(tokens))
+    return list(dict.fromkeys(tokens))
+
+
+def kimi_folder(folder: Path, config: dict) -> Path:
+    folder.mkdir(parents=True)
+    tokens = tokens_of_bytes()
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
     (folder / "tiktoken.model").write_bytes(b"".join(lines))
     plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
     added = {str(len(tokens) + i): {"content": name, **plain} for i, name in enumerate(_SPECIAL)}
-    files = {
-        "config.json": config,
-        "tokenizer_config.json": {
-            "added_tokens_decoder": added, "additional_special_tokens": list(_SPECIAL[2:5] + _SPECIAL[6:8]),
-            "bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]", "pad_token": "[PAD]",
-            "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
-            "tokenizer_class": "TikTokenTokenizer", "chat_template": _TEMPLATE,
-        },
+    told = {
+        "added_tokens_decoder": added, "additional_special_tokens": list(_SPECIAL[2:5] + _SPECIAL[6:8]),
+        "bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]", "pad_token": "[PAD]",
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "tokenizer_class": "TikTokenTokenizer", "chat_template": _TEMPLATE,
     }  # fmt: skip
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
     (folder / "tokenization_kimi.py").write_text(PROGRAM)
     return folder

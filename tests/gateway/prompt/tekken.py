@@ -1,14 +1,10 @@
 """A model folder in Mistral's own format: `tekken.json` of a version, and weights that are none."""
 
 import base64
-import functools
 import json
 from pathlib import Path
 
-from replicas.simulated.model import sim_model_dir
-
-from ...vllm.chat_templates import small_tokenizer
-from .kimi import bytes_to_symbols
+from .kimi import tokens_of_bytes
 
 WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -24,18 +20,8 @@ LATER = ("[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "[MODEL_SETTINGS]", "[/MO
 RESERVED = 40
 
 
-@functools.cache
-def _tokens() -> list[bytes]:
-    """All bytes, and what the merges of the simulated engine's tokenizer make."""
-    byte_of = {symbol: byte for byte, symbol in bytes_to_symbols().items()}
-    whole = json.loads(small_tokenizer(sim_model_dir() / "tokenizer.json", ()))
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in whole["model"]["merges"]]
-    tokens = [bytes([byte]) for byte in range(256)] + [bytes(byte_of[one] for one in a + b) for a, b in pairs]
-    return list(dict.fromkeys(tokens))
-
-
 def tekken_json(version: int) -> dict:
-    tokens = _tokens()
+    tokens = tokens_of_bytes()
     told: dict = {
         "config": {
             "pattern": WORDS,

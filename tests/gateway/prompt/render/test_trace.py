@@ -137,43 +137,27 @@ def filled(plan, slots) -> str | None:
     return "".join(out)
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
+CASES = {**{name: (body, talk) for name, body in FOLLOWED.items()},
+         **{f"{name} in parts": (body, in_parts) for name, body in IN_PARTS.items()}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=2, max_size=4))
 @settings(max_examples=15)
 def test_a_plan_says_what_jinja_says(name, texts):
-    """A plan learnt on one conversation, filled with another, is either refused or right."""
-    source = looped(FOLLOWED[name])
+    """A plan learnt on one conversation, filled with another, is either refused or right; and it fits some others: one
+    that only ever fitted its own texts would be right and useless."""
+    body, conversation = CASES[name]
+    source = looped(body)
     compiled = Compiled(source, {}, ["<s>"])
     assert not compiled.why_not
     plain = environment().from_string(source)
-    plan, slots = plan_of(compiled, talk(*texts[0]))
-    assert filled(plan, slots) == plain.render(messages=talk(*texts[0]), **VARIABLES)
+    plan, slots = plan_of(compiled, conversation(*texts[0]))
+    assert filled(plan, slots) == plain.render(messages=conversation(*texts[0]), **VARIABLES)
     for others in texts[1:]:
         text = filled(plan, list(others))
-        assert text is None or text == plain.render(messages=talk(*others), **VARIABLES)
-
-
-@pytest.mark.parametrize("name", IN_PARTS)
-@given(texts=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=2, max_size=4))
-@settings(max_examples=15)
-def test_a_plan_over_parts_says_what_jinja_says(name, texts):
-    source = looped(IN_PARTS[name])
-    compiled = Compiled(source, {}, ["<s>"])
-    plain = environment().from_string(source)
-    plan, slots = plan_of(compiled, in_parts(*texts[0]))
-    assert filled(plan, slots) == plain.render(messages=in_parts(*texts[0]), **VARIABLES)
-    for others in texts[1:]:
-        text = filled(plan, list(others))
-        assert text is None or text == plain.render(messages=in_parts(*others), **VARIABLES)
-    plan, _ = plan_of(compiled, in_parts("bcd", "def", "ghi"))
-    assert filled(plan, ["cde", "fgh", "ijk"]) is not None
-
-
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_a_plan_fits_more_than_what_it_was_learnt_on(name):
-    """A plan that only ever fitted its own texts would be right and useless."""
-    compiled = Compiled(looped(FOLLOWED[name]), {}, ["<s>"])
-    plan, _ = plan_of(compiled, talk("bcd", "def", "ghi"))
+        assert text is None or text == plain.render(messages=conversation(*others), **VARIABLES)
+    plan, _ = plan_of(compiled, conversation("bcd", "def", "ghi"))
     assert filled(plan, ["cde", "fgh", "ijk"]) is not None
 
 
@@ -202,13 +186,8 @@ def test_objects_in_calls_are_dumped_and_printed():
     plain = environment().from_string(looped(body))
 
     def called(name, arguments):
-        return [
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": "1", "function": {"arguments": arguments, "name": name}, "type": "function"}],
-            }
-        ]
+        call = {"id": "1", "function": {"arguments": arguments, "name": name}, "type": "function"}
+        return [{"role": "assistant", "content": "", "tool_calls": [call]}]
 
     plan, _ = plan_of(compiled, called("f", {"a": 1}))
     for name, arguments in (("f", {"a": 1}), ('g"', {"b": 'x"é', "c": [None, {"d": 1.5}]}), ("", {})):
@@ -240,30 +219,16 @@ def test_the_real_date_is_asked_for_each_time():
 
 
 def test_shapes_tell_apart_all_that_is_not_text():
-    def shape(message):
-        return describe([message])[0]
-
     plain = {"role": "user", "content": "x"}
-    shapes = [
-        shape(m)
-        for m in (
-            plain,
-            {**plain, "role": "assistant"},
-            {**plain, "name": "n"},
-            {"name": "n", **plain},
-            {"role": "user", "content": ["x"]},
-            {"role": "user", "content": [{"type": "text", "text": "x"}]},
-            {"role": "user", "content": [{"type": "other", "text": "x"}]},
-            {**plain, "n": 1},
-            {**plain, "n": True},
-            {**plain, "n": 1.0},
-            {**plain, "n": 0.0},
-            {**plain, "n": -0.0},
-            {**plain, "n": None},
-        )
+    contents = (["x"], [{"type": "text", "text": "x"}], [{"type": "other", "text": "x"}])
+    messages = [
+        *(plain, {**plain, "role": "assistant"}, {**plain, "name": "n"}, {"name": "n", **plain}),
+        *({**plain, "content": content} for content in contents),
+        *({**plain, "n": value} for value in (1, True, 1.0, 0.0, -0.0, None)),
     ]
+    shapes = [describe([message])[0] for message in messages]
     assert len(set(map(repr, shapes))) == len(shapes) == len(set(shapes))
-    assert shape(plain) == shape({**plain, "content": "y"})
+    assert describe([plain])[0] == describe([{**plain, "content": "y"}])[0]
 
 
 def test_a_shape_is_compiled_when_it_has_come_five_times_and_kept_while_it_is_used(monkeypatch):

@@ -105,101 +105,50 @@ def test_a_snapshot_in_the_cache(monkeypatch, tmp_path):
     assert find_model("some/model") == snapshot
 
 
+TWO = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+LEGACY, TOOL_USE = {"chat_template_json": {"chat_template": "c"}}, {"additional_chat_templates__tool_use_jinja": "t"}
+
+
 @pytest.mark.parametrize(
-    "files, templates",
+    "in_config, files, templates",
     [
-        ({}, {}),
-        ({"tokenizer_config_json": {"chat_template": "a"}}, {"default": "a"}),
-        (
-            {
-                "tokenizer_config_json": {
-                    "chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-                }
-            },
-            {"default": "a", "tool_use": "b"},
-        ),
-        (
-            {"tokenizer_config_json": {"chat_template": "a"}, "chat_template_json": {"chat_template": "c"}},
-            {"default": "a"},
-        ),
-        ({"chat_template_json": {"chat_template": "c"}}, {}),
-        (
-            {
-                "tokenizer_config_json": {"chat_template": "a"},
-                "chat_template_json": {"chat_template": "c"},
-                "preprocessor_config_json": {},
-            },
-            {"default": "c", "tool_use": "a"},
-        ),
-        (
-            {"chat_template_json": {"chat_template": "c"}, "tokenizer_config_json": {"processor_class": "X"}},
-            {"default": "c"},
-        ),
-        (
-            {
-                "chat_template_json": {"chat_template": "a"},
-                "chat_template_jinja": "a",
-                "config_json": {"vision_config": {}},
-            },
-            {"default": "a"},
-        ),
-        (
-            {
-                "tokenizer_config_json": {
-                    "chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-                },
-                "chat_template_jinja": "j",
-            },
-            {"default": "j"},
-        ),
-        (
-            {"tokenizer_config_json": {"chat_template": "a"}, "additional_chat_templates__tool_use_jinja": "t"},
-            {"tool_use": "t"},
-        ),
-        (
-            {
-                "tokenizer_config_json": {"chat_template": "a"},
-                "chat_template_jinja": "j",
-                "additional_chat_templates__tool_use_jinja": "t",
-            },
-            {"default": "j", "tool_use": "t"},
-        ),
+        (None, {}, {}),
+        ("a", {}, {"default": "a"}),
+        (TWO, {}, {"default": "a", "tool_use": "b"}),
+        ("a", LEGACY, {"default": "a"}),
+        (None, LEGACY, {}),
+        ("a", {**LEGACY, "preprocessor_config_json": {}}, {"default": "c", "tool_use": "a"}),
+        (None, {**LEGACY, "tokenizer_config_json": {"processor_class": "X"}}, {"default": "c"}),
+        (None, {**LEGACY, "chat_template_jinja": "c", "config_json": {"vision_config": {}}}, {"default": "c"}),
+        (TWO, {"chat_template_jinja": "j"}, {"default": "j"}),
+        ("a", TOOL_USE, {"tool_use": "t"}),
+        ("a", {"chat_template_jinja": "j", **TOOL_USE}, {"default": "j", "tool_use": "t"}),
     ],
 )
-def test_where_templates_are(tmp_path, files, templates):
-    assert load_model(write(tmp_path, tokenizer_json={}, **files)).templates == templates
+def test_where_templates_are(tmp_path, in_config, files, templates):
+    config = {} if in_config is None else {"tokenizer_config_json": {"chat_template": in_config}}
+    assert load_model(write(tmp_path, tokenizer_json={}, **config, **files)).templates == templates
 
 
 def test_a_given_template_replaces_all(tmp_path):
-    write(
-        tmp_path,
-        tokenizer_json={},
-        tokenizer_config_json={"chat_template": [{"name": "tool_use", "template": "b"}]},
-        own_jinja="o",
-    )
+    write(tmp_path, tokenizer_json={}, tokenizer_config_json={"chat_template": TWO[1:]}, own_jinja="o")
     assert load_model(tmp_path, tmp_path / "own.jinja").templates == {"default": "o"}
     with pytest.raises(ModelError, match="can't read .*missing.jinja: No such file"):
         load_model(tmp_path, tmp_path / "missing.jinja")
 
 
 def test_two_templates_of_which_nothing_says_which_counts(tmp_path):
-    files = load_model(
-        write(
-            tmp_path,
-            tokenizer_json={},
-            chat_template_json={"chat_template": "a"},
-            chat_template_jinja="b",
-            config_json={"vision_config": {}},
-        )
-    )
+    some = {**LEGACY, "chat_template_jinja": "b", "config_json": {"vision_config": {}}}
+    files = load_model(write(tmp_path, tokenizer_json={}, **some))
     assert files.templates == {} and "processor" in files.no_template
 
 
 def test_context_length(tmp_path):
-    assert (
-        load_model(write(tmp_path, config_json={"text_config": {"max_position_embeddings": 512}})).max_model_len == 512
-    )
-    assert load_model(write(tmp_path, config_json={"max_position_embeddings": 64})).max_model_len == 64
+    for config, tokens in (
+        ({"text_config": {"max_position_embeddings": 512}}, 512),
+        ({"max_position_embeddings": 64}, 64),
+    ):
+        assert load_model(write(tmp_path, config_json=config)).max_model_len == tokens
 
 
 def test_a_broken_file_says_which(tmp_path):

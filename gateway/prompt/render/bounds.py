@@ -40,7 +40,9 @@ _REFUSED = frozenset(
     "encode decode translate to_bytes fromkeys format_map striptags unescape urlize pprint xmlattr".split()
 )
 # Other filters and methods whose result may be as large as the product of their subject and an argument.
-_WIDENING = frozenset("replace indent center ljust rjust zfill expandtabs wordwrap batch slice round tojson".split())
+_WIDENING = frozenset(
+    "replace indent center ljust rjust zfill expandtabs wordwrap batch slice round tojson strftime strftime_now".split()
+)
 # Filters that look at a list's items, but not inside these.
 _SHALLOW = frozenset(
     "length count first last list map select reject selectattr rejectattr default d items reverse".split()
@@ -152,8 +154,6 @@ class _Budget:
                 widths.append(f"{given}")
             widest = sum(map(int, _DIGITS.findall(" ".join(widths)))) + sum(map(self.size, given)) + _MOST_BITS
             self.fits((subject.count("%") + subject.count("{")) * widest)
-        elif name in ("strftime", "strftime_now"):
-            self.fits(256 * max(map(_width, given), default=0))  # CPython's limit on the result
         elif name in _COMPARING:
             self.spend(_length(subject) * sum(map(_length, given)) // 8)
         elif name == "sum" and any(isinstance(one, _CONTAINERS) for one in given):  # joins lists, one by one

@@ -267,38 +267,18 @@ class Prefixes:
             packed.append(new)
         hashes = array("Q", b"".join(packed))
         known = len(packed)
-        if known < len(texts):
-            last = hashes[-1] if hashes else seed
-            chars = self._add(key, plan.segments[known:], texts[known:], found, hashes, last, end, tail, chars)
-        return Found(b"".join(found), hashes, chars)
-
-    def _add(
-        self,
-        key: Key,
-        segments: Sequence[Segment],
-        texts: Sequence[str],
-        found: list[bytes],
-        hashes: array[int],
-        seed: int,
-        end: int,
-        tail: bytes,
-        chars: int,
-    ) -> int:
-        """Tokenize, hash and store the new segments, and append them to `found` and `hashes`.
-
-        Returns the prompt's length in characters. Of what precedes the first new segment, whose key is `key`: `seed` is
-        the last block hash, `end` the bytes of tokens, `tail` the last tokens, which fill no block, and `chars` the
-        characters.
-        """
-        rendered, nodes = [], self._nodes
+        if known == len(texts):
+            return Found(b"".join(found), hashes, chars)
+        # Tokenize, hash and store the new segments.
+        segments, texts = plan.segments[known:], texts[known:]
+        rendered = []
         for segment, text in zip(segments, texts):
             if segment.checks and not hold(segment.checks, text):
                 raise Mismatch
             rendered.append(segment.before + text + segment.after)
         tokens = self._tokenizer.encode_many(rendered)
-        found += tokens
         data = b"".join((tail, *tokens))
-        new = array("Q", hash_blocks(data, self._block_size, seed))
+        new = array("Q", hash_blocks(data, self._block_size, hashes[-1] if hashes else seed))
         hashes += new
         width, start, begin, done, parent = self._width, end - len(tail), end, 0, 0
         size = 0  # the sum of `_size`
@@ -315,7 +295,7 @@ class Prefixes:
             size += _NODE_BYTES + getsizeof(key[2])
             done = full
         nodes.grow(size + end - begin + _HASH_BYTES * done)
-        return chars
+        return Found(b"".join((*found, *tokens)), hashes, chars)
 
     def resize(self, block_size: int) -> None:
         """Set another block size, which voids the hashes of all nodes."""

@@ -55,6 +55,12 @@ def pipeline_of(read):
         pipeline.follow({})
 
 
+def as_compared(pipeline: Pipeline) -> Pipeline:
+    """After an engine made the same tokens of the fixed texts and chats."""
+    pipeline.adopt(pipeline.likeliest(), True, Differences(shown=True))
+    return pipeline
+
+
 def test_each_family_was_recorded():
     assert {one.family for one in recordings()} == set(FAMILIES)
 
@@ -117,8 +123,7 @@ def test_gpt_oss_has_its_limit_cut_to_the_context_as_the_engine_does(pipeline_of
 @pytest.mark.parametrize("family", ["gpt-oss", "DeepSeek-V4.1"])
 def test_the_older_name_of_reasoning_counts_where_the_newer_one_is_not_there(family, pipeline_of):
     """vLLM renames `reasoning_content` unless there is a `reasoning` that is not null, be it empty."""
-    pipeline = pipeline_of(family)
-    pipeline.adopt(pipeline.likeliest(), True, Differences(shown=True))
+    pipeline = as_compared(pipeline_of(family))
 
     def ids(**reasoning):
         called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -157,16 +162,11 @@ def test_kimi_is_exact_only_once_an_engine_has_made_the_same_tokens(pipeline_of)
 
 
 def test_what_kimis_program_encodes_in_parts_is_declined(pipeline_of):
-    pipeline = pipeline_of("Kimi K2")
-    pipeline.adopt(pipeline.likeliest(), True, Differences(shown=True))
-    for word, times, mode in (
-        ("x", 24_999, "exact"),
-        ("x", 25_000, "text"),
-        (" ", 30_000, "text"),
-        ("x ", 40_000, "exact"),
-        ("x ", 200_000, "text"),
-    ):
+    pipeline = as_compared(pipeline_of("Kimi K2"))
+    exact, text = (("x", 24_999), ("x ", 40_000)), (("x", 25_000), (" ", 30_000), ("x ", 200_000))
+    for word, times in exact + text:
         body = json.dumps({"prompt": word * times}).encode()
+        mode = "exact" if (word, times) in exact else "text"
         assert pipeline.prepare("/v1/completions", body).mode == mode, (word, times)
 
 
@@ -196,7 +196,7 @@ def ids_of(pipeline: Pipeline, text: str) -> list[int]:
 def test_no_text_spells_a_special_token_of_mistrals_own_format(pipeline_of):
     pipeline = pipeline_of("Mistral (tekken v7)")
     assert pipeline.prepare("/v1/chat/completions", HI).mode == "text"
-    pipeline.adopt(pipeline.likeliest(), True, Differences(shown=True))
+    as_compared(pipeline)
     assert pipeline.prepare("/v1/chat/completions", HI).mode == "exact"
     begin, *rest = ids_of(pipeline, "[INST]")
     assert begin == 1 and min(rest) >= RESERVED
@@ -236,8 +236,7 @@ def test_a_tekken_json_whose_words_cannot_be_read_is_said(copied):
 
 
 def test_efforts_are_those_that_a_tekken_json_lists(pipeline_of):
-    pipeline = pipeline_of("Mistral (tekken v15)")
-    pipeline.adopt(pipeline.likeliest(), True, Differences(shown=True))
+    pipeline = as_compared(pipeline_of("Mistral (tekken v15)"))
     for effort, mode in ((None, "exact"), ("none", "exact"), ("high", "exact"), ("low", "text")):
         body = {**json.loads(HI), **({"reasoning_effort": effort} if effort else {})}
         assert pipeline.prepare("/v1/chat/completions", json.dumps(body).encode()).mode == mode, effort

@@ -20,17 +20,21 @@ TOOL = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def two_templates(directory, default, tool_use):
     """A model with two templates, as Hermes-3 and Command R have them."""
-    directory = tmp_path_factory.mktemp("models") / "two"
     shutil.copytree(model_dir("sim"), directory)
     for file in directory.glob("*.jinja"):
         file.unlink()
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": TOOL_USE}]
+    named = {"default": default, "tool_use": tool_use}
+    config["chat_template"] = [{"name": name, "template": source} for name, source in named.items()]
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return two_templates(tmp_path_factory.mktemp("models") / "two", DEFAULT, TOOL_USE)
 
 
 def talk(*texts):
@@ -84,18 +88,8 @@ def test_a_new_version_of_the_engine_meets_nothing_of_the_one_before(folder):
 
 def test_a_question_that_one_template_answered_is_asked_again_by_another(tmp_path):
     """Questions about a text are remembered with its tokens: those of the other template are others."""
-    directory = tmp_path / "asking"
-    shutil.copytree(model_dir("sim"), directory)
-    for file in directory.glob("*.jinja"):
-        file.unlink()
     source = "{%% for m in messages %%}<｜User｜>{%% if '%s' in m.content %%}<｜Assistant｜>found{%% endif %%}{{ m.content }}{%% endfor %%}"
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    config["chat_template"] = [
-        {"name": "default", "template": source % "X"},
-        {"name": "tool_use", "template": source % "Y"},
-    ]
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    pipeline = Pipeline(directory, "m", 16)
+    pipeline = Pipeline(two_templates(tmp_path / "asking", source % "X", source % "Y"), "m", 16)
     for turn in range(45):
         for more in ({}, {"tools": [TOOL]}):
             ids(pipeline, talk(f"plain {turn}"), **more)

@@ -65,50 +65,30 @@ def backends():
     return [Tokenizer(model_dir("sim")), Tokenizer(model_dir("sim"), backend="tokenizers")]
 
 
+X, W = special("<x>"), special("<w>")
+NORMALIZED = special("<x>", normalized=True)
+
+
 @pytest.mark.parametrize(
-    "token",
+    "tokens, normalizer, cuts",
     [
-        special("<x>", lstrip=True),
-        special("<x>", single_word=True),
-        special("\nx>"),
-        special(" <x>"),
+        *(((token,), None, set()) for token in (special("<x>", lstrip=True), special("<x>", single_word=True))),
+        *(((token,), None, set()) for token in (special("\nx>"), special(" <x>"))),
+        # matched on normalized text: a cut where normalizing changes nothing
+        ((NORMALIZED,), None, {"<x>"}),
+        ((NORMALIZED,), normalizers.Sequence([]), {"<x>"}),
+        ((NORMALIZED,), normalizers.NFC(), set()),
+        ((NORMALIZED,), normalizers.Sequence([normalizers.Lowercase()]), set()),
+        # others reach into them; "aa" reaches into "a<x>"
+        ((X, special("a<x>"), special("aa"), special("<ok>")), None, {"<ok>"}),
+        ((special("<y>"), special("b<y"), special("<z>"), special("<z>>", lstrip=True)), None, {"b<y"}),
+        # a letter is no cut where tokens look for words
+        ((special("xyz"), W), None, {"xyz", "<w>"}),
+        ((special("xyz"), W, special("word", single_word=True)), None, {"<w>"}),
     ],
 )
-def test_tokens_that_reach_to_their_left_are_no_cuts(tmp_path, token):
-    assert not made(tmp_path, token).safe_cuts()
-
-
-def test_tokens_matched_on_normalized_text_are_cuts_where_normalizing_changes_nothing(tmp_path):
-    token = special("<x>", normalized=True)
-    for name, normalizer, cuts in (
-        ("none", None, {"<x>"}),
-        ("empty", normalizers.Sequence([]), {"<x>"}),
-        ("nfc", normalizers.NFC(), set()),
-        ("lower", normalizers.Sequence([normalizers.Lowercase()]), set()),
-    ):
-        assert made(tmp_path / name, token, normalizer=normalizer).safe_cuts() == cuts
-
-
-def test_tokens_that_others_reach_into_are_no_cuts(tmp_path):
-    tokens = made(
-        tmp_path,
-        special("<x>"),
-        special("a<x>"),
-        special("<y>"),
-        special("b<y"),
-        special("<z>"),
-        special("<z>>", lstrip=True),
-        special("aa"),
-        special("<ok>"),
-    )
-    assert tokens.safe_cuts() == {"<ok>", "b<y"}  # "aa" reaches into "a<x>"
-
-
-def test_a_letter_is_no_cut_where_tokens_look_for_words(tmp_path):
-    assert made(tmp_path, special("xyz"), special("<w>")).safe_cuts() == {"xyz", "<w>"}
-    assert made(tmp_path / "words", special("xyz"), special("<w>"), special("word", single_word=True)).safe_cuts() == {
-        "<w>"
-    }
+def test_where_a_text_may_be_cut(tmp_path, tokens, normalizer, cuts):
+    assert made(tmp_path, *tokens, normalizer=normalizer).safe_cuts() == cuts
 
 
 def test_a_token_that_takes_blanks_to_its_right_leaves_cuts_alone(tmp_path):

@@ -86,7 +86,7 @@ def test_a_hub_that_refuses_says_why_in_one_line(status, headers, said, monkeypa
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         why = said_of_a_hub(f"http://127.0.0.1:{hub.server_port}", monkeypatch, tmp_path)
         hub.shutdown()
-    assert said in why and not any(one in why for one in ("\n", "Root=1", "Error: "))
+    assert said in why and "\n" not in why and "Error: " not in why
     assert re.fullmatch(r"the tokenizer of some/model can't be fetched \([^:]*(4\d\d|C|R).*\): set HF_TOKEN if .*", why)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from gateway.http import upstream as wire
 from gateway.http.downstream import Downstream
-from gateway.proxy.overload import Overload
+from gateway.proxy.admission.overload import Overload
 from gateway.tenants.key_file import Entry, add, digest, new_key
 from gateway.tenants.keys import Keys
 from gateway.tenants.metering import Metering

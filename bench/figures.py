@@ -16,11 +16,11 @@ from time import monotonic, perf_counter
 
 from gateway.ops.metrics import Metrics
 from gateway.prompt import Prompt
-from gateway.proxy.answers import Usage
+from gateway.proxy.admission.overload import Overload
+from gateway.proxy.admission.queue import Queue
 from gateway.proxy.exchange import Attempt, Exchange
-from gateway.proxy.figures import Figures
-from gateway.proxy.overload import Overload
-from gateway.proxy.queue import Queue
+from gateway.proxy.observers.figures import Figures
+from gateway.proxy.responses.answers import Usage
 from policies import Admission, Classes, QosClass, QueuedRequest, Rule, Rules
 from policies.admission import Space
 

@@ -75,12 +75,14 @@ def ask_valgrind():
 class Request:
     """Who asks for a replica, and does nothing with it."""
 
-    tried, response, model, tenant = (), None, None, None
+    tried, response, model, tenant, is_forwarded = (), None, None, None, True
 
     def __init__(self, prompt):
+        from gateway.http import messages
         from gateway.proxy.exchange import Attempt
 
         self.prompt, self.stages, self.attempt_type = prompt, [], Attempt
+        self.request = messages.Request("POST", b"/v1/chat/completions", [], b"", False, True)
 
     def add_attempt(self, attempt):
         self.attempt = attempt
@@ -96,8 +98,8 @@ def replay() -> None:
     from gateway.models import Models
     from gateway.ops.metrics import Metrics
     from gateway.prompt.pipeline import Pipeline
-    from gateway.proxy import placing
     from gateway.proxy.backend import Backend
+    from gateway.proxy.placement import placing
     from gateway.proxy.proxy import Proxy
     from policies import CostGroup, Ledger, Router, make
     from replicas import Replica, State

@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.play import Conversation, backlog, pace
 from gateway.ops.metrics import Metrics
-from gateway.proxy.shadow import Seen, Shadows, told
+from gateway.proxy.observers.shadow import Seen, Shadows, told
 from loadgen.simulate import Fleet, Record, Turn
 from policies import Costs
 from replicas.simulated.profile import Profile, StepDurations, load_profile

@@ -176,7 +176,7 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
         watch.time(proxy.router.ledger, "reserve", "reserve")
         watch.time(proxy.router.map, "expect", "expect: note what will be held")
         watch.time(conductor, "request_head", "request head")
-        watch.time(proxy.conductor._added, "lines", "response head")
+        watch.time(proxy.conductor, "_head", "response head")
         watch.time(proxy.settling, "_settle", "settle: compare, count")
     client = Downstream(server.clients)
     client.connection_made(NoTransport())

@@ -39,7 +39,7 @@ from .ops.metrics import Metrics, Reading
 from .ops.recent.recent import Recent
 from .ops.view import View
 from .proxy.backend import Backend
-from .proxy.decisions import Decisions
+from .proxy.placement.decisions import Decisions
 from .proxy.retries import ABORTED, OWN, UNCONFIRMED
 from .settings import ConfigError, Secrets, Settings, known_urls, overload_of, read_secrets
 from .spaces import ModelSpace

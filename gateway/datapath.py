@@ -17,10 +17,10 @@ from .http.origins import Origins
 from .ops import log as lines
 from .ops.metrics import Metrics
 from .prompt.pipeline import SWITCH_SECONDS, Pipeline
-from .proxy.answers import Usage
 from .proxy.blame import PASSED_ON
 from .proxy.exchange import Exchange
 from .proxy.proxy import Proxy
+from .proxy.responses.answers import Usage
 from .proxy.retries import SHUT_DOWN
 from .proxy.settling import OnEnd
 from .settings import ConfigError, Settings
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from replicas.discovery import Discovery
 
     from .ops.spans import Spans
-    from .proxy.shared import SharedLedger
+    from .proxy.placement.shared import SharedLedger
 
 log = logging.getLogger("hitherto")
 
@@ -54,7 +54,7 @@ def proxy(
 ) -> Proxy:
     """Make the proxy; `rooms`: its other parts, made by the caller, by the names of its parameters."""
     if spans is not None:
-        from .proxy.traces import Traces
+        from .proxy.observers.traces import Traces
 
         rooms["traces"] = Traces(spans, settings.policy)
     on_end: list[OnEnd] = [_access] if settings.access_log else []
@@ -117,7 +117,7 @@ def shared_ledger(
         return None
     from cachemap.cluster import Ways, parse
 
-    from .proxy.shared import SharedLedger
+    from .proxy.placement.shared import SharedLedger
 
     def observe(outcome: str, seconds: float) -> None:
         metrics.shared_decisions.inc(outcome)

@@ -120,14 +120,6 @@ class Models:
         member = self.members.get(replica)
         return member is None or not member.context or tokens <= member.context
 
-    def files_under_way(self, model: str) -> set[asyncio.Task[None]]:
-        """Return the tasks that find or load the tokenizer that a model still lacks; "" stands for any model."""
-        members = [one for one in self.members.values() if not model or model in one.replica.models]
-        spaces = [one.space for one in members if one.space is not None and one.space.pipeline.tokenizer is None]
-        found = {one.finding for one in members if one.source is None and not one.problem}
-        found |= {one.loading for one in spaces if not one.problem}
-        return {one for one in found if one is not None}
-
     # --- replicas come, change and go
 
     def adopt(self, replica: Replica) -> ModelSpace:

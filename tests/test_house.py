@@ -33,7 +33,7 @@ errors files durations validation threads ports
 prompt
 tls members tenants.limits ops.log ops.metrics ops.spans ops.gains
 tenants
-proxy.paths proxy.overload settings
+proxy.paths proxy.admission.overload settings
 model model_files ops.comparison ops.chats ops.doubts
 spaces routes models
 proxy
@@ -184,7 +184,7 @@ def test_every_module_says_what_it_is_for():
 def test_the_rooms_that_decide_have_no_clock_and_no_sockets():
     """Policies and state machines are pure: time and load come in as arguments."""
     pure = [*(ROOT / "policies").rglob("*.py"),
-            *(ROOT / "gateway/proxy" / name for name in ("states.py", "retries.py", "blame.py", "drift.py")),
+            *(ROOT / "gateway/proxy" / name for name in ("states.py", "retries.py", "blame.py", "exactness/drift.py")),
             ROOT / "replicas/lifecycle.py", ROOT / "replicas/health.py", ROOT / "cachemap/events/sequence.py",
             *(ROOT / "replicas/simulated" / name for name in ("engine.py", "batch.py", "blocks.py", "steps.py", "profile.py"))]  # fmt: skip
     for path in pure:

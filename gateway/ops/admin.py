@@ -35,7 +35,7 @@ import orjson
 from aiohttp import ClientError, web
 
 from gateway.ops.metrics import Metrics
-from gateway.proxy.decisions import LEASE, LEASES
+from gateway.proxy.placement.decisions import LEASE, LEASES
 from replicas.kept import KeptReplicas
 from replicas.lifecycle import TAKES_TRAFFIC
 from replicas.replica import KEYS, Address, parse_url

@@ -13,9 +13,9 @@ from replicas.lifecycle import ENGINE_THERE, State
 from ..http.messages import HOP_BY_HOP
 from ..http.upstream import Pool, Sink, UpstreamError
 from .blame import Record
-from .drift import Drift
+from .exactness.drift import Drift
+from .exactness.token_ids import Forwarding
 from .retries import CONNECT, OWN, REPLACED
-from .token_ids import Forwarding
 
 if TYPE_CHECKING:
     from cachemap import EventIntake
@@ -45,35 +45,6 @@ async def taken_at_its_word(replica: str) -> bool:
 class Backend:
     """The state of one replica in this gateway."""
 
-    __slots__ = (
-        "replica",
-        "id",
-        "slot",
-        "candidate",
-        "prove",
-        "pool",
-        "drift",
-        "record",
-        "answers",
-        "forwarding",
-        "keeps_nothing",
-        "learn_at",
-        "full_until",
-        "pace",
-        "source",
-        "intake",
-        "listening",
-        "adapter_roots",
-        "hidden",
-        "host_line",
-        "not_forwarded",
-        "incarnation",
-        "gone",
-        "event_format",
-        "stored_as",
-        "said_to_drop",
-    )
-
     def __init__(
         self,
         replica: Replica,
@@ -87,33 +58,33 @@ class Backend:
         `prove(id)`: has the replica's watcher check now which process listens; returns whether an engine answered.
         `hidden`: names of client headers that are not forwarded to this replica.
         """
-        self.replica = replica
-        self.id = replica.id
-        self.slot = candidate.slot
-        self.candidate = candidate
-        self.prove = prove
+        self.replica, self.candidate, self.prove, self.hidden = replica, candidate, prove, hidden
+        self.id, self.slot = replica.id, candidate.slot
         self.pool = self._new_pool()
         self.drift = Drift()
-        self.record = Record()
-        self.answers = 0  # answered requests not yet reported to the health checks
         self.forwarding = Forwarding()
         self.keeps_nothing: set[str] = set()  # paths at which it answered a first leg and kept no cache
         self.learn_at = 0.0  # no observation is due before this time, in monotonic seconds
-        self.pace = 0.0  # mean seconds per token of non-streamed answers, prompt included; 0 before the first
-        # Monotonic seconds until which it is chosen only if all others are full, since it refused a request as full.
-        self.full_until = 0.0
         self.source: EventSource | None = None  # the source of `intake`
         self.intake: EventIntake | None = None
         self.listening: asyncio.Task[None] | None = None  # runs `intake`, or its predecessor until that has ended
         self.adapter_roots: dict[str, str] = {}  # adapter -> the folder that it was last reported loaded from
-        self.hidden = hidden
-        self.host_line, self.not_forwarded = self._head_parts()
-        self.incarnation: str | None = None
         # the format of its blocks for `intake`: tokens per block, and how many tokens after it are part of its hash
         self.event_format: tuple[int, int] | None = None
+        self.gone = False  # removed; requests that still run on it are not counted
+        self._begin(None)
+
+    def _begin(self, incarnation: str | None) -> None:
+        """Begin with nothing learned about the replica's process."""
+        self.incarnation = incarnation
+        self.host_line, self.not_forwarded = self._head_parts()
+        self.record = Record()
+        self.answers = 0  # answered requests not yet reported to the health checks
+        self.pace = 0.0  # mean seconds per token of non-streamed answers, prompt included; 0 before the first
+        # Monotonic seconds until which it is chosen only if all others are full, since it refused a request as full.
+        self.full_until = 0.0
         self.stored_as: Blocks = UNTOLD  # the kind of blocks that it stores, as last reported or seen in events
         self.said_to_drop: bool | None = None  # whether it last reported to recompute the last block that it finds
-        self.gone = False  # removed; requests that still run on it are not counted
 
     def _new_pool(self) -> Pool:
         replica = self.replica
@@ -137,13 +108,13 @@ class Backend:
             return UpstreamError(REPLACED, "is not the engine any more that was chosen")
         if replica.state is State.LEAVING:
             return UpstreamError(REPLACED, "is leaving, and takes nothing new")
-        if not answered and replica.state is State.DRAINING:  # its watcher has stopped
+        if answered:
+            return None
+        if replica.state is State.DRAINING:  # its watcher has stopped
             return UpstreamError(REPLACED, "is drained, and was not looked at before that")
-        if not answered and replica.fault == OWN:
+        if replica.fault == OWN:
             return UpstreamError(OWN, replica.reason)
-        if not answered:
-            return UpstreamError(CONNECT, "took a connection, and did not prove to be the engine that it was")
-        return None
+        return UpstreamError(CONNECT, "took a connection, and did not prove to be the engine that it was")
 
     def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
         """Return the header lines of every request to this replica, and names of client headers not to forward."""
@@ -156,13 +127,10 @@ class Backend:
 
     def follow_incarnation(self) -> None:
         """Reset what was learned, since the replica is another process now, perhaps at another address."""
-        self.incarnation, self.said_to_drop = self.replica.incarnation, None
-        self.stored_as = UNTOLD
-        self.host_line, self.not_forwarded = self._head_parts()
+        self._begin(self.replica.incarnation)
         self.adapter_roots = dict(self.replica.adapter_roots)
         self.drift.reset()
         self.keeps_nothing.clear()
-        self.record, self.answers, self.full_until, self.pace = Record(), 0, 0.0, 0.0
         if self.pool.host != self.replica.address:
             self.pool.retire()
             self.pool = self._new_pool()

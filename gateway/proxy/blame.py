@@ -53,8 +53,6 @@ class UnattributedError(NamedTuple):
 class Record:
     """A replica's recent record; `failures` counts requests in a row that it failed, and is reset by an answer."""
 
-    __slots__ = ("failures",)
-
     def __init__(self) -> None:
         self.failures = 0
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import JSON, MESSAGES, ApiError, error_event
 from ..http.downstream import Downstream
+from ..http.messages import KEEP_ALIVE
 from ..http.upstream import Upstream, UpstreamError
-from .answers import (
+from . import retries
+from .admission.priorities import HeadOf, Priorities
+from .backend import Backend
+from .blame import DOUBTFUL, OVERLOADED, agree, settled
+from .disagg.legs import leg_head, second_leg
+from .exactness.forwarding import TokenIdForwarding
+from .exchange import NO_BUFFERING, Attempt, Exchange, meter, request_head
+from .placement.placing import Placing
+from .responses import answers
+from .responses.answers import (
     ERROR_MARK,
     ERROR_WITHIN,
     MEMBERS,
@@ -22,56 +32,19 @@ from .answers import (
     Sight,
     begins,
     first_error,
-    foreign_head,
-    has_end,
-    has_grown,
-    keep_alives_end,
     look,
-    media_type,
-    next_number,
 )
-from .backend import Backend
-from .blame import DOUBTFUL, OVERLOADED, agree, settled
-from .chunks import END_OF_BODY, ChunkDecodingSink, framed
-from .exchange import Added, Attempt, Exchange, meter, request_head
-from .figures import Figures
-from .forwarding import TokenIdForwarding
-from .leg_ends import LegEnds
-from .legs import FirstLegs, leg_head, second_leg
-from .placing import Eligibility, Placing
-from .priorities import HeadOf, Priorities
-from .respelling import respelled
-from .responses import Responses
+from .responses.chunks import END_OF_BODY, ChunkDecodingSink, framed
+from .responses.respelling import respelled
+from .responses.stored import Responses
 from .resume.resumer import Resumer, is_open_ended, rest_error
-from .retries import (
-    ABORTED,
-    CONNECT,
-    CRASHES,
-    DIFFERS,
-    ELSEWHERE,
-    ERROR_ANSWER,
-    FOREIGN_ANSWER,
-    IDS,
-    KINDS,
-    LEFT,
-    LEG_REFUSED,
-    PREFILL_FAILED,
-    RETRYABLE,
-    SHUT_DOWN,
-    TIMEOUT,
-    Failed,
-    Next,
-    after,
-    of_status,
-)
+from .retries import KINDS, Failed, Next
 from .settling import ABANDONED, STREAMING_APIS, Settling, cut_short
-from .states import TRANSITIONS, Action, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
+from .states import ATTEMPT_TRANSITIONS, TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
-    from replicas import Replica
-
     from ..ops.metrics import Metrics
-    from .traces import Traces
+    from .observers.traces import Traces
 
 # The last bytes of a chunk that ends with a complete event, for engines that end lines with LF and with CRLF.
 LF_CHUNK_END, CRLF_CHUNK_END = b"\n\n\r\n", b"\r\n\r\n\r\n"
@@ -87,9 +60,9 @@ CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptE
 REFUSING = {
     ExchangeState.PREPARING: ExchangeEvent.REFUSED,
     ExchangeState.PLACING: ExchangeEvent.REFUSED,
-    ExchangeState.QUEUED: ExchangeEvent.REFUSED,
     ExchangeState.TRYING: ExchangeEvent.TIMED_OUT,
 }
+
 
 # Statuses that may be due to what the gateway wrote into the request (token ids, a leg's parameters). The request is
 # repeated as received, so that a client only sees errors that its own request caused.
@@ -98,170 +71,28 @@ MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
 NO_RETRY = (b"x-should-retry", b"false")
 
 
-class Judge:
-    """A judge of replicas' responses: relay them to the client, or retry the request elsewhere."""
-
-    def __init__(self, eligible: Eligibility, settling: Settling, retries: int):
-        """Create a judge. `retries`: the number of retries per request."""
-        self._eligible, self._settling, self._retries = eligible, settling, retries
-
-    def head(self, exchange: Exchange, attempt: Attempt) -> UpstreamError | None:
-        """Return why an answer with this head is not passed to the client; None if it may be passed."""
-        status, head = attempt.status, attempt.response_head
-        content_type = head.get(b"content-type") or b""
-        attempt.streams = content_type.startswith(b"text/event-stream")
-        if status == 200 and (attempt.streams or content_type.startswith(b"application/json")):
-            return None
-        content_type = content_type.lower()  # names of media types have no case (RFC 9110, 8.3.1)
-        attempt.streams = content_type.startswith(b"text/event-stream")
-        if status == 200 and (attempt.streams or content_type.startswith(b"application/json")):
-            return None
-        has_prompt = exchange.prompt is not None
-        if attempt.leg is not None and status >= 300 and exchange.legs is not None and exchange.legs.transfer.header:
-            kind = LEG_REFUSED if status in MAY_BE_OURS else PREFILL_FAILED
-            return UpstreamError(kind, f"answered {status} to a request that was to be computed elsewhere first")
-        if has_prompt and not attempt.streams and foreign_head(status, content_type):
-            return _foreign(f"answered {status} with {media_type(content_type)}")
-        if (
-            status in RETRYABLE
-            or (status in DOUBTFUL and exchange.response is None and (has_prompt or of_status(status) in OVERLOADED))
-        ) and self._unsettled(exchange, attempt, of_status(status)):
-            return UpstreamError(of_status(status), f"answered {status}")
-        if status == 404 and exchange.response is not None and self.others(exchange, attempt):
-            return UpstreamError(ELSEWHERE, "answered 404")
-        if (attempt.sent_ids or attempt.asks_ids) and status in MAY_BE_OURS:
-            return UpstreamError(IDS, f"answered {status}")
-        if attempt.leg is not None and status in MAY_BE_OURS:
-            return UpstreamError(LEG_REFUSED, f"answered a second leg with {status}")
-        return None
-
-    def first(
-        self, exchange: Exchange, attempt: Attempt, data: bytes, whole: bool = False
-    ) -> bytes | UpstreamError | None:
-        """Judge the first bytes of an answer's body, or all of it (`whole`).
-
-        Returns the bytes that the client gets, an error if it gets nothing of this answer, or None while too few bytes
-        have arrived to tell; those are held back in `attempt.withheld`.
-        """
-        held_back = attempt.withheld
-        if held_back:
-            data, attempt.withheld = held_back + data, b""
-        if (
-            attempt.status == 200
-            and exchange.prompt is not None
-            and (held_back or not _is_plain(exchange, attempt, data))
-        ):
-            head = attempt.response_head
-            began = not held_back and begins(exchange.label, data, attempt.streams)
-            if not began and head.get(b"content-encoding") is None:
-                sight = self._look(exchange, attempt, data, len(held_back), whole)
-                if sight is Sight.FOREIGN:
-                    return _foreign(f"answered 200 with {repr(data[:40]) if data else 'an empty body'}")
-                if sight is Sight.SILENT:
-                    self._unsettled(exchange, attempt, ERROR_ANSWER)  # ignored: no client can read this answer
-                    return UpstreamError(ERROR_ANSWER, "answered 200 with a stream without an event")
-                if sight is Sight.EARLY:
-                    attempt.withheld = data
-                    return None
-                if sight is Sight.BLIND:
-                    attempt.beginning = None
-                    return data
-            fault = first_error(data if (seen := attempt.beginning) is None else seen.body, attempt.streams)
-            kind = full if (full := of_status(fault)) in OVERLOADED else ERROR_ANSWER
-            if (fault >= 500 or kind is full) and self._unsettled(exchange, attempt, kind):
-                return UpstreamError(kind, f"answered 200 with an error that amounts to {fault}")
-            if fault in MAY_BE_OURS and (attempt.sent_ids or attempt.asks_ids):
-                return UpstreamError(IDS, f"answered 200 with an error that amounts to {fault}")
-            if attempt.leg is not None and fault in MAY_BE_OURS:
-                return UpstreamError(LEG_REFUSED, f"answered a second leg with an error that amounts to {fault}")
-            attempt.fault = fault
-        elif attempt.status >= 400 and exchange.request.path.startswith(MESSAGES):
-            if not whole and len(data) < MOST_HELD_BACK:
-                attempt.withheld = data
-                return None
-            data = respelled(exchange, attempt, data)
-        if cut_short(attempt, exchange.request.path, data):
-            return UpstreamError(ABORTED, "aborted it")
-        attempt.first_at, attempt.beginning = monotonic(), None
-        return data
-
-    def _look(self, exchange: Exchange, attempt: Attempt, data: bytes, held_back: int, whole: bool) -> Sight:
-        """Return what the first bytes of a body show; the first `held_back` of them were looked at before."""
-        head, label = attempt.response_head, exchange.label
-        if attempt.streams:
-            if (beginning := attempt.beginning) is None:
-                beginning = attempt.beginning = Beginning(head.is_chunked)
-                held_back = 0
-            return beginning.look(label, data[held_back:], whole)
-        if not whole and len(data) < MOST_HELD_BACK and not has_grown(len(data), attempt.looked_at):
-            return Sight.EARLY
-        attempt.looked_at = len(data)
-        return look(label, data, False, (head.get(b"content-type") or b"").lower(), whole)
-
-    def may_retry(self, exchange: Exchange, attempt: Attempt, kind: str = "") -> bool:
-        """Return whether a failed attempt may be replaced by another one.
-
-        There must be a retry left, and another replica, or the same one if it is a decoder that could not fetch the
-        prompt's cache, since it can compute the prompt. `kind`: of failure.
-        """
-        left = attempt.could_not_fetch(kind) or bool(self.others(exchange, attempt))
-        return exchange.attempts_used < self._retries and left
-
-    def others(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
-        """Return the replicas that are left to try if this attempt fails."""
-        return self._eligible.remaining(exchange.prompt, self.tried(exchange, attempt), exchange.model)
-
-    def tried(self, exchange: Exchange, attempt: Attempt) -> tuple[Backend, ...]:
-        """Return the replicas that are not sent the request again if this attempt fails.
-
-        If no other replica is left, a decoder that only failed to fetch the cache may be asked again: it can compute
-        the prompt itself.
-        """
-        tried = (*exchange.tried, attempt.backend)
-        if self._eligible.remaining(exchange.prompt, tried, exchange.model):
-            return tried
-        last = {one.backend: one for one in exchange.attempts}
-        able = {backend for backend, one in last.items() if one.could_not_fetch(getattr(one.error, "kind", ""))}
-        return tuple(one for one in tried if one not in able)
-
-    def _unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
-        """Record an error answer; return whether to ask another replica, instead of passing the error to the client."""
-        self._settling.record_error(exchange, attempt, kind)
-        if not settled(exchange.unattributed_errors) and self.may_retry(exchange, attempt, kind):
-            return True
-        if agree(exchange.unattributed_errors):
-            attempt.response_head.add(NO_RETRY)
-        return False
-
-
-def _is_plain(exchange: Exchange, attempt: Attempt, data: bytes) -> bool:
-    """Return whether a non-streamed answer begins here without an error, as nearly all do; two searches decide."""
-    return (
-        not attempt.streams
-        and data.find(MEMBERS.get(exchange.label, b"")) >= 0
-        and data.find(ERROR_MARK, 0, ERROR_WITHIN) < 0
-    )
-
-
-def _foreign(what: str) -> UpstreamError:
-    """Return the error for an answer that no engine wrote: something else listens at the replica's address."""
-    return UpstreamError(FOREIGN_ANSWER, f"{what}, which is no answer of an inference engine")
-
-
 class Conductor:
     """The runner of exchanges: by the tables, it sets an exchange's state after an event and runs the action."""
 
     def __init__(
-        self, placing: Placing, judge: Judge, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics, added: Added,
-        *, retries: int, traces: Traces | None, discreet: bool,
+        self, placing: Placing, settling: Settling, forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics,
+        *, retries: int, traces: Traces | None, discreet: bool, names_replica: bool, tells_cached: bool, timed: bool,
     ):  # fmt: skip
-        """Create a conductor. `discreet`: errors name no replicas, since clients are tenants, who may share them."""
-        self.placing, self.judge, self.settling = placing, judge, settling
-        self._forwarding, self._responses, self._metrics, self._added = forwarding, responses, metrics, added
+        """Create a conductor.
+
+        `retries`: the number of retries per request.
+        `discreet`: errors name no replicas, since clients are tenants, who may share them.
+        `names_replica`: add the replica's id to the headers of its answers.
+        `tells_cached`: add the number of prompt tokens that the replica was predicted to have cached.
+        `timed`: note when requests were prepared, for traces or figures.
+        """
+        self.placing, self.settling, self._eligible = placing, settling, placing.eligible
+        self._forwarding, self._responses, self._metrics = forwarding, responses, metrics
         self._retries, self._traces, self.discreet = retries, traces, discreet
-        self.figures: Figures | None = None
+        self._names_replica, self._tells_cached, self._timed = names_replica, tells_cached, timed
+        # Returns the header line of a degraded answer, where requests are admitted by class or limit.
+        self.note: Callable[[Exchange, Attempt], bytes] | None = None
         self.priorities: Priorities | None = None
-        self.first_legs, self.leg_ends = FirstLegs(self), LegEnds(self, settling, metrics)
         self.under_way: set[Exchange] = set()
         self.draining = False
         self.resumer: Resumer | None = None  # with --continue-streams
@@ -314,7 +145,7 @@ class Conductor:
         return len(streams)
 
     def _stop_stream(self, exchange: Exchange) -> None:
-        error = UpstreamError(SHUT_DOWN, "the gateway is shutting down")
+        error = UpstreamError(retries.SHUT_DOWN, "the gateway is shutting down")
         if exchange.attempts[-1].state is not AttemptState.ENDED:
             exchange.attempts[-1].end_as(AttemptEvent.FAILED, error)
         self.dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
@@ -336,23 +167,166 @@ class Conductor:
 
         Engines send the head before the prefill, and while the client has nothing, the request can still go elsewhere.
         """
-        error = self.judge.head(attempt.exchange, attempt)
-        opened = attempt.exchange.opened
-        if error is None and (opened is not None or attempt.exchange.state is ExchangeState.RESUMING):
+        exchange, status = attempt.exchange, attempt.status
+        content_type = attempt.response_head.get(b"content-type") or b""
+        attempt.streams = content_type.startswith(b"text/event-stream")
+        error = None
+        if status != 200 or not (attempt.streams or content_type.startswith(b"application/json")):
+            # names of media types have no case (RFC 9110, 8.3.1)
+            error = self._head_error(exchange, attempt, content_type.lower())
+        opened = exchange.opened
+        if error is None and (opened is not None or exchange.state is ExchangeState.RESUMING):
             error = rest_error(attempt, opened)
         if error is not None:
             self.failed(attempt, error)
         elif body:
             self.on_body(attempt, body)
 
+    def _head_error(self, exchange: Exchange, attempt: Attempt, content_type: bytes) -> UpstreamError | None:
+        """Return why an answer with this head is not passed to the client; None if it may be passed."""
+        status = attempt.status
+        attempt.streams = content_type.startswith(b"text/event-stream")
+        if status == 200 and (attempt.streams or content_type.startswith(b"application/json")):
+            return None
+        has_prompt, kind = exchange.prompt is not None, retries.of_status(status)
+        if attempt.leg is not None and status >= 300 and exchange.legs is not None and exchange.legs.transfer.header:
+            kind = retries.LEG_REFUSED if status in MAY_BE_OURS else retries.PREFILL_FAILED
+            return UpstreamError(kind, f"answered {status} to a request that was to be computed elsewhere first")
+        if has_prompt and not attempt.streams and answers.foreign_head(status, content_type):
+            return _foreign(f"answered {status} with {answers.media_type(content_type)}")
+        doubtful = status in DOUBTFUL and exchange.response is None and (has_prompt or kind in OVERLOADED)
+        if (status in retries.RETRYABLE or doubtful) and self._unsettled(exchange, attempt, kind):
+            return UpstreamError(kind, f"answered {status}")
+        if status == 404 and exchange.response is not None and self.others(exchange, attempt):
+            return UpstreamError(retries.ELSEWHERE, "answered 404")
+        return self._ours(attempt, status, str(status))
+
+    def _ours(self, attempt: Attempt, status: int, what: str) -> UpstreamError | None:
+        """Return the error for an answer that may be due to what the gateway wrote into the request; else None."""
+        if status not in MAY_BE_OURS:
+            return None
+        if attempt.sent_ids or attempt.asks_ids:
+            return UpstreamError(retries.IDS, f"answered {what}")
+        return None if attempt.leg is None else UpstreamError(retries.LEG_REFUSED, f"answered a second leg with {what}")
+
     def on_body(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
-        """Judge bytes of a body of which nothing was relayed yet. `whole`: with them the body is complete."""
-        exchange = attempt.exchange
-        first = self.judge.first(exchange, attempt, data, whole)
-        if isinstance(first, bytes):
-            self.answered(exchange, attempt, first)
-        elif first is not None:
-            self.failed(attempt, first)
+        """Judge bytes of a body of which nothing was relayed yet, and relay them if they show an answer.
+
+        While too few bytes have arrived to tell, they are held back in `attempt.withheld`.
+
+        `whole`: with these bytes the body is complete.
+        """
+        exchange, held_back, error = attempt.exchange, attempt.withheld, None
+        path = exchange.request.path
+        if held_back:
+            data, attempt.withheld = held_back + data, b""
+        if attempt.status == 200 and exchange.prompt is not None:
+            # Nearly all non-streamed answers begin without an error, as two searches show.
+            if (
+                held_back
+                or attempt.streams
+                or data.find(MEMBERS.get(exchange.label, b"")) < 0
+                or data.find(ERROR_MARK, 0, ERROR_WITHIN) >= 0
+            ):
+                found = self._judged(exchange, attempt, data, len(held_back), whole)
+                if found is Sight.EARLY:
+                    attempt.withheld = data
+                    return
+                if found is Sight.BLIND:
+                    attempt.beginning = None
+                    self.answered(exchange, attempt, data)
+                    return
+                error = found
+        elif attempt.status >= 400 and path.startswith(MESSAGES):
+            if not whole and len(data) < MOST_HELD_BACK:
+                attempt.withheld = data
+                return
+            data = respelled(exchange, attempt, data)
+        if error is None and cut_short(attempt, path, data):
+            error = UpstreamError(retries.ABORTED, "aborted it")
+        if error is not None:
+            self.failed(attempt, error)
+            return
+        attempt.first_at, attempt.beginning = monotonic(), None
+        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, ATTEMPT_ANSWERED]
+        self.dispatch(exchange, ANSWERED, data)
+
+    def _judged(
+        self, exchange: Exchange, attempt: Attempt, data: bytes, held_back: int, whole: bool
+    ) -> UpstreamError | Literal[Sight.EARLY, Sight.BLIND] | None:
+        """Judge the first bytes of an answer with status 200 to a prompt.
+
+        Returns an error if the client gets nothing of this answer, EARLY if too few bytes have arrived to tell, BLIND
+        if that many show nothing, else None.
+
+        `held_back`: how many of the bytes were looked at before.
+        """
+        head = attempt.response_head
+        began = not held_back and begins(exchange.label, data, attempt.streams)
+        if not began and head.get(b"content-encoding") is None:
+            sight = self._look(exchange, attempt, data, held_back, whole)
+            if sight is Sight.FOREIGN:
+                return _foreign(f"answered 200 with {repr(data[:40]) if data else 'an empty body'}")
+            if sight is Sight.SILENT:
+                self._unsettled(exchange, attempt, retries.ERROR_ANSWER)  # ignored: no client can read this answer
+                return UpstreamError(retries.ERROR_ANSWER, "answered 200 with a stream without an event")
+            if sight is Sight.EARLY or sight is Sight.BLIND:
+                return sight
+        fault = first_error(data if (seen := attempt.beginning) is None else seen.body, attempt.streams)
+        kind = full if (full := retries.of_status(fault)) in OVERLOADED else retries.ERROR_ANSWER
+        if (fault >= 500 or kind is full) and self._unsettled(exchange, attempt, kind):
+            return UpstreamError(kind, f"answered 200 with an error that amounts to {fault}")
+        if (error := self._ours(attempt, fault, f"200 and an error that amounts to {fault}")) is None:
+            attempt.fault = fault
+        return error
+
+    def _look(self, exchange: Exchange, attempt: Attempt, data: bytes, held_back: int, whole: bool) -> Sight:
+        """Return what the first bytes of a body show; the first `held_back` of them were looked at before."""
+        head, label = attempt.response_head, exchange.label
+        if attempt.streams:
+            if (beginning := attempt.beginning) is None:
+                beginning = attempt.beginning = Beginning(head.is_chunked)
+                held_back = 0
+            return beginning.look(label, data[held_back:], whole)
+        if not whole and len(data) < MOST_HELD_BACK and not answers.has_grown(len(data), attempt.looked_at):
+            return Sight.EARLY
+        attempt.looked_at = len(data)
+        return look(label, data, False, (head.get(b"content-type") or b"").lower(), whole)
+
+    def may_retry(self, exchange: Exchange, attempt: Attempt, kind: str = "") -> bool:
+        """Return whether a failed attempt may be replaced by another one.
+
+        There must be a retry left, and another replica, or the same one if it is a decoder that could not fetch the
+        prompt's cache, since it can compute the prompt. `kind`: of failure.
+        """
+        left = attempt.could_not_fetch(kind) or bool(self.others(exchange, attempt))
+        return exchange.attempts_used < self._retries and left
+
+    def others(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
+        """Return the replicas that are left to try if this attempt fails."""
+        return self._eligible.remaining(exchange.prompt, self.tried(exchange, attempt), exchange.model)
+
+    def tried(self, exchange: Exchange, attempt: Attempt) -> tuple[Backend, ...]:
+        """Return the replicas that are not sent the request again if this attempt fails.
+
+        If no other replica is left, a decoder that only failed to fetch the cache may be asked again: it can compute
+        the prompt itself.
+        """
+        tried = (*exchange.tried, attempt.backend)
+        if self._eligible.remaining(exchange.prompt, tried, exchange.model):
+            return tried
+        last = {one.backend: one for one in exchange.attempts}
+        able = {backend for backend, one in last.items() if one.could_not_fetch(getattr(one.error, "kind", ""))}
+        return tuple(one for one in tried if one not in able)
+
+    def _unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
+        """Record an error answer; return whether to ask another replica, instead of passing the error to the client."""
+        self.settling.record_error(exchange, attempt, kind)
+        if not settled(exchange.unattributed_errors) and self.may_retry(exchange, attempt, kind):
+            return True
+        if agree(exchange.unattributed_errors):
+            attempt.response_head.add(NO_RETRY)
+        return False
 
     def pass_keep_alives(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         """Forward comments and pings that were held back, so that the client's connection stays alive.
@@ -365,11 +339,11 @@ class Conductor:
             exchange.state is not ExchangeState.TRYING
             or attempt.beginning is None
             or not is_open_ended(head)
-            or not has_grown(len(data), attempt.looked_at)
-            or not keep_alives_end(attempt.beginning.body, False)
+            or not answers.has_grown(len(data), attempt.looked_at)
+            or not answers.keep_alives_end(attempt.beginning.body, False)
         ):
             return
-        end = keep_alives_end(data, head.is_chunked)
+        end = answers.keep_alives_end(data, head.is_chunked)
         data, attempt.withheld = data[:end], data[end:]
         attempt.looked_at = len(attempt.withheld)
         if not end:
@@ -398,81 +372,109 @@ class Conductor:
 
     def answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
         """Begin to relay an answer, with these first bytes."""
-        attempt.advance(ATTEMPT_ANSWERED)
+        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, ATTEMPT_ANSWERED]
         self.dispatch(exchange, ANSWERED, data)
 
     def failed(self, attempt: Attempt, error: UpstreamError) -> None:
         """End a failed attempt, and dispatch the event and the properties of its failure to the exchange."""
-        if attempt.backend.replica.ends and attempt.state is not ANSWERING and error.kind in CRASHES:
-            error = UpstreamError(LEFT, f"ends: {error}")
+        if attempt.backend.replica.ends and attempt.state is not ANSWERING and error.kind in retries.CRASHES:
+            error = UpstreamError(retries.LEFT, f"ends: {error}")
         # A pooled connection may time out under the request, which is no evidence against the replica.
         stale = attempt.upstream is not None and attempt.upstream.used and attempt.response_head is None
         attempt.end_as(AttemptEvent.FAILED, error)
         event, exchange = ExchangeEvent.FAILED, attempt.exchange
-        alone = error.unread and not self.judge.others(exchange, attempt)
-        agreed = error.kind == ERROR_ANSWER and bool(errors := exchange.unattributed_errors) and settled(errors)
+        replica = attempt.backend.replica
         failed = Failed(
             error.kind,
             stale,
             attempt.new_connection,
-            attempt.had_whole and not self._ends(attempt.backend.replica, error),
+            # An engine that closed a connection, accepts none and has others open is shutting down gracefully, before
+            # its state shows it. An engine that crashed would have closed all.
+            attempt.had_whole and not (replica.ends or (error.kind == retries.CONNECT and self.holds(replica.engine))),
             unread=error.unread,
-            alone=alone,
-            agreed=agreed,
+            alone=error.unread and not self.others(exchange, attempt),
+            agreed=error.kind == retries.ERROR_ANSWER and bool(seen := exchange.unattributed_errors) and settled(seen),
         )
-        if attempt.leg is not None:
-            of_leg = self.leg_ends.what_failed(exchange, attempt, error, failed)
-            if of_leg is None:
+        if (legs := exchange.legs) is not None:
+            beside = attempt is legs.first
+            if beside and not self._first_leg_failed(exchange, attempt, error, stale):
                 return
-            failed = of_leg
+            second = attempt.leg is Leg.DECODE
+            failed = failed._replace(
+                handed_over=second,
+                computes=not second,
+                writes=second,
+                still_kept=monotonic() < legs.until,
+                beside=beside,
+            )
         if self.resumer is not None and exchange.state is ExchangeState.ANSWERING:
             event = self.resumer.event_after(exchange)
         self.dispatch(exchange, event, failed)
 
-    def _ends(self, replica: Replica, error: UpstreamError) -> bool:
-        """Return whether the engine, which closed a connection and accepts none, is shutting down gracefully.
+    def _first_leg_failed(self, exchange: Exchange, first: Attempt, error: UpstreamError, stale: bool) -> bool:
+        """Handle a failed first leg that ran at the same time as the second; return whether the exchange fails.
 
-        Before the replica's state shows this, other open connections do: an engine that crashed would have closed all.
+        If it fails, the second leg is dropped, so that its engine frees the blocks, and the first leg becomes the last
+        attempt. Once the client has a byte, the answer goes on, since the client gets nothing of the first leg.
+
+        `stale`: the leg was sent on a pooled connection that may have timed out.
         """
-        return replica.ends or (error.kind == CONNECT and self.holds(replica.engine))
+        legs, attempts, settling = exchange.legs, exchange.attempts, self.settling
+        assert legs is not None
+        legs.first = None
+        if exchange.state is not ExchangeState.TRYING:
+            settling.leg_ended(Leg.PREFILL, error.kind)
+            if KINDS[error.kind].blamed:
+                settling.failed(first.backend, error.kind)
+            settling.abandon(first, computed=KINDS[error.kind].computed)
+            return False
+        if error.kind == retries.CLOSED and stale and not first.new_connection:
+            self._metrics.retries.inc("reconnect")
+            again = legs.first = first.repeat(new_connection=True, unread=error.unread)
+            exchange.add_attempt(again)
+            attempts[-2:] = attempts[:-3:-1]  # the leg that answers stays the last one
+            self._connect(exchange, again)
+            return False
+        second = attempts[-1]
+        if second.state is not AttemptState.ENDED:
+            second.end_as(AttemptEvent.DROPPED)
+        settling.leg_ended(Leg.DECODE, ABANDONED)
+        settling.abandon(second, computed=False)
+        attempts.remove(first)
+        attempts.append(first)
+        return True
 
     # --- the actions of the tables
 
-    def _place(self, exchange: Exchange, _: Any) -> None:
-        if (exchange.trace is not None or self.figures is not None) and not exchange.prepared_at:
+    def place(self, exchange: Exchange, _: Any) -> None:
+        if self._timed and not exchange.prepared_at:
             exchange.prepared_at = monotonic()
         if self.resumer is not None and exchange.stream_record is None:
             self.resumer.begin(exchange)
         self.placing.place(exchange)
 
-    def _hold(self, exchange: Exchange, _: Any) -> None:
-        """Do nothing: the request is in the queue already."""
-
-    def _try(self, exchange: Exchange, _: Any) -> None:
+    def start(self, exchange: Exchange, _: Any = None) -> None:
+        """Send the last attempt, and the first leg before it if both legs are sent at the same time."""
         attempt = exchange.attempts[-1]
         if attempt.leg is not None and (legs := exchange.legs) is not None and legs.first is not None:
             first = exchange.attempts[-2]
             if first is legs.first:  # otherwise the first leg is under way already
-                self.begin_attempt(exchange, first)
-        self.begin_attempt(exchange, attempt)
-
-    def begin_attempt(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Start an attempt: connect to its replica, and send the request."""
-        if self._traces is not None:
-            self._traces.attempt(exchange, attempt)
+                self._connect(exchange, first)
         self._connect(exchange, attempt)
 
     def _connect(self, exchange: Exchange, attempt: Attempt) -> None:
-        pool = attempt.backend.pool
+        """Take a connection to the attempt's replica and send the request, or open a connection first."""
+        if self._traces is not None:
+            self._traces.attempt(exchange, attempt)
         # If one idle connection was closed by a timeout, others in the pool may have been, too.
-        upstream = None if attempt.new_connection else pool.acquire()
+        upstream = None if attempt.new_connection else attempt.backend.pool.acquire()
         if upstream is not None:
             self._send(exchange, attempt, upstream)
         else:
             attempt.backend.connect(attempt)
 
     def _send(self, exchange: Exchange, attempt: Attempt, upstream: Upstream) -> None:
-        attempt.advance(CONNECTED)
+        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, CONNECTED]
         attempt.upstream, attempt.sent_at = upstream, monotonic()
         request, prompt = exchange.request, attempt.prompt
         body = request.body
@@ -489,22 +491,25 @@ class Conductor:
         sink = ChunkDecodingSink(attempt) if request.http10 else attempt
         upstream.send(sink, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
 
-    def _retry(self, exchange: Exchange, failed: Failed) -> None:
+    def retry(self, exchange: Exchange, failed: Failed) -> None:
         attempt, kind = exchange.attempts[-1], failed.kind
-        following = after(failed, exchange.attempts_used, exchange.crashes, self._retries)
+        following = retries.after(failed, exchange.attempts_used, exchange.crashes, self._retries)
         if following is Next.SAME:
             exchange.attempts_used += failed.unread and not failed.stale
-            self._repeat(exchange, attempt, failed)
+            as_text = kind == retries.IDS  # otherwise on a new connection
+            self._metrics.retries.inc(retries.IDS if as_text else "reconnect")
+            exchange.add_attempt(attempt.repeat(new_connection=not as_text, unread=failed.unread, without_ids=as_text))
+            self.dispatch(exchange, ExchangeEvent.PLACED)
             return
         if KINDS[kind].blamed:
             self.settling.failed(attempt.backend, kind)
         self.settling.abandon(attempt, computed=KINDS[kind].computed)
         if exchange.legs is not None:
-            self.leg_ends.failed(exchange, attempt, kind, following)
+            self.settling.leg_failed(exchange, attempt, kind, following)
         self.placing.pulls.failed(exchange, attempt, kind)
         if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
             if following is not Next.LEGS:
-                exchange.tried = self.judge.tried(exchange, attempt)
+                exchange.tried = self.tried(exchange, attempt)
             exchange.attempts_used += KINDS[kind].counts
         exchange.crashes = exchange.crashes.after(failed)
         if following is Next.LOST:
@@ -512,7 +517,7 @@ class Conductor:
             error = exchange.exhausted(why, again=False, code="replicas_lost")
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, error)
         elif following is Next.FULL:
-            self.settling.ran_short(attempt.backend)
+            self.settling.on_traffic(attempt.backend.id, retries.OWN, 1)  # the replica is not blamed
             error = ApiError(503, str(attempt.error), code="gateway_full")
             self.dispatch(exchange, ExchangeEvent.EXHAUSTED, error)
         elif following is Next.EXHAUSTED:
@@ -524,28 +529,21 @@ class Conductor:
             self._metrics.retries.inc(kind)
             demand = attempt.placement.demand
             if following is Next.DECODER and self.placing.legs.next_decoder(exchange, demand, monotonic()):
-                exchange.placed()
+                self.dispatch(exchange, ExchangeEvent.PLACED)
             else:
                 exchange.legs = None
                 self.placing.place(exchange)
 
-    def _hand_over(self, exchange: Exchange, _: Any) -> None:
+    def hand_over(self, exchange: Exchange, _: Any) -> None:
         """Settle the first leg and send the second one, whose engine fetches the prompt's cache from the prefiller."""
         first, legs = exchange.attempts[-1], exchange.legs
         assert legs is not None
         self.settling.handed_over(exchange, first, legs)
         first.body = None
         second_leg(exchange, monotonic())
-        self._try(exchange, None)
+        self.start(exchange)
 
-    def _repeat(self, exchange: Exchange, attempt: Attempt, failed: Failed) -> None:
-        """Send the request to the same replica again: as text, or on a new connection."""
-        as_text = failed.kind == IDS
-        self._metrics.retries.inc(IDS if as_text else "reconnect")
-        exchange.add_attempt(attempt.repeat(new_connection=not as_text, unread=failed.unread, without_ids=as_text))
-        self.dispatch(exchange, ExchangeEvent.PLACED)
-
-    def _relay(self, exchange: Exchange, data: bytes) -> None:
+    def relay(self, exchange: Exchange, data: bytes) -> None:
         attempt, error = exchange.attempts[-1], None
         if self.resumer is not None:
             data, error = self.resumer.begun(exchange, attempt, data)
@@ -572,21 +570,36 @@ class Conductor:
             self.failed(attempt, error)
 
     def _head(self, exchange: Exchange, attempt: Attempt) -> bytes:
-        """Return the response head for the client."""
-        lines = self._added.lines(exchange, attempt, self.draining)
-        client, head = exchange.client, attempt.response_head
+        """Return the response head for the client, with the header lines that the gateway adds."""
+        client, head, request = exchange.client, attempt.response_head, exchange.request
+        lines = b"" if self.note is None else self.note(exchange, attempt)
+        if head.get(b"x-request-id") is None:
+            lines += b"x-request-id: %b\r\n" % exchange.id
+        if attempt.streams and head.get(b"x-accel-buffering") is None:
+            lines += NO_BUFFERING
+        if self._names_replica:
+            lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
+        if self._tells_cached and attempt.prompt is not None:
+            held = attempt.placement.predicted if exchange.legs is None else exchange.legs.cached
+            lines += b"x-hitherto-cached-tokens: %d\r\n" % held
+        if exchange.charge is not None:
+            lines += exchange.charge.header_lines()
+        if self.draining or head.until_close or not request.keep_alive:
+            lines += b"connection: close\r\n"
+        elif request.http10:
+            lines += b"%b: %b\r\n" % KEEP_ALIVE
         if (origins := client.clients.origins) is not None:  # replaces the engine's CORS headers
             head = head.without(b"access-control-")
-            lines += origins.lines(exchange.request.header(b"origin"))
+            lines += origins.lines(request.header(b"origin"))
         client.ends_by_close = head.until_close
         return head.block(lines)
 
-    def _settle(self, exchange: Exchange, _: Any) -> None:
+    def settle(self, exchange: Exchange, _: Any) -> None:
         self.under_way.discard(exchange)
         exchange.client.finish(not exchange.attempts[-1].response_head.until_close)
         self.settling.complete.add(exchange)
 
-    def _cut(self, exchange: Exchange, why: Failed | UpstreamError) -> None:
+    def cut(self, exchange: Exchange, why: Failed | UpstreamError) -> None:
         attempt, client, path = exchange.attempts[-1], exchange.client, exchange.request.path
         error = exchange.error = attempt.error
         self._close(exchange)
@@ -594,10 +607,10 @@ class Conductor:
             "the answer broke off" if self.discreet else f"the answer broke off: replica {attempt.backend.id} {error}"
         )
         status, code = 502, None
-        if why.kind == SHUT_DOWN:
-            status, code, message = 503, SHUT_DOWN, f"the answer broke off: {error}"
+        if why.kind == retries.SHUT_DOWN:
+            status, code, message = 503, retries.SHUT_DOWN, f"the answer broke off: {error}"
         end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
-        number, record = next_number(attempt.tail), exchange.stream_record
+        number, record = answers.next_number(attempt.tail), exchange.stream_record
         if record is not None and record.breaks:  # the client's bytes end with a complete event
             end, number = LF_CHUNK_END if record.chunked else LF_CHUNK_END[:2], record.number + 1
         told = error_event(path, status, message, number, code=code)
@@ -608,35 +621,35 @@ class Conductor:
             _end_stream(client, told, False)
         else:
             client.abort()
-        if why.kind not in (DIFFERS, SHUT_DOWN):
+        if why.kind not in (retries.DIFFERS, retries.SHUT_DOWN):
             self.settling.failed(attempt.backend, why.kind)
         self.settling.ended(exchange, "cut")
 
-    def _resume(self, exchange: Exchange, failed: Failed) -> None:
+    def resume(self, exchange: Exchange, failed: Failed) -> None:
         attempt = exchange.attempts[-1]
         self.settling.failed(attempt.backend, failed.kind)
         self.settling.abandon(attempt, computed=True)
         if exchange.legs is not None:
             self.settling.leg_ended(Leg.DECODE, failed.kind)
-            self.leg_ends.drop(exchange)
+            self.settling.drop_legs(exchange)
         assert self.resumer is not None
         self.resumer.resume(exchange)
 
-    def _join(self, exchange: Exchange, data: bytes) -> None:
+    def join(self, exchange: Exchange, data: bytes) -> None:
         assert self.resumer is not None
         self.resumer.join(exchange, data)
 
-    def _give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
+    def give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
         self._close(exchange)
         self.settling.close_unattributed(exchange)
         assert self.resumer is not None
         self.resumer.give_up(exchange, error)
 
-    def _turn_away(self, exchange: Exchange, error: ApiError) -> None:
+    def turn_away(self, exchange: Exchange, error: ApiError) -> None:
         self.settling.turned_away(error)
-        self._report(exchange, error)
+        self.report(exchange, error)
 
-    def _report(self, exchange: Exchange, error: ApiError) -> None:
+    def report(self, exchange: Exchange, error: ApiError) -> None:
         self._close(exchange)
         self.settling.close_unattributed(exchange)
         exchange.forget_body()
@@ -658,7 +671,7 @@ class Conductor:
             headers += exchange.charge.headers()
         exchange.client.reply(error.status, error.body(exchange.request.path, self.discreet), headers)
 
-    def _abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
+    def abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
         """End an exchange whose client has left. `cut`: why the gateway itself ends it at shutdown, else None."""
         attempt = exchange.attempt
         if attempt is not None and attempt.state is ANSWERING and self._has_all(exchange, attempt):
@@ -680,7 +693,7 @@ class Conductor:
         """
         if attempt.status != 200 or exchange.label not in STREAMING_APIS or exchange.client.writing_paused:
             return False
-        return attempt.streams and has_end(exchange.label, b"".join(attempt.tail), True, b"", False)
+        return attempt.streams and answers.has_end(exchange.label, b"".join(attempt.tail), True, b"", False)
 
     def _close(self, exchange: Exchange) -> None:
         """Release the connections and reservations of an exchange that ends without a complete answer."""
@@ -689,12 +702,19 @@ class Conductor:
         if exchange.legs is not None:
             if attempt is not None and attempt.leg is not None:
                 error = attempt.error  # None if the client left
-                self.settling.leg_ended(attempt.leg, ABANDONED if error is None else getattr(error, "kind", TIMEOUT))
-            self.leg_ends.drop(exchange)
+                self.settling.leg_ended(
+                    attempt.leg, ABANDONED if error is None else getattr(error, "kind", retries.TIMEOUT)
+                )
+            self.settling.drop_legs(exchange)
         if attempt is not None:
             if attempt.state is not AttemptState.ENDED:
                 attempt.end_as(AttemptEvent.DROPPED)
             self.settling.abandon(attempt, computed=attempt.sent_at > 0)
+
+
+def _foreign(what: str) -> UpstreamError:
+    """Return the error for an answer that no engine wrote: something else listens at the replica's address."""
+    return UpstreamError(retries.FOREIGN_ANSWER, f"{what}, which is no answer of an inference engine")
 
 
 def _end_stream(client: Downstream, event: bytes, chunked: bool) -> None:
@@ -706,20 +726,4 @@ def _end_stream(client: Downstream, event: bytes, chunked: bool) -> None:
     client.finish(keep_alive=chunked)
 
 
-ACTIONS: dict[Action, Callable[[Conductor, Exchange, Any], None]] = {
-    Action.PLACE: Conductor._place,
-    Action.HOLD: Conductor._hold,
-    Action.TRY: Conductor._try,
-    Action.RETRY: Conductor._retry,
-    Action.HAND_OVER: Conductor._hand_over,
-    Action.RELAY: Conductor._relay,
-    Action.SETTLE: Conductor._settle,
-    Action.CUT: Conductor._cut,
-    Action.RESUME: Conductor._resume,
-    Action.JOIN: Conductor._join,
-    Action.GIVE_UP: Conductor._give_up,
-    Action.TURN_AWAY: Conductor._turn_away,
-    Action.REPORT: Conductor._report,
-    Action.ABANDON: Conductor._abandon,
-}
-STEPS = {pair: (state, ACTIONS[action]) for pair, (state, action) in TRANSITIONS.items()}
+STEPS = {pair: (state, getattr(Conductor, action)) for pair, (state, action) in TRANSITIONS.items()}

@@ -10,10 +10,10 @@ from replicas.progress import STALLED as STANDS_STILL
 
 from ..errors import ApiError
 from ..http.upstream import UpstreamError
-from .answers import has_other_event, keeps_alive
 from .conductor import Conductor
 from .exchange import Attempt, Exchange
-from .figures import Figures
+from .observers.figures import Figures
+from .responses.answers import has_other_event, keeps_alive
 from .retries import HUNG, NO_CRASHES, PREFILL_FAILED, STALLED, TIMEOUT, TRANSFER_STALLED
 from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
@@ -43,7 +43,7 @@ class Deadlines:
         """
         self._conductor, self._figures = conductor, figures
         self._request_timeout, self._idle_timeout = request_timeout, idle_timeout
-        self._placing, self._judge, self._settling = conductor.placing, conductor.judge, conductor.settling
+        self._placing, self._settling = conductor.placing, conductor.settling
         self._ran = self._settling.pulse.ran
 
     def check(self, exchange: Exchange, now: float) -> None:
@@ -67,64 +67,61 @@ class Deadlines:
             since = max(since, attempt.seen_at)  # when it last sent a keep-alive comment
         if self._ran(since, now) > self._request_timeout:
             self._settling.failed(attempt.backend if attempt else None, TIMEOUT)
-            self._time_out(exchange, self._late(attempt))
+            within = f"within {self._request_timeout:g} s"
+            what = f"sent no byte of an answer {within}"
+            late = ApiError(504, f"no replica was found for it {within}")
+            if attempt is not None:
+                late = ApiError(504, f"replica {attempt.backend.id} {what}", discreet=f"the replica {what}")
+            self._time_out(exchange, late)
         elif attempt is not None and attempt.state is AttemptState.AWAITING:
             self._check_unanswered(exchange, attempt, now)
 
-    def _late(self, attempt: Attempt | None) -> ApiError:
-        within = f"within {self._request_timeout:g} s"
-        if attempt is None:
-            return ApiError(504, f"no replica was found for it {within}")
-        what = f"sent no byte of an answer {within}"
-        return ApiError(504, f"replica {attempt.backend.id} {what}", discreet=f"the replica {what}")
-
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        first_leg = attempt.leg is Leg.PREFILL  # its answer is not relayed
+        leg, legs, fail = attempt.leg, exchange.legs, self._conductor.failed
+        first_leg = leg is Leg.PREFILL  # its answer is not relayed
+        ran = self._ran(attempt.sent_at, now)
         # An error is relayed as a whole, in the format of the client's API, so no part of it is sent early.
         passes = attempt.withheld and attempt.status == 200 and not first_leg
-        held_back = self._ran(attempt.sent_at, now) if passes else 0.0
-        if held_back > COMMENT_SECONDS and attempt.streams:
+        if passes and ran > COMMENT_SECONDS and attempt.streams:
             self._conductor.pass_keep_alives(exchange, attempt, now)
         # These keep-alives may end within a comment, whose rest follows in the next read. A resumed stream needs no
         # other event first, since only complete events of it are written.
         if (
-            held_back > KEEP_ALIVE_SECONDS
+            passes
+            and ran > KEEP_ALIVE_SECONDS
             and attempt.beginning is not None
             and keeps_alive(attempt.withheld)
             and (exchange.state is ExchangeState.RESUMING or has_other_event(attempt.beginning.body))
         ):
             data, attempt.withheld, attempt.beginning = attempt.withheld, b"", None
             self._conductor.answered(exchange, attempt, data)
-        elif self._better_elsewhere(exchange, attempt, now):
-            self._hangs(attempt, now)
+        elif self._hangs(exchange, attempt, now):
+            pass
         elif first_leg and attempt.status:
             attempt.seen_at = attempt.seen_at or now
             if self._ran(attempt.seen_at, now) > FIRST_LEG_SECONDS:
                 what = f"sent the head of its answer to a first leg, and not its end for {FIRST_LEG_SECONDS:g} s"
-                self._conductor.failed(attempt, UpstreamError(HUNG, what))
-        elif attempt.leg is Leg.DECODE and self._ran(attempt.sent_at, now) > (
-            limit := self._placing.legs.patience(exchange, attempt)
-        ):
-            self._conductor.failed(
-                attempt, UpstreamError(TRANSFER_STALLED, f"sent no byte of a second leg for {limit:.0f} s")
-            )
-        elif attempt.leg is Leg.DECODE and (legs := exchange.legs) is not None and legs.first is not None:
-            if legs.first.state is AttemptState.AWAITING and self._better_elsewhere(exchange, legs.first, now):
-                self._hangs(legs.first, now)
-        elif attempt.leg is Leg.DECODE and legs is not None and legs.unsent is not None:
+                fail(attempt, UpstreamError(HUNG, what))
+        elif leg is Leg.DECODE and ran > (limit := self._placing.legs.patience(exchange, attempt)):
+            fail(attempt, UpstreamError(TRANSFER_STALLED, f"sent no byte of a second leg for {limit:.0f} s"))
+        elif leg is Leg.DECODE and legs is not None and legs.first is not None:
+            if legs.first.state is AttemptState.AWAITING:
+                self._hangs(exchange, legs.first, now)
+        elif leg is Leg.DECODE and legs is not None and legs.unsent is not None:
             if legs.prefiller.replica.state is State.FAILED:
-                self._conductor.failed(
-                    attempt, UpstreamError(PREFILL_FAILED, f"waits for {legs.prefiller.id}, which is gone")
-                )
-            elif not attempt.streams and self._ran(attempt.sent_at, now) > self._placing.legs.fetching(legs):
+                fail(attempt, UpstreamError(PREFILL_FAILED, f"waits for {legs.prefiller.id}, which is gone"))
+            elif not attempt.streams and ran > legs.fetching:
                 self._settling.prefilled_elsewhere(legs, computed=True)
         elif not first_leg:
             self._settling.still_unanswered(attempt, now)
 
-    def _hangs(self, attempt: Attempt, now: float) -> None:
-        silent = self._ran(attempt.sent_at, now)
-        state = attempt.backend.replica.state
+    def _hangs(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
+        """Fail an attempt whose request should move from a lost or unhealthy replica; return whether it has."""
+        if not self._better_elsewhere(exchange, attempt, now):
+            return False
+        silent, state = self._ran(attempt.sent_at, now), attempt.backend.replica.state
         self._conductor.failed(attempt, UpstreamError(HUNG, f"is {state} and sent no byte for {silent:.0f} s"))
+        return True
 
     def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
         """Return whether an unanswered request should move from a lost or unhealthy replica to a ready one.
@@ -136,13 +133,12 @@ class Deadlines:
         state = attempt.backend.replica.state
         moves_again = state in (State.FAILED, State.LEAVING) or exchange.crashes == NO_CRASHES
         patience = PATIENCE.get(state) if moves_again else None
-        if (
-            patience is None
-            or self._stood_still(attempt, now) < patience
-            or not self._judge.may_retry(exchange, attempt)
-        ):
+        if patience is None or self._stood_still(attempt, now) < patience:
             return False
-        return self._judge.others(exchange, attempt)[0].replica.state is State.READY
+        return (
+            self._conductor.may_retry(exchange, attempt)
+            and self._conductor.others(exchange, attempt)[0].replica.state is State.READY
+        )
 
     def _stood_still(self, attempt: Attempt, now: float) -> float:
         """Return for how many seconds the replica has had the request and shown no sign of computing.
@@ -169,14 +165,14 @@ class Deadlines:
         return min(self._idle_timeout, LOST_SILENCE) if lost else self._idle_timeout
 
     def _stalled(self, exchange: Exchange, seconds: float) -> None:
-        if exchange.client.writing_paused:  # the client is the one that does not read
-            client = exchange.client
+        error = UpstreamError(STALLED, f"no byte for {seconds:g} s")
+        if (client := exchange.client).writing_paused:  # the client is the one that does not read
             self._conductor.dispatch(exchange, ExchangeEvent.GONE)
             client.abort()
         elif self._conductor.resumer is not None:
-            self._conductor.failed(exchange.attempts[-1], UpstreamError(STALLED, f"no byte for {seconds:g} s"))
+            self._conductor.failed(exchange.attempts[-1], error)
         else:
-            self._time_out(exchange, UpstreamError(STALLED, f"no byte for {seconds:g} s"))
+            self._time_out(exchange, error)
 
     def _time_out(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
         attempt = exchange.attempt

@@ -15,18 +15,29 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from policies.outputs import LEAST_OUTPUT
 
 from ..errors import ApiError
 from ..http.downstream import Downstream
-from ..http.messages import KEEP_ALIVE, Request
+from ..http.messages import Request
 from ..http.upstream import Head, Upstream, UpstreamError
-from .answers import ANY_EVENT, OUTPUT_MARKS, USAGE, USAGE_KEY_BYTES, Beginning, UsageSearch, has_end, output_events
 from .blame import UnattributedError
-from .retries import AWAY, CLOSED, NO_CRASHES, TRANSFER_FAILED
+from .responses.answers import (
+    ANY_EVENT,
+    OUTPUT_MARKS,
+    USAGE,
+    USAGE_KEY_BYTES,
+    Beginning,
+    UsageSearch,
+    has_end,
+    output_events,
+)
+from .retries import AWAY, CLOSED, NO_CRASHES, TRANSFER_FAILED, Crashes
 from .states import ATTEMPT_TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
 if TYPE_CHECKING:
@@ -37,9 +48,9 @@ if TYPE_CHECKING:
     from ..tenants.limits import Cost
     from ..tenants.metering import Charge
     from ..tenants.tenant import Tenant
-    from .answers import Usage
     from .backend import Backend
-    from .responses import Stored
+    from .responses.answers import Usage
+    from .responses.stored import Stored
     from .resume.record import StreamRecord
 
 
@@ -56,101 +67,65 @@ CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
 PREFILL = Leg.PREFILL
 
 
-class AttemptHandler(Protocol):
-    """The handler of an attempt's upstream events."""
-
-    def connected(self, attempt: Attempt, upstream: Upstream) -> None: ...
-    def head(self, attempt: Attempt, body: bytes) -> None: ...
-    def on_body(self, attempt: Attempt, data: bytes) -> None: ...
-    def on_complete(self, attempt: Attempt) -> None: ...
-    def lost(self, attempt: Attempt, error: UpstreamError) -> None: ...
-
-
+@dataclass(slots=True, eq=False)
 class Attempt:
-    """An attempt to have a request answered by one replica; receives what comes on its upstream connection."""
+    """An attempt to have a request answered by one replica; receives what comes on its upstream connection.
 
-    __slots__ = (
-        # arguments of __init__
-        "backend", "placement", "prompt", "new_connection", "had_whole", "without_ids",
-        # the leg and its body; None for a request in one leg, with the client's body
-        "leg", "body",
-        # its exchange, the client and the handler of its events; None for a request that the gateway does not forward
-        "exchange", "client", "conductor",
-        # `sent_ids`: whether the prompt was sent as token ids
-        "state", "upstream", "sent_ids",
-        # the answer: its status and head; `fault`: the status that an error within a 200 amounts to, 0 without one;
-        # `computed`: whether the prompt was computed in spite of it
-        "status", "response_head", "fault", "computed", "streams",
-        # `withheld`: the first bytes of its body, held back because they show no answer yet; `beginning`: the parser of
-        # a stream's first bytes; `looked_at`: the number of bytes at the last look; `seen_late`: the bytes were relayed
-        # before an answer was seen in them, so the time of its first token is too late
-        "withheld", "beginning", "looked_at", "seen_late",
-        # `tail`: the last reads of the answer, out of `pieces`; `mark`: the bytes that each output event contains, for
-        # a stream whose client asked for no usage; `events`: the number of output events, there and where metered;
-        # `usage`: the parser of its usage, once that has begun; `pauses`: how often its client did not keep up
-        "tail", "pieces", "mark", "events", "usage", "pauses", "seen_pieces", "seen_at",
-        # monotonic seconds, 0.0 for what has not happened; `first_at`: when the first output came
-        "begun_at", "sent_at", "first_at", "ended_at",
-        # the failure, or None
-        "error",
-        # with traces on: its span, and the TTFT in seconds that was predicted when it began
-        "context", "predicted_ttft",
-    )  # fmt: skip
-    is_continued = asks_ids = False
+    Times are in monotonic seconds, and 0.0 for what has not happened.
+    """
 
-    def __init__(
-        self,
-        backend: Backend,
-        placement: Placement,
-        prompt: Prompt | None,
-        streams: bool,
-        begun_at: float,
-        *,
-        new_connection: bool = False,
-        had_whole: bool = False,
-        without_ids: bool = False,
-        leg: Leg | None = None,
-        body: bytes | None = None,
-    ):
-        """Create an attempt; it has no exchange until `Exchange.add_attempt`.
-
-        `streams`: whether the answer is expected to stream.
-        `begun_at`: monotonic seconds.
-        `new_connection`: use no pooled connection.
-        `had_whole`: the replica may have read the whole request on an earlier connection, which it closed.
-        `without_ids`: send the prompt as text even if the replica accepts token ids.
-        `leg`, `body`: the leg and the body sent for it; None for a request in one leg.
-        """
-        self.leg, self.body = leg, body
-        self.backend, self.placement, self.prompt = backend, placement, prompt
-        self.new_connection, self.without_ids, self.streams = new_connection, without_ids, streams
-        self.had_whole = had_whole
-        self.exchange: Exchange = None  # type: ignore[assignment]  # until it is added to one
-        self.client: Downstream = None  # type: ignore[assignment]  # until then, too
-        self.conductor: AttemptHandler = None  # type: ignore[assignment]  # until then, too
-        self.state = CONNECTING
-        self.upstream: Upstream | None = None
-        self.response_head: Head = None  # type: ignore[assignment]  # until the head is there
-        self.sent_ids = self.computed = self.seen_late = False
-        self.status = self.fault = self.looked_at = self.pieces = self.events = self.seen_pieces = self.pauses = 0
-        self.withheld = b""
-        self.mark: bytes | None = None
-        self.beginning: Beginning | None = None
-        self.usage: UsageSearch | None = None
-        self.tail: deque[bytes] = deque(maxlen=TAIL)
-        self.begun_at = begun_at
-        self.seen_at = self.sent_at = self.first_at = self.ended_at = 0.0
-        self.error: Exception | None = None
-        self.context: Any = None
-        self.predicted_ttft = 0.0
+    backend: Backend
+    placement: Placement
+    prompt: Prompt | None
+    streams: bool  # whether its answer is expected to stream; once it has a head, whether it does
+    begun_at: float
+    _: KW_ONLY
+    new_connection: bool = False  # use no pooled connection
+    had_whole: bool = False  # the replica may have read the whole request on an earlier connection, which it closed
+    without_ids: bool = False  # send the prompt as text even if the replica accepts token ids
+    # The leg and the body sent for it; None for a request in one leg, with the client's body.
+    leg: Leg | None = None
+    body: bytes | None = None
+    # Set by `Exchange.add_attempt`; None for a request that the gateway does not forward. `conductor`: the `Conductor`.
+    exchange: Exchange = None  # type: ignore[assignment]
+    client: Downstream = None  # type: ignore[assignment]
+    conductor: Any = None
+    state: AttemptState = CONNECTING
+    upstream: Upstream | None = None
+    sent_ids: bool = False  # the prompt was sent as token ids
+    asks_ids: bool = False  # the gateway has the engine report token ids, which the client did not request
+    # The answer: its status and head, and the status that an error within a 200 amounts to, 0 without one.
+    status: int = 0
+    response_head: Head = None  # type: ignore[assignment]  # until the head is there
+    fault: int = 0
+    computed: bool = False  # the prompt was computed in spite of the fault
+    # The first bytes of its body, held back because they show no answer yet, and the parser of a stream's.
+    withheld: bytes = b""
+    beginning: Beginning | None = None
+    looked_at: int = 0  # the number of bytes at the last look
+    seen_late: bool = False  # bytes were relayed before an answer was seen in them, so `first_at` is too late
+    tail: deque[bytes] = field(default_factory=partial(deque, maxlen=TAIL))  # the last reads, out of `pieces`
+    pieces: int = 0
+    # For a stream whose client asked for no usage, the bytes that each output event contains; the number of output
+    # events, there and where metered; and the parser of usage, once that has begun.
+    mark: bytes | None = None
+    events: int = 0
+    usage: UsageSearch | None = None
+    pauses: int = 0  # how often its client did not keep up
+    seen_pieces: int = 0  # as the sweep saw them last, at `seen_at`
+    seen_at: float = 0.0
+    sent_at: float = 0.0
+    first_at: float = 0.0  # when the first output came
+    ended_at: float = 0.0
+    error: Exception | None = None  # the failure
+    # With traces on: its span, and the TTFT in seconds that was predicted when it began.
+    context: Any = None
+    predicted_ttft: float = 0.0
+    is_continued = False
 
     def could_not_fetch(self, kind: str) -> bool:
         """Return whether this is a second leg whose `kind` of failure engines show if they cannot fetch the cache."""
         return self.leg is Leg.DECODE and kind in TRANSFER_FAILED
-
-    def advance(self, event: AttemptEvent) -> None:
-        """Change the attempt's state by this event."""
-        self.state = ATTEMPT_TRANSITIONS[self.state, event]
 
     def end_as(self, event: AttemptEvent, error: Exception | None = None) -> None:
         """End the attempt and close its connection, which makes the engine abort the request."""
@@ -299,141 +274,77 @@ def time_per_token(attempt: Attempt, tokens: int) -> float | None:
     return (attempt.ended_at - attempt.first_at) / (tokens - 1)
 
 
+@dataclass(slots=True, eq=False)
 class Legs:
-    """The state of an exchange in two legs (prefill and decode), apart from its attempts.
+    """The state of an exchange in two legs (prefill and decode), apart from its attempts."""
 
-    `transfer`: the KV transfer in use.
-    `prefiller`, `decoder`: the backends of the two legs.
-    `placement`: the second leg's reservation until that leg is sent.
-    `unsent`: the first leg's reservation, until the answer begins, where an engine sends that leg itself.
-    `first`: the first leg while it runs at the same time as the second one, which is then the last attempt.
-    `computed_at`: when the first leg was complete, in monotonic seconds.
-    `computing`: the predicted seconds of the first leg, if the second one waits for it.
-    `parameters`: the transfer parameters from the first leg's answer, valid until `until` (monotonic seconds).
-    `cached`: prompt tokens that the first leg was predicted to find in its cache.
-    `moved`: prompt tokens whose cache the decoder lacks.
-    `moving`: the predicted seconds of their transfer; `moved_in`: the measured seconds, or None.
-    `usage`: the usage of the first leg's answer.
-    """
+    transfer: Transfer  # the KV transfer in use
+    prefiller: Backend
+    decoder: Backend
+    placement: Placement | None  # the second leg's reservation until that leg is sent
+    cached: int  # prompt tokens that the first leg was predicted to find in its cache
+    moved: int  # prompt tokens whose cache the decoder lacks
+    moving: float  # the predicted seconds of their transfer
+    moved_in: float | None = None  # the measured seconds
+    # The first leg's reservation, until the answer begins, where an engine sends that leg itself.
+    unsent: Placement | None = None
+    # The first leg while it runs at the same time as the second one, which is then the last attempt.
+    first: Attempt | None = None
+    computing: float = 0.0  # the predicted seconds of the first leg, if the second one waits for it
+    computed_at: float = 0.0  # when the first leg was complete, in monotonic seconds
+    usage: Usage | None = None  # of the first leg's answer
+    parameters: bytes = b""  # the transfer parameters from the first leg's answer,
+    until: float = 0.0  # valid until this time, in monotonic seconds
 
-    __slots__ = (
-        "transfer",
-        "first",
-        "computed_at",
-        "prefiller",
-        "decoder",
-        "placement",
-        "unsent",
-        "computing",
-        "cached",
-        "moved",
-        "moving",
-        "moved_in",
-        "usage",
-        "parameters",
-        "until",
-    )
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        prefiller: Backend,
-        decoder: Backend,
-        placement: Placement,
-        cached: int,
-        moved: int,
-        moving: float,
-    ):
-        self.transfer, self.prefiller, self.decoder = transfer, prefiller, decoder
-        self.placement: Placement | None = placement
-        self.unsent: Placement | None = None
-        self.first: Attempt | None = None
-        self.computing = self.computed_at = 0.0
-        self.cached, self.moved, self.moving = cached, moved, moving
-        self.moved_in: float | None = None
-        self.usage: Usage | None = None  # of the first leg's answer
-        self.parameters, self.until = b"", 0.0
+    @property
+    def fetching(self) -> float:
+        """The seconds that the decoder is predicted to wait for the cache, with the first leg where both legs run."""
+        return self.moving + self.computing
 
 
 PREPARING, PREPARED, PLACED = ExchangeState.PREPARING, ExchangeEvent.PREPARED, ExchangeEvent.PLACED
 
 
-class ExchangeHandler(AttemptHandler, Protocol):
-    """The handler of the events of an exchange and its attempts; `first_legs` handles attempts that are first legs."""
-
-    @property
-    def first_legs(self) -> AttemptHandler: ...
-
-    def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: Any = None) -> None: ...
-
-
+@dataclass(slots=True, eq=False)
 class Exchange:
     """A client's request, from its last byte in to the last byte of its answer out."""
 
-    __slots__ = (
-        # arguments of __init__
-        "conductor", "client", "request", "id", "label",
-        # the tenant of its API key, and its claim on that tenant's limits; None without --api-keys, or limits;
-        # `metered`: whether its answer's tokens are counted; `attempt_type`: the class of its attempts
-        "tenant", "charge", "metered", "attempt_type",
-        # its prompt, or the model that a request without one names; `response`: the id of the stored response that it
-        # refers to, if any, which only one replica has
-        "state", "prompt", "model", "response",
-        # the head that the client has where only comments have followed: an error must be reported within the stream
-        "opened",
-        # the stored response that its answer creates or returns; its cost, once computed
-        "stored", "cost",
-        # its attempts, oldest first; the status of an answer of the gateway's own, 0 without one
-        "attempts", "status",
-        # the state of its two legs, or None; `stays_whole`: do not split it into legs again
-        "legs", "stays_whole",
-        # the record from which another replica can resume its stream; None without --continue-streams
-        "stream_record",
-        # replicas that are not sent the request again; the number of attempts used up; how many replicas went down or
-        # hung with the request; error answers of which it is not known yet who is at fault, replica or request
-        "tried", "attempts_used", "crashes", "unattributed_errors",
-        # monotonic seconds; (stage, seconds) pairs of the gateway's own stages
-        "begun", "prepared_at", "stages",
-        # with traces on, its trace, and why the gateway answered with an error or cut the stream
-        "trace", "error",
-    )  # fmt: skip
-
-    def __init__(self, conductor: ExchangeHandler, client: Downstream, request: Request, request_id: bytes, label: str):
-        """Create an exchange.
-
-        `request_id`: the client's, or the gateway's own.
-        `label`: the API in metrics ("chat", "completions", ...); "other" for paths without a prompt.
-        """
-        self.conductor = conductor
-        self.client = client
-        self.request = request
-        self.id = request_id
-        self.label = label
-        self.tenant: Tenant | None = None
-        self.charge: Charge | None = None
-        self.metered = False
-        self.attempt_type = Attempt
-        self.state = PREPARING
-        self.prompt: Prompt | None = None
-        self.model: str | None = None
-        self.response: str | None = None
-        self.opened: Head | None = None
-        self.stored: Stored | None = None
-        self.cost: Cost | None = None
-        self.attempts: list[Attempt] = []
-        self.legs: Legs | None = None
-        self.stays_whole = False
-        self.stream_record: StreamRecord | None = None
-        self.status = self.attempts_used = 0
-        self.crashes = NO_CRASHES
-        self.tried: tuple[Backend, ...] = ()
-        self.unattributed_errors: tuple[UnattributedError, ...] = ()
-        # The clock starts when the request is complete: the time of its upload is the client's.
-        self.begun = monotonic()
-        self.prepared_at = 0.0
-        self.stages: list[tuple[str, float]] = []
-        self.trace: Any = None
-        self.error: Exception | None = None
+    conductor: Any  # the `Conductor`, whose module imports this one
+    client: Downstream
+    request: Request
+    id: bytes  # the client's, or the gateway's own
+    label: str  # the API in metrics ("chat", "completions", ...); "other" for paths without a prompt
+    # The tenant of its API key, and its claim on that tenant's limits; None without --api-keys, or limits.
+    tenant: Tenant | None = None
+    charge: Charge | None = None
+    metered: bool = False  # its answer's tokens are counted
+    attempt_type: type[Attempt] = Attempt
+    state: ExchangeState = PREPARING
+    prompt: Prompt | None = None
+    model: str | None = None  # named by a request without a prompt
+    response: str | None = None  # the id of the stored response that it refers to, which only one replica has
+    # The head that the client has where only comments have followed: an error must be reported within the stream.
+    opened: Head | None = None
+    stored: Stored | None = None  # the stored response that its answer creates or returns
+    cost: Cost | None = None  # once computed
+    attempts: list[Attempt] = field(default_factory=list)  # oldest first
+    status: int = 0  # of an answer of the gateway's own
+    legs: Legs | None = None
+    stays_whole: bool = False  # do not split it into legs again
+    # The record from which another replica can resume its stream; None without --continue-streams.
+    stream_record: StreamRecord | None = None
+    tried: tuple[Backend, ...] = ()  # replicas that are not sent the request again
+    attempts_used: int = 0
+    crashes: Crashes = NO_CRASHES  # how many replicas went down or hung with the request
+    unattributed_errors: tuple[UnattributedError, ...] = ()  # it is not known yet who is at fault, replica or request
+    # The clock starts when the request is complete: the time of its upload is the client's.
+    begun: float = field(default_factory=monotonic)
+    prepared_at: float = 0.0
+    stages: list[tuple[str, float]] = field(default_factory=list)  # of the gateway's own, with their seconds
+    # With traces on, its trace, and why the gateway answered with an error or cut the stream.
+    trace: Any = None
+    error: Exception | None = None
+    is_forwarded: ClassVar[Literal[True]] = True  # by this gateway
 
     def meter(self) -> None:
         """Have the tokens of the answer counted; called before the first attempt is created."""
@@ -552,8 +463,6 @@ class Exchange:
     def add_attempt(self, attempt: Attempt) -> None:
         """Add an attempt for which a replica was chosen and load reserved."""
         attempt.exchange, attempt.client, attempt.conductor = self, self.client, self.conductor
-        if attempt.leg is PREFILL:
-            attempt.conductor = self.conductor.first_legs
         self.prompt = attempt.prompt
         self.attempts.append(attempt)
 
@@ -561,21 +470,10 @@ class Exchange:
         """Send the last attempt that was added."""
         self.conductor.dispatch(self, PLACED)
 
-    def held(self) -> None:
-        """Note that the request waits in the queue."""
-        self.conductor.dispatch(self, ExchangeEvent.HELD)
-
-    def called(self, place: Callable[[Any], None]) -> None:
-        """Place the request again after its wait; `place` is unused, since the action that follows calls it."""
-        self.conductor.dispatch(self, ExchangeEvent.CALLED)
-
     @property
     def size(self) -> int:
         """The bytes of the request's body, which stay in memory while it waits."""
         return len(self.request.body)
-
-    def header(self, name: bytes) -> str | None:
-        return self.request.header(name)
 
     def unplaced(self, error: ApiError) -> None:
         """End the request: no replica can take it."""
@@ -598,6 +496,56 @@ class Exchange:
         is_away = isinstance(error, UpstreamError) and (error.unread or error.kind in AWAY)
         status = 503 if again and is_away else 502
         return ApiError(status, f"{why}; {last}", discreet=why, again=again, **options)
+
+
+class ExternalRequest:
+    """A request that another proxy forwards: it has one attempt, and a lease instead of a connection (`decisions`).
+
+    `request` has its head and no body. `timers`: those of its lease, by their callbacks.
+    """
+
+    __slots__ = ("id", "request", "prompt", "tried", "seconds", "begun", "size", "attempt", "stages", "found", "timers")
+    # Answers are not seen here, so the makers of responses are not known; the other proxy authenticates clients.
+    response = model = tenant = None
+    attempt_type = Attempt
+    is_forwarded: Literal[False] = False
+    stays_whole = True
+
+    def __init__(self, id: str, request: Request, prompt: Prompt, tried: tuple[Backend, ...], seconds: float):
+        self.id, self.request, self.prompt, self.tried, self.seconds = id, request, prompt, tried, seconds
+        self.begun = monotonic()
+        self.attempt: Attempt = None  # type: ignore[assignment]  # until a replica is found
+        self.stages: list[tuple[str, float]] = []
+        self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
+        self.timers: dict[Callable[[ExternalRequest], None], asyncio.TimerHandle] = {}
+        self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
+
+    @property
+    def needs_replica(self) -> bool:
+        return not self.found.done()
+
+    def add_attempt(self, attempt: Attempt) -> None:
+        self.attempt, self.prompt = attempt, attempt.prompt or self.prompt
+        attempt.status, attempt.sent_at = 200, attempt.begun_at  # the caller handles errors
+
+    def placed(self) -> None:
+        self.request.set_headers([])
+        if not self.found.done():  # the caller is still there
+            self.found.set_result(self.attempt)
+
+    def unplaced(self, error: Exception) -> None:
+        error.__traceback__ = None  # its frames refer to this request, and `found` to the error: a cycle
+        if not self.found.done():
+            self.found.set_exception(error)
+
+    def run_isolated(self, step: Callable[..., None], *given: object) -> None:
+        try:
+            step(*given)
+        except Exception as error:
+            self.unplaced(error)
+
+
+Asker = Exchange | ExternalRequest  # a request for which a replica is to be chosen
 
 
 class Parent(NamedTuple):
@@ -635,43 +583,12 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
 NO_BUFFERING = b"x-accel-buffering: no\r\n"
 
 
-class Added:
-    """The header lines that the gateway adds to a replica's answer.
-
-    `replica`: add the id of the replica.
-    `cached_tokens`: add the number of prompt tokens that the replica was predicted to have cached.
-    """
-
-    def __init__(self, replica: bool, cached_tokens: bool):
-        self._replica, self._cached_tokens = replica, cached_tokens
-
-    def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
-        """Return the lines for this answer; `last`: the client's connection ends with it."""
-        lines = b"" if attempt.response_head.get(b"x-request-id") is not None else b"x-request-id: %b\r\n" % exchange.id
-        if attempt.streams and attempt.response_head.get(b"x-accel-buffering") is None:
-            lines += NO_BUFFERING
-        if self._replica:
-            lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
-        if self._cached_tokens and attempt.prompt is not None:
-            held = attempt.placement.predicted if exchange.legs is None else exchange.legs.cached
-            lines += b"x-hitherto-cached-tokens: %d\r\n" % held
-        if exchange.charge is not None:
-            lines += exchange.charge.header_lines()
-        if last or attempt.response_head.until_close or not exchange.request.keep_alive:
-            lines += b"connection: close\r\n"
-        elif exchange.request.http10:
-            lines += b"%b: %b\r\n" % KEEP_ALIVE
-        return lines
-
-
-Item = TypeVar("Item")
-
 # The most items of a batch: the event loop does nothing else meanwhile (`prompt.offload` bounds the time for prompts).
 # Batches of 16 and 32 cost the same (24 pairs of bursts: ratios of .96 to 1.04), 8 an eighth more with long prompts.
 MOST = 12
 
 
-class Batcher(Generic[Item]):
+class Batcher:
     """A batch of items that arrive in one event-loop iteration, worked on stage by stage, at most `MOST` at a time.
 
     An iteration of a busy loop has up to a dozen requests. Handled one by one, each stage would find the core's caches
@@ -680,11 +597,11 @@ class Batcher(Generic[Item]):
 
     __slots__ = ("_work", "_items")
 
-    def __init__(self, work: Callable[[list[Item]], None]):
+    def __init__(self, work: Callable[[list[Any]], None]):
         self._work = work
-        self._items: list[Item] = []
+        self._items: list[Any] = []
 
-    def add(self, item: Item) -> None:
+    def add(self, item: Any) -> None:
         if not self._items:
             asyncio.get_running_loop().call_soon(self._run)
         self._items.append(item)

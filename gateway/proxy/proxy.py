@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from math import inf
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -35,24 +35,25 @@ from ..prompt.prompt import PROMPT_PATHS, unread
 from ..tenants.handover import read_unprepared, refusal_of_head, refusal_of_object
 from ..tenants.keys import CHALLENGE
 from ..tenants.salting import salt_request
+from .admission.control import OverloadControl, control_of
+from .admission.overload import Overload
+from .admission.priorities import Priorities, differ, encoding_refusal
+from .admission.queue import Queue
 from .backend import Backend
-from .conductor import Conductor, Judge
-from .control import OverloadControl, control_of
+from .conductor import Conductor
 from .deadlines import Deadlines
-from .exchange import Added, Batcher, Exchange
-from .figures import Figures
-from .forwarding import TokenIdForwarding
-from .newcomers import Newcomers
-from .overload import Overload
+from .exactness.forwarding import TokenIdForwarding
+from .exchange import Batcher, Exchange
+from .observers.figures import Figures
+from .observers.shadow import Shadows
 from .paths import INVOCATIONS, MODELS, AllowedPaths, model_in, refusal
-from .placing import Eligibility, Placing
-from .priorities import Priorities, differ, encoding_refusal
-from .queue import AddedByQueue, Queue
-from .responses import PATH as RESPONSES
-from .responses import Responses, referred_to
+from .placement.eligibility import Eligibility
+from .placement.newcomers import Newcomers
+from .placement.placing import Placing
+from .responses.stored import PATH as RESPONSES
+from .responses.stored import Responses, referred_to
 from .resume.resumer import Resumer
-from .settling import OnEnd, OnFirst, OnTraffic, Settling
-from .shadow import Shadows
+from .settling import OnEnd, OnTraffic, Settling
 from .states import AttemptState, ExchangeState
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from ..tenants.keys import Keys
     from ..tenants.metering import Metering
     from ..tenants.tenant import Tenant
-    from .traces import Traces
+    from .observers.traces import Traces
 
 log = logging.getLogger("hitherto.proxy")
 
@@ -78,7 +79,6 @@ SESSION_WORDS = frozenset(name.encode() for name in SESSION_HEADERS)
 BYTES_PER_TOKEN = 4  # estimate for bodies that are not parsed
 # Ends of the paths of requests for which engines compute no prompt.
 _RENDERS = ("/render", "/derender", "/count_tokens")
-FILES_SECONDS = 10.0  # most seconds that a request waits for the tokenizer that counts its tokens for tenants' limits
 READ_ONLY = (b"allow", b"GET, HEAD, OPTIONS")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -121,19 +121,18 @@ class Preparation:
 
     def _read(self, exchange: Exchange) -> tuple[str | None, ApiError | None]:
         """Return the model that a request names, and an error if its other fields are not allowed."""
-        request = exchange.request
+        request, error = exchange.request, None
         content_type = request.header(b"content-type") or ""
-        found = (
-            (named_model(content_type, request.body), None)
-            if exchange.tenant is None
-            else read_unprepared(content_type, request.body)
-        )
-        if found[1] is None and request.path == INVOCATIONS and not is_form(content_type):
+        if exchange.tenant is None:
+            model = named_model(content_type, request.body)
+        else:
+            model, error = read_unprepared(content_type, request.body)
+        if error is None and request.path == INVOCATIONS and not is_form(content_type):
             try:
                 refuse_invocation(request.body)
-            except ApiError as error:
-                return found[0], error
-        return found
+            except ApiError as refused:
+                error = refused
+        return model, error
 
     def _was_read(self, exchange: Exchange, found: tuple[str | None, ApiError | None]) -> None:
         model, error = found
@@ -143,13 +142,9 @@ class Preparation:
         if error is not None:
             exchange.refused(error)
         elif model is not None and self._eligible.is_unknown(model):
-            self._ask_anew(self._passed_on(exchange))
+            self._ask_anew(self._anew(exchange, None))
         else:
             self._ready(exchange, None)
-
-    async def _passed_on(self, exchange: Exchange) -> None:
-        await self._newcomers.asked()
-        exchange.run_isolated(self._ready, exchange, None)
 
     def _ready(self, exchange: Exchange, prompt: Prompt | None) -> None:
         """Go on with a prepared request once its tenant's limits allow it."""
@@ -157,15 +152,15 @@ class Preparation:
             return
         if prompt is not None and prompt.note:
             self._count(prompt)
-        charge = None
-        if exchange.tenant is not None and self._metering is not None:
-            tokens = prompt.tokens if prompt is not None else 0
-            charge = exchange.charge = self._metering.charge(exchange.tenant, tokens)
-            if charge is not None and not tokens:
-                charge.unread = _unread_tokens(exchange.request)
-        if charge is None or self._metering is None:
+        metering, tenant = self._metering, exchange.tenant
+        tokens = prompt.tokens if prompt is not None else 0
+        if metering is not None and tenant is not None:
+            exchange.charge = metering.charge(tenant, tokens)
+        if metering is None or (charge := exchange.charge) is None:
             exchange.prepared(prompt)
             return
+        if not tokens:
+            charge.unread = _unread_tokens(exchange.request)
 
         def decided(error: ApiError | None) -> None:
             if error is None:
@@ -173,7 +168,7 @@ class Preparation:
             else:
                 exchange.run_isolated(exchange.refused, error)
 
-        self._metering.claim(charge, decided)
+        metering.claim(charge, decided)
 
     def _ask_anew(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -195,15 +190,15 @@ class Preparation:
         def prepare() -> Prompt:
             if path not in PROMPT_PATHS:
                 content_type = headers.get("content-type", "")
-                if not from_tenant:
-                    return unread(path, named_model(content_type, body))
-                model, error = read_unprepared(content_type, body)
+                model, error = named_model(content_type, body), None
+                if from_tenant:
+                    model, error = read_unprepared(content_type, body)
                 if error is not None:
                     raise error
                 return unread(path, model)
             refusal = refusal_of_object if from_tenant else None
             prompt = self._models.routes.prepare(path, body, headers, adapters, refusal)
-            if not (prompt.model or prompt.previous_response) and (error := self._eligible.unnamed_error()) is not None:
+            if (error := self._unnamed(prompt)) is not None:
                 raise error
             return prompt
 
@@ -217,6 +212,12 @@ class Preparation:
             finally:
                 event_loop.holds = False
         return await self.long.submit(len(body), prepare)
+
+    def _unnamed(self, prompt: Prompt) -> ApiError | None:
+        """Return the error for a prompt that names no model where several are served, else None."""
+        if prompt.model or prompt.previous_response or not (models := self._models.routes.models):
+            return None
+        return ApiError(400, f"name a model; served here: {', '.join(models)}", param="model", code="model_not_named")
 
     def _together(self, exchanges: list[Exchange]) -> None:
         """Prepare and place a batch stage by stage: in a batch of 12, a request takes a third less CPU than alone."""
@@ -291,53 +292,29 @@ class Preparation:
         return prompt, perf_counter() - begun
 
     def _prepared(self, exchange: Exchange, prompt: Prompt | ApiError | None, seconds: float, stage: str) -> None:
-        metrics = self._metrics
         if isinstance(prompt, ApiError):
             exchange.refused(prompt)
             return
         if prompt is None:
-            metrics.prompt_failures.inc(exchange.request.path)
+            self._metrics.prompt_failures.inc(exchange.request.path)
             self.begin_other(exchange)
             return
         exchange.model = prompt.model  # for the usage log, in case the request is refused before it has the prompt
         exchange.stages.append((stage, seconds))
-        if exchange.tenant is not None and (error := exchange.tenant.refusal(prompt.model)) is not None:
-            exchange.refused(error)
-            return
-        if not (prompt.model or prompt.previous_response) and (error := self._eligible.unnamed_error()) is not None:
+        error = None if exchange.tenant is None else exchange.tenant.refusal(prompt.model)
+        if error is None and not prompt.model:
+            error = self._unnamed(prompt)
+        if error is not None:
             exchange.refused(error)
             return
         if not prompt.kind and not self._eligible.finer:  # too short to be forwarded as ids
             prompt.token_ids = b""
             if prompt.also is not None:
                 prompt.also.token_ids = b""
-        if self._eligible.is_unknown(prompt.model):
+        if prompt.model not in self._eligible.names and self._eligible.is_unknown(prompt.model):
             self._ask_anew(self._anew(exchange, prompt))
-            return
-        if (
-            (tenant := exchange.tenant) is not None
-            and prompt.mode == "text"
-            and tenant.limits is not None
-            and tenant.limits.of_prompts
-            and (left := exchange.begun + FILES_SECONDS - monotonic()) > 0
-            and (files := self._models.files_under_way(prompt.model))
-        ):
-            self._ask_anew(self._with_files(exchange, prompt, files, left))
         else:
             self._ready(exchange, prompt)
-
-    async def _with_files(
-        self, exchange: Exchange, prompt: Prompt, files: set[asyncio.Task[None]], seconds: float
-    ) -> None:
-        """Wait for the model's tokenizer, at most `seconds`, which is the rest of FILES_SECONDS.
-
-        Until the tokenizer is loaded, a tenant's prompt tokens can only be estimated, at about half their number.
-        """
-        done, _ = await asyncio.wait(files, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            exchange.run_isolated(self._ready, exchange, prompt)
-        elif exchange.state is not ExchangeState.ENDED:
-            self._beside(exchange)
 
     def _count(self, prompt: Prompt) -> None:
         """Count a prompt whose tokens the gateway does not know completely; log it at most every SAID_EVERY seconds."""
@@ -349,13 +326,13 @@ class Preparation:
                 self._silent_until[prompt.path] = perf_counter() + SAID_EVERY
                 log.warning("a prompt is not known exactly at %s: %s", prompt.path, prompt.note)
 
-    async def _anew(self, exchange: Exchange, prompt: Prompt) -> None:
-        """Refresh the model list once and prepare the prompt again.
+    async def _anew(self, exchange: Exchange, prompt: Prompt | None) -> None:
+        """Refresh the model list once and prepare the prompt again; None: the gateway reads no prompt of it.
 
         The requested name may be a LoRA adapter loaded since the last refresh; an adapter has its own block hashes.
         """
         await self._newcomers.asked()
-        if self._eligible.is_unknown(prompt.model):
+        if prompt is None or self._eligible.is_unknown(prompt.model):
             exchange.run_isolated(self._ready, exchange, prompt)
         elif exchange.state is not ExchangeState.ENDED:
             self._beside(exchange)
@@ -435,54 +412,43 @@ class Proxy:
         self.keys, self.metering = keys, metering
         self.figures = figures = Figures(metrics) if slo_figures or overload is not None else None
         self.control: OverloadControl | None = None
-        queue: Queue | None = None
-        on_first: tuple[OnFirst, ...] = ()
         self._metered = usage_log is not None  # meter all answers, not only those of tenants
-        if usage_log is not None:
-            on_end = (*on_end, usage_log)
-        added = Added(response_headers, cached_tokens_header)
-        if figures is not None:
-            on_end, on_first = (figures.ended, *on_end), (figures.first_token,)
-        if overload is not None and figures is not None:
-            self.placing.queue = queue = Queue(overload, self.placing, metrics, figures.model_of)
-            figures.class_of = queue.class_of
-            self.control = queue.control = control_of(
-                overload, metrics, queue.look, lambda now: figures.unanswered(self.conductor.under_way, now)
-            )
-            added = AddedByQueue(response_headers, cached_tokens_header, queue)
-            # The queue's callbacks come after those of the figures, which ask the queue for the request's class.
-            on_end, on_first = (on_end[0], queue.ended, *on_end[1:]), (*on_first, queue.first_token)
         self.preparation = Preparation(self.eligible, self.placing, Newcomers(ask_models), metrics, metering)
         self.forwarding = TokenIdForwarding(
             metrics, tokenize_once, self.backends, models.made_by, models.made_otherwise, models.made_alike
         )
-        ended = on_end if traces is None else (traces.end, *on_end)
-        self.settling = Settling(
-            self.backends,
-            router,
-            metrics,
-            self.forwarding,
-            on_traffic,
-            ended,
-            on_first,
-            self.pulse,
-            self.eligible.when_full,
+        self.settling = settling = Settling(
+            self.backends, router, metrics, self.forwarding, on_traffic, self.pulse, self.eligible.when_full
         )
-        self.conductor = Conductor(
-            self.placing, Judge(self.eligible, self.settling, retries), self.settling, self.forwarding, responses, metrics,
-            added,
-            retries=retries, traces=traces, discreet=keys is not None,
+        self.conductor = conductor = Conductor(
+            self.placing, settling, self.forwarding, responses, metrics, retries=retries, traces=traces,
+            discreet=keys is not None, names_replica=response_headers, tells_cached=cached_tokens_header,
+            timed=figures is not None or traces is not None,
         )  # fmt: skip
-        self.conductor.figures = figures
-        self.deadlines = Deadlines(self.conductor, figures, request_timeout=request_timeout, idle_timeout=idle_timeout)
-        if queue is not None and differ(queue.classes):
-            self.conductor.priorities = Priorities(queue.qos_of, queue.classes)
-        if continue_streams != "never":
-            self.conductor.resumer = Resumer(
-                self.placing, self.settling, self.eligible, metrics, continue_budget, discreet=keys is not None
+        self.exchanges = conductor.under_way
+        queue: Queue | None = None
+        if overload is not None and figures is not None:
+            self.placing.queue = queue = Queue(overload, self.placing, metrics, figures.model_of)
+            figures.class_of, conductor.note = queue.class_of, queue.note
+            self.control = queue.control = control_of(
+                overload, metrics, queue.look, lambda now: figures.unanswered(self.exchanges, now)
             )
-            self.settling.on_end(self.conductor.resumer.settled)
-        self.exchanges = self.conductor.under_way
+            if differ(queue.classes):
+                conductor.priorities = Priorities(queue.qos_of, queue.classes)
+        if continue_streams != "never":
+            conductor.resumer = Resumer(
+                self.placing, settling, self.eligible, metrics, continue_budget, discreet=keys is not None
+            )
+            settling.on_end.append(conductor.resumer.settled)
+        # In this order: the figures ask the queue for the request's class, which the queue then forgets.
+        if traces is not None:
+            settling.on_end.append(traces.end)
+        for one in (figures, queue):
+            if one is not None:
+                settling.on_end.append(one.ended)
+                settling.on_first.append(one.first_token)
+        settling.on_end += on_end if usage_log is None else (*on_end, usage_log)
+        self.deadlines = Deadlines(conductor, figures, request_timeout=request_timeout, idle_timeout=idle_timeout)
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._local = {MODELS: self._list_models, "/health": self._health}
 
@@ -572,19 +538,22 @@ class Proxy:
         if path.startswith(RESPONSES):
             exchange.response = referred_to(request)
         self.conductor.begin(exchange)
-        if tenant is not None and (refused := self._turned_down(exchange, tenant)) is not None:
-            exchange.refused(refused)
-            return
-        if self.conductor.priorities is not None and (unwritable := encoding_refusal(request)) is not None:
-            exchange.refused(unwritable)
-            return
-        if has_prompt and request.header(b"content-encoding") is not None and (coding := _coding(request)):
-            exchange.refused(compressed(coding))
-            return
-        if has_prompt and not self.conductor.draining:
-            self.preparation.begin(exchange)
-        elif (error := self.refusal(path, request.method, exchange.tenant)) is not None:
+        error = None if tenant is None else self._turned_down(exchange, tenant)
+        if error is None and self.conductor.priorities is not None:
+            error = encoding_refusal(request)
+        if (
+            error is None
+            and has_prompt
+            and request.header(b"content-encoding") is not None
+            and (found := _coding(request))
+        ):
+            error = compressed(found)
+        if error is None and (not has_prompt or self.conductor.draining):
+            error = self.refusal(path, request.method, exchange.tenant)
+        if error is not None:
             exchange.refused(error)
+        elif has_prompt:
+            self.preparation.begin(exchange)
         else:
             self.preparation.begin_other(exchange)
 

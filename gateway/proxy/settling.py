@@ -25,34 +25,15 @@ from replicas.pulse import Pulse
 
 from ..prompt.api.openai import MOST_SEQUENCES, UNKNOWN_CONTEXT
 from ..prompt.prompt import GUESSED, NO_PREFILL, RESPONSES
-from . import pulling
-from .answers import (
-    NEVER_TELL_CACHED,
-    NOTHING,
-    Usage,
-    believed,
-    error_status,
-    has_begun,
-    read_usage,
-    says_anything,
-    speaks_api,
-)
+from . import retries
 from .blame import DOUBTFUL, OVERLOADED, PASSED_ON, REFUSALS, REFUSED_ALIKE, REQUEST, SAME, UnattributedError, agree
-from .drift import TOLERATED
+from .exactness.drift import TOLERATED
+from .exactness.forwarding import TokenIdForwarding
 from .exchange import TAIL, TAIL_BYTES, Attempt, Batcher, Exchange, Legs, output_tokens
-from .forwarding import TokenIdForwarding
-from .retries import (
-    ABORTED,
-    ERROR_ANSWER,
-    FOREIGN_ANSWER,
-    KINDS,
-    LEG_REFUSED,
-    NOT_KEPT,
-    OWN,
-    RETRYABLE,
-    UNCONFIRMED,
-    of_status,
-)
+from .placement import pulling
+from .responses import answers
+from .responses.answers import NOTHING, Usage, believed, error_status, read_usage
+from .retries import ABORTED, ERROR_ANSWER, KINDS, LEG_REFUSED, Next, of_status
 from .states import BROKEN_OFF, AttemptEvent, AttemptState, Leg
 
 if TYPE_CHECKING:
@@ -67,7 +48,7 @@ log = logging.getLogger("hitherto.proxy")
 OTHER_ERROR = "status 5xx"  # any 5xx that is not retried on another replica
 # Outcomes of legs. A leg that was refused, or whose cache was not kept, has not failed: the request goes on in one leg.
 COMPLETE, ABANDONED, FAILED = "complete", "abandoned", "failed"
-LEG_OUTCOMES = {COMPLETE: COMPLETE, ABANDONED: ABANDONED, NOT_KEPT: NOT_KEPT, LEG_REFUSED: "refused"}
+LEG_OUTCOMES = {COMPLETE: COMPLETE, ABANDONED: ABANDONED, retries.NOT_KEPT: retries.NOT_KEPT, LEG_REFUSED: "refused"}
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
@@ -120,35 +101,29 @@ class Settling:
         metrics: Metrics,
         forwarding: TokenIdForwarding,
         on_traffic: OnTraffic,
-        on_end: Sequence[OnEnd] = (),
-        on_first: Sequence[OnFirst] = (),
-        pulse: Pulse | None = None,
-        when_full: Callable[[Backend, float], None] = lambda backend, until: None,
+        pulse: Pulse,
+        when_full: Callable[[Backend, float], None],
     ):
         """Create the accounting.
 
         `on_traffic(replica, kind, count)`: reports a failure of this kind to the health checks, or, if `kind` is None,
         `count` answers.
-        `on_end(exchange, outcome, usage)`: called for every request that ends.
-        `on_first(attempt, held_up)`: called for the first token of every stream.
         `when_full(backend, until)`: called for a replica that refuses a request because it is full; `until` in
         monotonic seconds.
         """
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
-        self._on_traffic, self._on_end, self._on_first = on_traffic, on_end, on_first
-        self.complete: Batcher[Exchange] = Batcher(self._settle_all)
-        self.pulse, self._when_full = pulse or Pulse(), when_full
-
-    def on_end(self, told: OnEnd) -> None:
-        """Add a callback for the end of each request, called before the existing ones."""
-        self._on_end = (told, *self._on_end)
+        self.on_traffic, self.pulse, self._when_full = on_traffic, pulse, when_full
+        # Called for every request that ends, with its outcome and usage, and for the first token of every stream.
+        self.on_end: list[OnEnd] = []
+        self.on_first: list[OnFirst] = []
+        self.complete = Batcher(self._settle_all)
 
     # --- reports to health
 
     def tell(self, backend: Backend, kind: str) -> None:
         """Report a failure to the health checks, after the answers that came before it."""
         self.tell_answers()
-        self._on_traffic(backend.id, kind, 1)
+        self.on_traffic(backend.id, kind, 1)
 
     def tell_answers(self, replica: str | None = None) -> None:
         """Report to the health checks how many requests replicas have answered since the last call.
@@ -163,7 +138,7 @@ class Settling:
         for backend in told:
             count, backend.answers = backend.answers, 0
             if count:
-                self._on_traffic(backend.id, None, count)
+                self.on_traffic(backend.id, None, count)
 
     # --- failures
 
@@ -172,10 +147,6 @@ class Settling:
         if backend is not None and not backend.gone:
             self.metrics.upstream_errors.inc(backend.id, kind)
             self.tell(backend, kind)
-
-    def ran_short(self, backend: Backend) -> None:
-        """Record that the gateway itself could not open a connection; the replica is not blamed."""
-        self._on_traffic(backend.id, OWN, 1)
 
     def record_error(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
         """Record an error answer; the rules in `blame` decide whether the replica or the request is at fault.
@@ -190,7 +161,7 @@ class Settling:
         elif not backend.gone:
             backend.record.failures += 1
             if kind not in REFUSED_ALIKE:  # a client's key may be wrong, which is no reason to probe the engine
-                self.tell(backend, UNCONFIRMED)
+                self.tell(backend, retries.UNCONFIRMED)
 
     def _attribute(self, exchange: Exchange, attempt: Attempt) -> None:
         """Decide whose fault earlier errors were, now that another replica has answered or refused the request."""
@@ -223,10 +194,6 @@ class Settling:
         """Release an attempt's load without learning from it. `computed`: its replica may have computed the prompt."""
         self._router.abandon(attempt.placement, computed=computed)
 
-    def release(self, placement: Placement) -> None:
-        """Release the reservation of a leg that is not sent."""
-        self._router.abandon(placement, computed=False)
-
     # --- two legs
 
     def leg_ended(self, leg: Leg, kind: str = COMPLETE) -> None:
@@ -252,33 +219,18 @@ class Settling:
             return
         self.metrics.replica_requests.inc(backend.id, "2xx")
         self._compare(placement, backend, prompt, usage, tells_blocks, exchange.request.body)
-        if backend.intake is not None and tells_blocks and not prompt.media:  # the blocks of media are not known
-            backend.intake.request_finished(self._computed_blocks(backend, placement, prompt))
+        if tells_blocks:
+            self._tell_intake(backend, placement, prompt)
 
-    def _transferred(self, second: Attempt, learns: bool) -> None:
-        """Learn how long the KV transfer took: a second leg's time to first token, less the decoder's own time."""
-        legs, placement, seconds = second.exchange.legs, second.placement, second.first_at - second.sent_at
-        if legs is not None:
-            self.prefilled_elsewhere(legs, second.status == 200 and not second.fault)
-        if legs is None or second.status != 200 or second.fault or not second.streams or second.backend.gone:
-            return
-        seconds -= max(0.0, legs.computed_at - second.sent_at)
-        self._moved(legs, second, two_legs.moving_seconds(placement, seconds) - legs.computing, learns)
+    def _transferred(self, second: Attempt, legs: Legs, writing: float, learns: bool) -> None:
+        """Record how long the KV transfer took: a second leg's time to its first byte, less the decoder's own time.
 
-    def _transferred_whole(self, second: Attempt, legs: Legs, tokens: int, learns: bool) -> None:
-        """Learn how long the KV transfer took: a non-streamed answer's time, less the decoder's time for its `tokens`.
+        The time is learned only if the sender was ready throughout.
 
-        Predictions alone decide whether to learn it. Where decoding takes most of the time, the remainder is mostly the
-        error of the predicted decode time, and choosing by the measured remainder would select large errors.
+        `writing`: the predicted seconds of decoding that are part of that time.
         """
         seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
-        writing = two_legs.writing_seconds(second.placement, tokens)
         moving = two_legs.moving_seconds(second.placement, seconds - writing) - legs.computing
-        if legs.moving >= writing * LEAST_MOVED:
-            self._moved(legs, second, moving, learns)
-
-    def _moved(self, legs: Legs, second: Attempt, moving: float, learns: bool) -> None:
-        """Record the seconds (`moving`) of a KV transfer; learn from them only if its sender was ready throughout."""
         legs.moved_in = max(0.0, moving)
         self.metrics.transfer_seconds.observe(second.backend.id, legs.moved_in)
         self.metrics.predicted_transfer_seconds.inc(second.backend.id, by=legs.moving)
@@ -319,9 +271,29 @@ class Settling:
             self.abandon(first, computed=first.sent_at > 0)
             self.leg_ended(Leg.PREFILL, ABANDONED)
 
-    def transfer_failed(self, legs: Legs) -> None:
-        """Record that a KV transfer failed, so that the pair of replicas is not chosen for a while."""
-        self._router.transfers.failed(legs.prefiller.id, legs.decoder.id, monotonic())
+    def drop_legs(self, exchange: Exchange) -> None:
+        """Release the reservations and the first leg of a request that goes on without legs."""
+        legs, exchange.legs = exchange.legs, None
+        if legs is not None:
+            self.drop_first(legs)
+            for placement in (legs.placement, legs.unsent):
+                if placement is not None:
+                    self._router.abandon(placement, computed=False)
+
+    def leg_failed(self, exchange: Exchange, attempt: Attempt, kind: str, following: Next) -> None:
+        """Account for a leg that failed in this way (`kind`), given what follows for the request.
+
+        If the cache may not have come, the pair of replicas is not chosen for a while.
+        """
+        legs, leg = exchange.legs, attempt.leg
+        if legs is None or leg is None:
+            return
+        self.leg_ended(leg, kind)
+        exchange.stays_whole = following is Next.WHOLE
+        if following is Next.LEGS or attempt.could_not_fetch(kind) or (leg is Leg.DECODE and kind == retries.HUNG):
+            self._router.transfers.failed(legs.prefiller.id, legs.decoder.id, monotonic())
+        if following is not Next.DECODER:
+            self.drop_legs(exchange)
 
     # --- the first byte
 
@@ -329,7 +301,7 @@ class Settling:
         """Account for the first byte of an answer."""
         backend = attempt.backend
         if (status := attempt.fault or attempt.status) >= 500 or (status in DOUBTFUL and exchange.unattributed_errors):
-            if attempt.status >= 500 and attempt.status not in RETRYABLE:
+            if attempt.status >= 500 and attempt.status not in retries.RETRYABLE:
                 self.record_error(exchange, attempt, OTHER_ERROR)
             self.close_unattributed(exchange)
         else:
@@ -342,27 +314,31 @@ class Settling:
         """Record an attempt's first byte; `since` is when its client began to wait, in monotonic seconds."""
         backend, at = attempt.backend, attempt.first_at
         ours = attempt.streams and not self.pulse.saw(attempt.sent_at, at)
-        answers = attempt.status == 200 and not attempt.fault
-        tells = answers and attempt.streams and attempt.prompt is not None and not (ours or attempt.seen_late)
+        ok = attempt.status == 200 and not attempt.fault
+        tells = ok and attempt.streams and attempt.prompt is not None and not (ours or attempt.seen_late)
         learns = tells and backend.may_learn(at)
         self._router.first_token(
-            attempt.placement, at if answers and attempt.streams else None, at - attempt.sent_at if learns else None
+            attempt.placement, at if ok and attempt.streams else None, at - attempt.sent_at if learns else None
         )
-        if answers and not attempt.streams:
+        if ok and not attempt.streams:
             self._router.answered(attempt.placement, at)
-        if attempt.leg is not None:
-            self._transferred(attempt, learns)
+        if attempt.leg is not None and (legs := attempt.exchange.legs) is not None:
+            self.prefilled_elsewhere(legs, ok)
+            if ok and attempt.streams and not backend.gone:
+                self._transferred(attempt, legs, 0.0, learns)
         # The first byte of an error is no first token, and that of a non-streamed answer is its last as well.
         if not attempt.fault and attempt.streams and not backend.gone:
             self.metrics.ttft_seconds.observe((), at - since)
             self.metrics.replica_ttft_seconds.observe(backend.id, at - attempt.sent_at)
-            if self._on_first and attempt.status == 200:
-                for told in self._on_first:
+            if attempt.status == 200:
+                for told in self.on_first:
                     told(attempt, ours)
 
     def look_for_first(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
         """Look for the first token of a stream whose first bytes were relayed before they showed one."""
-        if attempt.status == 200 and has_begun(exchange.label, b"".join([one[-TAIL_BYTES:] for one in attempt.tail])):
+        if attempt.status == 200 and answers.has_begun(
+            exchange.label, b"".join([one[-TAIL_BYTES:] for one in attempt.tail])
+        ):
             attempt.first_at, attempt.seen_late = now, True
             self.first_token(attempt, exchange.begun)
 
@@ -463,13 +439,19 @@ class Settling:
 
         A failure is (the status that it amounts to, its kind, whether the prompt was computed).
         """
-        if attempt.streams and attempt.status == 200 and (fault := error_status(tail, True)):
-            return fault, ERROR_ANSWER, not _began_as_error(attempt)
+        is_stream, whole = attempt.streams and attempt.status == 200, attempt.pieces <= TAIL
+        if is_stream and (fault := error_status(tail, True)):
+            # If the stream began with the error, nothing was computed. The conductor checks streams of read prompts.
+            began_as_error = attempt.prompt is None and whole and error_status(attempt.tail[0], True) > 0
+            return fault, ERROR_ANSWER, not began_as_error
         if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]):
             return 503, ABORTED, True
-        if _is_foreign(exchange.label, attempt, tail, usage):
-            return 502, FOREIGN_ANSWER if says_anything(tail) else ERROR_ANSWER, False
-        return None
+        if attempt.first_at or not is_stream or usage.prompt is not None or exchange.label not in STREAMING_APIS:
+            return None
+        if answers.speaks_api(tail, whole) or attempt.response_head.get(b"content-encoding") is not None:
+            return None
+        # The client was sent a stream without a single event of an inference API.
+        return 502, retries.FOREIGN_ANSWER if answers.says_anything(tail) else ERROR_ANSWER, False
 
     def finish(self, attempt: Attempt, prompt: Prompt, usage: Usage) -> None:
         """Learn from the complete answer to a prompt."""
@@ -497,7 +479,11 @@ class Settling:
             backend.pace += (pace - backend.pace) * (PACE_WEIGHT if backend.pace else 1.0)
         if attempt.leg is Leg.DECODE and not attempt.streams and completion and (legs := attempt.exchange.legs):
             on_time = self.pulse.saw(attempt.sent_at, now) and backend.may_learn(now)
-            self._transferred_whole(attempt, legs, completion, on_time)
+            # Predictions alone decide whether to learn. Where decoding takes most of the time, the rest is mostly the
+            # error of its prediction, and choosing by the measured rest would select large errors.
+            writing = two_legs.writing_seconds(placement, completion)
+            if legs.moving >= writing * LEAST_MOVED:
+                self._transferred(attempt, legs, writing, on_time)
         timed = not attempt.streams or (attempt.first_at > 0 and not attempt.seen_late)
         if tokens > 1 and timed and not (prompt.several or attempt.is_continued):
             # A non-streamed answer does not show when its first token was written.
@@ -510,8 +496,8 @@ class Settling:
             self._compare(placement, backend, prompt, usage, tells_blocks, body)
         else:
             backend.drift.aside()
-        if backend.intake is not None and tells_blocks and not prompt.media:  # the blocks of media are not known
-            backend.intake.request_finished(self._computed_blocks(backend, placement, prompt))
+        if tells_blocks:
+            self._tell_intake(backend, placement, prompt)
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int, made: int, body: bytes) -> None:
         """Record that the replica `counted` another number of prompt tokens than the gateway `made`.
@@ -560,7 +546,7 @@ class Settling:
             pass  # there is nothing to compare with
         elif cached is None:
             backend.drift.unreported(placement.overlap, prompt.tokens)  # the engine counts fetched tokens separately
-            told = counted is not None and prompt.path not in NEVER_TELL_CACHED
+            told = counted is not None and prompt.path not in answers.NEVER_TELL_CACHED
             if placement.pull is not None:
                 saved -= placement.pull.tokens  # it is not known whether they came
                 metrics.peer_pulls.inc(name, "unknown")
@@ -572,38 +558,39 @@ class Settling:
             metrics.reported_prompt_tokens.inc(name, by=counted or prompt.tokens)
             metrics.reported_cached_tokens.inc(name, by=saved)
             error = predicted - saved
+            scrape = backend.replica.scrape
+            looks_further = scrape is not None and bool(scrape.external_queries)
             outcome = "equal" if error == 0 else "over" if error > 0 else "under"
             metrics.predictions.inc(name, outcome)
             if error:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
             if placement.pull is not None and not pulling.ended(self._router, metrics, placement, saved):
                 backend.drift.aside()  # a failed pull is no evidence about the replica's own cache
-            elif saved > held and self._looks_further(backend):
+            elif saved > held and looks_further and not self._router.map.holds_below(backend.slot):
+                # It searches slower cache tiers whose contents it does not report, so the map is not at fault.
                 backend.drift.aside()
             elif (
                 prompt.hashes
                 and not prompt.several
                 and not guessed
                 and backend.drift.reported(
-                    held, _but_for_tail(backend, held, saved, size), prompt.tokens, placement.fetched, size
+                    # Parts of a block are known to the engine only.
+                    held,
+                    held if backend.is_finer and abs(held - saved) < size else saved,
+                    prompt.tokens,
+                    placement.fetched,
+                    size,
                 )
             ):
                 self.heal(backend, f"predicted and reported cached tokens differ by more than {TOLERATED:.0%}")
             self._follow_offset(backend, size)
         metrics.prefill_saved_tokens.inc(name, by=saved)
 
-    def _computed_blocks(self, backend: Backend, placement: Placement, prompt: Prompt) -> int:
-        """Return the number of blocks that were new to the replica."""
-        again = backend.slot >= 0 and self._router.map.drops(backend.slot)
-        return len(prompt.hashes) - placement.overlap_blocks - again
-
-    def _looks_further(self, backend: Backend) -> bool:
-        """Return whether the replica searches slower cache tiers whose contents it does not report.
-
-        If so, it is no evidence against the map that the replica finds more than predicted.
-        """
-        scrape = backend.replica.scrape
-        return scrape is not None and bool(scrape.external_queries) and not self._router.map.holds_below(backend.slot)
+    def _tell_intake(self, backend: Backend, placement: Placement, prompt: Prompt) -> None:
+        """Report to the intake of KV events how many blocks of a complete request were new to the replica."""
+        if backend.intake is not None and not prompt.media:  # the blocks of media are not known
+            again = backend.slot >= 0 and self._router.map.drops(backend.slot)
+            backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks - again)
 
     def compare_counts(self, backend: Backend, queries: float | None, hits: float | None, idle: bool) -> None:
         """Compare the engine's own scraped cache counters with the predictions.
@@ -621,7 +608,7 @@ class Settling:
         offset, prefixes = backend.drift.offset, self._router.map
         if not offset or abs(offset) != size or backend.gone or prefixes.drops(backend.slot) == (offset > 0):
             return
-        self._drop_last(backend, offset > 0)
+        prefixes.drop(backend.slot, offset > 0, backend.replica.looks_to_end)
         backend.drift.reset()
         log.info("replica %s: its answers show that it %s the last block of what it finds, so %s is predicted from here on",
                  backend.id, *(("computes", "a block less") if offset > 0 else ("keeps", "a block more")))  # fmt: skip
@@ -635,10 +622,7 @@ class Settling:
         drops = replica.drops_block and not replica.looks_ahead
         if drops != backend.said_to_drop:
             backend.said_to_drop = drops
-            self._drop_last(backend, drops)
-
-    def _drop_last(self, backend: Backend, drops: bool) -> None:
-        self._router.map.drop(backend.slot, drops, backend.replica.looks_to_end)
+            self._router.map.drop(backend.slot, drops, replica.looks_to_end)
 
     def heal(self, backend: Backend, why: str) -> None:
         """Clear a replica's part of the map, and learn its blocks again, from its KV events or from new requests."""
@@ -682,7 +666,7 @@ class Settling:
             metrics.request_seconds.observe(exchange.label, now - exchange.begun)
         for stage, seconds in exchange.stages:
             metrics.stage_seconds.observe(stage, seconds)
-        for told in self._on_end:
+        for told in self.on_end:
             try:
                 told(exchange, outcome, usage)
             except Exception:
@@ -703,37 +687,10 @@ def seconds_full(head: Head) -> float:
     return min(max(seconds, 0.0), MOST_FULL_SECONDS) if isfinite(seconds) else FULL_SECONDS
 
 
-def _began_as_error(attempt: Attempt) -> bool:
-    """Return whether a stream began with an error though its prompt was not read; `Judge` checks the other streams."""
-    return attempt.prompt is None and attempt.pieces <= TAIL and error_status(attempt.tail[0], True) > 0
-
-
-def _but_for_tail(backend: Backend, held: int, saved: int, size: int) -> int:
-    """Return the reported cached tokens `saved`, or `held` if they differ by part of a block that only engines know.
-
-    `held`: the predicted cached tokens; `size`: tokens per block. Without the replica's own KV events, or with a copy
-    of the map, the gateway knows complete blocks only.
-    """
-    return held if backend.is_finer and abs(held - saved) < size else saved
-
-
 def cut_short(attempt: Attempt, path: str, answer: bytes) -> bool:
     """Return whether the first or last bytes of an answer say that its engine aborted it."""
     aborted = attempt.backend.replica.dialect.aborted
     return bool((aborted.get(path if attempt.status < 500 else ERROR) or aborted[ANY_PATH])(answer))
-
-
-def _is_foreign(label: str, attempt: Attempt, tail: bytes, usage: Usage) -> bool:
-    """Return whether the client was sent a stream without a single event of an inference API."""
-    if (
-        attempt.first_at
-        or not attempt.streams
-        or attempt.status != 200
-        or usage.prompt is not None
-        or label not in STREAMING_APIS
-    ):
-        return False
-    return not speaks_api(tail, attempt.pieces <= TAIL) and attempt.response_head.get(b"content-encoding") is None
 
 
 def most_tokens(backend: Backend, prompt: Prompt | None, sequences: int = MOST_SEQUENCES) -> tuple[int, int]:

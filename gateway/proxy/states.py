@@ -8,8 +8,8 @@ An exchange is a client's request; an attempt sends it, or one leg of it, to one
         |               | +-- failed ---+                    +--failed, timed out--> ENDED (cut)
         +-refused-> ENDED <- refused, exhausted, timed out
 
-Where requests are admitted by class or limit, a request for which no replica has room goes from PLACING to QUEUED
-(`held`), and back when its turn comes (`called`); it is then placed by the replicas' load at that time.
+Where requests are admitted by class or limit, a request for which no replica has room waits in the queue. It stays
+PLACING meanwhile, and is placed by the replicas' load at the time at which it leaves the queue.
 
     CONNECTING --connected--> AWAITING --answered--> ANSWERING --finished--> ENDED
 
@@ -48,8 +48,8 @@ class ExchangeState(Enum):
     """The states of an exchange."""
 
     PREPARING = "preparing"  # the prompt is being tokenized
-    PLACING = "placing"  # a replica is being chosen; takes no time unless the ledger is shared
-    QUEUED = "queued"  # the request waits until there is room
+    # a replica is being chosen; takes no time unless the ledger is shared, or the request waits in the queue
+    PLACING = "placing"
     TRYING = "trying"  # an attempt is under way, nothing of an answer has gone to the client
     ANSWERING = "answering"  # the client has the first byte
     RESUMING = "resuming"  # the replica failed within the stream: another one is chosen or asked to resume it
@@ -63,8 +63,6 @@ class ExchangeEvent(Enum):
 
     PREPARED = "prepared"
     REFUSED = "refused"  # the request cannot be served: it is invalid or not allowed, or there is no replica
-    HELD = "held"  # no replica has room for the request now
-    CALLED = "called"  # a replica may have room for it
     PLACED = "placed"
     ANSWERED = "answered"
     HANDED_OVER = "handed over"  # the first leg is complete: another replica can fetch the prompt's cache
@@ -78,61 +76,32 @@ class ExchangeEvent(Enum):
     __hash__ = object.__hash__
 
 
-class Action(Enum):
-    """The actions that follow events of an exchange."""
-
-    PLACE = "choose a replica and reserve"
-    HOLD = "let it wait"
-    TRY = "take or open a connection to it, and send"
-    RETRY = "try the same replica again, or another one"
-    HAND_OVER = "settle the first leg, send the second one"
-    RELAY = "send head and bytes to the client"
-    SETTLE = "release, learn, check, log"
-    RESUME = "settle what broke off, choose a replica for the rest"
-    JOIN = "send the rest behind what the client has"
-    CUT = "end the client's stream so that it can tell"
-    GIVE_UP = "no replica resumes it: end the client's stream so that it can tell"
-    TURN_AWAY = "answer with an error; no replica was asked"
-    REPORT = "answer with an error"
-    ABANDON = "nobody waits for an answer"
-
-    __hash__ = object.__hash__
-
-
-S, E, A = ExchangeState, ExchangeEvent, Action
-TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, Action]] = {
-    (S.PREPARING, E.PREPARED): (S.PLACING, A.PLACE),
-    (S.PREPARING, E.REFUSED): (S.ENDED, A.TURN_AWAY),
-    (S.PREPARING, E.TIMED_OUT): (S.ENDED, A.REPORT),
-    (S.PREPARING, E.GONE): (S.ENDED, A.ABANDON),
-    (S.PLACING, E.HELD): (S.QUEUED, A.HOLD),
-    (S.QUEUED, E.CALLED): (S.PLACING, A.PLACE),
-    (S.QUEUED, E.REFUSED): (S.ENDED, A.TURN_AWAY),
-    (S.QUEUED, E.TIMED_OUT): (S.ENDED, A.REPORT),
-    (S.QUEUED, E.GONE): (S.ENDED, A.ABANDON),
-    (S.PLACING, E.PLACED): (S.TRYING, A.TRY),
-    (S.PLACING, E.REFUSED): (S.ENDED, A.TURN_AWAY),
-    (S.PLACING, E.EXHAUSTED): (S.ENDED, A.REPORT),
-    (S.PLACING, E.TIMED_OUT): (S.ENDED, A.REPORT),
-    (S.PLACING, E.GONE): (S.ENDED, A.ABANDON),
-    (S.TRYING, E.ANSWERED): (S.ANSWERING, A.RELAY),
-    (S.TRYING, E.HANDED_OVER): (S.TRYING, A.HAND_OVER),
-    (S.TRYING, E.FAILED): (S.PLACING, A.RETRY),
-    (S.TRYING, E.TIMED_OUT): (S.ENDED, A.REPORT),
-    (S.TRYING, E.GONE): (S.ENDED, A.ABANDON),
-    (S.ANSWERING, E.FINISHED): (S.ENDED, A.SETTLE),
-    (S.ANSWERING, E.FAILED): (S.ENDED, A.CUT),
-    (S.ANSWERING, E.TIMED_OUT): (S.ENDED, A.CUT),
-    (S.ANSWERING, E.GONE): (S.ENDED, A.ABANDON),
-    (S.ANSWERING, E.INTERRUPTED): (S.RESUMING, A.RESUME),
-    (S.RESUMING, E.PLACED): (S.RESUMING, A.TRY),
-    (S.RESUMING, E.FAILED): (S.RESUMING, A.RETRY),
-    (S.RESUMING, E.ANSWERED): (S.ANSWERING, A.JOIN),
-    (S.RESUMING, E.FINISHED): (S.ENDED, A.SETTLE),  # only the end of the stream was missing
-    (S.RESUMING, E.REFUSED): (S.ENDED, A.GIVE_UP),
-    (S.RESUMING, E.EXHAUSTED): (S.ENDED, A.GIVE_UP),
-    (S.RESUMING, E.TIMED_OUT): (S.ENDED, A.GIVE_UP),
-    (S.RESUMING, E.GONE): (S.ENDED, A.ABANDON),
+S, E = ExchangeState, ExchangeEvent
+# (state, event) -> (next state, the `Conductor`'s method that acts)
+TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, str]] = {
+    **{(state, E.GONE): (S.ENDED, "abandon") for state in S if state is not S.ENDED},
+    (S.PREPARING, E.PREPARED): (S.PLACING, "place"),
+    (S.PREPARING, E.REFUSED): (S.ENDED, "turn_away"),
+    (S.PREPARING, E.TIMED_OUT): (S.ENDED, "report"),
+    (S.PLACING, E.PLACED): (S.TRYING, "start"),
+    (S.PLACING, E.REFUSED): (S.ENDED, "turn_away"),
+    (S.PLACING, E.EXHAUSTED): (S.ENDED, "report"),
+    (S.PLACING, E.TIMED_OUT): (S.ENDED, "report"),
+    (S.TRYING, E.ANSWERED): (S.ANSWERING, "relay"),
+    (S.TRYING, E.HANDED_OVER): (S.TRYING, "hand_over"),
+    (S.TRYING, E.FAILED): (S.PLACING, "retry"),
+    (S.TRYING, E.TIMED_OUT): (S.ENDED, "report"),
+    (S.ANSWERING, E.FINISHED): (S.ENDED, "settle"),
+    (S.ANSWERING, E.FAILED): (S.ENDED, "cut"),
+    (S.ANSWERING, E.TIMED_OUT): (S.ENDED, "cut"),
+    (S.ANSWERING, E.INTERRUPTED): (S.RESUMING, "resume"),
+    (S.RESUMING, E.PLACED): (S.RESUMING, "start"),
+    (S.RESUMING, E.FAILED): (S.RESUMING, "retry"),
+    (S.RESUMING, E.ANSWERED): (S.ANSWERING, "join"),
+    (S.RESUMING, E.FINISHED): (S.ENDED, "settle"),  # only the end of the stream was missing
+    (S.RESUMING, E.REFUSED): (S.ENDED, "give_up"),
+    (S.RESUMING, E.EXHAUSTED): (S.ENDED, "give_up"),
+    (S.RESUMING, E.TIMED_OUT): (S.ENDED, "give_up"),
 }
 
 

@@ -16,7 +16,7 @@ from .schema import Settings
 if TYPE_CHECKING:
     import policies
 
-    from ..proxy.overload import Overload
+    from ..proxy.admission.overload import Overload
 
 ADMIN_SIDE = "x-hitherto-admin"  # a header of every answer of a gateway's admin side, and of no other server
 
@@ -78,7 +78,7 @@ def overload_of(settings: Settings) -> Overload | None:
         return None
     import policies  # importing them takes a fifth of a second
 
-    from ..proxy.overload import Overload
+    from ..proxy.admission.overload import Overload
 
     limits = _limits(settings.slo)
     given = settings.scheduler.qos_classes if settings.scheduler is not None else (QosClass(name="default"),)

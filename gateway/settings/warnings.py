@@ -10,7 +10,7 @@ from typing import NamedTuple
 from policies.decisions import SPILL
 from replicas.replica import parse_url
 
-from ..proxy.overload import Overload
+from ..proxy.admission.overload import Overload
 from ..tenants.key_file import KeyFileError, read
 from .derived import added_replicas, known_urls, overload_of
 from .schema import Settings

@@ -11,11 +11,11 @@ from replicas import State
 
 from ..errors import ApiError
 from ..prompt.prompt import NO_PREFILL
-from ..proxy.answers import believed, read_usage
+from ..proxy.admission.queue import SLO_HEADER
 from ..proxy.exchange import output_tokens
-from ..proxy.known_models import MODEL_NOT_KNOWN
 from ..proxy.paths import WRITES_NOTHING
-from ..proxy.queue import SLO_HEADER
+from ..proxy.placement.known_models import MODEL_NOT_KNOWN
+from ..proxy.responses.answers import believed, read_usage
 from ..proxy.settling import most_tokens
 from ..proxy.states import BROKEN_OFF, Leg
 from .limits import Cost
@@ -24,8 +24,8 @@ from .metering import Metering
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
     from ..prompt import Prompt
-    from ..proxy.answers import Usage
     from ..proxy.exchange import Attempt, Exchange
+    from ..proxy.responses.answers import Usage
 
 
 TOKENS = ("input", "cached", "output")  # as in `Cost`
@@ -99,7 +99,7 @@ def _is_unserved(exchange: Exchange) -> bool:
         return False
     if exchange.status == 503:
         return not (isinstance(exchange.error, ApiError) and exchange.error.code == MODEL_NOT_KNOWN)
-    return exchange.status == 429 and exchange.header(SLO_HEADER) is None
+    return exchange.status == 429 and exchange.request.header(SLO_HEADER) is None
 
 
 class Settled:

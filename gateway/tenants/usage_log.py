@@ -27,8 +27,8 @@ from ..files import open_to_append
 from .ending import cost
 
 if TYPE_CHECKING:
-    from ..proxy.answers import Usage
     from ..proxy.exchange import Exchange
+    from ..proxy.responses.answers import Usage
 
 log = logging.getLogger("hitherto")
 

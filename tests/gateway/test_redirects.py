@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from gateway.ops import chats, comparison
-from gateway.proxy import token_ids
+from gateway.proxy.exactness import token_ids
 from replicas.access import session_to
 from replicas.progress import computes
 

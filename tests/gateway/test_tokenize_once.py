@@ -7,7 +7,7 @@ import re
 
 import httpx
 
-from gateway.proxy.forwarding import CONFIRMATIONS
+from gateway.proxy.exactness.token_ids import CONFIRMATIONS
 
 from .running import running
 

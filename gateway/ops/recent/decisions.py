@@ -18,9 +18,9 @@ import orjson
 
 from gateway.prompt import Prompt
 from gateway.prompt.prompt import unread
-from gateway.proxy.exchange import Exchange
-from gateway.proxy.placing import Acted, Asker, Placing
-from gateway.proxy.shadow import Went
+from gateway.proxy.exchange import Asker
+from gateway.proxy.observers.shadow import Went
+from gateway.proxy.placement.placing import Acted, Placing
 from policies import Evaluation
 from policies.legs import Ways
 
@@ -84,7 +84,7 @@ class Sampler:
 
     def _described(self, asker: Asker, evaluation: Evaluation) -> dict[str, Any]:
         placing = self._placing
-        prompt = asker.prompt or unread(asker.request.path if isinstance(asker, Exchange) else "", asker.model)
+        prompt = asker.prompt or unread(asker.request.path, asker.model)
         demand, candidates = evaluation.demand, evaluation.candidates
         choice = placing.router.policy.choose(demand, candidates, explain=True)
         # The choice made stays, whether admission narrowed it or a draw decided.
@@ -115,7 +115,7 @@ class Sampler:
                     one["chosen"] = at == went
         legs, prompt = told.get("legs"), asker.prompt
         chosen = next(one for one in told["replicas"] if one["chosen"])
-        body = asker.request.body if self._texts and isinstance(asker, Exchange) else b""
+        body = asker.request.body if self._texts else b""
         text = text_in(body)
         self._number += 1
         self.decisions.append(

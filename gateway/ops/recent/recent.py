@@ -29,7 +29,7 @@ from .pace import Pace, status, times
 from .prefixes import MOST_NODES, tree
 
 if TYPE_CHECKING:
-    from gateway.proxy.placing import Placing
+    from gateway.proxy.placement.placing import Placing
 
     from ..view import View
 

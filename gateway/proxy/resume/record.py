@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from ...http.upstream import Head, UpstreamError
-from ..answers import BOM, error_status
-from ..chunks import END_OF_BODY, Chunks, framed
+from ..responses.answers import BOM, error_status
+from ..responses.chunks import END_OF_BODY, Chunks, framed
 from ..retries import ABORTED, CLOSED, DIFFERS, ERROR_ANSWER, PROTOCOL
 
 if TYPE_CHECKING:

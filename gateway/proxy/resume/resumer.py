@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import ApiError, error_event
 from ...http.upstream import Head, UpstreamError
 from ...prompt.api.resumable import repeated, terms_of, with_answer
 from ...prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from ..exactness.forwarding import process_of
 from ..exchange import Attempt, Exchange, MeteredAttempt, keep, meter
-from ..forwarding import process_of
-from ..placing import Eligibility, Placing
+from ..placement.eligibility import Eligibility
+from ..placement.placing import Placing
 from ..retries import CLOSED, DIFFERS, NO_CRASHES, SHUT_DOWN
 from ..settling import Settling
 from ..states import AttemptState, ExchangeEvent
@@ -25,8 +26,8 @@ from .record import IDS, OVER, REPEAT, StreamRecord
 
 if TYPE_CHECKING:
     from ...ops.metrics import Metrics
-    from ..answers import Usage
     from ..backend import Backend
+    from ..responses.answers import Usage
 
 log = logging.getLogger("hitherto.proxy")
 
@@ -39,16 +40,9 @@ LONGEST_ID = 200  # characters of a stream's id in the log, which the client may
 
 
 class ResumableAttempt(Attempt):
-    """An attempt whose stream is recorded, so that another replica can resume it.
+    """An attempt whose stream is recorded, so that another replica can resume it."""
 
-    `asks_ids`: the gateway has the engine report token ids, which the client did not request.
-    """
-
-    __slots__ = ("asks_ids",)
-
-    def __init__(self, *given: Any, **options: Any):
-        super().__init__(*given, **options)
-        self.asks_ids = False
+    __slots__ = ()
 
     @property
     def is_continued(self) -> bool:  # type: ignore[override]
@@ -137,7 +131,6 @@ class Resumer:
         at = body.find(b"{") + 1
         if not at or record.terms.tells_ids or not self._may_have_ids(record, attempt):
             return body
-        assert isinstance(attempt, ResumableAttempt)
         attempt.asks_ids = True
         return b"".join((body[:at], ASKS_IDS, body[at:]))
 

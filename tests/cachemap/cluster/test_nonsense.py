@@ -14,7 +14,7 @@ from redis.exceptions import InvalidResponse
 from cachemap.cluster.connect import FAILURES, Line, Ways, describe, parse
 from cachemap.cluster.replies import Parser
 from gateway.ops.gateway_checks import redis, redis_servers
-from gateway.proxy.shared import HEARTBEAT
+from gateway.proxy.placement.shared import HEARTBEAT
 from tests.gateway.proxy.test_shared import Gateway as LedgerGateway
 from tests.gateway.proxy.test_shared import prompt as tokens_of
 from tests.gateway.tenants.test_shared import gateways as limit_gateways

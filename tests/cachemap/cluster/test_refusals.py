@@ -11,7 +11,7 @@ from cachemap import CacheMap
 from cachemap.cluster import SharedMap
 from cachemap.cluster.connect import FAILURES, Trouble, Ways, describe, in_words, parse
 from cachemap.cluster.link import LEASES, READS
-from gateway.proxy.shared import SharedLedger
+from gateway.proxy.placement.shared import SharedLedger
 from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, make
 from tests.gateway.ops.test_redis_check import DOCUMENTED, acl
 

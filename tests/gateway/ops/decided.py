@@ -2,7 +2,7 @@
 
 from gateway.ops import reasons
 from gateway.prompt import Prompt
-from gateway.proxy.placing import demand_of
+from gateway.proxy.placement.placing import demand_of
 from policies import Candidate, CostGroup, Evaluation, Load, make
 from policies.outputs import Outputs
 

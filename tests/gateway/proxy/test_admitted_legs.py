@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.proxy.overload import Overload
+from gateway.proxy.admission.overload import Overload
 from policies import Classes, QosClass, Rules, Slo
 
 from ..http.talk import eventually, read_request

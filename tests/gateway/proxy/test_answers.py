@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.proxy.answers import (
+from gateway.proxy.responses.answers import (
     BOM,
     Sight,
     begins,

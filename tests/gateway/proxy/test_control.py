@@ -7,8 +7,8 @@ import pytest
 
 from gateway.durations import parse_limits
 from gateway.ops.metrics import Metrics
-from gateway.proxy.control import OverloadControl
-from gateway.proxy.overload import Overload
+from gateway.proxy.admission.control import OverloadControl
+from gateway.proxy.admission.overload import Overload
 from policies import Admission, Classes, QosClass, Rules, Slo
 from policies.control import ENOUGH, HOLD, PATIENCE, Refused
 

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from gateway.errors import ApiError
 from gateway.ops import spans
 from gateway.prompt.pipeline import OFFLOAD_BYTES, Pipeline
-from gateway.proxy.decisions import Decisions
-from gateway.proxy.traces import Traces
+from gateway.proxy.observers.traces import Traces
+from gateway.proxy.placement.decisions import Decisions
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, free_port, read_request
@@ -183,7 +183,7 @@ async def test_a_bug_of_ours_leaves_nothing_to_the_collector(pipeline, monkeypat
                 await asks(talk, post(), post(LONG))
                 await eventually(s.idle)
             with monkeypatch.context() as patched:
-                patched.setattr(s.proxy.settling, "_on_end", (fails,))
+                patched.setattr(s.proxy.settling, "on_end", [fails])
                 await asks(talk, post())
                 await eventually(s.idle)
             for body in (BAD, LONG, NOT_JSON + b" " * OFFLOAD_BYTES):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gateway import datapath
 from gateway.errors import ApiError
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy import decisions as module
-from gateway.proxy.decisions import Decisions
+from gateway.proxy.placement import decisions as module
+from gateway.proxy.placement.decisions import Decisions
 from policies.ledger import FAR
 from replicas.simulated.model import sim_model_dir
 

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.proxy.capping import capped
-from gateway.proxy.overload import Overload
+from gateway.proxy.admission.capping import capped
+from gateway.proxy.admission.overload import Overload
 from policies import Classes, Demand, QosClass, Rules, Slo
 from policies.outputs import Outputs
 

@@ -1,6 +1,6 @@
 import pytest
 
-from gateway.proxy.drift import WINDOW, Drift
+from gateway.proxy.exactness.drift import WINDOW, Drift
 
 
 def test_small_errors_never_add_up_to_a_verdict():

@@ -605,7 +605,7 @@ async def test_every_end_is_told_to_all_whatever_fails_at_it(monkeypatch, bug):
     told = []
     async with stack(answers()) as s:
         listeners = (lambda exchange, outcome, usage: told.append(outcome),)
-        monkeypatch.setattr(s.proxy.settling, "_on_end", (fails, *listeners) if bug == "a listener" else listeners)
+        monkeypatch.setattr(s.proxy.settling, "on_end", [fails, *listeners] if bug == "a listener" else listeners)
         if bug == "learning":
             monkeypatch.setattr(s.proxy.settling, "_settle", fails)
         talk = await s.talk()
@@ -700,7 +700,7 @@ async def test_answers_are_told_of_before_a_failure_those_of_siblings_too():
     """A failure is compared with what an engine's other ranks and its siblings answered before it."""
     async with stack(answers(), answers()) as s:
         told, (one, other) = [], s.proxy.backends.values()
-        s.proxy.settling._on_traffic = lambda replica, kind, count: told.append((replica, kind, count))
+        s.proxy.settling.on_traffic = lambda replica, kind, count: told.append((replica, kind, count))
         talk = await s.talk()
         for _ in range(4):
             await talk.say(post())
@@ -712,7 +712,7 @@ async def test_answers_are_told_of_before_a_failure_those_of_siblings_too():
 async def test_before_a_probe_counts_the_answers_of_its_replica_alone_are_told_of():
     async with stack(answers(), answers()) as s:
         told, (one, other) = [], s.proxy.backends.values()
-        s.proxy.settling._on_traffic = lambda *given: told.append(given)
+        s.proxy.settling.on_traffic = lambda *given: told.append(given)
         talk = await s.talk()
         for _ in range(2):
             await talk.say(post())

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.ops.metrics import Metrics
-from gateway.proxy.figures import MOST_MODELS, OTHER, Figures
+from gateway.proxy.observers.figures import MOST_MODELS, OTHER, Figures
 
 from ..http.talk import eventually, read_request
 from .replies import EVENT, SSE_HEAD, answers, chunk, post, reply, streams

@@ -8,8 +8,8 @@ import pytest
 
 from gateway.prompt.forward import LEAST_TOKENS
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy import forwarding, token_ids
-from gateway.proxy.forwarding import CONFIRMATIONS
+from gateway.proxy.exactness import token_ids
+from gateway.proxy.exactness.token_ids import CONFIRMATIONS
 from replicas.engines.vllm.versions import version_quirks
 from replicas.simulated.model import sim_model_dir
 
@@ -273,7 +273,7 @@ async def test_a_trial_that_is_not_answered_says_nothing_and_is_made_again_after
 
 
 async def test_one_in_so_many_is_checked(pipeline, monkeypatch):
-    monkeypatch.setattr(forwarding, "CHECK_EVERY", 4)
+    monkeypatch.setattr(token_ids, "CHECK_EVERY", 4)
     engine = Engine(pipeline)
     async with behind(engine) as s:
         await confirmed(s)
@@ -288,7 +288,7 @@ async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_a
     pipeline, monkeypatch, caplog
 ):
     """Whose mistake it is cannot be told, and the gateway's would reach them all."""
-    monkeypatch.setattr(forwarding, "CHECK_EVERY", 4)
+    monkeypatch.setattr(token_ids, "CHECK_EVERY", 4)
     first, second = Engine(pipeline), Engine(pipeline)
     async with behind(first, second) as s:
         await confirmed(s)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.proxy.drift import WINDOW
+from gateway.proxy.exactness.drift import WINDOW
 
 from ..http.talk import read_request
 from .replies import post

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from gateway.proxy import answers as looked_at
-from gateway.proxy import chunks, conductor, deadlines
-from gateway.proxy.answers import keep_alives_end
+from gateway.proxy import conductor, deadlines
+from gateway.proxy.responses import answers as looked_at
+from gateway.proxy.responses import chunks
+from gateway.proxy.responses.answers import keep_alives_end
 from replicas import State
 
 from ..http.talk import eventually, read_request

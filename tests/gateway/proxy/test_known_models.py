@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from gateway.proxy import known_models, newcomers
+from gateway.proxy.placement import known_models, newcomers
 from replicas import Replica, State
 
 from .replies import BODY, answers, post

@@ -14,8 +14,9 @@ from gateway.prompt import long
 from gateway.prompt.long import LARGE
 from gateway.prompt.offload import event_loop
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
-from gateway.proxy import decisions, proxy
+from gateway.proxy import proxy
 from gateway.proxy.exchange import MOST
+from gateway.proxy.placement import decisions
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually

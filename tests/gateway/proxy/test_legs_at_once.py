@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from gateway.proxy import legs, settling
+from gateway.proxy import settling
+from gateway.proxy.disagg import legs
 from gateway.proxy.states import Leg
 from replicas import State
 

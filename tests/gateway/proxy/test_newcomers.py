@@ -3,8 +3,8 @@
 import asyncio
 import json
 
-from gateway.proxy import newcomers
-from gateway.proxy.newcomers import Newcomers
+from gateway.proxy.placement import newcomers
+from gateway.proxy.placement.newcomers import Newcomers
 
 from ..http.talk import eventually
 from .replies import answers, post

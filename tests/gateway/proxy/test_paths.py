@@ -6,7 +6,7 @@ import pytest
 
 from gateway.prompt.prompt import unread
 from gateway.proxy.paths import MODELS, refusal
-from gateway.proxy.placing import demand_of
+from gateway.proxy.placement.placing import demand_of
 from gateway.settings import ConfigError, load
 
 from .replies import BODY, answers, post

@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.proxy.overload import Overload
-from gateway.proxy.priorities import LONGEST_READ
+from gateway.proxy.admission.overload import Overload
+from gateway.proxy.admission.priorities import LONGEST_READ
 from policies import Classes, QosClass, Rule, Rules
 from replicas.engines.vllm import VLLM
 
@@ -150,7 +150,7 @@ async def test_a_long_body_is_searched_and_not_read(own, monkeypatch):
     """Reading 12 MiB takes the event loop 20 ms and more."""
     engine = Engine()
     read = []
-    monkeypatch.setattr("gateway.proxy.priorities.decode", lambda body: read.append(len(body)))
+    monkeypatch.setattr("gateway.proxy.admission.priorities.decode", lambda body: read.append(len(body)))
     async with classed(engine) as s:
         talker = await s.talk()
         await talker.say(post(own, b"/score"))

@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy.drift import WINDOW
+from gateway.proxy.exactness.drift import WINDOW
 from policies import Demand, two_legs
 from replicas import State
 from replicas.simulated.model import sim_model_dir

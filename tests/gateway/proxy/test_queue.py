@@ -12,9 +12,9 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.prompt.prompt import CHAT, Prompt
-from gateway.proxy.decisions import Decisions
+from gateway.proxy.admission.overload import Overload
 from gateway.proxy.exchange import Exchange
-from gateway.proxy.overload import Overload
+from gateway.proxy.placement.decisions import Decisions
 from gateway.tenants.keys import Keys
 from policies import Admission, Classes, QosClass, Rule, Rules, Slo
 from replicas import State

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.errors import ApiError
-from gateway.proxy.decisions import Decisions
+from gateway.proxy.placement.decisions import Decisions
 from policies import Rules, Slo
 
 from ..http.talk import eventually, read_request

@@ -6,8 +6,8 @@ import pytest
 
 from gateway.http.messages import Request
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy import responses
-from gateway.proxy.responses import referred_to
+from gateway.proxy.responses import stored as responses
+from gateway.proxy.responses.stored import referred_to
 
 from ..http.talk import eventually, read_request
 from .replies import chunk, post

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.ops.metrics import Metrics
-from gateway.proxy import shadow
-from gateway.proxy.shadow import Shadows, told
+from gateway.proxy.observers import shadow
+from gateway.proxy.observers.shadow import Shadows, told
 from gateway.proxy.states import AttemptState
 from policies import NAMES, Candidate, Choice, CostGroup, Demand, Ledger, Load, Router, make, two_legs
 

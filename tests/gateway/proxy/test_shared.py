@@ -15,7 +15,7 @@ import redis
 import uvloop
 
 from cachemap.cluster.connect import Ways, parse
-from gateway.proxy.shared import LEASE, SharedLedger
+from gateway.proxy.placement.shared import LEASE, SharedLedger
 from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, make
 from policies.ledger import NOTHING
 from tests.poison import poisons

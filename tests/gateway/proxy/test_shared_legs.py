@@ -6,8 +6,8 @@ from collections import Counter
 
 from cachemap import CacheMap
 from cachemap.cluster.connect import Ways, parse
-from gateway.proxy.legs import LegPlan
-from gateway.proxy.shared import SharedLedger
+from gateway.proxy.disagg.legs import LegPlan
+from gateway.proxy.placement.shared import SharedLedger
 from policies import UNTIMED, CostGroup, Demand, Ledger, Router, Targets, make, two_legs
 from policies.leg_rules import make_leg_rule
 from replicas.engines import TRANSFERS
@@ -44,7 +44,7 @@ class Legs:
         first, second = plan.to_decide(evaluation)
 
         def answer(decided):
-            made = plan.among(first.candidates, decided).chosen
+            made = plan.among(decided).chosen
             self.open += two_legs.commit(self.router, evaluation, made, 0.0, decided)[:2]
             placed.set_result(made.prefiller.replica)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.proxy import legs
+from gateway.proxy.disagg import legs
 from replicas import State
 
 from ..http.talk import eventually, free_port, read_request

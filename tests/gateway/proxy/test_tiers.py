@@ -6,7 +6,7 @@ import pytest
 
 from cachemap.changes import ChunkTier
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy.drift import WINDOW
+from gateway.proxy.exactness.drift import WINDOW
 from replicas.metrics import parse
 from replicas.simulated.model import sim_model_dir
 

@@ -11,7 +11,7 @@ import pytest
 from gateway.ops import spans as module
 from gateway.ops.spans import Spans
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy.traces import Traces
+from gateway.proxy.observers.traces import Traces
 from replicas.simulated.model import sim_model_dir
 
 from ..collector import collecting

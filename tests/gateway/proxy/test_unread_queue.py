@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gateway.proxy.decisions import Decisions
+from gateway.proxy.placement.decisions import Decisions
 from policies import Rule, Rules, Slo
 
 from ..http.talk import eventually

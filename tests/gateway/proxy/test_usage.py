@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.proxy.answers import MOST_SEARCHED, NOTHING, Usage, believed, has_end, read_usage
 from gateway.proxy.exchange import TAIL, keep, meter
+from gateway.proxy.responses.answers import MOST_SEARCHED, NOTHING, Usage, believed, has_end, read_usage
 
 
 def test_openai_usage_is_read_from_a_whole_answer():

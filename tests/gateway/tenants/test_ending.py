@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy import responses
+from gateway.proxy.responses import stored as responses
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request

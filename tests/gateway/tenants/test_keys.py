@@ -176,7 +176,7 @@ async def test_replicas_that_fail_are_named_to_no_tenant_but_to_operators_and_wh
     body = BODY.replace(b"{", b'{"stream": true,', 1) if breaks_off in scripts else BODY
     for who, keys in (("one", Keys(file)), ("two", Keys(file)), ("", None)):
         async with stack(*scripts, keys=keys, **given) as s:
-            s.proxy.settling.on_end(lambda exchange, outcome, usage: errors.append(str(exchange.error)))
+            s.proxy.settling.on_end.append(lambda exchange, outcome, usage: errors.append(str(exchange.error)))
             told[who] = (await ask(s, post(body, extra=bearer(who) if who else b"")))[2].decode()
             await eventually(s.idle)
     for text in told.values():

@@ -11,12 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.model_files import Source
 from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy import proxy as proxy_module
-from gateway.proxy.overload import Overload
-from gateway.spaces import Member
+from gateway.proxy.admission.overload import Overload
 from gateway.tenants import limits as rules
 from gateway.tenants.ending import Settled
 from gateway.tenants.keys import Keys
@@ -99,77 +96,6 @@ async def test_requests_per_minute_and_what_the_client_is_told(tmp_path):
         assert metrics.tenant_requests.values == {("a", "2xx"): 3, ("a", "4xx"): 1, ("b", "2xx"): 1, ("b", "4xx"): 1}
         t.clock.now += 10
         assert (await t.ask())[0] == 200
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
-async def test_the_first_requests_are_admitted_by_tokens_as_soon_as_these_can_be_counted(tmp_path, path):
-    """Letters between spaces have twice the tokens that their bytes would make. Whoever has no limit in tokens does not
-    wait for the tokenizer."""
-    text, loaded = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 40, asyncio.Event()
-    said = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
-    body = json.dumps({"model": "m", "max_tokens": 1, **said}).encode()
-    limits = {"a": {"input_tokens_per_minute": 900}, "b": {"requests_per_minute": 9}}
-    async with tenants(tmp_path, answers(answer()), **limits, pipeline=Pipeline(None, "m", 16)) as t:
-        models = t.stack.proxy.models
-        (space,), (backend,) = models.spaces, t.stack.proxy.backends.values()
-
-        async def load():
-            await loaded.wait()
-            space.use(Pipeline(sim_model_dir(), "m", 16))
-            space.loading = None
-
-        models.members[backend.id] = Member(backend.replica, space=space, source=Source(sim_model_dir(), ""))
-        space.loading = asyncio.create_task(load())
-        waiting = await t.begin("a", body, path.encode())
-        assert (await t.ask("b", body, path.encode()))[0] == 200
-        loaded.set()
-        status, _, told = await waiting.response(60)  # loading a tokenizer takes a second, on a busy machine many
-        assert status == 429 and "the limit is 900 input tokens per minute" in json.loads(told)["error"]["message"]
-
-
-async def test_a_tokenizer_that_does_not_come_holds_nobody_up_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(proxy_module, "FILES_SECONDS", 0.01)
-    async with tenants(tmp_path, answers(answer()), a={"tokens_per_day": 900}, pipeline=Pipeline(None, "m", 16)) as t:
-        models = t.stack.proxy.models
-        (space,), (backend,) = models.spaces, t.stack.proxy.backends.values()
-        models.members[backend.id] = Member(backend.replica, space=space, source=Source(sim_model_dir(), ""))
-        space.loading = asyncio.create_task(asyncio.Event().wait())
-        assert (await t.ask())[0] == 200
-        space.loading.cancel()
-
-
-@pytest.mark.parametrize("way", ["one after the other", "beside one that does not come"])
-async def test_a_request_waits_once_for_the_files_and_no_longer_than_for_its_tokenizer(tmp_path, monkeypatch, way):
-    monkeypatch.setattr(proxy_module, "FILES_SECONDS", 0.3 if way == "one after the other" else 3600.0)
-    async with tenants(tmp_path, answers(answer()), a={"tokens_per_day": 900}, pipeline=Pipeline(None, "m", 16)) as t:
-        models = t.stack.proxy.models
-        (space,), (backend,) = models.spaces, t.stack.proxy.backends.values()
-        counted = []
-        monkeypatch.setattr(t.stack.proxy.preparation, "_count", counted.append)
-        models.members[backend.id] = Member(backend.replica, space=space, source=Source(sim_model_dir(), ""))
-        never = asyncio.create_task(asyncio.Event().wait())
-        tasks = []
-
-        async def load():
-            await asyncio.sleep(0.01)
-            if way == "one after the other":
-                tasks.append(asyncio.create_task(load()))
-                space.loading = tasks[-1]
-            else:
-                models.members["b"].finding = space.loading = None
-
-        if way != "one after the other":
-            other = Replica("b", "http://b", "b", 1, state=State.READY, models={"m": None})
-            models.members["b"] = Member(other, space=None, source=None)
-            models.members["b"].finding = never
-        space.loading = asyncio.create_task(load())
-        assert (await asyncio.wait_for(t.ask(), 10))[0] == 200
-        assert len(counted) == 1
-        never.cancel()
-        space.loading = None
-        models.members.pop("b", None)
-        for task in tasks:
-            task.cancel()
 
 
 async def test_what_the_gateway_has_no_place_for_is_given_back_and_its_client_told_what_is_left(tmp_path):

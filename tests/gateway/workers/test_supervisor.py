@@ -13,7 +13,7 @@ import pytest
 from cachemap import background
 from gateway.app import Gateway
 from gateway.http import server
-from gateway.proxy import shared as ledger
+from gateway.proxy.placement import shared as ledger
 from gateway.settings import SIZES, ConfigError, load
 from gateway.tenants import shared as limits
 from gateway.workers import supervisor

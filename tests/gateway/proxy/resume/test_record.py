@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.http.upstream import Head, UpstreamError
 from gateway.prompt import Prompt
 from gateway.prompt.api.resumable import terms_of
-from gateway.proxy.chunks import Chunks
+from gateway.proxy.responses.chunks import Chunks
 from gateway.proxy.resume.record import IDS, REPEAT, StreamRecord
 
 HEAD = Head(b"HTTP/1.1 200 OK\r\n\r\n", [(b"transfer-encoding", b"chunked")], False, True)

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy.overload import Overload
+from gateway.proxy.admission.overload import Overload
 from gateway.proxy.resume import resumer
 from gateway.proxy.retries import STALLED
 from gateway.tenants.keys import Keys
@@ -555,8 +555,7 @@ async def test_a_tenant_is_charged_for_what_all_replicas_wrote(tmp_path):
     file.write_text(f"- {{name: one, sha256: {hashlib.sha256(b'hth-one').hexdigest()}}}\n")
     events = []
     async with continued(engine("1", b"", 3), fails, engine("3"), keys=Keys(file)) as s:
-        s.proxy.settling.on_end(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
-        s.proxy.settling.on_end(s.proxy.conductor.resumer.settled)
+        s.proxy.settling.on_end.append(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
         talk = await s.talk()
         await talk.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
         await talk.response()
@@ -578,7 +577,7 @@ async def test_a_first_read_that_ends_within_an_event_is_no_event(tmp_path):
         writer.write(first[-20:] + chunk(DONE) + b"0\r\n\r\n")
 
     async with continued(script, keys=Keys(file)) as s:
-        s.proxy.settling.on_end(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
+        s.proxy.settling.on_end.append(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
         talk = await s.talk()
         await talk.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
         await talk.until(b"\r\n\r\n")

@@ -16,13 +16,13 @@ from policies import Candidate, Placement, Router
 from replicas import TAKES_TRAFFIC
 from replicas.engines.transfer import PATHS
 
-from .backend import Backend
-from .exchange import Attempt, Exchange
-from .retries import PULL_FAILED
+from ..backend import Backend
+from ..exchange import Asker, Attempt, Exchange
+from ..retries import PULL_FAILED
 
 if TYPE_CHECKING:
-    from ..ops.metrics import Metrics
-    from ..prompt import Prompt
+    from ...ops.metrics import Metrics
+    from ...prompt import Prompt
 
 
 class Pulls:
@@ -42,19 +42,16 @@ class Pulls:
         ]
         self.any = len(self._peers) > 1
 
-    def peers(self, asker: object) -> list[Candidate]:
+    def peers(self, asker: Asker) -> list[Candidate]:
         """Return the candidates that may pull a request's prompt.
 
-        There are none for a request that stays whole, resumes a stream, has several prompts, or is not forwarded here.
+        There are none for a request that stays whole, as one does that resumes a stream or is not forwarded here.
         """
-        if not isinstance(asker, Exchange) or asker.stays_whole or asker.is_continued:
-            return []
-        prompt = asker.prompt
-        if prompt is None or prompt.several or prompt.copies != 1:
-            return []
-        return self.peers_for(prompt)
+        return [] if asker.stays_whole or asker.prompt is None else self.peers_for(asker.prompt)
 
     def peers_for(self, prompt: Prompt) -> list[Candidate]:
+        if prompt.several or prompt.copies != 1:
+            return []
         return [one.candidate for one in self._peers if self._may_take(one, prompt)]
 
     def _may_take(self, backend: Backend, prompt: Prompt) -> bool:
@@ -63,7 +60,7 @@ class Pulls:
             return False
         return how is not None and prompt.path in PATHS and backend.replica.takes_rank(prompt.path)
 
-    def body(self, exchange: Exchange, placement: Placement) -> bytes | None:
+    def body(self, exchange: Asker, placement: Placement) -> bytes | None:
         """Return the body that makes a replica pull, or None to send the client's own body and pull nothing."""
         pull = placement.pull
         assert pull is not None

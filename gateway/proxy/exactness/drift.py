@@ -20,33 +20,20 @@ STEADY = 3  # answers in a row with the same offset; a single one may be due to 
 class Drift:
     """The running comparison for one replica, in tokens."""
 
-    __slots__ = (
-        "_count",
-        "_error",
-        "_tokens",
-        "_telling",
-        "_offsets",
-        "_promised",
-        "_prompts",
-        "_silent",
-        "_silent_prompts",
-        "_aside",
-        "_before",
-        "_offset",
-        "_steady",
-    )
-
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Begin a new window, after the map was rebuilt ("healed") or the replica's process was replaced."""
         self._new_window()
+        self._begin_comparison()
+        self._before: tuple[float | None, float | None] = (None, None)
+        self._offset = self._steady = 0
+
+    def _begin_comparison(self) -> None:
         self._promised = self._prompts = self._silent = 0
         self._silent_prompts = [0, 0]
         self._aside = False
-        self._before: tuple[float | None, float | None] = (None, None)
-        self._offset = self._steady = 0
 
     def _new_window(self) -> None:
         self._count = self._error = self._tokens = self._telling = 0
@@ -112,14 +99,6 @@ class Drift:
         """
         self._aside = True
 
-    def _take(self) -> tuple[int, int, int, bool]:
-        """Return the sums of predictions since the last comparison, and reset them."""
-        taken = self._promised, self._prompts, self._silent, self._aside
-        self._promised = self._prompts = self._silent = 0
-        self._silent_prompts = [0, 0]
-        self._aside = False
-        return taken
-
     def counted(self, queries: float | None, hits: float | None, idle: bool, block_size: int = 0) -> bool:
         """Compare the engine's scraped totals; return whether the map has drifted.
 
@@ -133,7 +112,8 @@ class Drift:
             return False
         (queried, hit), self._before = self._before, (queries, hits)
         without, expected = self._silent_prompts
-        promised, prompts, silent, aside = self._take()
+        promised, prompts, silent, aside = self._promised, self._prompts, self._silent, self._aside
+        self._begin_comparison()
         if hit is None or hits < hit or not silent or aside:
             return False
         if queries is not None and queried is not None and queries - queried != prompts:

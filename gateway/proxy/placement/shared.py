@@ -31,7 +31,8 @@ import struct
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from itertools import chain, count, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -80,67 +81,27 @@ HEARTBEAT, DECISIONS = "shared ledger: heartbeat", "shared ledger: decisions"  #
 LOG_SECONDS = 10.0  # between two equal log lines
 
 
+@dataclass(slots=True, eq=False)
 class _Heartbeat:
     """A heartbeat on its way. `stated`: this gateway's outstanding load, by the replicas' shared names."""
 
-    __slots__ = ("done", "stated")
-
-    def __init__(self) -> None:
-        self.stated: dict[str, tuple[int, ...]] = {}
-        self.done = asyncio.Event()
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    stated: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A decision on its way. `answer`: its callback, None once that was called."""
 
-    __slots__ = ("answer", "evaluation", "begun", "candidates", "chosen", "names", "overlaps", "lowers", "packed")
-
-    def __init__(
-        self,
-        answer: Answer,
-        evaluation: Evaluation,
-        chosen: Sequence[int],
-        candidates: Sequence[Candidate],
-        names: Sequence[str],
-        overlaps: list[int],
-        lowers: list[Lower],
-        packed: tuple[bytes, bytes, bytes],
-    ):
-        self.answer: Answer | None = answer
-        self.evaluation, self.overlaps, self.lowers, self.packed = evaluation, overlaps, lowers, packed
-        self.chosen, self.candidates, self.names = chosen, candidates, names
-        self.begun = perf_counter()
-
-
-class _Both:
-    """One answer for the two legs of a request, given when the outcome of both decisions is known.
-
-    If only one leg was decided, its reservation is undone.
-    """
-
-    __slots__ = ("_answer", "_undo", "_known")
-
-    def __init__(self, answer: AnswerBoth, undo: Callable[[Decision], None]):
-        self._answer, self._undo = answer, undo
-        self._known: dict[int, tuple[Evaluation, Decision | None]] = {}
-
-    def told(self, leg: int, evaluation: Evaluation) -> Answer:
-        def answer(decision: Decision | None) -> None:
-            self._known[leg] = evaluation, decision
-            if len(self._known) == 2:
-                self._go_on(self._known[0][1], self._known[1][1])
-
-        return answer
-
-    def _go_on(self, first: Decision | None, second: Decision | None) -> None:
-        if first is not None and second is not None:
-            self._answer((first, second))
-            return
-        for evaluation, decision in self._known.values():
-            if decision is not None:
-                went_there = decision.index == evaluation.choice.index
-                self._undo(decision._replace(note=b"") if went_there else decision)
-        self._answer(None)
+    answer: Answer | None
+    evaluation: Evaluation
+    chosen: Sequence[int]
+    candidates: Sequence[Candidate]
+    names: Sequence[str]
+    overlaps: list[int]
+    lowers: list[Lower]
+    packed: tuple[bytes, bytes, bytes]
+    begun: float = field(default_factory=perf_counter)
 
 
 class SharedLedger:
@@ -195,8 +156,8 @@ class SharedLedger:
         # Loads repaired in Redis: parts that differed from this gateway's load, and sums that differed from their parts
         self.repairs = {"part": 0, "sum": 0}
         self.reason = "not connected yet"
-        self.begin_answers: Callable[[], None] = _nothing
-        self.end_answers: Callable[[], None] = _nothing
+        self.begin_answers: Callable[[], None] = lambda: None
+        self.end_answers: Callable[[], None] = lambda: None
         ledger.moved = self._moved
 
     # --- decisions
@@ -222,9 +183,23 @@ class SharedLedger:
             self._observe("away", 0.0)
             answer(None)
             return
-        both = _Both(answer, self.undo)
-        self._ask(first, both.told(0, first))
-        self._ask(second, both.told(1, second), second.demand.tokens - 1)
+        known: dict[int, tuple[Evaluation, Decision | None]] = {}
+
+        def decided(leg: int, evaluation: Evaluation, decision: Decision | None) -> None:
+            known[leg] = evaluation, decision
+            if len(known) < 2:
+                return
+            both = known[0][1], known[1][1]
+            if both[0] is not None and both[1] is not None:
+                answer((both[0], both[1]))
+                return
+            for evaluation, one in known.values():
+                if one is not None:
+                    self._take_back(evaluation, one)
+            answer(None)
+
+        self._ask(first, partial(decided, 0, first))
+        self._ask(second, partial(decided, 1, second), second.demand.tokens - 1)
 
     def _ask(self, evaluation: Evaluation, answer: Answer, held: int | None = None) -> None:
         """Queue a decision. `held`: cached prompt tokens that each candidate will have; None: those it has now."""
@@ -337,8 +312,7 @@ class SharedLedger:
             if pending.answer is not None:
                 self._answer(pending, "away" if decision is None else "shared", decision)
             elif decision is not None:
-                went_there = decision.index == pending.evaluation.choice.index  # the local choice was the same
-                self.undo(decision._replace(note=b"") if went_there else decision)
+                self._take_back(pending.evaluation, decision)
         self.end_answers()
 
     def _answer(self, pending: _Pending, outcome: str, decision: Decision | None) -> None:
@@ -350,6 +324,11 @@ class SharedLedger:
             answer(decision)
         except Exception as error:
             self._background.failed(DECISIONS, error)
+
+    def _take_back(self, evaluation: Evaluation, decision: Decision) -> None:
+        """Undo a decision that came too late; its note stays true if the local choice was the same."""
+        went_there = decision.index == evaluation.choice.index
+        self.undo(decision._replace(note=b"") if went_there else decision)
 
     def undo(self, decision: Decision) -> None:
         """Undo a reservation, since the request went elsewhere or ended.
@@ -581,9 +560,6 @@ class SharedLedger:
             self._ledger.others(replica, NOTHING)
 
 
-def _nothing() -> None: ...
-
-
 @lru_cache(1024)
 def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
     """Return a function that picks a prompt's last hash, twice, and its hashes after _COUNTS[first:end] blocks."""
@@ -619,10 +595,8 @@ _NOTHING_BEATEN: tuple[dict[str, tuple[int, ...]], int, int] = {}, 0, 0
 def _beaten(stated: dict[str, tuple[int, ...]], reply: Any) -> tuple[dict[str, tuple[int, ...]], int, int]:
     """Read the reply to a heartbeat: other gateways' load by the replicas' shared names, and how much was repaired."""
     loads, parts, sums = reply
-    others = {name: _less(load, mine) for (name, mine), load in zip(stated.items(), loads, strict=True)}
+    others = {
+        name: tuple(max(0, int(all_of - own)) for all_of, own in zip(_LOAD.unpack(load), mine))
+        for (name, mine), load in zip(stated.items(), loads, strict=True)
+    }
     return others, int(parts), int(sums)
-
-
-def _less(load: bytes, mine: Sequence[float]) -> tuple[int, ...]:
-    """Return a load without this gateway's part."""
-    return tuple(max(0, int(all_of - own)) for all_of, own in zip(_LOAD.unpack(load), mine))

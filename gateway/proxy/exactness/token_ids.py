@@ -12,7 +12,7 @@ import orjson
 
 from replicas.ask import body_of
 
-from ..prompt.forward import written
+from ...prompt.forward import written
 
 CONFIRMATIONS = 3  # different bodies of a kind for which a replica must have made the same ids
 # One body in so many of a confirmed kind is checked: its text and the check cost a hundredth of what is saved
@@ -23,9 +23,7 @@ PAUSE_SECONDS = 30.0  # before an unanswered check is repeated for its kind
 ANSWER_SECONDS = 60.0
 # Members that govern an answer's length and form; a check requests one token instead.
 _OUTPUT = frozenset(
-    """
-    max_tokens max_completion_tokens min_tokens n best_of stream stream_options request_id priority
-    """.split()
+    "max_tokens max_completion_tokens min_tokens n best_of stream stream_options request_id priority".split()
 )
 _COMPLETIONS = "/v1/completions"
 PATHS = ("/v1/chat/completions", _COMPLETIONS)
@@ -128,8 +126,6 @@ def _read(reply: bytes) -> _Reply:
 class BodyKind:
     """The state of one kind of body at one replica."""
 
-    __slots__ = ("bodies", "left", "pause")
-
     def __init__(self) -> None:
         self.bodies: set[int] = set()  # digests of confirmed ids, up to CONFIRMATIONS
         self.left = 0  # bodies to forward as ids before the next check
@@ -138,16 +134,6 @@ class BodyKind:
 
 class Forwarding:
     """The state of id forwarding to one replica's process."""
-
-    __slots__ = (
-        "incarnation",
-        "made_by",
-        "rejected_because",
-        "accepts",
-        "silent_at",
-        "kinds",
-        "checking",
-    )
 
     def __init__(self, incarnation: str | None = None):
         self.incarnation = incarnation

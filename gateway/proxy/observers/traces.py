@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from policies.decisions import SHUTTING_DOWN
 
-from ..ops.spans import Spans, traceparent
-from .answers import NOTHING, Usage
-from .exchange import Attempt, Exchange, Parent
-from .retries import TIMEOUT
-from .states import Leg
+from ...ops.spans import Spans, traceparent
+from ..exchange import Attempt, Exchange, Parent
+from ..responses.answers import NOTHING, Usage
+from ..retries import TIMEOUT
+from ..states import Leg
 
 if TYPE_CHECKING:
-    from ..ops.spans import Moment, Trace
+    from ...ops.spans import Moment, Trace
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"))
 LONGEST = 1000  # characters kept of a client's string

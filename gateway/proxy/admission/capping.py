@@ -9,8 +9,8 @@ import re
 
 import orjson
 
-from ..members import with_members
-from ..prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from ...members import with_members
+from ...prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 # The members that limit an answer in each API. A chat may have either; vLLM uses the second if both are present.
 LIMITS = {

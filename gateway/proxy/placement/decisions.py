@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from replicas.names import bracketed
 
-from ..errors import ApiError
-from ..prompt.prompt import RESPONSES
-from .answers import believed, error_status, read_usage
-from .exchange import Attempt
-from .proxy import Proxy
-from .settling import most_tokens
+from ...errors import ApiError
+from ...http.messages import Request
+from ...prompt.prompt import RESPONSES
+from ..exchange import Attempt, ExternalRequest
+from ..proxy import Proxy
+from ..responses.answers import believed, error_status, read_usage
+from ..settling import most_tokens
 
 if TYPE_CHECKING:
-    from ..prompt import Prompt
-    from .backend import Backend
+    from ..backend import Backend
 
 LEASE = 60.0  # seconds without a report, unless the caller requests another time
 LEASES = (1.0, 3600.0)
@@ -41,61 +41,6 @@ SILENT = 5.0
 MOST_CANDIDATES = 8  # candidates in an answer: each costs a choice
 
 
-class Leased:
-    """A request that another proxy forwards: it has one attempt, and a lease instead of a connection."""
-
-    __slots__ = ("id", "prompt", "tried", "attempt", "stages", "seconds", "found", "timers", "size", "headers")
-
-    response: str | None = None  # answers are not seen here, so the makers of responses are not known
-    model: str | None = None
-    tenant = None  # its caller authenticates clients
-    attempt_type = Attempt
-
-    def __init__(self, id: str, prompt: Prompt, tried: tuple[Backend, ...], seconds: float, headers: Mapping[str, str]):
-        self.id, self.prompt, self.tried, self.seconds = id, prompt, tried, seconds
-        self.attempt: Attempt = None  # type: ignore[assignment]  # until a replica is found
-        self.stages: list[tuple[str, float]] = []
-        self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        self.timers: dict[Callable[[Leased], None], asyncio.TimerHandle] = {}  # by their callbacks
-        self.headers = headers  # until it is placed
-        self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
-
-    # --- as an `Asker`
-
-    @property
-    def needs_replica(self) -> bool:
-        return not self.found.done()
-
-    def add_attempt(self, attempt: Attempt) -> None:
-        self.attempt, self.prompt = attempt, attempt.prompt or self.prompt
-        attempt.status, attempt.sent_at = 200, attempt.begun_at  # the caller handles errors
-
-    def header(self, name: bytes) -> str | None:
-        return self.headers.get(name.decode("latin-1"))
-
-    def held(self) -> None:
-        pass
-
-    def called(self, place: Callable[[Leased], None]) -> None:
-        place(self)
-
-    def placed(self) -> None:
-        self.headers = {}
-        if not self.found.done():  # the caller is still there
-            self.found.set_result(self.attempt)
-
-    def unplaced(self, error: Exception) -> None:
-        error.__traceback__ = None  # its frames refer to this request, and `found` to the error: a cycle
-        if not self.found.done():
-            self.found.set_exception(error)
-
-    def run_isolated(self, step: Callable[..., None], *given: object) -> None:
-        try:
-            step(*given)
-        except Exception as error:
-            self.unplaced(error)
-
-
 class Decisions:
     """The decisions under way; `name` is a prefix of their ids."""
 
@@ -103,7 +48,7 @@ class Decisions:
         self._proxy = proxy
         self._placing, self._settling, self._router = proxy.placing, proxy.settling, proxy.router
         self._ids = map(f"{name}{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
-        self._open: dict[str, Leased] = {}
+        self._open: dict[str, ExternalRequest] = {}
         self._bytes = 0  # held by decisions under way, and by bodies that are being prepared
 
     async def decide(
@@ -121,9 +66,7 @@ class Decisions:
         if (refused := self._proxy.refusal(path, "POST")) is not None:
             raise refused
         if len(self._open) >= MOST or self._bytes >= MOST_BYTES:
-            what = f"{len(self._open)} requests" + (
-                f" and bodies of others, in all {self._bytes >> 20} MiB" if self._bytes >= MOST_BYTES else ""
-            )
+            what = f"{len(self._open)} requests and {self._bytes >> 20} MiB"
             raise ApiError(429, f"{what} are under way of which no end was told; tell it with POST /decide/ID/done")
         tried = tuple(self._proxy.backends[id] for id in exclude if id in self._proxy.backends)
         self._bytes += len(body)
@@ -132,7 +75,9 @@ class Decisions:
         finally:
             self._bytes -= len(body)
         prompt.token_ids = b""  # the gateway does not forward this request
-        leased = Leased(next(self._ids), prompt, tried, lease, headers)
+        named = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        request = Request("POST", path.encode(), named, b"", http10=False, keep_alive=True)
+        leased = ExternalRequest(next(self._ids), request, prompt, tried, lease)
         try:
             self._placing.place(leased)
             attempt = await leased.found
@@ -156,12 +101,12 @@ class Decisions:
             )
         return self._told(leased, attempt)
 
-    def _leave_queue(self, leased: Leased) -> None:
+    def _leave_queue(self, leased: ExternalRequest) -> None:
         """Drop a request from the queue, once it needs no replica any more; until then it may be placed again."""
         if self._placing.queue is not None:
             self._placing.queue.forget(leased)
 
-    def _told(self, leased: Leased, attempt: Attempt) -> dict[str, Any]:
+    def _told(self, leased: ExternalRequest, attempt: Attempt) -> dict[str, Any]:
         backend, prompt, placement = attempt.backend, leased.prompt, attempt.placement
         held = (
             f"{placement.predicted} of {prompt.tokens} prompt tokens held"
@@ -185,7 +130,7 @@ class Decisions:
             "lease_seconds": leased.seconds,
         }
 
-    def _in_order(self, leased: Leased, chosen: Backend) -> list[str]:
+    def _in_order(self, leased: ExternalRequest, chosen: Backend) -> list[str]:
         """Return the ids of the replicas that the gateway itself would try for this request, in order."""
         order = [chosen.id]
         try:
@@ -214,39 +159,41 @@ class Decisions:
         leased = self._find(id)
         self._close(leased, "done")
         attempt, prompt = leased.attempt, leased.prompt
+        failed = bool(error_status(answer, True) or error_status(answer, False))
         is_event = prompt.stream and prompt.path == RESPONSES and not answer.startswith(b"{")
         usage = believed(read_usage(answer, 2 if is_event else 1), *most_tokens(attempt.backend, prompt))
         attempt.streams &= attempt.first_at > 0  # without a first byte its decode time is not known
-        if answer and not _is_error(answer):  # without an answer its outcome is not known
+        if answer and not failed:  # without an answer its outcome is not known
             self._router.answered(attempt.placement, monotonic())
-        if usage.prompt is not None and not attempt.backend.gone and not _is_error(answer):
+        if usage.prompt is not None and not attempt.backend.gone and not failed:
             self._settling.finish(attempt, leased.prompt, usage)
         else:
-            self._settling.abandon(attempt, computed=not _is_error(answer))
+            self._settling.abandon(attempt, computed=not failed)
         return {"id": id, "done": True}
 
     def on(self) -> Counter[str]:
         """Return the number of decisions under way by replica."""
         return Counter(leased.attempt.backend.id for leased in self._open.values())
 
-    def _find(self, id: str) -> Leased:
-        leased = self._open.get(id)
-        if leased is None:
+    def _find(self, id: str) -> ExternalRequest:
+        if (leased := self._open.get(id)) is None:
             raise unknown(id)
         return leased
 
-    def _renew(self, leased: Leased) -> None:
+    def _renew(self, leased: ExternalRequest) -> None:
         for call in (self._ran_out, self._expired):
             if (timer := leased.timers.pop(call, None)) is not None:
                 timer.cancel()
         self._after(leased.seconds, self._ran_out, leased)
 
-    def _after(self, seconds: float, call: Callable[[Leased], None], leased: Leased) -> None:
+    def _after(self, seconds: float, call: Callable[[ExternalRequest], None], leased: ExternalRequest) -> None:
         """Call `call(leased)` once this process has run for `seconds`; it reads no reports while it is stalled."""
         timer = asyncio.get_running_loop().call_later(seconds, self._due, seconds, monotonic(), call, leased)
         leased.timers[call] = timer
 
-    def _due(self, seconds: float, since: float, call: Callable[[Leased], None], leased: Leased) -> None:
+    def _due(
+        self, seconds: float, since: float, call: Callable[[ExternalRequest], None], leased: ExternalRequest
+    ) -> None:
         now, pulse = monotonic(), self._proxy.pulse
         pulse.look(now)
         if (left := seconds - pulse.ran(since, now)) > LEAST_LEFT:
@@ -254,26 +201,22 @@ class Decisions:
         else:
             call(leased)
 
-    def _disregard(self, leased: Leased) -> None:
+    def _disregard(self, leased: ExternalRequest) -> None:
         self._router.disregard(leased.attempt.placement)
 
-    def _ran_out(self, leased: Leased) -> None:
+    def _ran_out(self, leased: ExternalRequest) -> None:
         self._after(GRACE, self._expired, leased)
 
-    def _expired(self, leased: Leased) -> None:
+    def _expired(self, leased: ExternalRequest) -> None:
         self._close(leased, "expired")
         self._router.abandon(leased.attempt.placement)
 
-    def _close(self, leased: Leased, outcome: str) -> None:
+    def _close(self, leased: ExternalRequest, outcome: str) -> None:
         del self._open[leased.id]
         self._bytes -= leased.size
         for timer in leased.timers.values():
             timer.cancel()
         self._proxy.metrics.decisions.inc(outcome)
-
-
-def _is_error(answer: bytes) -> bool:
-    return bool(error_status(answer, True) or error_status(answer, False))
 
 
 def unknown(id: str) -> ApiError:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import orjson
 
-from ..errors import error_body
+from ...errors import error_body
+from ..exchange import Attempt, Exchange
 from .chunks import unchunked
-from .exchange import Attempt, Exchange
 
 
 def respelled(exchange: Exchange, attempt: Attempt, data: bytes) -> bytes:

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 from policies.classes import DEFAULT_CLASS
 
-from ..http.server import SWEEP_SECONDS
-from ..ops.metrics import Metrics
-from .answers import Usage
-from .exchange import Attempt, Exchange, output_tokens, time_per_token
-from .states import ExchangeState
+from ...http.server import SWEEP_SECONDS
+from ...ops.metrics import Metrics
+from ..exchange import Attempt, Exchange, output_tokens, time_per_token
+from ..responses.answers import Usage
+from ..states import ExchangeState
 
 if TYPE_CHECKING:
-    from ..prompt import Prompt
+    from ...prompt import Prompt
 
 MOST_MODELS = 64  # values of the model label; a gateway that serves more counts the rest as OTHER
 OTHER = "other"
-UNANSWERED = frozenset((ExchangeState.PLACING, ExchangeState.QUEUED, ExchangeState.TRYING))
+UNANSWERED = frozenset((ExchangeState.PLACING, ExchangeState.TRYING))
 
 
 class Figures:

@@ -34,30 +34,17 @@ from xxhash import xxh3_64_intdigest
 
 from replicas.access import session_to
 
-from ..prompt.forward import with_ids
-from .backend import Backend
-from .exchange import Attempt
-from .token_ids import (
-    ANSWER_SECONDS,
-    CHECK_EVERY,
-    CONFIRMATIONS,
-    MOST_KINDS,
-    PATHS,
-    PAUSE_SECONDS,
-    BodyKind,
-    Different,
-    Forwarding,
-    Unanswered,
-    check_ids,
-    poster,
-    takes_ids,
-)
+from ...prompt.forward import with_ids
+from ..backend import Backend
+from ..exchange import Attempt
+from . import token_ids
+from .token_ids import BodyKind, Different, Forwarding, Unanswered
 
 if TYPE_CHECKING:
-    from ..http.messages import Request
-    from ..ops.metrics import Metrics
-    from ..prompt import Prompt
-    from .answers import Usage
+    from ...http.messages import Request
+    from ...ops.metrics import Metrics
+    from ...prompt import Prompt
+    from ..responses.answers import Usage
 
 log = logging.getLogger("hitherto.proxy")
 
@@ -124,12 +111,16 @@ class TokenIdForwarding:
     def settled(self, attempt: Attempt, prompt: Prompt, request: Request, usage: Usage) -> None:
         """Compare a complete answer's usage with the prompt; check the request's body if that is due. Status is 200."""
         backend = attempt.backend
-        if not self.wanted or prompt.path not in PATHS:
+        if not self.wanted or prompt.path not in token_ids.PATHS:
             return
         if attempt.without_ids:
             self._reject(backend, prompt.path, "it refused a request with ids that it answered without")
         elif usage.prompt != prompt.tokens and usage.prompt is not None:
-            self._miscounted(backend, prompt, usage.prompt)
+            # An engine that truncates differently may have the same tokenizer.
+            shows = prompt.mode == "exact" and not (prompt.several or prompt.cut)
+            if shows and backend.id not in self._differed and not self._outdated(backend, prompt):
+                counted = f"its usage says {usage.prompt} tokens of a prompt that has {prompt.tokens} here"
+                self._differ(backend, prompt, counted)
         if prompt.kind and prompt.token_ids:
             known = self._known(backend)
             kind = known.kinds.get((prompt.path, prompt.kind))
@@ -138,16 +129,6 @@ class TokenIdForwarding:
                 ours = {**backend.replica.headers, **backend.replica.credentials}
                 headers = {**({"authorization": given} if given else {}), **ours}
                 known.checking = asyncio.create_task(self._check(backend, prompt, request.body, headers))
-
-    def _miscounted(self, backend: Backend, prompt: Prompt, counted: int) -> None:
-        if (
-            backend.id not in self._differed
-            and prompt.mode == "exact"
-            and not prompt.several
-            and not prompt.cut  # an engine that truncates differently may have the same tokenizer
-            and not self._outdated(backend, prompt)
-        ):
-            self._differ(backend, prompt, f"its usage says {counted} tokens of a prompt that has {prompt.tokens} here")
 
     def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: BodyKind) -> bool:
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
@@ -166,23 +147,25 @@ class TokenIdForwarding:
             or self._outdated(backend, prompt)
         ):
             return False
-        if len(kind.bodies) >= CONFIRMATIONS:
+        if len(kind.bodies) >= token_ids.CONFIRMATIONS:
             return not kind.left
         return xxh3_64_intdigest(prompt.token_ids) not in kind.bodies
 
     async def _check(self, backend: Backend, prompt: Prompt, body: bytes, headers: dict[str, str]) -> None:
         known, path, ids = self._known(backend), prompt.path, prompt.token_ids
         try:
-            replica, timeout = backend.replica, aiohttp.ClientTimeout(ANSWER_SECONDS)
+            replica, timeout = backend.replica, aiohttp.ClientTimeout(token_ids.ANSWER_SECONDS)
             async with session_to(
                 replica.address, replica.tls, base_url=replica.url, headers=headers, timeout=timeout
             ) as session:
-                why = await check_ids(poster(session), path, body, ids)
+                why = await token_ids.check_ids(token_ids.poster(session), path, body, ids)
                 if not why and path not in known.accepts:
-                    why = await takes_ids(poster(session), path, prompt.model, ids[:4], replica.dialect.chat_token_ids)
+                    why = await token_ids.takes_ids(
+                        token_ids.poster(session), path, prompt.model, ids[:4], replica.dialect.chat_token_ids
+                    )
         except Unanswered as error:
             if (kind := known.kinds.get((path, prompt.kind))) is not None:
-                kind.pause = monotonic() + PAUSE_SECONDS
+                kind.pause = monotonic() + token_ids.PAUSE_SECONDS
             self.metrics.token_id_checks.inc(backend.id, "unanswered")
             log.info("replica %s: whether it makes the same token ids is not known yet: %s", backend.id, error)
             return
@@ -198,13 +181,8 @@ class TokenIdForwarding:
             return
         finally:
             known.checking = None
-        if (
-            backend.gone
-            or known is not backend.forwarding
-            or self._outdated(backend, prompt)
-            or self._off(backend, prompt)
-            or path in known.rejected_because
-        ):
+        unused = backend.gone or known is not backend.forwarding or self._outdated(backend, prompt)
+        if unused or self._off(backend, prompt) or path in known.rejected_because:
             return
         if why:
             self._reject(backend, path, why)
@@ -217,13 +195,13 @@ class TokenIdForwarding:
         kind = known.kinds.get((prompt.path, prompt.kind))
         if kind is None:  # forgotten meanwhile
             return
-        if len(kind.bodies) < CONFIRMATIONS:
+        if len(kind.bodies) < token_ids.CONFIRMATIONS:
             kind.bodies.add(xxh3_64_intdigest(prompt.token_ids))
-            if len(kind.bodies) < CONFIRMATIONS:
+            if len(kind.bodies) < token_ids.CONFIRMATIONS:
                 return
             log.info("replica %s gets token ids at %s from now on: %s", backend.id, prompt.path, prompt.kind)
             backend.replica.takes_ids = known.says()
-        kind.left = CHECK_EVERY - 1
+        kind.left = token_ids.CHECK_EVERY - 1
 
     def _outdated(self, backend: Backend, prompt: Prompt) -> bool:
         """Return whether a prompt's ids were made in a way that is no longer used."""
@@ -250,7 +228,9 @@ class TokenIdForwarding:
         for id in gone:
             del self._differed[id]
         if gone and not self._differed:
-            self._begin_anew()
+            log.info("token ids may be forwarded again: the replicas that made others are gone")
+            for backend in self._backends.values():
+                backend.replica.takes_ids = process_of(backend).says()
 
     def _is_gone(self, id: str, known: Forwarding) -> bool:
         return (one := self._backends.get(id)) is None or process_of(one) is not known
@@ -263,11 +243,6 @@ class TokenIdForwarding:
             (one := self._backends.get(id)) is not None and one.candidate.space == backend.candidate.space
             for id in self._differed
         )
-
-    def _begin_anew(self) -> None:
-        log.info("token ids may be forwarded again: the replicas that made others are gone")
-        for backend in self._backends.values():
-            backend.replica.takes_ids = process_of(backend).says()
 
     def _differ(self, backend: Backend, prompt: Prompt, why: str) -> None:
         """End forwarding for all replicas whose prompts are made in the same way."""
@@ -283,9 +258,7 @@ class TokenIdForwarding:
         log.error("no replica of this model gets token ids from now on, all prompts go as text: replica %s, %s: %s. "
                   "Compare --model and --chat-template with the engine's (`hitherto doctor` does); it begins again "
                   "when another process is behind that replica", backend.id, path, why)  # fmt: skip
-        for one in self._backends.values():
-            if one.candidate.space != backend.candidate.space:
-                continue
+        for one in self._alike(backend):
             process_of(one).kinds.clear()
             one.replica.takes_ids = f"{path}: no, {why if one is backend else f'replica {backend.id} makes other ids'}"
 
@@ -296,26 +269,27 @@ class TokenIdForwarding:
         if key in self._stopped:
             return
         if now >= self._may_warn_at:  # clients can create any number of kinds
-            self._may_warn_at = now + PAUSE_SECONDS
+            self._may_warn_at = now + token_ids.PAUSE_SECONDS
             log.warning("no replica gets the token ids of these bodies from now on, they go as text: %s. Replica %s, %s: "
                         "%s. Bodies whose clients steer the rendering in another way, or not at all, are not held back",
                         kind, backend.id, prompt.path, why)  # fmt: skip
         self._stopped[key] = backend.id, self._known(backend)
-        if len(self._stopped) > MOST_KINDS:
+        if len(self._stopped) > token_ids.MOST_KINDS:
             del self._stopped[next(iter(self._stopped))]
-        for one in self._backends.values():
-            if one.candidate.space != backend.candidate.space:
-                continue
+        for one in self._alike(backend):
             forgotten = process_of(one).kinds.pop((prompt.path, kind), None)
             if forgotten is not None and not self._differed:
                 one.replica.takes_ids = process_of(one).says()
+
+    def _alike(self, backend: Backend) -> list[Backend]:
+        """Return the replicas whose prompts are made in the same way as this one's."""
+        return [one for one in self._backends.values() if one.candidate.space == backend.candidate.space]
 
     def _reject(self, backend: Backend, path: str, why: str) -> None:
         """End forwarding for this replica's process and path."""
         known = process_of(backend)
         if path not in known.rejected_because:
-            for one in [one for one in known.kinds if one[0] == path]:
-                del known.kinds[one]
+            known.kinds = {key: kind for key, kind in known.kinds.items() if key[0] != path}
             known.rejected_because[path] = why
             backend.replica.takes_ids = known.says()
             self.metrics.ids_refused.inc(backend.id)

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import ApiError
-from ..http.messages import Request
-from ..members import in_utf8, no_object, takes_members, with_members
-from ..prompt.prompt import unread
-from .exchange import Attempt, Exchange, Parent
+from ...errors import ApiError
+from ...http.messages import Request
+from ...members import in_utf8, no_object, takes_members, with_members
+from ...prompt.prompt import unread
+from ..exchange import Attempt, Exchange, Parent
 
 if TYPE_CHECKING:
     from policies import QosClass
 
-    from ..prompt import Prompt
+    from ...prompt import Prompt
 
 FIELD = b"priority"
 # The beginnings of all spellings of that name in JSON: plain, or with a lowercase letter escaped, as no usual client

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from ..http.upstream import Head, Sink, Upstream, UpstreamError
-from .retries import PROTOCOL
+from ...http.upstream import Head, Sink, Upstream, UpstreamError
+from ..retries import PROTOCOL
 
 # A size may begin with any number of zeros; more than eight other digits do not match, instead of being cut off.
 CHUNK = re.compile(rb"(?=[0-9A-Fa-f])0*+([0-9A-Fa-f]{0,8})(?![0-9A-Fa-f])[^\r\n]*\r\n")

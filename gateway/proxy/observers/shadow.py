@@ -26,7 +26,7 @@ from policies.leg_rules import make_leg_rule
 from policies.rules.least_time import COST, WAITS
 
 if TYPE_CHECKING:
-    from ..ops.metrics import Counter, Metrics
+    from ...ops.metrics import Counter, Metrics
 
 LEGS = "legs:"  # before the name of a rule for legs
 

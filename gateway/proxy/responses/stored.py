@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from ..http.messages import Request
-from ..prompt.prompt import LONGEST_RESPONSE_ID
-from .paths import STORED_RESPONSE
+from ...http.messages import Request
+from ...prompt.prompt import LONGEST_RESPONSE_ID
+from ..paths import STORED_RESPONSE
 
 PATH = "/v1/responses"
 MOST = 10_000  # 5 MB

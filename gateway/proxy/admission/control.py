@@ -11,7 +11,6 @@ import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from operator import add
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from policies.control import (
     SHED,
     TIGHTEN,
     Answers,
-    Change,
     Refusals,
     Seen,
     SloRatio,
@@ -35,13 +33,13 @@ from policies.control import (
 )
 from policies.decisions import OBSERVE
 
-from ..ops.gains import Gains
-from ..ops.metrics import quantile
+from ...ops.gains import Gains
+from ...ops.metrics import quantile
 
 if TYPE_CHECKING:
     from policies import Admission
 
-    from ..ops.metrics import Histogram, Key, Metrics
+    from ...ops.metrics import Histogram, Key, Metrics
     from .overload import Overload
 
 log = logging.getLogger("hitherto.proxy")
@@ -189,32 +187,29 @@ class OverloadControl:
         control, wanted, trial = fleet.control, fleet.control.wants_more, fleet.control.trial
         changes = control.ended(pressures, late)
         if control.trial is not None and trial is None:
-            self._note(fleet, TRIAL.format(missed=100.0 * control.trial.missed), True, "trial", None)
+            self._note(fleet, TRIAL.format(missed=100.0 * control.trial.missed), True, "trial")
         elif control.trial is None and trial is not None:
-            self._note(fleet, HELPED if changes and changes[0].taken else OVER, False, "trial", None)
+            self._note(fleet, HELPED if changes and changes[0].taken else OVER, False, "trial")
         for one in changes:
-            self._metrics.control_steps.inc(one.step, one.qos, "taken" if one.taken else "undone")
-            self._tell(fleet, one)
+            step, qos = one.step, one.qos
+            self._metrics.control_steps.inc(step, qos, "taken" if one.taken else "undone")
+            why = f" (pressure of the classes above it {one.pressure:.2f})"
+            self._note(fleet, WORDS[step][not one.taken].format(qos=qos) + why, one.taken, step, qos)
         if control.wants_more != wanted:
-            self._note(fleet, MORE if control.wants_more else ENOUGH, control.wants_more, "more", None)
+            self._note(fleet, MORE if control.wants_more else ENOUGH, control.wants_more, "more")
         if changes:
             fleet.admission.obey(control, now)
             self._look_at_queue()
 
     # --- events and status
 
-    def _tell(self, fleet: Fleet, change: Change) -> None:
-        step, qos = change.step, change.qos
-        text = WORDS[step][not change.taken].format(qos=qos)
-        self._note(fleet, text, change.taken, step, qos, f"pressure of the classes above it {change.pressure:.2f}")
-
-    def _note(self, fleet: Fleet, text: str, taken: bool, step: str, qos: str | None, why: str = "") -> None:
+    def _note(self, fleet: Fleet, text: str, taken: bool, step: str, qos: str | None = None) -> None:
         event = {
             "at": time(), "model": fleet.name, "step": step, "class": qos, "taken": taken, "level": fleet.control.level,
-            "pressures": dict(fleet.control.pressures), "text": text + (f" ({why})" if why else ""),
+            "pressures": dict(fleet.control.pressures), "text": text,
         }  # fmt: skip
         self.events.append(event)
-        log.log(logging.WARNING if taken else logging.INFO, "overload of %s: %s", fleet.name, event["text"])
+        log.log(logging.WARNING if taken else logging.INFO, "overload of %s: %s", fleet.name, text)
         self.on_change(event)
 
     def status(self) -> dict[str, Any]:
@@ -272,10 +267,7 @@ def _seen(
     found = [gain for name in names if (gain := gained.get((qos, name))) is not None]
     if not found:
         return None
-    counts, *others = found
-    for other in others:
-        counts = [*map(add, counts, other)]
-    counts = counts[:-1]  # without the sum
+    counts = [*map(sum, zip(*found))][:-1]  # without the sum
     answers = sum(counts)
     if not answers:
         return None

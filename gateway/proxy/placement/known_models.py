@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from replicas import State
 from replicas.served import may_serve
 
-from ..errors import ApiError
+from ...errors import ApiError
 
 if TYPE_CHECKING:
     from replicas import Replica
 
-    from ..tenants.tenant import Tenant
-    from .backend import Backend
+    from ...tenants.tenant import Tenant
+    from ..backend import Backend
 
 # The code of the 503 for a model that no replica is known to serve, while some have not reported theirs.
 MODEL_NOT_KNOWN = "model_not_known"
@@ -110,7 +110,7 @@ class KnownModels:
         of an upgrade.
         """
         return (
-            self._has_served(model)
+            any(model in names for id, names in self._served.items() if id in self._backends or id in self._replicas)
             or any(one.required_model == model and one.state not in TAKEN_OUT for one in self._replicas.values())
             or self._is_expected_back(model)
         )
@@ -123,7 +123,11 @@ class KnownModels:
         """
         known = self._now or frozenset().union(*self._served.values())  # while all are away, what they served
         if model is not None and known and model not in known and not self.is_away(model):
-            untold = [_described(one) for one in self._replicas.values() if self._is_untold(one)]
+            untold = [
+                _described(one)
+                for one in self._replicas.values()
+                if one.state in UNTOLD and not one.foreign and not self._reported_names(one)
+            ]
             if unlisted := self.unlisted():
                 untold.append(unlisted)
             named = known if tenant is None else [name for name in known if tenant.may_use(name)]
@@ -134,16 +138,8 @@ class KnownModels:
         what = f"no replica{'' if model is None else f' of {model[:200]!r}'} is ready"
         return ApiError(503, f"{what} ({'; '.join(states) or 'none is known'})", discreet=what)
 
-    def _has_served(self, model: str) -> bool:
-        """Return whether a known replica reported this name last."""
-        return any(model in names for id, names in self._served.items() if id in self._backends or id in self._replicas)
-
     def _is_expected_back(self, model: str) -> bool:
         return monotonic() - self._pod_went.get(model, -inf) < EXPECTED_SECONDS
-
-    def _is_untold(self, replica: Replica) -> bool:
-        """Return whether a replica is expected to report its models and has not yet."""
-        return replica.state in UNTOLD and not replica.foreign and not self._reported_names(replica)
 
     def _reported_names(self, replica: Replica) -> Collection[str]:
         """Return the names that a replica reports now, or reported before it went away."""

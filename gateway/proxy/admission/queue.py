@@ -9,29 +9,29 @@ again. Without classes and limits there is no queue, and `Placing.queue` is None
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from math import ceil
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from policies import Admission, AdmissionDecision, Evaluation, Pairing, QosClass, QueuedRequest, Slo, admit
+from policies import Admission, AdmissionDecision, Evaluation, QosClass, QueuedRequest, Slo, admit
 from policies.admission import Space
 from policies.classes import NO_LIMITS
 from policies.decisions import LEFT, NO_REPLICA, QUEUED, REFUSED, SENT, SHUTTING_DOWN, SPILLED
 
-from ..durations import parse_limits
-from ..errors import ApiError, bad
-from ..prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
-from .answers import Usage
+from ...durations import parse_limits
+from ...errors import ApiError, bad
+from ...prompt.prompt import NO_PREFILL, PROMPT_PATHS, unread
+from ..exchange import MOST, Asker, Attempt, Exchange, output_tokens, time_per_token
+from ..paths import UNREAD_PROMPTS
+from ..placement.placing import Placing
+from ..responses.answers import Usage
 from .capping import LIMITS, capped
-from .exchange import MOST, Added, Attempt, Exchange, output_tokens, time_per_token
 from .overload import Overload
-from .paths import UNREAD_PROMPTS
-from .placing import Asker, Placing
 
 if TYPE_CHECKING:
-    from ..ops.metrics import Metrics
-    from ..prompt import Prompt
+    from ...ops.metrics import Metrics
+    from ...prompt import Prompt
     from .control import OverloadControl
 
 SLO_HEADER = b"x-hitherto-slo"
@@ -86,17 +86,13 @@ class Queue:
             prompt = _computed(asker)
             if prompt is None or asker.tried:
                 return evaluation
-            if self._placing.eligible.roles.any and isinstance(asker, Exchange):
+            if self._placing.eligible.roles.any and asker.is_forwarded:
                 self._placing.legs.look_into(asker)
+            known = self._ticket(asker, prompt, evaluation.candidates[0].space, now)
+            if known is None:
+                return None
         elif not known[1].waits:
             return evaluation  # it was admitted before, and is placed again
-        if known is None:
-            assert prompt is not None
-            try:
-                known = self._tickets[asker] = self._ticket(asker, prompt, evaluation.candidates[0].space, now)
-            except ApiError as error:
-                asker.unplaced(error)
-                return None
         return self._judge(asker, *known, evaluation, now)
 
     def await_replica(self, asker: Asker, error: ApiError, now: float) -> bool:
@@ -109,15 +105,12 @@ class Queue:
             prompt = _computed(asker)
             if prompt is None or asker.tried or not may_come:
                 return False
-            try:
-                known = self._tickets[asker] = self._ticket(
-                    asker, prompt, self._placing.eligible.models.spaces[0].number, now
-                )
-            except ApiError as wrong:
-                asker.unplaced(wrong)
+            known = self._ticket(asker, prompt, self._placing.eligible.models.spaces[0].number, now)
+            if known is None:
                 return True
         elif not known[1].waits or not may_come:
-            self.leave(asker)
+            self._leave_line(*known, REFUSED, NO_REPLICA)  # its ticket is kept until `ended` is called
+            self.look()
             return False
         fleet, ticket = known
         waited, tokens = ticket.waits, asker.prompt.tokens if asker.prompt is not None else 0
@@ -126,8 +119,7 @@ class Queue:
             return False
         if not waited:
             self._metrics.admission.inc(QUEUED, ticket.qos.name, NO_REPLICA)
-            self._newcomer_waits()
-        asker.held()
+            self._look_if_displaced()
         return True
 
     def _judge(
@@ -142,8 +134,8 @@ class Queue:
             now,
             lambda: placing.eligible.slow_pool(prompt),
             # /decide requests are not sent by the gateway, so their bodies cannot be rewritten.
-            isinstance(asker, Exchange) and prompt is not None and prompt.path in LIMITS,
-            self._pairings(asker),
+            asker.is_forwarded and prompt is not None and prompt.path in LIMITS,
+            placing.legs.pairings_of(asker) if placing.eligible.roles.any else (),
         )
         if not (waited and verdict.decision == QUEUED):
             self._metrics.admission.inc(verdict.decision, ticket.qos.name, verdict.reason)
@@ -157,23 +149,15 @@ class Queue:
             return evaluation
         if verdict.decision == QUEUED:
             if not waited:
-                self._newcomer_waits()
-            asker.held()
+                self._look_if_displaced()
         else:
             self._turn_away(asker, ticket, verdict)
         return None
 
-    def _pairings(self, asker: Asker) -> Sequence[Pairing]:
-        """Return the prefillers and decoders that may serve this request in two legs; none if it stays in one leg."""
-        placing = self._placing
-        if not placing.eligible.roles.any or not isinstance(asker, Exchange):
-            return ()
-        return placing.legs.pairings_of(asker)
-
     def _cap(self, asker: Asker, tokens: int) -> None:
         """Limit the tokens of the request's answer, in its body and its prompts."""
         prompt = asker.prompt
-        assert isinstance(asker, Exchange) and prompt is not None
+        assert prompt is not None
         asker.request.body = capped(asker.request.body, prompt.path, tokens)
         for one in (prompt, prompt.also):
             if one is not None:
@@ -187,25 +171,31 @@ class Queue:
             return b""  # a retry or the shared ledger has chosen another replica
         return b"" if note is None else b"x-hitherto-degraded: %b\r\n" % note
 
-    def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, QueuedRequest]:
-        key, qos = asker.tenant, self._class(asker, prompt)
-        slo, given = qos.slo, asker.header(SLO_HEADER)
-        if given is not None:
-            slo = _of_request(given).within(slo)
+    def _ticket(self, asker: Asker, prompt: Prompt, space: int, now: float) -> tuple[Admission, QueuedRequest] | None:
+        """Make a request's ticket; None if the request was refused, since its headers are invalid."""
+        key, header = asker.tenant, asker.request.header
+        try:
+            qos = self._class(asker, prompt)
+            slo, given = qos.slo, header(SLO_HEADER)
+            if given is not None:
+                slo = _of_request(given).within(slo)
+        except ApiError as error:
+            asker.unplaced(error)
+            return None
         name = key.name if key is not None else None
-        tenant = asker.header(self._tenant_header) if self._tenant_header is not None else name
-        since = asker.begun if isinstance(asker, Exchange) else now
+        tenant = header(self._tenant_header) if self._tenant_header is not None else name
         fleet = self._fleet(prompt.space if asker.prompt is not None else space)
         if self.control is not None and asker.prompt is not None:  # there are no figures of unread prompts
             self.control.follow(fleet, self._model_of(prompt), self._names.get(prompt.space, ""))
-        ticket = QueuedRequest(qos, slo, since, tenant or "", asker.size, asker)
-        ticket.held = now - since - self._placing.pulse.ran(since, now)
+        ticket = QueuedRequest(qos, slo, asker.begun, tenant or "", asker.size, asker)
+        ticket.held = now - asker.begun - self._placing.pulse.ran(asker.begun, now)
+        self._tickets[asker] = fleet, ticket
         return fleet, ticket
 
     def _class(self, asker: Asker, prompt: Prompt) -> QosClass:
         key = asker.tenant
         return self._classes.of(
-            asker.header, prompt.path, prompt.model, key.name if key else None, key.qos_class if key else None
+            asker.request.header, prompt.path, prompt.model, key.name if key else None, key.qos_class if key else None
         )
 
     def class_of(self, exchange: Exchange) -> str:
@@ -219,10 +209,9 @@ class Queue:
         return known[1].qos if known is not None else self._class(exchange, prompt)
 
     def _fleet(self, space: int) -> Admission:
-        fleet = self._fleets.get(space)
-        if fleet is None:
-            fleet = self._fleets[space] = Admission(self._classes, self._rules, self._space)
-        return fleet
+        if space not in self._fleets:
+            self._fleets[space] = Admission(self._classes, self._rules, self._space)
+        return self._fleets[space]
 
     def keep(self, spaces: Mapping[int, str], models: Set[str]) -> None:
         """Drop the admission state of prompt spaces that are not in `spaces`, once no request waits there.
@@ -269,14 +258,11 @@ class Queue:
             asyncio.get_running_loop().call_soon(self._look)
         finally:
             if self._under_way is None:
-                self._looked()
-
-    def _looked(self) -> None:
-        self._looks = False
-        again, self._again = self._again, False
-        if again:
-            self.look()
-        self._look_later()
+                self._looks = False
+                if self._again:
+                    self._again = False
+                    self.look()
+                self._look_later()
 
     def _look_later(self) -> None:
         if self._space.requests and self._timer is None:
@@ -290,7 +276,7 @@ class Queue:
         for fleet in self._fleets.values():
             fleet.held_up(seconds)
 
-    def _newcomer_waits(self) -> None:
+    def _look_if_displaced(self) -> None:
         """Schedule checks after a request began to wait, which may have displaced others from the queue."""
         if self._space.untold:
             self.look()
@@ -316,19 +302,12 @@ class Queue:
     def _call(self, ticket: QueuedRequest) -> bool:
         """Place a request if there is room for it now; return whether the next one may be checked at once."""
         asker: Asker = ticket.payload
-        asker.run_isolated(asker.called, self._placing.place)
+        asker.run_isolated(self._placing.place, asker)
         shared = self._placing.shared
         # In the shared ledger the load of an admitted request is counted later, and another check follows then.
         return shared is None or not shared.joined or ticket.costs is None
 
     # --- requests that leave
-
-    def leave(self, asker: Asker) -> None:
-        """Take a request that no replica can serve out of the queue; its ticket is kept until `ended` is called."""
-        known = self._tickets.get(asker)
-        if known is not None:
-            self._leave_line(*known, REFUSED, NO_REPLICA)
-        self.look()
 
     def forget(self, asker: Asker, decision: str = LEFT, reason: str = "client") -> None:
         """Drop a request that has ended or needs no replica any more.
@@ -373,33 +352,38 @@ class Queue:
             stops = isinstance(exchange.error, ApiError) and exchange.error.code == SHUTTING_DOWN
             self.forget(exchange, REFUSED, SHUTTING_DOWN if stops else "deadline")
         fleet, ticket = known
-        attempt, name, prompt = exchange.attempt, ticket.qos.name, exchange.prompt
+        attempt, name, prompt, slo = exchange.attempt, ticket.qos.name, exchange.prompt, ticket.slo
         if prompt is None:  # its first token is not seen
             return
+        first_at = exchange.beginning.first_at if attempt is not None else 0.0
+        met: bool | None = None
+        as_estimated = attempt is not None and _is_as_estimated(exchange, attempt, ticket)
         if _failed(exchange, outcome):
-            if ticket.costs is not None and _is_judged(prompt.stream, prompt, ticket.slo):  # it was admitted
+            if ticket.costs is not None and _is_judged(prompt.stream, prompt, slo):  # it was admitted
                 self._metrics.slo_requests.inc(name, self._model_of(prompt), "failed")
             return
-        if outcome == "aborted" and _left_late(exchange, prompt, ticket):
-            self._metrics.slo_requests.inc(name, self._model_of(prompt), "missed")
-        as_estimated = attempt is not None and _is_as_estimated(exchange, attempt, ticket)
         if not as_estimated:
             ticket.costs = None
-        if outcome == "complete" and attempt is not None and not attempt.streams:
-            if _is_judged(False, prompt, ticket.slo) and usage is not None and usage.completion:
-                in_time = attempt.ended_at - ticket.since <= _whole_limit(ticket.slo, usage.completion)
-                self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if in_time else "missed")
+        if outcome == "aborted":
+            # A stream's client that left without a first token after the limit; earlier, or within the answer, it does
+            # not count.
+            if slo.ttft is not None and prompt.stream and not first_at and monotonic() - ticket.since > slo.ttft:
+                met = False
+        elif outcome != "complete" or attempt is None:
             return
-        if outcome != "complete" or attempt is None or not exchange.beginning.first_at or attempt.status >= 400:
-            return
-        ttft, tpot = exchange.beginning.first_at - ticket.since, time_per_token(attempt, output_tokens(attempt, usage))
-        met = fleet.ended(ticket, ttft, tpot, counted=usage is not None and usage.completion is not None)
-        if met is not None:
-            self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if met else "missed")
-            if as_estimated:
+        elif not attempt.streams:
+            if _is_judged(False, prompt, slo) and usage is not None and (tokens := usage.completion):
+                assert slo.ttft is not None and slo.tpot is not None
+                met = attempt.ended_at - ticket.since <= slo.ttft + slo.tpot * (tokens - 1)
+        elif first_at and attempt.status < 400:
+            ttft, tpot = first_at - ticket.since, time_per_token(attempt, output_tokens(attempt, usage))
+            met = fleet.ended(ticket, ttft, tpot, counted=usage is not None and usage.completion is not None)
+            if met is not None and as_estimated:
                 self._metrics.predicted_answers.inc(name)
                 self._metrics.predicted_ttft_seconds.inc(name, by=ticket.ttft)
                 self._metrics.delivered_ttft_seconds.inc(name, by=ttft)
+        if met is not None:
+            self._metrics.slo_requests.inc(name, self._model_of(prompt), "met" if met else "missed")
 
     def waiting(self) -> dict[str, int]:
         """Return the number of waiting requests by class."""
@@ -421,17 +405,6 @@ def _failed(exchange: Exchange, outcome: str) -> bool:
     return outcome == "cut" or (outcome == "refused" and exchange.status >= 500)
 
 
-def _left_late(exchange: Exchange, prompt: Prompt, ticket: QueuedRequest) -> bool:
-    """Return whether a stream's client left without a first token after its TTFT limit, which counts as missed.
-
-    Clients that leave earlier, or within the answer, are not counted.
-    """
-    limit = ticket.slo.ttft
-    if limit is None or not prompt.stream or (exchange.attempts and exchange.beginning.first_at):
-        return False
-    return monotonic() - ticket.since > limit
-
-
 def _is_judged(streams: bool, prompt: Prompt, limits: Slo) -> bool:
     """Return whether an answer can be compared with these limits.
 
@@ -439,23 +412,6 @@ def _is_judged(streams: bool, prompt: Prompt, limits: Slo) -> bool:
     are set and its API generates tokens.
     """
     return limits != NO_LIMITS if streams else None not in limits and prompt.path in LIMITS
-
-
-def _whole_limit(limits: Slo, tokens: int) -> float:
-    """Return in how many seconds a non-streamed answer is complete if all its tokens keep the limits."""
-    assert limits.ttft is not None and limits.tpot is not None
-    return limits.ttft + limits.tpot * (tokens - 1)
-
-
-class AddedByQueue(Added):
-    """The header lines that the gateway adds to an answer, with the queue's note for a degraded answer."""
-
-    def __init__(self, replica: bool, cached_tokens: bool, queue: Queue):
-        super().__init__(replica, cached_tokens)
-        self._queue = queue
-
-    def lines(self, exchange: Exchange, attempt: Attempt, last: bool) -> bytes:
-        return self._queue.note(exchange, attempt) + super().lines(exchange, attempt, last)
 
 
 def _is_as_estimated(exchange: Exchange, attempt: Attempt, ticket: QueuedRequest) -> bool:
@@ -476,7 +432,7 @@ def _computed(asker: Asker) -> Prompt | None:
     if prompt is not None:
         path = prompt.path
         return prompt if path in UNREAD_PROMPTS or (path in PROMPT_PATHS and path not in NO_PREFILL) else None
-    if isinstance(asker, Exchange) and asker.request.path in UNREAD_PROMPTS and asker.request.method == "POST":
+    if asker.request.path in UNREAD_PROMPTS and asker.request.method == "POST":
         return unread(asker.request.path, asker.model)
     return None
 

@@ -1,0 +1,1 @@
+"""Requests in two legs: one replica computes the prompt, another writes the answer."""

@@ -1,0 +1,1 @@
+"""Whether engines make the gateway's tokens, and hold the blocks that it predicts."""

@@ -1,0 +1,1 @@
+"""What watches requests and changes nothing: figures, traces, shadow policies."""

@@ -1,0 +1,1 @@
+"""Which replica gets a request: who may, who is chosen, and the load ledger that gateways share."""

@@ -1,0 +1,1 @@
+"""The bytes of replicas' answers: errors, usage, framing, stored responses."""

@@ -288,15 +288,9 @@ class Models:
         if len(variants) < 2 or formats == before:
             return
         first, *others = variants
-        for other in others:
-            log.warning(
-                "model %s: replicas %s are a variant: %s",
-                space.name,
-                ", ".join(other.members),
-                other.format.differences(first.format),
-            )
-        log.warning("model %s: prompts are prepared for %d variants%s", space.name, min(len(variants), MOST_VARIANTS),
-                    "; replicas of a third are chosen by load alone" if len(variants) > MOST_VARIANTS else "")  # fmt: skip
+        unlike = [f"{', '.join(one.members)} have {one.format.differences(first.format)}" for one in others]
+        log.warning("model %s has %d variants, for %d of which prompts are prepared, and replicas of others are chosen by "
+                    "load: %s", space.name, len(variants), min(len(variants), MOST_VARIANTS), "; ".join(unlike))  # fmt: skip
 
     # --- files are found, and pipelines loaded
 

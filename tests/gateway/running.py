@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +24,28 @@ def counted(page: str, name: str, **labels: str) -> float:
     found = [one.value for one in samples if one.name == name and labels.items() <= one.labels.items()]
     assert found, f"there is no {name} with {labels}"
     return sum(found)
+
+
+def reported(answer: httpx.Response) -> int:
+    """The cached tokens of an answer as the engine reports them."""
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def predicted(answer: httpx.Response) -> int:
+    """The cached tokens of an answer as the gateway predicted them."""
+    return int(answer.headers["x-hitherto-cached-tokens"])
+
+
+@contextmanager
+def stopped(*pids: int):
+    """Processes that do not run until the end of the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 class Running:

@@ -14,21 +14,13 @@ import httpx
 import pytest
 
 from .http.talk import Talker
-from .running import alive, counted, running
+from .running import alive, counted, predicted, reported, running
 
 SYSTEM = {"role": "system", "content": "You answer questions about the standard library. " * 40}
 
 
 def user(text):
     return {"role": "user", "content": text}
-
-
-def reported(answer: httpx.Response) -> int:
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def predicted(answer: httpx.Response) -> int:
-    return int(answer.headers["x-hitherto-cached-tokens"])
 
 
 async def test_a_request_reaches_the_replica_that_holds_its_prefix_and_the_engine_agrees():

@@ -1,13 +1,10 @@
 """A gateway that was itself stopped for a while: whoever kept time meanwhile is blamed for nothing."""
 
 import asyncio
-import os
-import signal
-from contextlib import contextmanager
 
 import pytest
 
-from .running import Running, running
+from .running import Running, running, stopped
 
 PREFIX = "What they have in common, and only one of them has computed. " * 150
 # A prompt here takes a second, and a token 20 ms: whoever holds a prefix is chosen, and streams last.
@@ -26,18 +23,6 @@ def start_slow_engine(start_engine, tmp_path_factory):
 def engines(start_slow_engine):
     started = [start_slow_engine() for _ in range(2)]
     return [engine.wait() for engine in started]
-
-
-@contextmanager
-def stopped(*pids: int):
-    """SIGSTOP; the end of the block is SIGCONT."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 class Stream:

@@ -10,7 +10,7 @@ import pytest
 
 from replicas.simulated.model import sim_model_dir
 
-from .running import counted, running
+from .running import counted, predicted, reported, running
 
 PROSE = "All the world's a stage, and all the men and women merely players. "
 
@@ -33,19 +33,17 @@ async def ask(gateway, model: str, text: str, **fields) -> tuple[int, int]:
     """Cached tokens of a chat, as predicted and as the engine reports."""
     reply = await gateway.chat([{"role": "user", "content": text}], model=model, **fields)
     assert reply.status_code == 200, reply.text
-    return int(reply.headers["x-hitherto-cached-tokens"]), reply.json()["usage"]["prompt_tokens_details"][
-        "cached_tokens"
-    ]
+    return predicted(reply), reported(reply)
 
 
 async def held(gateway, model: str, text: str) -> int:
     """Ask until the prompt's blocks were reported by events; how many tokens of it are held. Nothing is ever predicted
     too high."""
     for _ in range(200):
-        predicted, reported = await ask(gateway, model, text)
-        assert predicted <= reported
-        if predicted and predicted == reported:
-            return predicted
+        foreseen, told = await ask(gateway, model, text)
+        assert foreseen <= told
+        if 0 < foreseen == told:
+            return foreseen
     raise AssertionError("what is held is never predicted")
 
 
@@ -96,7 +94,7 @@ async def test_variants_are_told_when_they_change_and_engines_that_are_alike_are
         await compared(gateway, 4)
         log = b"".join(gateway.log)
         assert b"no files here" not in log and b"model b" not in log
-        assert log.count(b"are a variant") == log.count(b"prompts are prepared for 2 variants") == 1
+        assert log.count(b"model c has 2 variants") == 1
 
 
 async def test_replicas_of_one_model_with_contexts_of_unlike_length_get_the_prompts_that_fit(start_engine):
@@ -140,13 +138,9 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
             found: dict[str, int] = {}
             for _ in range(200):
                 reply = await gateway.chat([{"role": "user", "content": text}])
-                predicted, reported = (
-                    int(reply.headers["x-hitherto-cached-tokens"]),
-                    reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"],
-                )
-                assert predicted <= reported
-                if predicted and predicted == reported:
-                    found[reply.headers["x-hitherto-replica"]] = predicted
+                assert predicted(reply) <= reported(reply)
+                if 0 < predicted(reply) == reported(reply):
+                    found[reply.headers["x-hitherto-replica"]] = predicted(reply)
                 if len(found) == count:
                     return found
             raise AssertionError(f"what is held is never predicted: {found}")
@@ -154,15 +148,14 @@ async def test_variants_of_one_model_are_each_predicted_exactly(start_engine, tm
         held = await each(2)
         assert b"no files here" not in b"".join(gateway.log), "they were only looked for"
         assert sorted(one["block_size"] for one in (await gateway.status())["spaces"]) == [16, 32]
-        assert b"blocks of 32 tokens instead of 16" in b"".join(
-            gateway.log
-        ) or b"blocks of 16 tokens instead of 32" in b"".join(gateway.log)
+        log = b"".join(gateway.log)
+        assert b"have block size 32 instead of 16" in log or b"have block size 16 instead of 32" in log
         template = folder / "chat_template.jinja"
         template.write_text("Be brief. Be clear. Be kind, and say nothing that is not so. " + template.read_text())
         port = first.port
         first.stop()
         again = start_engine(*flags, "--port", str(port)).wait()
-        await gateway.until(lambda _: any(b"the files in" in line for line in gateway.log))
+        await gateway.until(lambda _: any(b" files in " in line for line in gateway.log))
         await compared(gateway, 2)
         assert again.port == port
         anew = await each(2)

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from .running import running
+from .running import reported, running
 
 RANK = "X-data-parallel-rank"
 LABEL = re.compile(r'engine="\d+"')
@@ -75,10 +75,6 @@ async def ranks(engines):
         front.id = f"127.0.0.1:{runner.addresses[0][1]}"
         yield front
         await runner.cleanup()
-
-
-def reported(answer) -> int:
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def text(name: str) -> str:

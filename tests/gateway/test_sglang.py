@@ -12,16 +12,10 @@ from gateway.app import Gateway
 from gateway.settings import Settings
 from replicas import State
 
+from .running import predicted, reported
+
 WORDS = "the sea was wet as could be and the sands were dry you could not see a cloud because no cloud was in the sky".split()
 CACHE = ("--num-blocks", "2600")  # of pages; some four conversations
-
-
-def reported(answer: httpx.Response) -> int:
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def predicted(answer: httpx.Response) -> int:
-    return int(answer.headers["x-hitherto-cached-tokens"])
 
 
 class Talks:

@@ -1,13 +1,10 @@
 """A replica that stops while it alone holds what is asked for: who comes next does not wait for it."""
 
 import asyncio
-import os
-import signal
-from contextlib import contextmanager
 
 import pytest
 
-from .running import Running, running
+from .running import Running, running, stopped
 
 PROMPT = "What they have in common, and one of them alone has computed. " * 40
 
@@ -16,17 +13,6 @@ PROMPT = "What they have in common, and one of them alone has computed. " * 40
 def engines(start_engine):
     started = [start_engine(), start_engine()]
     return [engine.wait() for engine in started]
-
-
-@contextmanager
-def stopped(*engines):
-    for engine in engines:
-        os.kill(engine.process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for engine in engines:
-            os.kill(engine.process.pid, signal.SIGCONT)
 
 
 def gateway_before(engines, *flags: str):
@@ -69,7 +55,7 @@ async def test_requests_do_not_queue_for_a_holder_that_has_stopped(engines, requ
         await gateway.ready(2)
         texts = [f"{stream} {redis} {PROMPT} {number}" for number in range(25)]
         [name] = {await asked(gateway, text, stream) for text in texts[:5]}
-        with stopped(named(engines, name)):
+        with stopped(named(engines, name).process.pid):
             sent, answered = await one_after_the_other(gateway, texts[5:], 0.1, stream=stream)
             assert {task.result() for task in answered}.isdisjoint({name})
             assert len(answered) >= 15, "at most five wait for it"

@@ -16,7 +16,8 @@ from policies.outputs import LEAST_OUTPUT
 
 from .gateway import Gateway, Legs
 
-# A request is the fleet's `Live`. Functions that send it with its placement (None: no replica can take it), or refuse it with a verdict.
+# A request is the fleet's `Live`. Functions that send it with its placement (None: no replica can take it), or
+# refuse it with a verdict.
 Send = Callable[[Any, Placement | Legs | None], None]
 Refuse = Callable[[Any, AdmissionDecision], None]
 

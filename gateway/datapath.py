@@ -115,7 +115,7 @@ def shared_ledger(
     """Make the ledger that counts the load of all gateways; None without Redis."""
     if settings.redis_url is None:
         return None
-    from cachemap.cluster import Ways, parse
+    from cachemap.cluster import RedisClients, parse
 
     from .proxy.placement.shared import SharedLedger
 
@@ -125,7 +125,7 @@ def shared_ledger(
             metrics.shared_decision_seconds.observe(outcome, seconds)
 
     return SharedLedger(
-        Ways(parse(settings.redis_url)),
+        RedisClients(parse(settings.redis_url)),
         settings.deployment,
         ledger,
         getattr(make(settings.policy), "cost", None),
@@ -155,11 +155,11 @@ def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background
 
     keys.on_gone.append(forget)
     if settings.redis_url is not None:
-        from cachemap.cluster import Ways, parse
+        from cachemap.cluster import RedisClients, parse
 
         from .tenants.shared import SharedCounts
 
-        ways = Ways(parse(settings.redis_url))
+        ways = RedisClients(parse(settings.redis_url))
         made.shared = SharedCounts(
             ways, settings.deployment, made.accounts, background, observe=metrics.limit_decisions.inc
         )

@@ -1,10 +1,10 @@
-"""One cache map for many gateways: the blocks that each replica holds, kept in Redis and mirrored by every gateway.
+"""One cache map for many gateways: the blocks that each replica holds, kept in Redis with a copy in every gateway.
 
-For each replica one gateway, the leader, holds a lease in Redis: it follows the engine's events and writes the changes.
+For each replica one gateway, the leader, holds a lease in Redis: it reads the engine's events and writes the changes.
 """
 
-from cachemap.cluster.connect import Place, Ways, parse, without_password
+from cachemap.cluster.connect import RedisClients, RedisUrl, parse, without_password
 from cachemap.cluster.intake import SharedIntake
 from cachemap.cluster.shared import SharedMap
 
-__all__ = ["Place", "SharedIntake", "SharedMap", "Ways", "parse", "without_password"]
+__all__ = ["RedisClients", "RedisUrl", "SharedIntake", "SharedMap", "parse", "without_password"]

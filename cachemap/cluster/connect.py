@@ -128,7 +128,7 @@ class Trouble(NamedTuple):
         return cls(describe(error), isinstance(error, (ResponseError, AuthenticationError, BusyLoadingError)))
 
 
-class Place(NamedTuple):
+class RedisUrl(NamedTuple):
     """The parts of a Redis URL."""
 
     kind: str  # single, sentinel, cluster or unix
@@ -144,7 +144,7 @@ class Place(NamedTuple):
         return f"{hosts} ({self.kind}{f' {self.master}' if self.master else ''})"
 
 
-def parse(url: str) -> Place:
+def parse(url: str) -> RedisUrl:
     """Return the parts of a Redis URL. Raises ValueError, which says what is wrong and what would be right."""
     try:
         parts = urlsplit(url)
@@ -190,7 +190,7 @@ def parse(url: str) -> Place:
     options.pop("host", None)
     if HIDDEN in (options.get("password"), options.get("sentinel_password")):
         raise ValueError("the password is hidden here, as `hitherto config` prints it; write the real one")
-    return Place(kind, found, master, options)
+    return RedisUrl(kind, found, master, options)
 
 
 def without_password(url: str) -> str:
@@ -213,8 +213,8 @@ def _host(text: str, port: int) -> tuple[str, int]:
         raise ValueError(f"{text!r} is not HOST:PORT") from None
 
 
-def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
-    """Return a client of one server, or of the primary that sentinels name (for a Cluster see `Ways`).
+def connect(place: RedisUrl, seconds: float = ANSWER_SECONDS) -> Redis:
+    """Return a client of one server, or of the primary that sentinels name (for a Cluster see `RedisClients`).
 
     `seconds`: the longest time that a call may take. The client connects at its first call.
     """
@@ -229,9 +229,9 @@ def connect(place: Place, seconds: float = ANSWER_SECONDS) -> Redis:
     login = {
         name: options.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in options
     }
-    ways = {"socket_timeout": seconds, "socket_connect_timeout": seconds, "ssl": tls, **login}
-    ways |= {name: value for name, value in options.items() if name.startswith("ssl_")}
-    sentinels = _Sentinels(place.hosts, sentinel_kwargs=ways, ssl=tls, **options)  # type: ignore[no-untyped-call]
+    sentinel_options = {"socket_timeout": seconds, "socket_connect_timeout": seconds, "ssl": tls, **login}
+    sentinel_options |= {name: value for name, value in options.items() if name.startswith("ssl_")}
+    sentinels = _Sentinels(place.hosts, sentinel_kwargs=sentinel_options, ssl=tls, **options)  # type: ignore[no-untyped-call]
     for one in sentinels.sentinels:  # redis-py's client does not take this option
         one.connection_pool.connection_kwargs["parser_class"] = Parser
     return sentinels.master_for(place.master, _Client)  # type: ignore[no-any-return]
@@ -272,14 +272,14 @@ class _Sentinels(Sentinel):
             raise
 
 
-class Ways:
+class RedisClients:
     """The Redis clients of a gateway: one client for all keys, or on a Cluster one for each shard.
 
     redis-py's own cluster client is not used, as it closes the connections to all shards when one shard fails.
     `many`: the Redis is a Cluster. `failures`: how many calls failed so far.
     """
 
-    def __init__(self, place: Place):
+    def __init__(self, place: RedisUrl):
         self._place = place
         self.many = place.kind == "cluster"
         self._clients: dict[tuple[str, int] | None, Redis] = {} if self.many else {None: connect(place)}
@@ -359,18 +359,18 @@ def _slots(told: Any, host: str) -> list[tuple[int, int, list[tuple[str, int]]]]
         raise strange("CLUSTER SLOTS", error) from error
 
 
-class Line:
+class RedisConnection:
     """A dedicated connection to the server of one key, for frequent requests.
 
     All commands of a request go out in one write. A request and its replies take half the CPU time that they take with
     redis-py's pipeline, which borrows a connection for each request.
     """
 
-    def __init__(self, ways: Ways, key: str):
-        self._ways, self._key = ways, key
+    def __init__(self, clients: RedisClients, key: str):
+        self._clients, self._key = clients, key
         self._client: Redis | None = None
         self._connection: AbstractConnection | None = None
-        self._failures = 0  # `Ways.failures` when this connection was made
+        self._failures = 0  # `RedisClients.failures` when this connection was made
         self.sent = False  # whether any of the last commands can have arrived
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -380,7 +380,7 @@ class Line:
         take as much CPU time as the write and the reply.
         """
         self.sent = False
-        client = await self._ways.to(self._key)
+        client = await self._clients.to(self._key)
         connection = self._connection
         if connection is None or client is not self._client:  # the first time, or the key has moved
             if connection is not None and self._client is not None:
@@ -395,14 +395,14 @@ class Line:
             if self._is_doubtful(connection):
                 await connection.disconnect(nowait=True)
             if not connection.is_connected:
-                self._failures = self._ways.failures
+                self._failures = self._clients.failures
                 await connection.connect()
             self.sent = True
             await connection.send_packed_command(b"".join(map(pack_command, commands)), check_health=False)
             return [await connection.read_response() for _ in commands]
         except BaseException:  # an unread reply must not be taken for the next command's; the next call reconnects
             await connection.disconnect(nowait=True)
-            self._ways.failed()
+            self._clients.failed()
             raise
 
     def _is_doubtful(self, connection: AbstractConnection) -> bool:
@@ -412,7 +412,7 @@ class Line:
         """
         reader = connection._reader
         closed = reader is not None and (reader.at_eof() or reader.exception() is not None)
-        return closed or self._failures != self._ways.failures
+        return closed or self._failures != self._clients.failures
 
 
 async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> tuple[list[Any], list[str]]:

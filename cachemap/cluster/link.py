@@ -15,7 +15,7 @@ from typing import Any
 
 from cachemap.background import Background, Failures
 from cachemap.cluster.codec import PIECE, Damaged, Delta, decode_entry
-from cachemap.cluster.connect import FAILURES, Place, Script, Trouble, Ways
+from cachemap.cluster.connect import FAILURES, RedisClients, RedisUrl, Script, Trouble
 from cachemap.cluster.journal import LONGEST_DELTA
 from cachemap.cluster.keys import Keys
 from cachemap.cluster.replies import NONSENSE, strange
@@ -46,12 +46,12 @@ class Link:
 
     lease_seconds, look_seconds = 3.0, 1.0
 
-    def __init__(self, place: Place, deployment: str, background: Background | None = None):
+    def __init__(self, place: RedisUrl, deployment: str, background: Background | None = None):
         self.background = background or Background()
         self.background.failures.setdefault(PART, Failures())
         self.place, self.deployment = place, deployment
         self.token = secrets.token_hex(8)
-        self.ways = Ways(place)
+        self.clients = RedisClients(place)
         self.members: list[Any] = []
         self._aside: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
@@ -71,7 +71,7 @@ class Link:
         self._look.set()
 
     def lane(self, member: Any) -> int:
-        return member.keys.lane if self.ways.many else 0
+        return member.keys.lane if self.clients.many else 0
 
     def groups(self, members: list[Any]) -> list[list[Any]]:
         """Return the members in groups that one command can cover: on a Cluster one group for each lane."""
@@ -99,7 +99,7 @@ class Link:
         """Give back the leases of some replicas (of one lane), so that other gateways may take them."""
 
         async def leave() -> None:
-            client = await self.ways.to(group[0].keys.lease)
+            client = await self.clients.to(group[0].keys.lease)
             await LEAVE(client, [one.keys.lease for one in group], [self.token])
 
         self.beside(leave())
@@ -108,7 +108,7 @@ class Link:
         """Ask a replica's leader for something: RESYNC (read its events again) or REWRITE (write its data again)."""
 
         async def ask() -> None:
-            await (await self.ways.to(keys.request)).set(keys.request, what, px=10_000)
+            await (await self.clients.to(keys.request)).set(keys.request, what, px=10_000)
 
         self.beside(ask())
 
@@ -117,7 +117,7 @@ class Link:
     def failed(self, error: BaseException) -> None:
         """Count a failed call to Redis."""
         self.errors += 1
-        self.ways.failed()
+        self.clients.failed()
         log.debug("redis: %s", error)
 
     def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None:
@@ -125,7 +125,7 @@ class Link:
         self._reached |= trouble.answered
         if not self._troubles:
             log.warning("redis %s: %s%s: every gateway goes on with what it knows: %s",
-                        self.place, what, f" of lane {lane}" if self.ways.many else "", trouble.why)  # fmt: skip
+                        self.place, what, f" of lane {lane}" if self.clients.many else "", trouble.why)  # fmt: skip
         self._troubles[what, lane] = trouble
 
     def works(self, what: str, lane: int) -> None:
@@ -198,7 +198,7 @@ class Link:
 
         `kind`: "list" or "stream". `begin`: the index or entry id to start at. `longest`: the most bytes of a member.
         """
-        found = await READ(await self.ways.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
+        found = await READ(await self.clients.to(key), [key], [kind, begin, longest, MOST_READ_BYTES, MOST_READ])
         if isinstance(found, int):
             raise Damaged(f"a member of {found} bytes, where gateways write {longest} at most")
         try:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from cachemap.background import Background
 from cachemap.cluster.codec import decode_entry
-from cachemap.cluster.connect import FAILURES, Place, Trouble, heed_cancellation, in_words, xread
+from cachemap.cluster.connect import FAILURES, RedisUrl, Trouble, heed_cancellation, in_words, xread
 from cachemap.cluster.intake import SharedIntake
 from cachemap.cluster.keys import KEEP_SECONDS, RESYNC, REWRITE, Keys
 from cachemap.cluster.link import LEASES, READS, WRITES, Link, script
@@ -66,7 +66,7 @@ class SharedMap(Link):
 
     members: list[SharedIntake]
 
-    def __init__(self, place: Place, deployment: str, cache_map: CacheMap, background: Background | None = None):
+    def __init__(self, place: RedisUrl, deployment: str, cache_map: CacheMap, background: Background | None = None):
         super().__init__(place, deployment, background)
         self._map = cache_map
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -88,7 +88,7 @@ class SharedMap(Link):
             _, late = await asyncio.wait(self._aside, timeout=1)
             for task in late:
                 task.cancel()
-        await self.ways.aclose()
+        await self.clients.aclose()
 
     def intake(self, slot: int, replica: str, incarnation: str, **arguments: Any) -> SharedIntake:
         """Return an intake for one replica, to use in place of an EventIntake.
@@ -158,7 +158,7 @@ class SharedMap(Link):
         read = [one.n for one in group]
         try:
             sent = self.now()
-            client = await self.ways.to(keys[0] if keys else self.deployment)
+            client = await self.clients.to(keys[0] if keys else self.deployment)
             time, looks = _looks(await TEND(client, keys, arguments), len(group))
         except FAILURES as error:
             self.failed(error)
@@ -268,7 +268,7 @@ class SharedMap(Link):
             streams = {one.keys.deltas: one for one in members}
             after = {name: f"{one.n}-0" for name, one in streams.items()}
             try:
-                client = await self.ways.to(members[0].keys.deltas)
+                client = await self.clients.to(members[0].keys.deltas)
                 found, no_streams = await xread(client, after, 500, POLL_MILLISECONDS)
             except FAILURES as error:
                 self.failed(error)

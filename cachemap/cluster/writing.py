@@ -74,7 +74,7 @@ class Writing:
             keys += [one.keys.lease, one.keys.head, one.keys.deltas]
             arguments += [journal.n + 1, delta]
         try:
-            results = await PUBLISH(await self._link.ways.to(keys[0]), keys, arguments)
+            results = await PUBLISH(await self._link.clients.to(keys[0]), keys, arguments)
             if not isinstance(results, list) or [*map(type, results)] != [bytes] * len(batch):
                 raise strange("publish.lua")
         except FAILURES as error:  # the deltas may have been written or not
@@ -140,7 +140,7 @@ class Writing:
         keys = one.keys
         new = f"{keys.snapshot}:{self._link.token}"
         pieces = await asyncio.to_thread(encode_snapshot, one.identity, snapshot)
-        client = await self._link.ways.to(new)
+        client = await self._link.clients.to(new)
         await client.delete(new)
         for at in range(0, len(pieces), 32):
             await client.rpush(new, *pieces[at : at + 32])

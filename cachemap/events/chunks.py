@@ -14,6 +14,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from cachemap.table.block_table import key_bits
+
 Key = int | bytes
 U64 = (1 << 64) - 1
 ODD = 0x9E3779B97F4A7C15
@@ -48,8 +50,7 @@ def block_keys(key: Key, blocks: int) -> list[Key]:
     Through that key the next chunk finds the block that it follows, even in a gateway that has only a copy of another
     gateway's map.
     """
-    base = int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key
-    return [*((base + number * ODD) & U64 for number in range(1, blocks)), key]
+    return [*((key_bits(key) + number * ODD) & U64 for number in range(1, blocks)), key]
 
 
 class Chunks:

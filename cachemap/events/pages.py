@@ -16,6 +16,7 @@ import numpy as np
 
 from cachemap.events.records import Stored
 from cachemap.hashing import TOKEN_BYTES, chain_seed, hash_blocks
+from cachemap.table.block_table import key_bits
 from cachemap.table.buckets import Buckets
 from cachemap.table.ids import BlockIdAllocator
 from cachemap.table.index import Index
@@ -288,11 +289,8 @@ class Pages:
 
 
 def _tags(keys: Sequence[Key]) -> np.ndarray:
-    """Return engine keys as nonzero u64: an int's low 64 bits, or the last 8 bytes of a digest."""
-    bits = (1 << 64) - 1
-    return np.array(
-        [(int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & bits or 1 for key in keys], U64
-    )
+    """Return engine keys as nonzero u64."""
+    return np.array([key_bits(key) or 1 for key in keys], U64)
 
 
 def _salt(event: Stored) -> str | None:

@@ -169,7 +169,7 @@ class BlockTable:
         try:
             keys = u64(engine_keys)  # type: ignore[arg-type]  # tried first: most engines' keys are ints
         except (TypeError, OverflowError):  # bytes, or ints that are signed or longer
-            keys = u64(map(_key, engine_keys))
+            keys = u64(map(key_bits, engine_keys))
         return ((keys * MIX) >> self._tag_shift) | self._tag_top
 
 
@@ -183,6 +183,6 @@ def fewer(counts: Counter[Any], what: object) -> bool:
     return beyond > 0
 
 
-def _key(key: int | bytes) -> int:
+def key_bits(key: int | bytes) -> int:
     """Return an engine key as u64: an int's low 64 bits, or the last 8 bytes of a digest, as vLLM shortens it."""
     return (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) & (1 << 64) - 1

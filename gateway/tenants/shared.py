@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from redis.exceptions import NoScriptError
 
 from cachemap.background import Background
-from cachemap.cluster.connect import FAILURES, Line, Script, describe
+from cachemap.cluster.connect import FAILURES, RedisConnection, Script, describe
 from cachemap.cluster.keys import SCHEMA
 from cachemap.cluster.replies import strange
 
 from .limits import RUNNING, Account, Claim
 
 if TYPE_CHECKING:
-    from cachemap.cluster.connect import Ways
+    from cachemap.cluster.connect import RedisClients
 
 log = logging.getLogger("hitherto")
 
@@ -89,7 +89,7 @@ class SharedCounts:
 
     def __init__(
         self,
-        ways: Ways,
+        ways: RedisClients,
         deployment: str,
         accounts: Callable[[], Collection[Account]],
         background: Background,
@@ -105,7 +105,7 @@ class SharedCounts:
         self._observe = observe
         self._accounts, self._background, self._deadline, self._ways = accounts, background, deadline, ways
         self._key = f"hitherto:{SCHEMA}:{deployment}:{{limits}}:"
-        self._line, self._script = Line(ways, self._key), Script(_SCRIPT)
+        self._line, self._script = RedisConnection(ways, self._key), Script(_SCRIPT)
         self._token, self._epoch = os.urandom(8).hex(), b""
         self._queue: list[Pending] = []
         self._changed: dict[str, Account] = {}  # accounts whose running requests here are to be reported

@@ -1,6 +1,6 @@
 """A load ledger in Redis that all gateways of a deployment share: one step there chooses a replica and reserves load.
 
-    shared = SharedLedger(Ways(parse(url)), "default", ledger, policy.cost)
+    shared = SharedLedger(RedisClients(parse(url)), "default", ledger, policy.cost)
     shared.start()
     shared.decide(evaluation, answer)     # answer(Decision) or answer(None)
 
@@ -40,14 +40,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cachemap.background import Background, Failures
-from cachemap.cluster.connect import FAILURES, Line, Script, describe
+from cachemap.cluster.connect import FAILURES, RedisConnection, Script, describe
 from cachemap.cluster.keys import SCHEMA, scope
 from cachemap.cluster.replies import NONSENSE, strange
 from policies import Candidate, Choice, Cost, Decision, Demand, Evaluation, Ledger, Lower, Roster, behind, hittable
 from policies.ledger import FAR, NOTHING
 
 if TYPE_CHECKING:
-    from cachemap.cluster.connect import Ways
+    from cachemap.cluster.connect import RedisClients
 
 log = logging.getLogger("hitherto.proxy")
 
@@ -109,7 +109,7 @@ class SharedLedger:
 
     def __init__(
         self,
-        ways: Ways,
+        ways: RedisClients,
         deployment: str,
         ledger: Ledger,
         cost: Cost | None = None,
@@ -135,7 +135,7 @@ class SharedLedger:
         self._background.failures.setdefault(DECISIONS, Failures())
         self._ways, self._ledger, self._observe = ways, ledger, observe
         self._key = f"hitherto:{SCHEMA}:{deployment}:{{pool}}:"
-        self._line = Line(ways, self._key)
+        self._line = RedisConnection(ways, self._key)
         self._token = self._former = ""
         self._scopes: dict[str, str] = {}
         self._queue: list[_Pending] = []

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachemap.cluster import parse, without_password
-from cachemap.cluster.connect import ANSWER_SECONDS, Line, Ways, connect
+from cachemap.cluster.connect import ANSWER_SECONDS, RedisClients, RedisConnection, connect
 from cachemap.cluster.keys import NAME, Keys, scope
 from tests.gateway.http.talk import eventually
 
@@ -161,7 +161,7 @@ async def test_a_key_that_moves_gives_the_connection_back_to_the_server_that_had
             return self.served_by
 
     ways = Moving()
-    line = Line(ways, "key")
+    line = RedisConnection(ways, "key")
     for ways.served_by in (first, second):
         assert await line.ask([("ECHO", "a"), ("ECHO", "b")]) == [b"a", b"b"]
     given_back = await first.connection_pool.get_connection()
@@ -174,8 +174,8 @@ async def test_a_key_that_moves_gives_the_connection_back_to_the_server_that_had
 
 async def test_a_connection_that_the_server_closed_or_that_may_lead_to_the_old_primary_is_made_anew(redis_server):
     """A failover may leave the old primary's connection open, or close it while nothing is asked."""
-    ways, who = Ways(parse(redis_server.url)), [("CLIENT", "ID")]
-    line = Line(ways, "key")
+    ways, who = RedisClients(parse(redis_server.url)), [("CLIENT", "ID")]
+    line = RedisConnection(ways, "key")
     try:
         first = await line.ask(who)
         assert await line.ask(who) == first

@@ -241,25 +241,6 @@ async def test_a_fault_of_a_gateways_own_in_one_replica_is_seen_and_costs_the_ot
         assert (one.role("s"), other.role("s")) == ("leader", "follower")
 
 
-async def test_a_lease_that_goes_as_its_snapshot_is_begun_keeps_no_other_from_being_written(redis_server, monkeypatch):
-    monkeypatch.setattr("cachemap.cluster.writing.MOST_SNAPSHOTS", 1)
-    async with publishing() as publisher, publishing() as another, gateways(redis_server.url) as (one,):
-        real = one.shared.beside
-
-        def beside(work):
-            real(work)
-            if "_write_snapshot" in work.__qualname__:
-                one.shared.beside = real
-                one.shared.abdicate()
-
-        one.shared.beside = beside
-        one.follow("r", publisher)
-        await until(lambda: one.shared.beside is real and one.role("r") == "standalone")
-        one.follow("s", another)
-        await led(one, "s")
-        assert not any(told["last"] for told in one.shared.background.recent().values())
-
-
 async def test_a_leader_that_cannot_reach_the_events_lets_another_lead(redis_server, unused_tcp_port):
     async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
         await publisher.publish(event(1, 0, 6))

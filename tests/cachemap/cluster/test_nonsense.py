@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from redis.exceptions import InvalidResponse
 
-from cachemap.cluster.connect import FAILURES, Line, Ways, describe, parse
+from cachemap.cluster.connect import FAILURES, RedisClients, RedisConnection, describe, parse
 from cachemap.cluster.replies import Parser
 from gateway.ops.gateway_checks import redis, redis_servers
 from gateway.proxy.placement.shared import HEARTBEAT
@@ -150,8 +150,8 @@ class Other(Proxy):
 async def test_every_client_gets_that_something_else_answers(redis_server):
     async with Other(redis_server.port) as other:
         other.answer = lambda command: b"*1000000000\r\n" if command[0] in (b"PING", b"EVALSHA") else None
-        ways = Ways(parse(other.url))
-        line = Line(ways, "key")
+        ways = RedisClients(parse(other.url))
+        line = RedisConnection(ways, "key")
         for ask in ((await ways.to("key")).ping, lambda: line.ask([("PING",)])):
             with pytest.raises(FAILURES) as failed:
                 await ask()
@@ -170,7 +170,7 @@ async def test_every_client_gets_that_something_else_answers(redis_server):
 async def test_no_cluster_and_no_sentinel_either(redis_server, url, odd):
     async with Other(redis_server.port) as other:
         other.answer = lambda command: odd if command[0] in (b"SENTINEL", b"CLUSTER") else None
-        ways = Ways(parse(url.format(other.port)))
+        ways = RedisClients(parse(url.format(other.port)))
         with pytest.raises(FAILURES) as failed:
             await (await ways.to("key")).ping()
         await ways.aclose()

@@ -9,7 +9,7 @@ import pytest
 
 from cachemap import CacheMap
 from cachemap.cluster import SharedMap
-from cachemap.cluster.connect import FAILURES, Trouble, Ways, describe, in_words, parse
+from cachemap.cluster.connect import FAILURES, RedisClients, Trouble, describe, in_words, parse
 from cachemap.cluster.link import LEASES, READS
 from gateway.proxy.placement.shared import SharedLedger
 from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, make
@@ -25,7 +25,7 @@ SCRIPT = re.compile(r"user_script|Error running|f_[0-9a-f]{40}|\r|\n")
 async def gateway(url):
     """What a gateway has of the map and of the ledger, with one replica."""
     ledger = Ledger()
-    load = SharedLedger(Ways(parse(url)), "prod", ledger, make("least_time").cost)
+    load = SharedLedger(RedisClients(parse(url)), "prod", ledger, make("least_time").cost)
     ledger.add("r:1")
     async with publishing() as publisher, gateways(url, deployment="prod") as (one,):
         one.follow("r:1", publisher)
@@ -93,7 +93,7 @@ async def test_the_acl_that_is_documented_is_enough(start_redis, redis_binary):
     url, hashes = url.replace("//", "//gate:secret@").replace("/0", "/1"), prompt(1, 6)[1]
     policy, own, placed = make("least_time"), Ledger(), asyncio.get_running_loop().create_future()
     candidate, demand = Candidate("r:1", 0, own.add("r:1"), CostGroup().add("r:1")), Demand(32, 16, hashes=[1, 2])
-    ledger = SharedLedger(Ways(parse(url)), "prod", own, policy.cost, deadline=5.0)
+    ledger = SharedLedger(RedisClients(parse(url)), "prod", own, policy.cost, deadline=5.0)
     ledger.start()
     try:
         async with gateway(url) as (shared, _, publisher), gateways(url, deployment="prod") as (other,):
@@ -205,7 +205,7 @@ async def test_a_server_that_is_not_reached_is_named_with_why(unused_tcp_port, t
         writer.close()
 
     async def told(url):
-        ways = Ways(parse(url))
+        ways = RedisClients(parse(url))
         with pytest.raises(FAILURES) as failed:
             await (await ways.to("key")).ping()
         await ways.aclose()

@@ -14,7 +14,7 @@ import pytest
 import redis
 import uvloop
 
-from cachemap.cluster.connect import Ways, parse
+from cachemap.cluster.connect import RedisClients, parse
 from gateway.proxy.placement.shared import LEASE, SharedLedger
 from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, Load, make
 from policies.ledger import NOTHING
@@ -37,7 +37,7 @@ class Gateway:
         self.outcomes: Counter = Counter()
         self.policy = make(policy)
         self.shared = SharedLedger(
-            Ways(parse(url)),
+            RedisClients(parse(url)),
             deployment,
             self.ledger,
             getattr(self.policy, "cost", None),

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 
 from cachemap import CacheMap
-from cachemap.cluster.connect import Ways, parse
+from cachemap.cluster.connect import RedisClients, parse
 from gateway.proxy.disagg.legs import LegPlan
 from gateway.proxy.placement.shared import SharedLedger
 from policies import UNTIMED, CostGroup, Demand, Ledger, Router, Targets, make, two_legs
@@ -29,7 +29,7 @@ class Legs:
         ]
         self.outcomes: Counter = Counter()
         self.shared = SharedLedger(
-            Ways(parse(url)), "test", self.router.ledger, getattr(self.router.policy, "cost", None),
+            RedisClients(parse(url)), "test", self.router.ledger, getattr(self.router.policy, "cost", None),
             observe=lambda outcome, _: self.outcomes.update([outcome]), deadline=deadline,
         )  # fmt: skip
         self.open = []

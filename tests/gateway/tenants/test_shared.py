@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from cachemap.background import Background
-from cachemap.cluster.connect import Ways, parse
+from cachemap.cluster.connect import RedisClients, parse
 from gateway.tenants import shared
 from gateway.tenants.limits import DAY, INPUT, MONTH, Limits, window
 from gateway.tenants.metering import Metering
@@ -33,7 +33,7 @@ class Gateway:
         self.metering = Metering(lambda: self.now)
         self.background = Background()
         self.shared = self.metering.shared = SharedCounts(
-            Ways(parse(url)), "test", self.metering.accounts, self.background, deadline
+            RedisClients(parse(url)), "test", self.metering.accounts, self.background, deadline
         )
 
     async def ask(self, tenant, tokens=0):

@@ -36,6 +36,17 @@ def event(name: int, start: int, stop: int):
     return stored(keys, tokens, name * 10_000 + start - 1 if start else None)
 
 
+def contents(table: CacheMap, slot: int = 0) -> dict:
+    """Return what a map has of a replica, in a form that compares."""
+    told = table.contents(slot)
+    held = {
+        (tier, tag): h
+        for tier, (hashes, tags) in told.held.items()
+        for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)
+    }
+    return {"observed": told.observed, "held": held, "copies": told.copies, "groups": table.groups(slot)}
+
+
 class Gateway:
     """What a gateway has of the shared map: a table, and an intake for each replica."""
 
@@ -73,14 +84,7 @@ class Gateway:
         return self.map.match(hashes, 0.0).confirmed[self.slots[name]]
 
     def contents(self, name: str) -> dict:
-        """What a replica holds, in a form that compares."""
-        told = self.map.contents(self.slots[name])
-        held = {
-            (tier, tag): h
-            for tier, (hashes, tags) in told.held.items()
-            for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)
-        }
-        return {"observed": told.observed, "held": held, "copies": told.copies}
+        return contents(self.map, self.slots[name])
 
     def role(self, name: str) -> str:
         return self.intakes[name].role

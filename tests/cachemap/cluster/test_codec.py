@@ -28,6 +28,8 @@ from cachemap.events.groups import MOST_INDEX
 from cachemap.events.records import Blocks
 from cachemap.table.blocks import u64
 
+from .gateways import contents
+
 MIB = 1 << 20
 IDENTITY = Identity("m", 16, 36)
 BLOCKS = st.integers(1, 40)
@@ -56,16 +58,6 @@ def attached(budget=MIB):
     table = CacheMap(budget)
     table.attach("r", None, True)
     return table
-
-
-def contents(table, slot=0):
-    told = table.contents(slot)
-    held = {
-        (tier, tag): h
-        for tier, (hashes, tags) in told.held.items()
-        for tag, h in zip(tags.tolist(), hashes.tolist(), strict=True)
-    }
-    return told.observed, held, told.copies, set(told.held) - {"gpu", "cpu", "disk"}, table.groups(slot)
 
 
 def happen(table, what, *details):
@@ -152,7 +144,10 @@ def test_where_memory_is_short_a_follower_holds_no_more_than_the_engine_does():
         for key in gone:
             del truth[key]
     assert leader.stats()["evicted"] and follower.stats()["evicted"]
-    assert set(contents(follower)[1].values()) <= truth.keys() and set(contents(leader)[1].values()) <= truth.keys()
+    assert (
+        set(contents(follower)["held"].values()) <= truth.keys()
+        and set(contents(leader)["held"].values()) <= truth.keys()
+    )
 
 
 def test_thirteen_bytes_a_block():

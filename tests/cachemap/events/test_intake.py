@@ -40,22 +40,13 @@ async def until(true, seconds=10.0):
 @contextlib.asynccontextmanager
 async def following(publisher, *, replay=True, answers=True, **options):
     """A map whose slot 0 follows the publisher; gives it, the intake and its changes."""
-    table, changes = CacheMap(1 << 20), []
-    slot = table.attach("r", None, True)
-    intake = EventIntake(
-        table, slot, endpoint=publisher.endpoint, replay=publisher.replay if replay else None,
-        decode=decode, model="m", block_size=BLOCK, on_change=lambda *change: changes.append(change), **options,
-    )  # fmt: skip
-    task = asyncio.ensure_future(intake.run())
-    try:
+    changes = []
+    options["on_change"] = lambda *change: changes.append(change)
+    async with hearing(publisher.endpoint, publisher.replay if replay else None, None, **options) as (table, intake):
         await publisher.subscribed()
         if replay and answers:
             await until(lambda: publisher.asked)
         yield table, intake, changes
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def held(table):
@@ -457,17 +448,12 @@ def test_the_payload_of_the_tests_is_that_of_the_engine():
 
 
 @contextlib.asynccontextmanager
-async def hearing(endpoint, replay=None, capacity=8):
+async def hearing(endpoint, replay=None, capacity=8, **options):
     """An intake of an endpoint that may not be there; gives its map and itself."""
     table = CacheMap(1 << 20)
+    slot = table.attach("r", capacity, True)
     intake = EventIntake(
-        table,
-        table.attach("r", capacity, True),
-        endpoint=endpoint,
-        replay=replay,
-        decode=decode,
-        model="m",
-        block_size=BLOCK,
+        table, slot, endpoint=endpoint, replay=replay, decode=decode, model="m", block_size=BLOCK, **options
     )
     task = asyncio.ensure_future(intake.run())
     try:

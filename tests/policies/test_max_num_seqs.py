@@ -17,64 +17,40 @@ FULL = Load(
 CALMLY = replace(FULL, requests=8, prefilling=0, waiting=0)
 
 
-def found(*scrapes) -> float:
-    """Of loads, with 8 that run if nothing else is said."""
-    seats = MaxNumSeqs()
-    for scrape in scrapes:
-        load, running = scrape if isinstance(scrape, tuple) else (scrape, 8)
-        seats.scraped(load, running)
-    return seats.count
-
-
-def test_as_many_run_at_each_look_while_others_wait():
-    assert found(*[FULL] * ENOUGH) == 8
-
-
-def test_answers_in_one_piece_and_what_others_sent_count_as_well():
-    whole = replace(FULL, requests=12, prefilling=12, decoding=0, waiting=4)
-    others = replace(FULL, requests=1, prefilling=0, decoding=1, waiting=40)
-    assert found(*[whole] * ENOUGH) == 8 == found(*[others] * ENOUGH)
+TAKEN, ELSEWHERE = [FULL] * ENOUGH, replace(FULL, kv_usage=0.95)
+WHOLE = replace(FULL, requests=12, prefilling=12, decoding=0, waiting=4)
+OTHERS = replace(FULL, requests=1, prefilling=0, decoding=1, waiting=40)
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("scrapes", "count"),
     [
-        {"waiting": 0},
-        {"kv_usage": 0.95},  # they may wait for cache
-        {"decoding": 9},  # one that is taken to decode waits for a cache that is fetched
+        (TAKEN, 8),
+        ([WHOLE] * ENOUGH, 8),  # answers in one piece count as well
+        ([OTHERS] * ENOUGH, 8),  # and so does what other clients sent
+        ([CALMLY] * 20, inf),
+        ([ELSEWHERE] * 20, inf),  # they may wait for cache
+        ([replace(FULL, decoding=9)] * 20, inf),  # one that is taken to decode waits for a cache that is fetched
+        ([(replace(FULL, requests=3, decoding=0), 0)] * 20, inf),  # nothing runs yet
+        ([*TAKEN[1:], (FULL, 7)] * 5, inf),  # looks have to agree in a row
+        ([*TAKEN[1:], CALMLY] * 5, inf),
+        ([*TAKEN[1:], ELSEWHERE] * 5, inf),
+        ([*TAKEN, (replace(FULL, decoding=9, waiting=0), 9)], inf),  # more run than were thought to fit
+        ([*TAKEN, *[CALMLY] * (CALM - 1)], 8),
+        ([*TAKEN, *[CALMLY] * CALM], 9),  # where nobody waits for long, one more is tried
+        ([*TAKEN, *[*[CALMLY] * (CALM - 1), ELSEWHERE] * 5], 8),
+        ([*TAKEN, *[(replace(CALMLY, requests=3, decoding=3), 3)] * 10 * CALM], 8),
     ],
-    ids=str,
 )
-def test_what_waits_for_something_else_says_nothing(changed):
-    assert found(*[replace(FULL, **changed)] * 20) == inf
+def test_as_many_run_as_ran_at_each_look_while_others_waited(scrapes, count):
+    """Scrapes are loads, of which 8 run unless another number is given."""
+    learned = MaxNumSeqs()
+    for scrape in scrapes:
+        learned.scraped(*(scrape if isinstance(scrape, tuple) else (scrape, 8)))
+    assert learned.count == count
 
 
-def test_nothing_runs_yet():
-    idle = replace(FULL, requests=3, decoding=0)
-    assert found(*[(idle, 0)] * 20) == inf
-
-
-@pytest.mark.parametrize(
-    "other", [(FULL, 7), CALMLY, replace(FULL, kv_usage=0.95)], ids=["running", "waiting", "cache"]
-)
-def test_looks_have_to_agree_in_a_row(other):
-    assert found(*[*[FULL] * (ENOUGH - 1), other] * 5) == inf
-
-
-def test_more_that_run_are_more_seats():
-    assert found(*[FULL] * ENOUGH, (replace(FULL, decoding=9, waiting=0), 9)) == inf
-
-
-def test_where_nobody_waits_for_long_one_more_is_tried():
-    taken = [FULL] * ENOUGH
-    assert found(*taken, *[CALMLY] * (CALM - 1)) == 8
-    assert found(*taken, *[CALMLY] * CALM) == 9
-    assert found(*taken, *[*[CALMLY] * (CALM - 1), replace(FULL, kv_usage=0.95)] * 5) == 8
-    idle = replace(CALMLY, requests=3, decoding=3)
-    assert found(*taken, *[(idle, 3)] * 10 * CALM) == 8
-
-
-def test_a_quote_counts_the_wait_for_a_seat():
+def test_an_estimate_counts_the_wait_for_others_to_end():
     router = Router(make("least_time"), Prefixes(0), Ledger(), CostGroup())
     candidate = router.add("r0", 0)
     for begun in [True] * 8 + [False] * 3:

@@ -40,38 +40,43 @@ def ask(gate, offered, *estimates, qos=FREE, now=0.0, one=None):
 BOTH = Offered([FULL], [IDLE])
 
 
+SLOW_POOL = Estimate(9.0, 0.3, 0.5, there=3, computing=1)
+
+
 @pytest.mark.parametrize(
-    "steps, decision",
+    ("steps", "offered", "estimate", "decision"),
     [
-        (("degrade", "spill", "wait"), "degraded"),
-        (("spill", "degrade", "wait"), "spilled"),
-        (("degrade", "spill"), "degraded"),
-        (("reject",), "refused"),
-        (("observe",), "observed"),
+        (("degrade", "spill", "wait"), BOTH, LATE, ("degraded", "full")),
+        (("spill", "degrade", "wait"), BOTH, LATE, ("spilled", "full")),
+        (("degrade", "spill"), BOTH, LATE, ("degraded", "full")),
+        (("reject",), BOTH, LATE, ("refused", "ttft")),
+        (("observe",), BOTH, LATE, ("observed", "ttft")),
+        # who may wait first waits if that is in time
+        (("wait", "degrade", "spill"), BOTH, FULL, ("queued", "full")),
+        (("wait", "degrade", "spill"), BOTH, LATE, ("degraded", "ttft")),
+        # without waiting a short answer comes before a full engine, unless it is short already
+        (("degrade",), BOTH, FULL, ("degraded", "full")),
+        (("degrade",), Offered(), FULL, ("admitted", "met")),
+        (("degrade",), Offered([FULL], asks=64), LATE, ("refused", "ttft")),
+        (("degrade",), Offered([LATE]), LATE, ("refused", "ttft")),  # late all the same
+        # the overflow pool gets nothing that somebody else answers in time, and is not filled without bound
+        (("spill",), BOTH, FULL, ("admitted", "met")),
+        (("spill",), Offered(slow=[SLOW_POOL]), LATE, ("refused", "ttft")),
+        # nothing is taken from a request that finds room
+        *[
+            (steps, BOTH, ROOM, ("admitted", "room"))
+            for steps in (("degrade", "wait"), ("spill", "wait"), ("degrade",))
+        ],
+        (("spill",), BOTH, ROOM, ("admitted", "met")),
     ],
 )
-def test_the_first_step_that_can_take_it_does(steps, decision):
-    assert ask(admission(*steps), BOTH, LATE).decision == decision
+def test_the_first_step_that_can_take_it_does(steps, offered, estimate, decision):
+    found = ask(admission(*steps, max_tokens_floor=64), offered, estimate)
+    assert found[:2] == decision and (found.cap > 0) == (decision[0] == "degraded")
 
 
-def test_who_may_wait_first_waits_if_that_is_in_time():
-    assert ask(admission("wait", "degrade", "spill"), BOTH, FULL).decision == "queued"
-    assert ask(admission("wait", "degrade", "spill"), BOTH, LATE)[:2] == ("degraded", "ttft")
-
-
-def test_without_waiting_a_short_answer_comes_before_a_full_engine():
-    assert ask(admission("degrade"), BOTH, FULL)[:2] == ("degraded", "full")
-    assert ask(admission("degrade"), Offered(), FULL)[:2] == ("admitted", "met"), "it is short already"
-
-
-@pytest.mark.parametrize("steps", [("degrade", "wait"), ("spill", "wait"), ("degrade",), ("spill",)])
-def test_nothing_is_taken_from_a_request_that_finds_room(steps):
-    verdict = ask(admission(*steps), BOTH, ROOM)
-    assert (verdict.decision, verdict.cap) == ("admitted", 0)
-
-
-def test_the_slow_pool_gets_nothing_that_somebody_else_answers_in_time():
-    assert ask(admission("spill"), BOTH, FULL)[:2] == ("admitted", "met")
+def test_the_overflow_pools_replica_with_room_is_taken():
+    assert ask(admission("spill"), Offered(slow=[SLOW_POOL, IDLE]), LATE).among == [1]
 
 
 def test_a_capped_answer_is_as_long_as_its_class_may_have_it():
@@ -79,20 +84,6 @@ def test_a_capped_answer_is_as_long_as_its_class_may_have_it():
     gate = Admission(Classes((FREE, own)), Rules(("degrade",), max_tokens_floor=64))
     assert ask(gate, BOTH, LATE).cap == 64
     assert ask(gate, BOTH, LATE, qos=own).cap == 32
-
-
-def test_an_answer_that_is_short_already_is_not_capped():
-    assert ask(admission("degrade", max_tokens_floor=64), Offered([FULL], asks=64), LATE)[:2] == ("refused", "ttft")
-
-
-def test_a_short_answer_that_is_late_all_the_same_is_not_sent():
-    assert ask(admission("degrade"), Offered([LATE]), LATE)[:2] == ("refused", "ttft")
-
-
-def test_the_slow_pool_is_not_filled_without_bound():
-    slow = Estimate(9.0, 0.3, 0.5, there=3, computing=1)
-    assert ask(admission("spill"), Offered(slow=[slow]), LATE)[:2] == ("refused", "ttft")
-    assert ask(admission("spill"), Offered(slow=[slow, IDLE]), LATE).among == [1]
 
 
 def test_a_degraded_request_does_not_overtake_a_higher_class():

@@ -1,17 +1,17 @@
-"""Quotes: the latency that a candidate would give a request, predicted before it is sent.
+"""Estimates: the latency that a candidate would give a request, predicted before it is sent.
 
     ttft = the prediction of `costs` by the present load + fetching from slower tiers
            + the wait for free blocks and for a place among those that run
     tpot = a decode step with the streams that are there when its first token is out
 
-Where one replica computes the prompt and another writes the answer (`pairs`), `first_leg` predicts the first replica's
-part, and `after_prefill` combines it with the second's.
+Where one replica computes the prompt and another writes the answer (`options.pairs`), `first_leg` predicts the first
+replica's part, and `after_prefill` combines it with the second's.
 
 A present stream is still there after `ttft` with probability exp(-ttft / left), where `left` is the time that an answer
 observed at a random moment still takes (`Load.output_tokens` over its requests). Prompts that wait on the replica are
 computed before the request's own, so they are streams by then. While the cache is full, blocks come free as streams
-end, and so does a place among the max_num_seqs requests that the engine runs at once:
-of these answers, the k-th ends after k / max_num_seqs of `left`.
+end, and so does a place among the max_num_seqs requests that the engine runs at once: of these answers, the k-th ends
+after k / max_num_seqs of `left`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _FIRST_SWEEP = 256  # replicas in `_computes` from which idle ones are dropped
 
 
 class FairShare:
-    """The recent use of one fleet, by class."""
+    """The recent use of one fleet by class, its order of service, and the retry times booked for each class."""
 
     def __init__(self, classes: Classes) -> None:
         self._all = classes.all

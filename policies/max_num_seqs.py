@@ -1,10 +1,9 @@
 """MaxNumSeqs: how many requests an engine runs at once (vLLM's `max_num_seqs`), learned because no metric reports it.
 
-A prompt waits in its engine for the current step, for cache, for a transfer, or for a place among the
-requests that run. It waits for such a place if, at
-each of several scrapes, the same number of requests runs while others wait, the cache is not full, and no fewer run
-than the ledger counts as decoding (it also counts those whose cache is being fetched). There are more places than
-assumed if more requests run, or if none waits for long while all places are taken. Pure.
+A prompt waits in its engine for the current step, for cache, for a transfer, or for a place among the requests that
+run. It waits for such a place if, at each of several scrapes, the same number of requests runs while others wait, the
+cache is not full, and no fewer run than the ledger counts as decoding (it also counts those whose cache is being
+fetched). There are more places than assumed if more requests run, or if none waits for long while all places are taken.
 """
 
 from __future__ import annotations

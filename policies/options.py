@@ -27,7 +27,7 @@ from .vocabulary import Candidate, Demand
 
 
 class RouterOptions(AdmissionOptions):
-    """The alternatives for a request: a capped answer, or the overflow pool. Quotes for them are made on demand.
+    """The alternatives for a request: a capped answer, or the overflow pool. Estimates for them are made on demand.
 
     `spill`: returns the overflow pool's replicas that can take the request; `may_cap`: whether its answer can be
     capped; `pairings`: the prefillers and decoders that may serve it in two legs.
@@ -44,7 +44,7 @@ class RouterOptions(AdmissionOptions):
     ) -> None:
         self._router, self._evaluation, self._now = router, evaluation, now
         self._spill, self._may_cap, self._pairings = spill, may_cap, pairings
-        self.slow: Sequence[Candidate] = ()  # the overflow pool's candidates, once `spilled` was called
+        self.slow: Sequence[Candidate] = ()  # the overflow pool's candidates, once `in_overflow_pool` was called
 
     def may_cap(self, most: int) -> bool:
         asked = self._evaluation.demand.max_tokens

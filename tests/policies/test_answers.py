@@ -14,16 +14,9 @@ def candidates_of(*loads, overlaps=()):
     group = CostGroup()
     made = []
     for number, (decoding, context, prefilling, left) in enumerate(loads):
-        load = Load(
-            requests=decoding + prefilling,
-            prefilling=prefilling,
-            prefill_tokens=500 * prefilling,
-            begun=prefilling,
-            begun_tokens=500 * prefilling,
-            decoding=decoding,
-            context_tokens=decoding * context,
-            output_tokens=(decoding + prefilling) * left,
-        )
+        both, ahead = decoding + prefilling, 500 * prefilling
+        load = Load(both, prefilling, ahead, decoding, decoding * context, both * left)
+        load.timed(None)
         made.append(Candidate(f"r{number}", 0, load, group.add(f"r{number}")))
     for one, overlap in zip(made, overlaps):
         one.overlap = overlap

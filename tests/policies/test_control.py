@@ -273,10 +273,8 @@ def test_nobody_is_refused_for_a_limit_that_is_missed_all_the_same():
     *_, last = lasts(control, 3.0, 1.0, 5)
     assert last == [("shed", "standard", True)] and control.level == 8
     *_, last = lasts(control, 3.0, 0.97, PATIENCE)
-    assert (
-        last
-        == [(step, name, False) for name in ("standard", "free") for step in ("shed", "halve", "cap", "tighten")][:6]
-    )
+    steps = [(step, name, False) for name in ("standard", "free") for step in ("shed", "halve", "cap", "tighten")]
+    assert last == steps[:6]
     assert lasts(control, 3.5, 1.0, 100) == [[]] * 100 and control.wants_more and control.level == 2
 
 

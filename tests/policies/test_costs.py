@@ -18,25 +18,14 @@ ENGINE = (0.004, 60e-6, 9e-9, 45e-6, 0.003, 1.3)  # unlike the prior in every co
 def request(rng):
     """A random request and the load it met."""
     ahead = rng.choice([0, 0, 0, int(rng.lognormvariate(6, 1))])
-    load = Load(
-        requests=5,
-        prefilling=1 if ahead else 0,
-        prefill_tokens=ahead,
-        decoding=rng.randrange(8),
-        context_tokens=rng.randrange(8000),
-    )
+    load = Load(5, int(ahead > 0), ahead, rng.randrange(8), rng.randrange(8000))
     return load, int(rng.lognormvariate(6, 1.5)) + 1, rng.choice([0, 0, 1024, 4096])
 
 
 def truth(load, uncached, cached, step):
     base, token, pair, queued, busy, crowd = ENGINE
-    return (
-        base
-        + uncached * (token + pair * (cached + uncached / 2))
-        + queued * load.prefill_tokens
-        + (busy if load.prefilling else 0)
-        + crowd * step
-    )
+    own, queue = uncached * (token + pair * (cached + uncached / 2)), queued * load.prefill_tokens
+    return base + own + queue + (busy if load.prefilling else 0) + crowd * step
 
 
 def teach(costs, rng, count, noise=0.0, slow=1.0):
@@ -57,9 +46,8 @@ def test_a_prompt_shares_each_of_its_steps_with_what_decodes():
     costs, load = CostGroup().add("a"), Load(decoding=50, context_tokens=50_000)
     idle, step = Load(), costs.step_seconds(load)
     for uncached, steps in ((1, 1), (8192, 1), (81_920, 10)):
-        assert costs.ttft_seconds(load, uncached, 0) - costs.ttft_seconds(idle, uncached, 0) == pytest.approx(
-            steps * step
-        )
+        longer = costs.ttft_seconds(load, uncached, 0) - costs.ttft_seconds(idle, uncached, 0)
+        assert longer == pytest.approx(steps * step)
 
 
 def median(values):
@@ -214,9 +202,7 @@ def test_another_group_goes_on_from_what_one_learned():
     for group in (one, other):
         group.add("a").observe_ttft(0.4, 3000, 0, Load())
     assert other.add("a").ttft_seconds(load, 700, 100) == one.add("a").ttft_seconds(load, 700, 100)
-    assert other.add("a").error == one.add("a").error and other.add("a").error < CostGroup().add("a").ttft_seconds(
-        load, 700, 100
-    )
+    assert other.add("a").error == one.add("a").error < CostGroup().add("a").ttft_seconds(load, 700, 100)
 
 
 def test_a_slow_replica_that_others_are_chosen_over_is_at_their_speed_again_within_seconds():

@@ -234,10 +234,8 @@ def test_each_space_that_has_both_sides_has_legs(policy):
         other = Demand(12_001, 32, 1, hashes=range(1, 376), space=1, now=1.0)
         whole = made.evaluate(demand(also=other), made.targets(second), 1.0)
         ways = two_legs.ways(made, whole, [(first, second)], 1.0)
-        assert [[{one.space for one in side} for side in (way.prefillers, way.decoders)] for way in ways] == [
-            [{0}, {0}],
-            [{1}, {1}],
-        ]
+        spaces = [[{one.space for one in side} for side in (way.prefillers, way.decoders)] for way in ways]
+        assert spaces == [[{0}, {0}], [{1}, {1}]]
         apart = two_legs.choose_among(made, ways)
         *placements, move = two_legs.commit(made, whole, apart, 1.0)
         [space] = {one.candidate.space for one in placements}

@@ -75,12 +75,8 @@ def test_any_fleet_gets_one_of_its_candidates_and_the_same_one_again(name, repli
 def test_equal_candidates_are_told_apart_by_the_draw_alone():
     candidates = fleet(4)
     for name in ("least_time", "least_load", "overlap_cost", "random"):
-        assert [make(name).choose(Demand(10, draw=draw), candidates).index for draw in (0.0, 0.26, 0.5, 0.99)] == [
-            0,
-            1,
-            2,
-            3,
-        ]
+        chosen = [make(name).choose(Demand(10, draw=draw), candidates) for draw in (0.0, 0.26, 0.5, 0.99)]
+        assert [choice.index for choice in chosen] == [0, 1, 2, 3]
 
 
 def test_unknown_name_says_what_there_is():
@@ -209,37 +205,22 @@ def test_least_time_goes_where_fewer_prompts_would_wait_for_its_batch():
 
 
 def test_least_time_goes_where_the_prompt_under_way_is_nearly_done():
-    candidates = fleet(
-        2,
-        requests=[1, 1],
-        prefilling=[1, 1],
-        prefill_tokens=[2000, 2000],
-        begun=[1, 1],
-        begun_tokens=[2000, 2000],
-        since=[5.0, 5.03],
-    )
+    ones, tokens = {key: [1, 1] for key in ("requests", "prefilling", "begun")}, [2000, 2000]
+    candidates = fleet(2, **ones, prefill_tokens=tokens, begun_tokens=tokens, since=[5.0, 5.03])
     assert spread(make("least_time"), candidates, [Demand(500, now=5.04)] * 20) == {0: 20}
-    assert set(spread(make("least_time"), candidates, [Demand(500)] * 40)) == {0, 1}, (
-        "no time told: both are as they were when they began"
-    )
+    without_time = spread(make("least_time"), candidates, [Demand(500)] * 40)
+    assert set(without_time) == {0, 1}, "both are as they were when they began"
 
 
 def test_least_time_begins_conversations_where_fewer_went_lately_and_leaves_others_where_they_are():
     """One stream here or there just now; by the choices of late, four in five streams are on the first two."""
-    loads = {
-        "requests": [1, 1, 1, 1],
-        "decoding": [1, 1, 1, 1],
-        "context_tokens": [4000] * 4,
-        "recent": [4.0, 4.0, 1.0, 1.0],
-    }
-    candidates = fleet(4, **loads)
+    ones = dict.fromkeys(("requests", "decoding"), [1] * 4)
+    candidates = fleet(4, **ones, context_tokens=[4000] * 4, recent=[4.0, 4.0, 1.0, 1.0])
     for one in candidates[:3]:
         one.overlap = 3008
     assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {2: 20}, "of three that hold the instructions"
     candidates[0].overlap = 3200
-    assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {0: 20}, (
-        "one holds more: what was said so far"
-    )
+    assert spread(make("least_time"), candidates, [Demand(3300)] * 20) == {0: 20}, "it holds what was said so far"
 
 
 def test_least_time_tells_a_conversation_that_begins_from_one_that_goes_on_where_one_replica_alone_holds_its_instructions():

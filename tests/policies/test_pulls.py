@@ -262,16 +262,8 @@ def test_a_request_that_is_admitted_by_a_pull_makes_it(step, roles):
     slow = [everybody.pop()] if step == SPILLED else []
     evaluation = made.evaluate(demand(), made.targets(everybody), 1.0, peers=[*everybody, *slow])
     gate = spill_or_cap(step) or Admits(2 if evaluation.choice.index == 1 else 1)
-    _, evaluation = admit(
-        made,
-        gate,
-        None,
-        evaluation,
-        1.0,
-        lambda: Targets(slow),
-        True,
-        [(everybody[:1], everybody[1:])] if roles else (),
-    )
+    pairings = [(everybody[:1], everybody[1:])] if roles else ()
+    _, evaluation = admit(made, gate, None, evaluation, 1.0, lambda: Targets(slow), True, pairings)
     placement = made.commit(evaluation, 1.0)
     assert placement.candidate is (slow or everybody)[gate.index]
     assert placement.pull is not None and placement.pull.source == "r0" and placement.reservation.uncached == 1

@@ -65,12 +65,8 @@ def test_every_request_ends_once_and_every_ledger_reads_zero(policy, gateways, s
         id(r.turn) for r in records
     }
     for gateway in fleet.gateways:
-        assert (
-            gateway.router.ledger.total().requests
-            == gateway.router.ledger.total().prefill_tokens
-            == gateway.router.ledger.total().context_tokens
-            == 0
-        )
+        load = gateway.router.ledger.total()
+        assert (load.requests, load.prefill_tokens, load.context_tokens) == (0, 0, 0)
     for record in records:
         assert record.error or (
             record.first > record.sent and record.end >= record.first and record.replica not in record.tried

@@ -153,7 +153,7 @@ def build(shadows: list[str], **features: Any) -> tuple[Server, Proxy]:
     # One by one: what comes in a turn of the loop is otherwise worked on together, at its end.
     proxy.preparation._short = AtOnce(proxy.preparation._together)
     # And here: what takes long goes to a thread otherwise.
-    proxy.preparation._beside = lambda one: proxy.preparation._prepared(
+    proxy.preparation._prepare_in_thread = lambda one: proxy.preparation._prepared(
         one, *proxy.preparation._prepare(one), "prepare"
     )
     proxy.settling.complete = AtOnce(proxy.settling._settle_all)

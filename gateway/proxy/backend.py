@@ -12,7 +12,7 @@ from replicas.lifecycle import ENGINE_THERE, State
 
 from ..http.messages import HOP_BY_HOP
 from ..http.upstream import Pool, Sink, UpstreamError
-from .blame import Record
+from .blame import MOST_AGREED
 from .exactness.drift import Drift
 from .exactness.token_ids import Forwarding
 from .retries import CONNECT, OWN, REPLACED
@@ -78,7 +78,7 @@ class Backend:
         """Begin with nothing learned about the replica's process."""
         self.incarnation = incarnation
         self.host_line, self.not_forwarded = self._head_parts()
-        self.record = Record()
+        self.failures = 0  # requests in a row that it failed; an answer resets it
         self.answers = 0  # answered requests not yet reported to the health checks
         self.pace = 0.0  # mean seconds per token of non-streamed answers, prompt included; 0 before the first
         # Monotonic seconds until which it is chosen only if all others are full, since it refused a request as full.
@@ -148,6 +148,11 @@ class Backend:
     def traits(self) -> Traits:
         """The properties that decide with which other replicas this one can exchange KV caches."""
         return self.replica.traits
+
+    @property
+    def is_witness(self) -> bool:
+        """Whether its error answers are evidence against requests; not after too many failures in a row."""
+        return self.failures < MOST_AGREED
 
     @property
     def is_finer(self) -> bool:

@@ -50,17 +50,6 @@ class UnattributedError(NamedTuple):
     witness: bool
 
 
-class Record:
-    """A replica's recent record; `failures` counts requests in a row that it failed, and is reset by an answer."""
-
-    def __init__(self) -> None:
-        self.failures = 0
-
-    @property
-    def is_witness(self) -> bool:
-        return self.failures < MOST_AGREED
-
-
 def agree(unattributed_errors: Sequence[UnattributedError]) -> bool:
     """Return whether another engine has failed the request in the same way as the last error shows."""
     *before, last = unattributed_errors

@@ -48,7 +48,7 @@ from .observers.figures import Figures
 from .observers.shadow import Shadows
 from .paths import INVOCATIONS, MODELS, AllowedPaths, model_in, refusal
 from .placement.eligibility import Eligibility
-from .placement.newcomers import Newcomers
+from .placement.model_refresh import ModelRefresh
 from .placement.placing import Placing
 from .responses.stored import PATH as RESPONSES
 from .responses.stored import Responses, referred_to
@@ -90,24 +90,24 @@ class Preparation:
         self,
         eligible: Eligibility,
         placing: Placing,
-        newcomers: Newcomers,
+        model_refresh: ModelRefresh,
         metrics: Metrics,
         metering: Metering | None = None,
     ):
         self._metering = metering
-        self._eligible, self._placing, self._newcomers, self._metrics = eligible, placing, newcomers, metrics
+        self._eligible, self._placing, self._model_refresh, self._metrics = eligible, placing, model_refresh, metrics
         self._models = eligible.models
         self._silent_until: dict[str, float] = {}  # path -> time of the next warning about inexact prompts
         self.long = LongPrompts()
         self._short = Batcher(self._together)
-        self._unheard: set[asyncio.Task[None]] = set()
+        self._in_background: set[asyncio.Task[None]] = set()
 
     def begin(self, exchange: Exchange) -> None:
         """Prepare a request's prompt, then call `exchange.prepared` or `exchange.refused`."""
         if len(exchange.request.body) <= OFFLOAD_BYTES:
             self._short.add(exchange)
         else:
-            self._beside(exchange)
+            self._prepare_in_thread(exchange)
 
     def begin_other(self, exchange: Exchange) -> None:
         """Prepare a request whose prompt the gateway does not read; it reads the model's name from the body."""
@@ -142,7 +142,7 @@ class Preparation:
         if error is not None:
             exchange.refused(error)
         elif model is not None and self._eligible.is_unknown(model):
-            self._ask_anew(self._anew(exchange, None))
+            self._run_in_background(self._prepare_again(exchange, None))
         else:
             self._ready(exchange, None)
 
@@ -170,10 +170,10 @@ class Preparation:
 
         metering.claim(charge, decided)
 
-    def _ask_anew(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
-        self._unheard.add(task)
-        task.add_done_callback(self._unheard.discard)
+        self._in_background.add(task)
+        task.add_done_callback(self._in_background.discard)
 
     async def prompt(self, path: str, body: bytes, headers: Mapping[str, str], from_tenant: bool = False) -> Prompt:
         """Prepare the prompt of a request that the gateway does not send itself.
@@ -182,7 +182,7 @@ class Preparation:
         """
         prompt = await self._prompt(path, body, headers, from_tenant)
         if self._eligible.is_unknown(prompt.model):  # the model may have been loaded just now
-            await self._newcomers.asked()
+            await self._model_refresh.refresh()
             prompt = await self._prompt(path, body, headers, from_tenant)
         return prompt
 
@@ -234,13 +234,13 @@ class Preparation:
         try:
             for exchange, (prompt, seconds) in prepared:
                 if prompt is TAKES_LONG:
-                    exchange.run_isolated(self._beside, exchange)
+                    exchange.run_isolated(self._prepare_in_thread, exchange)
                 else:
                     exchange.run_isolated(self._prepared, exchange, prompt, seconds, "prepare")
         finally:
             self._placing.end_batch()
 
-    def _beside(self, exchange: Exchange) -> None:
+    def _prepare_in_thread(self, exchange: Exchange) -> None:
         self._in_thread(
             exchange,
             self._prepare,
@@ -312,7 +312,7 @@ class Preparation:
             if prompt.also is not None:
                 prompt.also.token_ids = b""
         if prompt.model not in self._eligible.names and self._eligible.is_unknown(prompt.model):
-            self._ask_anew(self._anew(exchange, prompt))
+            self._run_in_background(self._prepare_again(exchange, prompt))
         else:
             self._ready(exchange, prompt)
 
@@ -326,16 +326,16 @@ class Preparation:
                 self._silent_until[prompt.path] = perf_counter() + SAID_EVERY
                 log.warning("a prompt is not known exactly at %s: %s", prompt.path, prompt.note)
 
-    async def _anew(self, exchange: Exchange, prompt: Prompt | None) -> None:
+    async def _prepare_again(self, exchange: Exchange, prompt: Prompt | None) -> None:
         """Refresh the model list once and prepare the prompt again; None: the gateway reads no prompt of it.
 
         The requested name may be a LoRA adapter loaded since the last refresh; an adapter has its own block hashes.
         """
-        await self._newcomers.asked()
+        await self._model_refresh.refresh()
         if prompt is None or self._eligible.is_unknown(prompt.model):
             exchange.run_isolated(self._ready, exchange, prompt)
         elif exchange.state is not ExchangeState.ENDED:
-            self._beside(exchange)
+            self._prepare_in_thread(exchange)
 
 
 def _unread_tokens(request: Request) -> int:
@@ -413,7 +413,7 @@ class Proxy:
         self.figures = figures = Figures(metrics) if slo_figures or overload is not None else None
         self.control: OverloadControl | None = None
         self._metered = usage_log is not None  # meter all answers, not only those of tenants
-        self.preparation = Preparation(self.eligible, self.placing, Newcomers(ask_models), metrics, metering)
+        self.preparation = Preparation(self.eligible, self.placing, ModelRefresh(ask_models), metrics, metering)
         self.forwarding = TokenIdForwarding(
             metrics, tokenize_once, self.backends, models.made_by, models.made_otherwise, models.made_alike
         )

@@ -154,12 +154,12 @@ class Settling:
         A decoder that may only have failed to fetch the prompt's cache is no evidence against the request.
         """
         backend = attempt.backend
-        witness = backend.record.is_witness and not attempt.could_not_fetch(kind)
+        witness = backend.is_witness and not attempt.could_not_fetch(kind)
         exchange.unattributed_errors += (UnattributedError(backend.id, backend.replica.engine, kind, witness),)
         if kind in OVERLOADED:
             self._when_full(backend, monotonic() + seconds_full(attempt.response_head))
         elif not backend.gone:
-            backend.record.failures += 1
+            backend.failures += 1
             if kind not in REFUSED_ALIKE:  # a client's key may be wrong, which is no reason to probe the engine
                 self.tell(backend, retries.UNCONFIRMED)
 
@@ -261,7 +261,7 @@ class Settling:
         self._router.answered(placement, monotonic())
         self._router.finish(placement)
         self.leg_ended(Leg.PREFILL)
-        legs.prefiller.drift.aside()  # its cached tokens are not reported
+        legs.prefiller.drift.exclude()  # its cached tokens are not reported
 
     def drop_first(self, legs: Legs) -> None:
         """Drop the first leg if it still runs."""
@@ -495,7 +495,7 @@ class Settling:
             body = b"" if attempt.exchange is None else attempt.exchange.request.body  # none if not forwarded here
             self._compare(placement, backend, prompt, usage, tells_blocks, body)
         else:
-            backend.drift.aside()
+            backend.drift.exclude()
         if tells_blocks:
             self._tell_intake(backend, placement, prompt)
 
@@ -541,7 +541,7 @@ class Settling:
             # An engine that finds more may hash images differently (by its flags), which is no fault of the map.
             guessed = prompt.mode == "media" and cached is not None and cached > held
         if prompt.several or guessed or not tells_blocks:
-            backend.drift.aside()
+            backend.drift.exclude()
         if not prompt.copies or not tells_blocks or (prompt.several and cached is None):
             pass  # there is nothing to compare with
         elif cached is None:
@@ -565,10 +565,10 @@ class Settling:
             if error:
                 metrics.prediction_error_tokens.inc(name, outcome, by=abs(error))
             if placement.pull is not None and not pulling.ended(self._router, metrics, placement, saved):
-                backend.drift.aside()  # a failed pull is no evidence about the replica's own cache
+                backend.drift.exclude()  # a failed pull is no evidence about the replica's own cache
             elif saved > held and looks_further and not self._router.map.holds_below(backend.slot):
                 # It searches slower cache tiers whose contents it does not report, so the map is not at fault.
-                backend.drift.aside()
+                backend.drift.exclude()
             elif (
                 prompt.hashes
                 and not prompt.several
@@ -650,7 +650,7 @@ class Settling:
         if attempt is not None and attempt.sent_at and not attempt.backend.gone:
             metrics.replica_requests.inc(attempt.backend.id, status)
             if status == "2xx":
-                attempt.backend.record.failures = 0
+                attempt.backend.failures = 0
                 metrics.replica_answer_seconds.inc(attempt.backend.id, by=now - attempt.sent_at)
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)

@@ -31,9 +31,9 @@ class Drift:
         self._offset = self._steady = 0
 
     def _begin_comparison(self) -> None:
-        self._promised = self._prompts = self._silent = 0
-        self._silent_prompts = [0, 0]
-        self._aside = False
+        self._predicted = self._prompts = self._unreported = 0
+        self._unreported_prompts = [0, 0]
+        self._excluded = False
 
     def _new_window(self) -> None:
         self._count = self._error = self._tokens = self._telling = 0
@@ -53,7 +53,7 @@ class Drift:
         `fetched`: predicted tokens that are in slower tiers.
         `block_size`: tokens per block.
         """
-        self._promised += max(0, cached - fetched)  # the engine's counters include it, except for fetched tokens
+        self._predicted += max(0, cached - fetched)  # the engine's counters include it, except for fetched tokens
         self._prompts += tokens
         self._count += 1
         error = predicted - cached
@@ -87,17 +87,17 @@ class Drift:
 
     def unreported(self, predicted: int, tokens: int) -> None:
         """Note a response that did not report its cached tokens, for comparison with the engine's counters."""
-        self._promised += predicted
+        self._predicted += predicted
         self._prompts += tokens
-        self._silent += tokens
-        self._silent_prompts[predicted > 0] += 1
+        self._unreported += tokens
+        self._unreported_prompts[predicted > 0] += 1
 
-    def aside(self) -> None:
+    def exclude(self) -> None:
         """Ignore the engine's counters until they are next compared, after a response that cannot be compared.
 
         For example, the report on a request with several prompts may be about another prompt than the prediction.
         """
-        self._aside = True
+        self._excluded = True
 
     def counted(self, queries: float | None, hits: float | None, idle: bool, block_size: int = 0) -> bool:
         """Compare the engine's scraped totals; return whether the map has drifted.
@@ -111,17 +111,17 @@ class Drift:
         if hits is None or not idle:
             return False
         (queried, hit), self._before = self._before, (queries, hits)
-        without, expected = self._silent_prompts
-        promised, prompts, silent, aside = self._promised, self._prompts, self._silent, self._aside
+        without, expected = self._unreported_prompts
+        predicted, prompts, unreported, excluded = self._predicted, self._prompts, self._unreported, self._excluded
         self._begin_comparison()
-        if hit is None or hits < hit or not silent or aside:
+        if hit is None or hits < hit or not unreported or excluded:
             return False
         if queries is not None and queried is not None and queries - queried != prompts:
             return False
-        error = promised - int(hits - hit)
+        error = predicted - int(hits - hit)
         blocks, parts = divmod(abs(error), block_size) if block_size else (0, 1)
         # The error of single answers is not known, but one block for each answer with a hit is no accident.
         if blocks and not parts and (blocks == expected or (error < 0 and expected < blocks <= expected + without)):
             self._follow(block_size if error > 0 else -block_size, blocks)
             return False
-        return abs(error) > TOLERATED * silent
+        return abs(error) > TOLERATED * unreported

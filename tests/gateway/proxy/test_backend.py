@@ -4,6 +4,7 @@ import asyncio
 
 from cachemap.background import Background
 from gateway.proxy.backend import Backend
+from gateway.proxy.blame import MOST_AGREED
 from policies import Candidate, CostGroup, Ledger
 from replicas.replica import Replica
 
@@ -68,3 +69,13 @@ async def test_one_that_is_removed_while_the_next_still_waits_for_the_one_before
     first.may_end.set()
     await settled()
     assert log == ["first begins", "first ends", "free"]
+
+
+def test_who_answers_something_is_a_witness_again():
+    one = backend()
+    for _ in range(MOST_AGREED):
+        assert one.is_witness
+        one.failures += 1
+    assert not one.is_witness
+    one.failures = 0  # it has answered one
+    assert one.is_witness

@@ -63,7 +63,7 @@ def test_counters_are_not_compared_when_a_request_had_several_prompts():
     drift = Drift()
     drift.counted(0, 0, idle=True)
     drift.unreported(0, 1000)
-    drift.aside()
+    drift.exclude()
     assert not drift.counted(1000, 992, idle=True)
     drift.unreported(0, 1000)
     assert drift.counted(2000, 1984, idle=True)

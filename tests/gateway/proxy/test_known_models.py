@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from gateway.proxy.placement import known_models, newcomers
+from gateway.proxy.placement import known_models, model_refresh
 from replicas import Replica, State
 
 from .replies import BODY, answers, post
@@ -14,8 +14,8 @@ from .stack import backend_for, stack
 
 @pytest.fixture(autouse=True)
 def questions_without_a_pause(monkeypatch):
-    """Nothing here depends on the second between two questions to engines, for which `test_newcomers` has a test."""
-    monkeypatch.setattr(newcomers, "PAUSE_SECONDS", 0.0)
+    """Nothing here depends on the pause between two refreshes, for which `test_model_refresh` has a test."""
+    monkeypatch.setattr(model_refresh, "PAUSE_SECONDS", 0.0)
 
 
 async def test_a_model_whose_only_replica_is_away_is_not_unknown():

@@ -169,7 +169,7 @@ async def test_full_replicas_agree_on_nothing(status, in_stream, caplog):
         assert got == (200 if in_stream else status) and "x-should-retry" not in headers
         assert in_stream or headers["retry-after"] == "7"
         assert s.metrics.retries.total(reason=f"status {status}") == 2 and s.unconfirmed == s.faults == []
-        assert all(backend.record.is_witness for backend in s.proxy.backends.values())
+        assert all(backend.is_witness for backend in s.proxy.backends.values())
         await eventually(s.idle)
         assert s.metrics.rejections.total(reason="engines_full") == (status == 429)
         (line,) = caplog.records

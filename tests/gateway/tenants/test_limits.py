@@ -349,7 +349,7 @@ async def test_who_leaves_while_engines_are_asked_for_its_model_claims_nothing(t
         await talk.close()
         await eventually(lambda: not t.stack.proxy.exchanges)
         answered.set()
-        await eventually(lambda: not t.stack.proxy.preparation._unheard)
+        await eventually(lambda: not t.stack.proxy.preparation._in_background)
         assert t.account().running == 0
         assert t.account().own.get("requests", rules.window("requests", t.clock.now)) == 0
         assert (await t.ask())[0] == 200

@@ -3,8 +3,8 @@
 import asyncio
 import json
 
-from gateway.proxy.placement import newcomers
-from gateway.proxy.placement.newcomers import Newcomers
+from gateway.proxy.placement import model_refresh
+from gateway.proxy.placement.model_refresh import ModelRefresh
 
 from ..http.talk import eventually
 from .replies import answers, post
@@ -28,13 +28,13 @@ class Engines:
 
 
 async def test_those_who_come_during_a_question_share_the_next_one(monkeypatch):
-    monkeypatch.setattr(newcomers, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(model_refresh, "PAUSE_SECONDS", 0.0)
     engines = Engines()
-    asks = Newcomers(engines.ask)
-    first = asyncio.create_task(asks.asked())
+    asks = ModelRefresh(engines.ask)
+    first = asyncio.create_task(asks.refresh())
     await eventually(lambda: engines.heard)
     engines.serves.append("sql")  # loaded after the question: the answer may not know of it
-    later = [asyncio.create_task(asks.asked()) for _ in range(5)]
+    later = [asyncio.create_task(asks.refresh()) for _ in range(5)]
     later[0].cancel()  # a client that leaves takes nothing from the others
     engines.open.set()
     await asyncio.gather(first, *later[1:])
@@ -45,12 +45,12 @@ async def test_questions_keep_their_distance(monkeypatch):
     pauses = asyncio.Queue()
     engines = Engines()
     engines.open.set()
-    asks = Newcomers(engines.ask)
-    monkeypatch.setattr(newcomers.asyncio, "sleep", lambda seconds: _let_go(pauses, seconds))
-    await asks.asked()
-    second = asyncio.create_task(asks.asked())
+    asks = ModelRefresh(engines.ask)
+    monkeypatch.setattr(model_refresh.asyncio, "sleep", lambda seconds: _let_go(pauses, seconds))
+    await asks.refresh()
+    second = asyncio.create_task(asks.refresh())
     seconds, go_on = await pauses.get()
-    assert seconds == newcomers.PAUSE_SECONDS and len(engines.heard) == 1
+    assert seconds == model_refresh.PAUSE_SECONDS and len(engines.heard) == 1
     go_on.set_result(None)
     await second
     assert len(engines.heard) == 2
@@ -66,7 +66,7 @@ async def test_a_question_that_fails_is_an_answer_too(caplog):
     engines = Engines()
     engines.fails = True
     engines.open.set()
-    await Newcomers(engines.ask).asked()
+    await ModelRefresh(engines.ask).refresh()
     assert "asking the engines for a model failed" in caplog.text
 
 
@@ -122,5 +122,5 @@ async def test_a_client_that_leaves_while_engines_are_asked_leaves_nothing():
         await talk.close()
         await eventually(s.idle)
         engines.open.set()
-        await eventually(lambda: not s.proxy.preparation._unheard)
+        await eventually(lambda: not s.proxy.preparation._in_background)
         assert s.idle()

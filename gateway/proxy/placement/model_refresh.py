@@ -16,7 +16,7 @@ log = logging.getLogger("hitherto.proxy")
 PAUSE_SECONDS = 1.0  # between two refreshes
 
 
-class Newcomers:
+class ModelRefresh:
     """A refresh of the engines' model lists that all waiting requests share; `ask` reads the lists of all engines."""
 
     def __init__(self, ask: Callable[[], Awaitable[None]]):
@@ -24,7 +24,7 @@ class Newcomers:
         self._next: asyncio.Future[None] | None = None  # the next refresh, for which requests wait
         self._asking: asyncio.Task[None] | None = None
 
-    async def asked(self) -> None:
+    async def refresh(self) -> None:
         """Wait for a refresh of the model lists that begins after this call."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()

@@ -95,26 +95,13 @@ def test_a_renamed_series_is_named():
     assert len(missing(b"python_info 1\n")) == 5
 
 
-def test_each_missing_series_is_none_and_leaves_the_others():
-    page = b"\n".join(line for line in PAGE.split(b"\n") if b'engine="1"' not in line)
-    full = parse(page, 0.0)._asdict()
-    series = {
-        "running": b"vllm:num_requests_running",
-        "waiting": b"vllm:num_requests_waiting",
-        "kv_usage": b"vllm:kv_cache_usage_perc",
-        "prefix_queries": b"vllm:prefix_cache_queries_total",
-        "prefix_hits": b"vllm:prefix_cache_hits_total",
-        "started": b"process_start_time_seconds",
-    }
-    for field, name in series.items():
-        rest = b"\n".join(line for line in page.split(b"\n") if not line.startswith(name))
-        assert parse(rest, 0.0)._asdict() == {**full, field: None}
-
-
 def test_nonsense_values_are_missing_values():
     page = b'vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\nvllm:kv_cache_usage_perc NaN\nvllm:cache_config_info{block_size="None"} 1'
     assert parse(page, 0.0) == Scrape(0.0, *[None] * 8)
     assert parse(b"{}", 0.0) == Scrape(0.0, *[None] * 8)
+    full, name = parse(PAGE, 0.0), b"vllm:num_requests_running"
+    rest = b"\n".join(line for line in PAGE.split(b"\n") if not line.startswith(name))
+    assert parse(rest, 0.0)._replace(ranks=()) == full._replace(running=None, ranks=()), "and leaves the others"
 
 
 @given(st.lists(st.sampled_from([*PAGE.split(b"\n"), b"{", b"}", b"\n", b"vllm:num_requests_running", b"\xff"])))

@@ -1,41 +1,19 @@
 """What vLLM's offloading connector publishes, recorded of its own classes by tests/vllm/offload_events.py."""
 
-import json
-from array import array
-from pathlib import Path
-
 import pytest
 
-from cachemap import CacheMap, chain_seed, hash_blocks
-from cachemap.events import records
-from cachemap.events.apply import EventApplier
 from policies import CostGroup, Demand, Ledger, Router, make
-from replicas.engines.vllm.events import Decoder
 
-RECORDED = json.loads((Path(__file__).parent / "offload_events.json").read_text())
-SIZE, BLOCKS = 16, 4
+from .recorded import SIZE, Told, hashes_of, recorded
+
+RECORDED = recorded("offload_events.json")
+BLOCKS = 4
 
 
 def told(payloads):
-    """A map after these, the applier, and after each prompt what is held of it in slower tiers."""
-    cache_map, decode = CacheMap(1 << 20), Decoder(records).decode
-    slot, found = cache_map.attach("r", None, True), []
-    applier = EventApplier(cache_map, slot, "m", SIZE)
-    for number, payload in enumerate(payloads):
-        batch = decode(bytes.fromhex(payload))
-        assert not batch.passed_over
-        applier.apply(batch.events)
-        applier.flush()
-        if number % 3 == 2:  # it came, it was copied, it went
-            found.append(held(cache_map, number // 3))
-    return cache_map, applier, found
-
-
-def held(cache_map, text):
-    ids = array("I", [text * 1000 + n for n in range(SIZE * BLOCKS)])
-    match = cache_map.match(hash_blocks(ids.tobytes(), SIZE, chain_seed("m", SIZE)), 0.0)
-    assert match.held == [0], "no longer on the GPU"
-    return match.lower.get(0, [])
+    made = Told(payloads, lambda told, text: told.lower(text, SIZE * BLOCKS))
+    assert not made.passed_over
+    return made
 
 
 @pytest.mark.parametrize("version", RECORDED)
@@ -43,16 +21,16 @@ def held(cache_map, text):
     "form", ["self-describing", "self-describing, chunks of 2", "self-describing, chunks of 4", "by key"]
 )
 def test_copies_are_known_block_by_block(version, form):
-    cache_map, applier, found = told(RECORDED[version][form])
-    assert found == [[("cpu", BLOCKS)]] * 3
-    assert [held(cache_map, text) for text in range(3)] == [[], [("cpu", BLOCKS)], [("cpu", BLOCKS)]], "room for two"
-    assert applier.fault is None and not applier.orphans and not applier.ignored
+    made = told(RECORDED[version][form])
+    assert made.found == [[("cpu", BLOCKS)]] * 3
+    left = [made.lower(text, SIZE * BLOCKS) for text in range(3)]
+    assert left == [[], [("cpu", BLOCKS)], [("cpu", BLOCKS)]], "room for two"
+    assert not made.applier.orphans and not made.applier.ignored
 
 
 @pytest.mark.parametrize("version", RECORDED)
 def test_of_chunks_told_by_key_nothing_is_promised(version):
-    _, applier, found = told(RECORDED[version]["by key, chunks of 2"])
-    assert found == [[]] * 3 and applier.fault is None
+    assert told(RECORDED[version]["by key, chunks of 2"]).found == [[]] * 3
 
 
 @pytest.mark.parametrize("version", RECORDED)
@@ -61,12 +39,11 @@ def test_of_chunks_told_by_key_nothing_is_promised(version):
 )
 def test_what_is_promised_is_what_its_lookup_finds(version, form, chunk):
     """Prompts that end anywhere, and of which the GPU holds any part."""
-    cache_map, _, _ = told(RECORDED[version][form])
+    cache_map = told(RECORDED[version][form]).map
     router = Router(make("least_time"), cache_map, Ledger(), CostGroup())
     targets, many = router.targets([router.add("r", 0)]), 0
     for now, (text, blocks, tokens, local, found) in enumerate(RECORDED[version][f"found, chunks of {chunk}"]):
-        ids = array("I", [text * 1000 + n + (500 if n >= blocks * SIZE else 0) for n in range(tokens)])
-        hashes = hash_blocks(ids.tobytes(), SIZE, chain_seed("m", SIZE))
+        hashes = hashes_of(text * 1000 + n + (500 if n >= blocks * SIZE else 0) for n in range(tokens))
         keys = [f"here {n}".encode() for n in range(local // SIZE)]
         cache_map.store(0, hashes[: len(keys)], keys)
         minutes = 60.0 * now  # nothing is expected any more of the one before

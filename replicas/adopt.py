@@ -176,7 +176,7 @@ async def probe(
         facts.silent.add("version")
     if any(answer.fault == "timeout" for answer in answers.values()):
         facts.over = None  # we may have closed it ourselves
-    _models(facts, answers["/v1/models"])
+    read_models(facts, answers["/v1/models"])
     facts.root = facts.told.root or facts.root
     page = answers["/metrics"]
     await read(page.body, _metrics, facts, page)
@@ -208,14 +208,8 @@ async def engine_ids(session: aiohttp.ClientSession, replica: Replica, deadline:
     return Problem(what, "give its port as #bootstrap=PORT behind the URL, and let the gateway reach it")
 
 
-async def served_models(session: aiohttp.ClientSession, url: str, deadline: float) -> Facts:
-    """Return facts with the engine's models and adapters only."""
-    facts = Facts()
-    _models(facts, await get(session, f"{url}/v1/models", deadline))
-    return facts
-
-
-def _models(facts: Facts, answer: Answer) -> None:
+def read_models(facts: Facts, answer: Answer) -> None:
+    """Take the models and adapters from an answer of /v1/models, or why there are none."""
     listed = answer.json().get("data")
     if answer.status == 0 or answer.status >= 500:
         facts.fault = answer.fault or "5xx"

@@ -73,11 +73,6 @@ class Pods:
                 self._due.cancel()
             raise
 
-    def _tell_soon(self) -> None:
-        """Schedule a call of `changed` soon, one for all changes that arrive close together."""
-        if self._due is None:
-            self._due = asyncio.get_running_loop().call_at(self._told_at + TELL_SECONDS, self._tell)
-
     def _tell(self) -> None:
         if self._due is not None:
             self._due.cancel()
@@ -134,8 +129,9 @@ class Pods:
                 if kind == "ERROR":
                     return ""
                 version = _version(what)
-                if kind != "BOOKMARK" and self._take(self._known, kind, what):
-                    self._tell_soon()
+                if kind != "BOOKMARK" and self._take(self._known, kind, what) and self._due is None:
+                    # one report for all changes that arrive close together
+                    self._due = asyncio.get_running_loop().call_at(self._told_at + TELL_SECONDS, self._tell)
         return version
 
     def _take(self, known: dict[str, Pod], kind: str, told: dict[str, Any]) -> bool:

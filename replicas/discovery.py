@@ -56,7 +56,11 @@ class Discovery:
         for complaint in sorted(complaints - self._said):
             log.warning("%s: it gets no requests", complaint)
         self._said = complaints
-        self._resume()
+        for id in sorted(self._left_out & self._wanted.keys()):
+            self._added[id] = self._wanted[id]
+        for id in sorted(self._pods_before - self._wanted.keys()):
+            self.gone(id)
+        self._left_out = self._pods_before = frozenset()
         self._reconcile()
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,19 +81,14 @@ class Discovery:
         left_out = [id for id in removable if id not in engines or engines[id].removal is not None]
         return {"pods": sorted(pods), "left_out": sorted(left_out)}
 
-    def _resume(self) -> None:
-        """Apply the arguments of `resume`, once the present pods are known."""
-        for id in sorted(self._left_out & self._wanted.keys()):
-            self._added[id] = self._wanted[id]
-        for id in sorted(self._pods_before - self._wanted.keys()):
-            self.gone(id)
-        self._left_out = self._pods_before = frozenset()
-
-    def _reconcile(self) -> None:
+    def _reconcile(self, removed: asyncio.Task[None] | None = None) -> None:
         """Remove replicas whose pod is gone or changed, and add missing ones.
 
         A pod's successor may have the same replica id; it is added once the former replica is removed completely.
+        `removed`: the task of a removal that has ended.
         """
+        if removed is not None and removed.cancelled():
+            return
         for id in [id for id, pod in self._added.items() if self._wanted.get(id) != pod]:
             del self._added[id]
             self.gone(id)
@@ -97,16 +96,12 @@ class Discovery:
                 log.info("replica %s: its pod is gone, is to end, or says something else now", id)
                 if engine.removal is None:  # else an operator wants it removed permanently
                     self.leaving(engine.replicas)
-                self._fleet.remove(id).add_done_callback(self._removed)
+                self._fleet.remove(id).add_done_callback(self._reconcile)
         for id, (url, uid) in self._wanted.items():
             if id not in self._added and id not in self._fleet.engines:
                 self._fleet.add(url)
                 self._added[id] = url, uid
                 log.info("replica %s: added for its pod, %s", id, url)
-
-    def _removed(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            self._reconcile()
 
 
 def wanted(discover: Discover, pods: Sequence[Pod]) -> tuple[dict[str, tuple[str, str]], set[str]]:

@@ -29,13 +29,8 @@ def duplicate(one: Name, names: Iterable[Name]) -> tuple[Problem | None, list[st
     """
     others = [other for other in names if other.id != one.id]
     sure = [other for other in others if other.created is not None and other.created == one.created]
-    same = sure or [
-        other
-        for other in others
-        if one.address
-        and None in (one.created, other.created)
-        and (one.address, one.port) == (other.address, other.port)
-    ]
+    alike = [other for other in others if one.address and (one.address, one.port) == (other.address, other.port)]
+    same = sure or [other for other in alike if None in (one.created, other.created)]
     ids = sorted(other.id for other in same)
     said = "the same engine is also given as" if sure else "by its address and port it may be the same engine as"
     counts = f": {'' if sure else 'then '}its load and its cache count under each name"

@@ -10,7 +10,7 @@ what to change. They have no state and no I/O.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from .roles import DECODERS, PREFILLERS
 
@@ -79,19 +79,10 @@ class Paired(Protocol):
 T = TypeVar("T", bound=Paired)
 
 
-class Sided(Protocol):
-    """The fields of a replica that decide whether it may prefill or decode."""
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def rank(self) -> int | None: ...
-
-
-def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], Sided]) -> tuple[list[T], list[T]]:
+def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], Any]) -> tuple[list[T], list[T]]:
     """Return the replicas that may prefill, and those that may decode, where `transfer` moves caches between them.
 
-    `replica_of`: returns the role and the rank of one of `ones`.
+    `replica_of`: returns an object with the `role` and the `rank` of one of `ones`.
     """
     known = [(one, replica_of(one)) for one in ones]
     prefillers = [

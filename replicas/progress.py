@@ -12,6 +12,7 @@ Only `computes` and `asked` do I/O: they request two tokens, one of prefill and 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -98,16 +99,15 @@ async def asked(
     aborted the request. `aborted`: tests the bytes of an answer for that.
     """
     body = json.dumps({"model": model, "prompt": [1], "max_tokens": 2})
+    options: dict[str, Any] = {"headers": {"content-type": "application/json"}, "allow_redirects": False}
+
+    async def ask() -> int:
+        timeout = aiohttp.ClientTimeout()
+        async with session.post(f"{url}/v1/completions", data=body, timeout=timeout, **options) as response:
+            begins = await response.content.read(MOST_READ) if response.status == 200 else b""
+            return 500 if aborted(begins) else response.status
+
     try:
-        return await within(deadline, _post(session, f"{url}/v1/completions", body, aborted))
+        return await within(deadline, ask())
     except (TimeoutError, OSError, aiohttp.ClientError):
         return 0
-
-
-async def _post(session: aiohttp.ClientSession, url: str, body: str, aborted: Callable[[bytes], object]) -> int:
-    headers = {"content-type": "application/json"}
-    async with session.post(
-        url, data=body, headers=headers, timeout=aiohttp.ClientTimeout(), allow_redirects=False
-    ) as response:
-        begins = await response.content.read(MOST_READ) if response.status == 200 else b""
-        return 500 if aborted(begins) else response.status

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Protocol
 
 from replicas.access import Access
-from replicas.adopt import Facts, engine_ids, health, problems_of, served_models
+from replicas.adopt import Facts, engine_ids, health, problems_of, read_models
 from replicas.answer import Answer
 from replicas.ask import get, read
 from replicas.engines.dialect import ANY_PATH
@@ -315,7 +315,8 @@ class Watch:
     async def ask_models(self) -> None:
         """Read the models that the engine serves now, as a client wants one that no engine is known to serve."""
         lead, pid = self.lead, self.lead.pid
-        found = await served_models(self.access.session, lead.url, SHORT_DEADLINE)
+        found = Facts()
+        read_models(found, await get(self.access.session, f"{lead.url}/v1/models", SHORT_DEADLINE))
         before = self._snapshot()
         if found.models and lead.pid == pid and lead.state is State.READY:
             lead.models, lead.adapter_roots = found.models, found.adapter_roots

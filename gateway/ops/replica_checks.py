@@ -471,7 +471,7 @@ def exactness(files: ModelFiles) -> Iterator[Finding]:
         yield ok(said, subject="tokenizer files")
     if not doubt and not pipeline.must_be_shown and (why := pipeline.inexact_chat()):
         yield warn(f"{why}: they are matched as text", "run a newer version of the engine", "chats")
-    if pipeline.media.images is not None:
+    if pipeline.media.family is not None:
         said = "images that are written in a request are exact; what is at a URL, sound and video are so up to where they begin"
         yield ok(said, subject="media")
     elif pipeline.takes_media:

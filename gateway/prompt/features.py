@@ -16,9 +16,8 @@ from .forward import ANYWHERE
 from .prompt import COMPLETIONS, Prompt
 
 IDS, TEXT, TOOLS, EFFORT = "ids", "text", "tools=", "effort"
-PLAIN = frozenset(
-    {IDS, TEXT, "system", "developer", "user", "assistant", "tool"}
-)  # features that bodies of all clients have
+# Features that bodies of all clients have.
+PLAIN = frozenset({IDS, TEXT, "system", "developer", "user", "assistant", "tool"})
 _MOST, _LONGEST = 64, 60  # features of a body; characters of one
 _UNTOLD = ANYWHERE - {"add_special_tokens"} | {
     "input", "logprobs", "max_completion_tokens", "max_output_tokens", "messages", "metadata", "parallel_tool_calls",
@@ -54,15 +53,12 @@ def features(path: str, request: dict[str, Any]) -> frozenset[str]:
 def _of_message(message: Any) -> set[str]:
     if not isinstance(message, dict):
         return {type(message).__name__}
-    role = str(message.get("role") or message.get("type"))
-    found = {role, *(f"{role}.{key}" for key, value in message.items() if key not in _PLAIN and value is not None)}
-    content = message.get("content")
+    role, content = str(message.get("role") or message.get("type")), message.get("content")
+    others = message.keys() - {"role", "type", "content"}
+    found = {role, *(f"{role}.{key}" for key in others if message[key] is not None)}
     if isinstance(content, list):
         found.update(f"{role}: {one.get('type') if isinstance(one, dict) else 'text'}" for one in content)
     return found
-
-
-_PLAIN = ("role", "type", "content")
 
 
 def _short(value: Any) -> str:

@@ -25,7 +25,6 @@ from cachemap.hashing import covering, named_ahead
 from ..errors import ApiError, bad
 from .api.anthropic import Habits, from_messages, habits
 from .api.conversation import BILLING_HEADER, Multimodal, Rounded, Unknown, Unroutable, is_plain, refuse_deep_arguments
-from .api.items import from_items
 from .api.openai import (
     UNKNOWN_CONTEXT,
     Chat,
@@ -42,11 +41,11 @@ from .api.openai import (
     prompts_of,
     read_options,
 )
-from .api.responses import from_responses
+from .api.responses import from_items, from_responses
 from .features import TOOLS, features
 from .forward import LEAST_TOKENS, PLAIN_FIELDS, ROLES, is_steered, kind_of
-from .media.exactly import Images, images_of
-from .media.filling import Media
+from .media.families import Family
+from .media.filling import Media, family_of
 from .offload import TakesLong
 from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
 from .quirks import NEWEST, VersionQuirks
@@ -82,10 +81,7 @@ _OF_A_TURN = (b'"cache_control"', BILLING_HEADER.encode())
 _CONVERSATIONS = frozenset({CHAT, RESPONSES, MESSAGES})
 
 
-# Numbers for ways of making prompts, unique in the process.
-_ways_so_far = counting(1)
-
-
+_ways_so_far = counting(1)  # numbers for ways of making prompts, unique in the process
 _NONE_FOUND = Differences()
 
 
@@ -101,7 +97,7 @@ class _Loaded(NamedTuple):
     cuts: frozenset[str]  # added tokens before which a text may be cut
     lead: bytes | None  # special tokens before each text, or None if some follow it
     prefixes: Prefixes
-    images: Images | None  # None: the tokens of images are not known
+    family: Family | None  # of its images; None: their tokens are not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +135,12 @@ class Pipeline:
         self._block_size = block_size
         self.looks_ahead = 0  # tokens after a block that are part of its hash, as its engines hash it
         self._seeds: dict[str | None, int] = {}  # the seeds of hash chains without a salt, by adapter
+        self._files: LoadedModel | None = None
+        self.config: dict[str, Any] = {}  # the model's config.json
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = max_model_len
         self.prefixes: Prefixes | None = None
+        self._prefix_bytes = prefix_bytes
         self.renderers: dict[str, Renderer] = {}
         self.template_error = ""  # why there is no chat template that can be rendered
         self._quirks = NEWEST
@@ -154,16 +153,12 @@ class Pipeline:
         self._confirmed = False  # an engine has made the same ids of the fixed texts
         self._differences = _NONE_FOUND  # between the engines' tokens and the gateway's
         self._certain = True  # no known reason makes any prompt inexact
-        self._prefix_bytes = prefix_bytes
-        self._files: LoadedModel | None = None
         self._cuts: frozenset[str] = frozenset()
         self._template_given = chat_template is not None
-        self._as_received = False  # a program gets messages unchanged, see `Program`
-        self._makes_tokens = False  # a program writes all special tokens, see `Program`
+        self._as_received = self._makes_tokens = False  # a program does what these fields of `Program` say
         self._lead: bytes | None = None  # special tokens before a text, or None if some follow it
         self.made_by = 0  # changes whenever ids may be made differently from before
         self.media = Media()
-        self.config: dict[str, Any] = {}  # the model's config.json
         self.space = 0  # the number of the variant: replicas with equal tokens and blocks share it
         if model_dir is not None:
             with using(model_dir):
@@ -195,22 +190,20 @@ class Pipeline:
         prefixes = Prefixes(tokenizer, self.block_size, self._prefix_bytes)
         names = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
         with using(*(files.directory / name for name in names)):
-            images = images_of(files.directory, files.settings, files.config, tokenizer) if files.takes_media else None
-        return _Loaded(reading, tokenizer, cuts, lead, prefixes, images)
+            family = family_of(files.directory, files.settings, files.config, tokenizer) if files.takes_media else None
+        return _Loaded(reading, tokenizer, cuts, lead, prefixes, family)
 
     def _enter(self, loaded: _Loaded) -> None:
-        self.reading, self.tokenizer, self._cuts, self._lead, self.prefixes, self.media.images = loaded
+        self.reading, self.tokenizer, self._cuts, self._lead, self.prefixes, self.media.family = loaded
         self.tokenizer.bound(self.max_model_len)
         self.prefixes.resize(self.block_size)
         self._make_renderers()
 
     def fixed_texts(self) -> list[str]:
         """Return the texts that an engine tokenizes too, to compare its ids with these; [] without a tokenizer."""
-        return (
-            fixed_texts(self.tokenizer, self.reading.special_tokens, self._readings.mentioned)
-            if self.tokenizer is not None
-            else []
-        )
+        if self.tokenizer is None:
+            return []
+        return fixed_texts(self.tokenizer, self.reading.special_tokens, self._readings.mentioned)
 
     def judge(self, answers: Sequence[Answer]) -> Verdict:
         """Find the way of reading the tokenizer's files that gives an engine's ids of the fixed texts.
@@ -232,8 +225,7 @@ class Pipeline:
 
     def likeliest(self) -> Verdict:
         """Return how engines of the present version most likely read the tokenizer's files. May take seconds."""
-        reading, _ = self._readings.likeliest(self._quirks.transformers)
-        return self._verdict(reading)
+        return self._verdict(self._readings.likeliest(self._quirks.transformers)[0], "")
 
     def read_as(self, how: str) -> Verdict:
         """Return the verdict with this `how`, the name of a way that an earlier `judge` found. May take seconds."""
@@ -241,12 +233,10 @@ class Pipeline:
             return Verdict(how)
         return self._verdict(next((one for one in self._readings.all() if one.how == how), None), how)
 
-    def _verdict(self, reading: Reading | None, how: str = "") -> Verdict:
+    def _verdict(self, reading: Reading | None, how: str) -> Verdict:
         try:
-            return Verdict(
-                reading.how if reading else how,
-                loaded=self._loaded(reading) if reading and reading != self.reading else None,
-            )
+            loaded = self._loaded(reading) if reading and reading != self.reading else None
+            return Verdict(reading.how if reading else how, loaded=loaded)
         finally:
             self._readings.let_go()
 
@@ -269,25 +259,15 @@ class Pipeline:
         self._settle()
 
     def _settle(self) -> None:
-        quirks, found = self._quirks, self._differences
-        self._certain = not (
-            found.texts
-            or found.chats
-            or found.bodies
-            or found.doubted
-            or quirks.unfollowed
-            or (self._doubt and not self._confirmed)
-            or quirks.chats_known is False
-            or (self.must_be_shown and not found.shown)
-        )
+        found = self._differences
+        self._certain = not (self.inexact_chat() or found.bodies or found.doubted or self._quirks.unfollowed)
 
     def inexact(self, model: str = "") -> str:
         """Return why an engine may make other tokens of a text for this model ("": any of them), or ""."""
-        return _of_model(self._differences.texts, model) or (
-            ""
-            if self._confirmed or not self._doubt
-            else f"how the engine reads the tokenizer's files is not certain: {self._doubt}"
-        )
+        why = _of_model(self._differences.texts, model)
+        if not why and self._doubt and not self._confirmed:
+            why = f"how the engine reads the tokenizer's files is not certain: {self._doubt}"
+        return why
 
     def inexact_chat(self, model: str = "") -> str:
         """Return why an engine may make other tokens of a conversation with this model ("": any of them), or ""."""
@@ -326,21 +306,20 @@ class Pipeline:
 
     def _make_renderers(self) -> None:
         files = self._files
-        self.template_error = files.no_template
+        self.template_error, program = files.no_template, files.program
         templates: dict[str, ChatTemplate | ProgramTemplate] = {}
-        if files.program is not None:
-            templates["default"] = ProgramTemplate(files.program, self._quirks, self.clock)
-        for name, source in files.templates.items() if files.program is None else ():
+        if program is not None:
+            templates["default"] = ProgramTemplate(program, self._quirks, self.clock)
+        for name, source in files.templates.items() if program is None else ():
             try:
                 templates[name] = ChatTemplate(source, self.reading.special_tokens, self._quirks, self.clock)
             except TemplateError as error:
                 self.template_error = str(error)
-        renderers = {
+        others = [source for name, source in files.templates.items() if name == "tool_use" or program is not None]
+        self._habits = habits(templates.get("default"), others, self._template_given)
+        self.renderers = {
             name: Renderer(template, self.tokenizer, self.prefixes, self._cuts) for name, template in templates.items()
         }
-        others = [source for name, source in files.templates.items() if name == "tool_use" or files.program is not None]
-        self._habits = habits(templates.get("default"), others, self._template_given)
-        self.renderers = renderers
         self.made_by = next(_ways_so_far)  # last, so that prompts begun before have an older number
 
     @property
@@ -473,7 +452,6 @@ class Pipeline:
                 raise Unroutable(unusual)
             if self._files is None:
                 return self._as_text(prompt, request, "no tokenizer: prompts are matched as text")
-            why = ""
             try:
                 try:
                     self._fill(prompt, request, body)
@@ -481,11 +459,9 @@ class Pipeline:
                     request = parse_exactly(body)
                     self._fill(prompt, request, body)
             except _Inexact as inexact:
-                why = str(inexact)
-            if why:
                 if prompt.doubted:
                     prompt.made = self._counted(prompt, request, body)
-                return self._as_text(prompt, request, why)
+                return self._as_text(prompt, request, str(inexact))
         except ApiError as error:
             if alike:
                 raise
@@ -495,9 +471,9 @@ class Pipeline:
         except TooLong as error:
             if "truncate_prompt_tokens" in request or "truncation" in request:
                 return self._unlike(prompt, request, body, error)
-            if not alike or prompt.doubted:
-                return self._as_text(prompt, request, f"at least {error.tokens} tokens, more than its context")
-            raise self._too_long(path, f"at least {error.tokens}") from None
+            if alike and not prompt.doubted:
+                raise self._too_long(path, f"at least {error.tokens}") from None
+            return self._as_text(prompt, request, f"at least {error.tokens} tokens, more than its context")
         except Exception as error:  # a template, or the tokenizer, may fail in any way
             return self._unlike(prompt, request, body, error)
         if limit is not None and len(prompt.token_ids) > 4 * limit and alike:
@@ -531,13 +507,13 @@ class Pipeline:
         )
 
     def _fill(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
-        adapter, salt, seeds = prompt.adapter, request.get("cache_salt"), self._seeds
-        seed = None if salt else seeds.get(adapter)
+        adapter, salt, path = prompt.adapter, request.get("cache_salt"), prompt.path
+        seed = None if salt else self._seeds.get(adapter)
         if seed is None:
             seed = chain_seed(self.served_name, self._block_size, adapter, salt)
             if not salt:
-                seeds[adapter] = seed
-        prompt.seed, path = seed, prompt.path
+                self._seeds[adapter] = seed
+        prompt.seed = seed
         if path == EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
             raise Unroutable("a prompt that is padded")
         if path in _CONVERSATIONS or (path == EMBEDDINGS and "messages" in request):
@@ -608,10 +584,7 @@ class Pipeline:
             ids = forwarded_ids(request, self._quirks.forwards_past_media)
         chat = None
         if ids is None:
-            if as_received:
-                chat = self._chat_as_received(prompt.path, request)
-            else:
-                chat = self._chat(prompt.path, request)
+            chat = (self._chat_as_received if as_received else self._chat)(prompt.path, request)
             chat.body, chat.at = body, self.clock.on(day) if day is not None else None
             chat.special = chat.special and not self._makes_tokens
             if self._sorts_tools:
@@ -627,11 +600,13 @@ class Pipeline:
                     return None
                 prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(renderer, chat, seed)
             except Unknown as unknown:
-                if isinstance(unknown, Multimodal) and chat.unknown is None and self._fills_media(chat):
-                    of_engine = self._quirks.media_identity, self._max_model_len or UNKNOWN_CONTEXT
+                if isinstance(unknown, Multimodal) and chat.unknown is None and self.takes_media:
+                    renderer, rule = self._renderer(chat), self._quirks.media_identity
+                    context = self._max_model_len or UNKNOWN_CONTEXT
                     try:
-                        self.media.fill(prompt, chat, request, self._renderer(chat), self.tokenizer, seed, *of_engine)
-                        return None
+                        if renderer.is_certain():
+                            self.media.fill(prompt, chat, request, renderer, self.tokenizer, seed, rule, context)
+                            return None
                     except Unknown as other:
                         unknown = other
                 self._begin(prompt, chat, request, unknown, seed)
@@ -688,9 +663,6 @@ class Pipeline:
         ids = self.tokenizer.encode(text, special=True)
         return Found(ids, self._hashed(ids, seed), len(text))
 
-    def _fills_media(self, chat: Chat) -> bool:
-        return self.takes_media and self._renderer(chat).is_certain()
-
     def _before_the_date(self, prompt: Prompt, chat: Chat, exact: str, seed: int) -> None:
         """Fill the prompt of a conversation whose text is known up to the template's date or time: `exact`."""
         if self._renderer(chat).template.prints_time:
@@ -698,10 +670,10 @@ class Pipeline:
             self._known_before(prompt, chat, exact, b"", seed)
             prompt.tokens = max(prompt.tokens, len(chat.body) // 4)
             prompt.note = "the template prints the time of the day: exact up to there"
-            return
-        self._known_before(prompt, chat, exact, _written([chat.tools, *chat.messages]), seed)
-        why = self._differences.days or "it may change just now"
-        prompt.note = f"exact up to the date that the template prints, by text from there on: {why}"[:_LONGEST_NOTE]
+        else:
+            self._known_before(prompt, chat, exact, _written([chat.tools, *chat.messages]), seed)
+            why = self._differences.days or "it may change just now"
+            prompt.note = f"exact up to the date that the template prints, by text from there on: {why}"[:_LONGEST_NOTE]
 
     def _begin(self, prompt: Prompt, chat: Chat, request: dict[str, Any], unknown: Unknown, seed: int) -> None:
         """Fill the prompt of a conversation of which only the first messages are known; match the rest as text.
@@ -881,11 +853,6 @@ def _kept(said: Any) -> Any:
     if type(said) is dict:
         return {key: _kept(value) for key, value in said.items() if key != "cache_control"}
     if type(said) is list:
-        return [_kept(one) for one in said if not _is_header(one)]
+        texts = [one.get("text") if type(one) is dict else None for one in said]
+        return [_kept(one) for one, text in zip(said, texts) if type(text) is not str or is_plain(text)]
     return said
-
-
-def _is_header(part: Any) -> bool:
-    """Return whether a content part, which may be any JSON, is the attribution line that engines drop."""
-    text = part.get("text") if type(part) is dict else None
-    return type(text) is str and not is_plain(text)

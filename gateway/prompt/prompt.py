@@ -117,14 +117,7 @@ def as_variant(prompt: Prompt, space: int) -> Prompt:
     if also is None or also.space != space:
         if prompt.mode == "load":  # it has no tokens or blocks, and its note says why
             return prompt
-        return replace(
-            prompt,
-            mode="load",
-            note="a third variant of its model has it",
-            hashes=(),
-            token_ids=b"",
-            space=space,
-            also=prompt,
-        )
+        note = "a third variant of its model has it"
+        return replace(prompt, mode="load", note=note, hashes=(), token_ids=b"", space=space, also=prompt)
     prompt.also, also.also = None, prompt
     return also

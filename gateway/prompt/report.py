@@ -7,6 +7,7 @@ gateway renders the template (compiled or by Jinja) determines what a request co
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,9 @@ from .api.openai import Chat, template_variables
 from .pipeline import Pipeline
 from .render.renderer import Renderer
 
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look a word up.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-    },
-}
+_PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}}
+_LOOK_UP = {"name": "look_up", "description": "Look a word up.", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _LOOK_UP}
 _CALL = {"id": "call00001", "function": {"arguments": '{"word": "hitherto"}', "name": "look_up"}, "type": "function"}
 
 
@@ -66,25 +62,13 @@ def template_report(pipeline: Pipeline) -> TemplateReport:
                 refused = error.message if isinstance(error, ApiError) else str(error)
             continue
         turns.append(Turn(what, _common(before, after), len(before) // 4))
-    return TemplateReport(
-        turns,
-        renderer.template.prints_date,
-        renderer.template.prints_time,
-        refused,
-        renderer.compiled.why_not,
-        len(pipeline.tokenizer.safe_cuts()),
-    )
+    template, cuts = renderer.template, len(pipeline.tokenizer.safe_cuts())
+    return TemplateReport(turns, template.prints_date, template.prints_time, refused, renderer.compiled.why_not, cuts)
 
 
 def _probes() -> list[tuple[str, list[Any], list[Any], list[Any] | None]]:
-    system, ask, again = (
-        {"role": role, "content": text}
-        for role, text in (
-            ("system", "Answer in one sentence."),
-            ("user", "What is two and two?"),
-            ("user", "And three and three?"),
-        )
-    )
+    system = {"role": "system", "content": "Answer in one sentence."}
+    ask, again = ({"role": "user", "content": f"What is {one} and {one}?"} for one in ("two", "three"))
     answer: dict[str, Any] = {"role": "assistant", "content": "Four."}
     called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     result = {"role": "tool", "tool_call_id": "call00001", "content": "up to now"}
@@ -106,7 +90,5 @@ def _common(before: bytes, after: bytes) -> int:
 
     The generation prompt at the end of `before` counts, because the answer follows it in `after` too.
     """
-    for i in range(0, len(before), 4):
-        if before[i : i + 4] != after[i : i + 4]:
-            return i // 4
-    return len(before) // 4
+    pairs = zip(memoryview(before).cast("I"), memoryview(after).cast("I"))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -20,6 +20,7 @@ from .openai import Chat, template_variables
 # stand inside a conversation.
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
+_HELLO = [{"role": "user", "content": "Hi"}]
 _INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
 
 
@@ -49,9 +50,8 @@ def habits(
         return Habits(system_first, None)
 
     def says(effort: str) -> str | None:
-        variables = template_variables({}, True, False, effort)
         try:
-            return template.render([{"role": "user", "content": "Hi"}], None, variables)
+            return template.render(_HELLO, None, template_variables({}, True, False, effort))
         except TemplateError:
             return None
 
@@ -135,19 +135,16 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any], where: str, ru
         parts, calls, thoughts = [], [], []
         for block in content:
             kind = block.get("type")
-            if kind == "text":
-                if block.get("text"):
-                    parts.append({"type": "text", "text": block["text"]})
-            elif kind == "thinking":
-                if block.get("thinking") is not None:
-                    thoughts.append(block["thinking"])
-            elif kind == "tool_use":
+            if kind == "tool_use":
                 calls.append(_tool_use(block))
             elif kind == "tool_result":
                 _tool_result(block, role, messages, parts, rules_are_known)
+            elif kind == "text":
+                parts += [{"type": "text", "text": block["text"]}] if block.get("text") else []
+            elif kind == "thinking":
+                thoughts += [block["thinking"]] if block.get("thinking") is not None else []
             elif kind == "image":
-                if block.get("source"):
-                    parts.append(_image(block))
+                parts += [_image(block)] if block.get("source") else []
             elif kind not in ("redacted_thinking", "tool_reference"):
                 raise Multimodal(str(kind))
         if thoughts:
@@ -167,9 +164,8 @@ def _image(block: dict[str, Any]) -> dict[str, Any]:
     source = block.get("source", {})
     if not isinstance(source, dict):
         raise Multimodal("image")
-    if source.get("type") == "url":
-        url = source.get("url", "")
-    else:
+    url = source.get("url", "")
+    if source.get("type") != "url":
         url = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -179,11 +175,8 @@ def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
     arguments = json.dumps(given)
     if "e+" in arguments:
         require_exact(given)
-    return {
-        "id": block.get("id"),
-        "type": "function",
-        "function": {"name": block.get("name") or "", "arguments": arguments},
-    }
+    function = {"name": block.get("name") or "", "arguments": arguments}
+    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 def _tool_result(
@@ -247,22 +240,12 @@ def _tools(request: dict[str, Any], changes: Sequence[dict[str, Any]]) -> list[d
         tools = _changed(tools or [], changes)
     if not all(isinstance(tool.get("input_schema"), dict) for tool in tools):
         raise Unroutable("a tool without a schema")
-    if not tools:
-        return []
-    return tool_schemas(
-        [
-            {
-                "function": {
-                    "name": tool.get("name"),
-                    "description": tool.get("description"),
-                    "parameters": {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")},
-                    "strict": tool.get("strict"),
-                    "defer_loading": tool.get("defer_loading"),
-                }
-            }
-            for tool in tools
-        ]
-    )
+    functions = []
+    for tool in tools:
+        schema = tool["input_schema"]
+        kept = {name: tool.get(name) for name in ("name", "description", "strict", "defer_loading")}
+        functions.append({"function": {**kept, "parameters": {**schema, "type": schema.get("type", "object")}}})
+    return tool_schemas(functions) if functions else []
 
 
 def _template_variables(request: dict[str, Any], habits: Habits) -> dict[str, Any]:

@@ -29,18 +29,9 @@ _MEDIA_KEYS = frozenset(
     """.split()
 )
 # Keys of a part that mean something to vLLM; any other reaches a template that takes parts.
-_PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | {
-    "type",
-    "text",
-    "refusal",
-    "thinking",
-    "closed",
-    "name",
-    "uuid",
-    "data",
-    "file",
-    "prompt_cache_breakpoint",
-}
+_PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | frozenset(
+    "type text refusal thinking closed name uuid data file prompt_cache_breakpoint".split()
+)
 
 
 class Rounded(Exception):
@@ -101,18 +92,11 @@ def is_plain(system_text: str) -> bool:
 
 def has_media(messages: Any) -> bool:
     """Return whether vLLM finds parts other than text in these messages."""
-    contents = (
-        [message.get("content") for message in messages if isinstance(message, dict)]
-        if isinstance(messages, list)
-        else []
-    )
-    return any(
-        isinstance(part, dict)
-        and (not _MEDIA_KEYS.isdisjoint(part) or part.get("type", "text") not in _TEXT_PARTS | {"tool_reference"})
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-    )
+    given = messages if isinstance(messages, list) else ()
+    contents = [message.get("content") for message in given if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    texts = _TEXT_PARTS | {"tool_reference"}
+    return any(not _MEDIA_KEYS.isdisjoint(part) or part.get("type", "text") not in texts for part in parts)
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
@@ -147,11 +131,9 @@ def conversation(
     Raises ApiError for what is no conversation, Multimodal for a part that is not text if `media` is None, and
     Unroutable where releases of transformers differ.
     """
-    if not isinstance(messages, list) or not messages:
-        raise bad("'messages' must be a non-empty list", "messages")
     talk: list[dict[str, Any]] = []
     try:
-        for message in messages:
+        for message in messages_of(messages):
             talk.append(_message(message, as_parts, by_schema, quirks, len(talk), media))
     except Unknown as unknown:
         unknown.known = len(talk)
@@ -197,23 +179,24 @@ def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
             message.pop("tools", None)
     if not any(message["role"] == "system" for message in talk[1:]):
         return talk
-    texts = []
-    for message in talk:
-        if message["role"] == "system":
-            content = message["content"]
-            if not isinstance(content, str):
-                content = "\n".join(part["text"] for part in content if "text" in part)
-            if content:
-                texts.append(content)
-    return [{"role": "system", "content": "\n\n".join(texts)}, *(m for m in talk if m["role"] != "system")]
+    contents = [message["content"] for message in talk if message["role"] == "system"]
+    texts = [
+        content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
+        for content in contents
+    ]
+    joined = "\n\n".join(filter(None, texts))
+    return [{"role": "system", "content": joined}, *(m for m in talk if m["role"] != "system")]
 
 
 def _message(
-    message: Any, as_parts: bool, by_schema: bool, quirks: VersionQuirks, index: int, media: MediaPlacing | None
+    message: dict[str, Any],
+    as_parts: bool,
+    by_schema: bool,
+    quirks: VersionQuirks,
+    index: int,
+    media: MediaPlacing | None,
 ) -> dict[str, Any]:
     where = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise bad(f"{where} must be an object", where)
     role = message.get("role")
     if not isinstance(role, str):
         raise bad(f"{where} must have a string 'role'", f"{where}.role")
@@ -239,7 +222,13 @@ def _message(
         parts.sort(key=lambda part: not isinstance(part, Placeholder))
     result: dict[str, Any] = {"role": role, "content": parts if as_parts else quirks.between_parts.join(parts)}
     if role == "assistant":
-        _assistant_fields(message, result, by_schema, quirks, where)
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise bad(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
+            result["tool_calls"] = [_tool_call(call, by_schema, quirks, where) for call in calls]
+        if (reasoning := reasoning_of(message)) is not None:
+            require_exact(reasoning)
+            result["reasoning"] = result["reasoning_content"] = reasoning
     elif role == "tool":
         if "tool_call_id" in message:
             result["tool_call_id"] = message["tool_call_id"]
@@ -283,39 +272,19 @@ def _part(part: Any, as_parts: bool, where: str, media: MediaPlacing | None) -> 
 
 def _unknown_fields(part: dict[str, Any]) -> dict[str, Any]:
     more = {key: value for key, value in part.items() if key not in _PART_KEYS}
-    if more:
-        require_exact(more)
+    require_exact(more)
     return more
 
 
 def _drop_billing_header(parts: list[Any]) -> list[Any]:
     kept = []
     for part in parts:
-        text = part if isinstance(part, str) else None
-        if isinstance(part, dict) and part.get("type") == "text":
-            text = part.get("text")
-        if isinstance(text, str) and text.startswith(BILLING_HEADER):
-            rest = text.partition("\n")[2]
-            if rest:
-                kept.append(rest if isinstance(part, str) else {**part, "text": rest})
-        else:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if not isinstance(text, str) or is_plain(text):
             kept.append(part)
+        elif rest := text.partition("\n")[2]:
+            kept.append(rest if isinstance(part, str) else {**part, "text": rest})
     return kept
-
-
-def _assistant_fields(
-    message: dict[str, Any], result: dict[str, Any], by_schema: bool, quirks: VersionQuirks, where: str
-) -> None:
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise bad(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
-        result["tool_calls"] = [_tool_call(call, by_schema, quirks, where) for call in calls]
-    reasoning = reasoning_of(message)
-    if reasoning is not None:
-        require_exact(reasoning)
-        result["reasoning"] = reasoning
-        result["reasoning_content"] = reasoning
 
 
 def reasoning_of(message: Mapping[str, Any]) -> Any:
@@ -348,7 +317,8 @@ def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
     """
     if isinstance(given, str) and given:
         try:
-            given = _read(given)
+            _refuse_deep(given)
+            given = json.loads(given)
         except ValueError:
             return {}
         if given is not None and not quirks.arguments_are_objects:
@@ -362,11 +332,6 @@ def refuse_deep_arguments(request: dict[str, Any]) -> None:
     """Raise ApiError for tool-call arguments nested too deeply, in a request that is not rendered here."""
     for text in arguments_of(request):
         _refuse_deep(text)
-
-
-def _read(arguments: str) -> Any:
-    _refuse_deep(arguments)
-    return json.loads(arguments)
 
 
 def _refuse_deep(arguments: str) -> None:
@@ -396,19 +361,10 @@ def _tool(tool: Any, where: str, as_given: bool) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad(f"{where} must be {{'type': 'function', 'function': {{'name': ...}}}}", where)
-    seen = {
-        "name": function["name"],
-        "description": function.get("description"),
-        "parameters": function.get("parameters"),
-    }
-    loading = tool.get("defer_loading")
-    if function.get("strict") is not None:
-        seen["strict"] = function["strict"]
-    inner = function.get("defer_loading")
-    if inner is None:
-        inner = loading
-    if inner is not None:
-        seen["defer_loading"] = inner
+    loading, inner = tool.get("defer_loading"), function.get("defer_loading")
+    optional = {"strict": function.get("strict"), "defer_loading": loading if inner is None else inner}
+    seen = {name: function.get(name) for name in ("name", "description", "parameters")}
+    seen.update({name: value for name, value in optional.items() if value is not None})
     if as_given:
         seen = {key: seen[key] for key in (*function, *seen) if key in seen}
     result = {"type": "function", "function": seen}

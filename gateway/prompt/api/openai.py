@@ -146,11 +146,9 @@ def read_options(
     """
     get = request.get
     model = get("model")
-    if model is None:
-        model = ""
-    elif type(model) is not str:
+    if model is not None and type(model) is not str:
         raise bad("'model' must be a string", "model")
-    prompt = Prompt(path, model)
+    prompt = Prompt(path, model or "")
     if model in adapters:
         prompt.adapter = model
     stream = get("stream")
@@ -160,12 +158,13 @@ def read_options(
         prompt.include_usage = True  # their streams always end with it
         prompt.background = path == RESPONSES and bool(get("background"))
         previous = get("previous_response_id")
-        prompt.previous_response = (
-            previous if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID else None
-        )
-    limit = get("max_completion_tokens") if path == CHAT else None
-    if limit is None and path != EMBEDDINGS:
-        limit = get("max_output_tokens" if path == RESPONSES else "max_tokens")
+        if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID:
+            prompt.previous_response = previous
+    key = "max_completion_tokens"
+    limit = get(key) if path == CHAT else None
+    if limit is None:
+        key = "max_output_tokens" if path == RESPONSES else "max_tokens"
+        limit = get(key) if path != EMBEDDINGS else None
     prompt.max_tokens = wanted = count(limit, "max_tokens")
     session = next(filter(None, map(headers.get, SESSION_HEADERS)), None) if headers else None
     if not _SELDOM.isdisjoint(request):
@@ -173,15 +172,20 @@ def read_options(
     if session is not None:
         encoded = session.encode("utf-8", "replace")
         prompt.session = sha256(encoded).hexdigest() if len(session) > _LONG_SESSION else encoded.decode()
-    listed = path in (COMPLETIONS, EMBEDDINGS) and _is_list(get("prompt" if path == COMPLETIONS else "input"))
+    prompts = get("prompt" if path == COMPLETIONS else "input") if path in (COMPLETIONS, EMBEDDINGS) else None
+    listed = prompts is not None and _is_list(prompts)
     if listed or prompt.n > 1:
         prompt.several = True
         prompt.copies = 0 if listed else prompt.n
-        prompt.sequences = prompt.n * (len(request["prompt" if path == COMPLETIONS else "input"]) if listed else 1)
+        prompt.sequences = prompt.n * (len(prompts) if listed else 1)
     if listed or prompt.n > 1 or "best_of" in request:
         refuse_sequences(path, request, prompt.n)
     if context is not None and wanted is not None and wanted > context:
-        _refuse_beyond_context(prompt, request, context)
+        raise ApiError(
+            400,
+            f"{key}={wanted} cannot be greater than max_model_len={context}. Please request fewer output tokens.",
+            param=key,
+        )
     return prompt
 
 
@@ -232,17 +236,13 @@ def refuse_sequences(path: str, request: Mapping[str, Any], n: int) -> None:
     if times > MOST_SEQUENCES:
         raise ApiError(400, f"{key} must be at most {MOST_SEQUENCES}, got {times}", param=key)
     prompts = _count_prompts(request) if path == COMPLETIONS else 1
-    if prompts * times <= MOST_SEQUENCES:
-        return
-    fewer = MOST_SEQUENCES // times
-    what, right, param = f"{prompts:,} prompts", f"at most {fewer:,} prompt{'s' * (fewer > 1)} in a request", "prompt"
-    if times > 1:
-        what += f", each with {key}={times}, are {prompts * times:,} sequences"
-        if prompts <= MOST_SEQUENCES:
-            right, param = f"{right}, or {key}={MOST_SEQUENCES // prompts} at most", key
-    raise ApiError(
-        400, f"{what}: more than the {MOST_SEQUENCES:,} that a request may ask for. Send {right}", param=param
-    )
+    if prompts * times > MOST_SEQUENCES:
+        raise ApiError(
+            400,
+            f"{prompts:,} prompts with {key}={times} are {prompts * times:,} sequences: more than the {MOST_SEQUENCES:,} that a "
+            f"request may ask for. Send at most {MOST_SEQUENCES // times:,} prompts in a request",
+            param="prompt" if times == 1 or prompts > MOST_SEQUENCES else key,
+        )
 
 
 def refuse_invocation(body: bytes) -> None:
@@ -261,20 +261,6 @@ def _count_prompts(request: Mapping[str, Any]) -> int:
     given, embeds = request.get("prompt"), request.get("prompt_embeds")
     prompts = len(given) if _is_list(given) else given is not None
     return max(1, prompts + (len(embeds) if type(embeds) is list else 0))
-
-
-def _refuse_beyond_context(prompt: Prompt, request: dict[str, Any], context: int) -> None:
-    """Refuse an output limit above the context length with the engine's own message."""
-    wanted = prompt.max_tokens
-    if wanted is not None and wanted > context and prompt.path != EMBEDDINGS:
-        key = "max_output_tokens" if prompt.path == RESPONSES else "max_tokens"
-        if prompt.path == CHAT and request.get("max_completion_tokens") is not None:
-            key = "max_completion_tokens"
-        raise ApiError(
-            400,
-            f"{key}={wanted} cannot be greater than max_model_len={context}. Please request fewer output tokens.",
-            param=key,
-        )
 
 
 def _wants_prompt_logprobs(request: dict[str, Any]) -> bool:
@@ -382,39 +368,21 @@ class Chat:
 
 
 _ABOUT_RENDERING = frozenset(
-    {
-        "add_generation_prompt",
-        "continue_final_message",
-        "documents",
-        "reasoning_effort",
-        "chat_template_kwargs",
-        "chat_template",
-        "add_special_tokens",
-    }
+    """
+    add_generation_prompt continue_final_message documents reasoning_effort chat_template_kwargs chat_template
+    add_special_tokens
+    """.split()
 )
 
 
 def from_chat(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> Chat:
     """Return the chat of a body of `/v1/chat/completions`."""
     tools = request.get("tools")
-    if tools is not None and not (tools or quirks.refuses_alike):
-        tools = None
     if tools is not None:
-        tools = tool_schemas(tools, quirks.tools_as_given)
+        tools = tool_schemas(tools, quirks.tools_as_given) if tools or quirks.refuses_alike else None
     if _ABOUT_RENDERING.isdisjoint(request):
         return Chat(request.get("messages"), tools, None)
-    if request.get("chat_template") is not None:
-        raise Unroutable("the request brings its own chat template")
-    variables = template_variables(
-        request,
-        _flag(request, "add_generation_prompt", True),
-        _flag(request, "continue_final_message", False),
-        request.get("reasoning_effort"),
-        request.get("documents"),
-    )
-    return Chat(
-        request.get("messages"), variables.pop("tools", tools), variables, _flag(request, "add_special_tokens", False)
-    )
+    return _steered(request, tools, True, request.get("reasoning_effort"), request.get("documents"))
 
 
 def from_embeddings(request: dict[str, Any]) -> Chat:
@@ -422,14 +390,23 @@ def from_embeddings(request: dict[str, Any]) -> Chat:
 
     Its defaults differ from a chat's: no generation prompt, and neither tools nor documents.
     """
+    return _steered(request, None, False)
+
+
+def _steered(request: dict[str, Any], tools: Any, add_prompt: bool, effort: Any = None, documents: Any = None) -> Chat:
+    """Return the chat of a request with fields that steer the rendering; `add_prompt`: a default."""
     if request.get("chat_template") is not None:
         raise Unroutable("the request brings its own chat template")
-    variables = template_variables(
-        request, _flag(request, "add_generation_prompt", False), _flag(request, "continue_final_message", False), None
+    add_prompt, go_on, special = (
+        boolean(request.get(key, default), key)
+        for key, default in (
+            ("add_generation_prompt", add_prompt),
+            ("continue_final_message", False),
+            ("add_special_tokens", False),
+        )
     )
-    return Chat(
-        request.get("messages"), variables.pop("tools", None), variables, _flag(request, "add_special_tokens", False)
-    )
+    variables = template_variables(request, add_prompt, go_on, effort, documents)
+    return Chat(request.get("messages"), variables.pop("tools", tools), variables, special)
 
 
 def template_variables(
@@ -456,10 +433,6 @@ def template_variables(
         if value is not None and value != "auto" and key not in DEFAULT_NAMESPACE
     }
     return {**variables, "add_generation_prompt": add_prompt, "continue_final_message": go_on}
-
-
-def _flag(request: dict[str, Any], key: str, default: bool) -> bool:
-    return boolean(request.get(key, default), key)
 
 
 def may_cut(request: Mapping[str, Any]) -> bool:

@@ -1,4 +1,7 @@
-"""OpenAI's /v1/responses as a chat, translated to messages as vLLM does before rendering."""
+"""OpenAI's /v1/responses as a chat, translated to messages as vLLM does before rendering.
+
+`from_responses` is for models with a template. `from_items` is for gpt-oss, whose format has a message for each item.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ _ONE_TEXT = {
     "required": ["input"],
     "additionalProperties": False,
 }
+_ITEM_TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
 def from_responses(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> Chat:
@@ -45,21 +49,17 @@ def from_responses(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> C
     else:
         raise bad("'input' must be a string or a list of items", "input")
     last = given[-1] if isinstance(given, list) and given else {}
-    unfinished = last.get("type", "message") in ("message", "reasoning") and last.get("status") in (
-        "in_progress",
-        "incomplete",
-    )
+    is_turn, states = last.get("type", "message") in ("message", "reasoning"), ("in_progress", "incomplete")
+    unfinished = is_turn and last.get("status") in states
+    variables = template_variables(request, not unfinished, unfinished, _effort(request))
+    tools = responses_tools(request.get("tools"), quirks)
+    rest = given[begun:] if unknown is not None else ()
+    return Chat(messages, tools, variables, special=True, by_schema=False, unknown=unknown, rest=rest)
+
+
+def _effort(request: dict[str, Any]) -> Any:
     reasoning = request.get("reasoning")
-    effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
-    return Chat(
-        messages,
-        responses_tools(request.get("tools"), quirks),
-        template_variables(request, not unfinished, unfinished, effort),
-        special=True,
-        by_schema=False,
-        unknown=unknown,
-        rest=given[begun:] if unknown is not None else (),
-    )
+    return reasoning.get("effort") if isinstance(reasoning, dict) else None
 
 
 def refuse_kept_conversations(request: dict[str, Any]) -> None:
@@ -177,3 +177,74 @@ def _shown(tool: dict[str, Any], quirks: VersionQuirks) -> Iterator[dict[str, An
         if quirks.shows_custom_tools is None:
             raise Unroutable("this release may not show custom tools")
         yield {"name": name, "description": tool.get("description"), "parameters": _ONE_TEXT}
+
+
+def from_items(request: dict[str, Any]) -> Chat:
+    """Return the chat of a body of `/v1/responses`, as far as the request itself holds the conversation.
+
+    Raises ApiError or Unroutable.
+    """
+    refuse_kept_conversations(request)
+    given, instructions = request.get("input"), request.get("instructions")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise Unroutable("an input that is neither a text nor a list of items")
+    messages: list[dict[str, Any]] = []
+    called: dict[Any, Any] = {}
+    rest: list[dict[str, Any]] = []
+    unknown: Unknown | None = None
+    for i, item in enumerate(items):
+        try:
+            _add_to_items(messages, called, item, first=instructions is None and not messages)
+        except Unknown as error:
+            unknown, rest = error.with_traceback(None), items[i:]
+            break
+    if instructions is not None:
+        messages.insert(0, {"role": "system", "content": instructions})
+    if not messages:
+        raise Unroutable("an input without items")
+    tools = tools_of(request.get("tools") or [])
+    if any(tool.get("type") != "function" for tool in tools):
+        raise Unroutable("a tool that is no function, which the engine refuses or describes by itself")
+    effort = _effort(request)
+    variables = {"reasoning_effort": effort} if effort else None
+    return Chat(messages, function_tools(tools) or None, variables, unknown=unknown, rest=rest)
+
+
+def _add_to_items(messages: list[dict[str, Any]], called: dict[Any, Any], item: dict[str, Any], first: bool) -> None:
+    """Add the messages of one item.
+
+    `called`: names of the functions called so far, by call id; `first`: no instructions or messages precede the item.
+    """
+    kind, call = item.get("type", "message"), item.get("call_id")
+    if kind == "message":
+        message = {"role": item.get("role"), "content": _item_content(item.get("content"))}
+        if not any(part["text"] for part in message["content"]):
+            if message["role"] == "assistant":
+                raise Unroutable("an empty answer")
+            if message["role"] in ("system", "developer") and not first:
+                return
+        messages.append(message)
+    elif kind == "function_call":
+        name = item.get("name")
+        if called.setdefault(call, name) != name:
+            raise Unroutable("two calls of one id")
+        messages.append({"role": "assistant", "tool_calls": [{"id": call, "function": item}]})
+    elif kind == "function_call_output":
+        if call not in called or not isinstance(item.get("output"), str):
+            raise Unroutable("an output that is no text, or of no call")
+        messages.append({"role": "tool", "tool_call_id": call, "content": item["output"]})
+    elif kind == "reasoning":
+        if item.get("encrypted_content"):
+            raise Unroutable("encrypted reasoning")
+        if content := item.get("content"):
+            messages.append({"role": "assistant", "reasoning": "\n".join(part["text"] for part in content)})
+    else:
+        raise Unroutable(f"input item of type {kind}")
+
+
+def _item_content(content: Any) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and p.get("type") in _ITEM_TEXTS for p in parts):
+        raise Unroutable("a part that is no text")
+    return [{"type": "text", "text": part.get("text", "")} for part in parts]

@@ -106,14 +106,12 @@ class Terms:
 
 def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
     """Return the terms of a request, or None if its body cannot be read and the engine may refuse it."""
+    others = prompt.path not in (CHAT, COMPLETIONS)
     try:
-        if prompt.path not in (CHAT, COMPLETIONS):
+        try:
+            given = _given(_WITH_OTHERS if others else _NO_OTHERS, body)
+        except msgspec.ValidationError:
             given, others = _given(_WITH_OTHERS, body), True
-        else:
-            try:
-                given, others = _given(_NO_OTHERS, body), False
-            except msgspec.ValidationError:
-                given, others = _given(_WITH_OTHERS, body), True
         fields = {name: orjson.loads(raw) if len(raw) <= _MOST_READ else _LARGE for name, raw in given.items()}
     except (ValueError, msgspec.DecodeError, RecursionError):
         return None

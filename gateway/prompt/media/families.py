@@ -6,8 +6,8 @@ family's model or for settings that it does not know.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,22 +20,12 @@ Places = npt.NDArray[np.int64]
 Runs = Sequence[tuple[int, int]]
 
 
-class Expansion(Protocol):
-    """A function from an image's size in pixels to its tokens."""
-
-    def __call__(self, width: int, height: int) -> Runs | None:
-        """Return the tokens of an image, or None where the engine refuses it."""
-
-
-class Joining(Protocol):
-    """An engine's last changes to the tokens around images."""
-
-    def __call__(self, ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
-        """Return the tokens of a prompt after these changes and the start of each image, or None if it is refused.
-
-        `starts`, `lengths`: the images' positions before the changes, and their numbers of tokens. An image keeps its
-        length, also where it shares its first token with what precedes it.
-        """
+# Returns the tokens of an image from its width and height in pixels, or None where the engine refuses it.
+Expansion = Callable[[int, int], Runs | None]
+# An engine's last changes to the tokens around images: from a prompt's ids, the images' positions and their numbers of
+# tokens, it returns the changed ids and positions, or None if the engine refuses the prompt. An image keeps its length,
+# also where it shares its first token with what precedes it.
+Joining = Callable[[Ids, Places, Places], tuple[Ids, Places] | None]
 
 
 class Family(NamedTuple):

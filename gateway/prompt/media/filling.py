@@ -1,24 +1,66 @@
-"""The choice between exact and partial blocks for a prompt with media."""
+"""The blocks of prompts with media: all of them where each item is an image that is known, else those before the first.
+
+A known image is a number of tokens, with the name by which the engine knows it, so all blocks are the engine's.
+
+Otherwise the blocks before the first item's placeholder are exact, since an engine's tokens there do not depend on the
+item. The following blocks are hashed from the text and from digests of the items: the same conversation with the same
+media gets the same hashes, so it goes to the replica that it was sent to before (`cachemap.GuessedBlocks`), but no
+event of an engine reports such a hash.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cachemap import GuessedBlocks, Span, hash_blocks, hash_with_media
+from cachemap.hashing import covering, named_ahead
 
 from ..api.conversation import Unroutable
 from ..api.openai import Chat, may_cut
-from ..prompt import Prompt
+from ..offload import TakesLong, event_loop
+from ..prompt import MEDIA, Prompt
 from ..render.renderer import Renderer
+from ..tokens.folder import ModelError, json_object
 from ..tokens.tokenizer import Tokenizer
-from . import partly
-from .exactly import Engine, Images
+from . import gemma3, llama4, qwen_vl
+from .families import Family, Files, Ids, Places, Runs
+from .identity import Identities
+from .images import Unreadable
+from .items import Item, Seen, StandIns
+
+MOST_ITEMS = 999  # of a request; vLLM's default limit
+# Tokens that an item counts for in a replica's load where their number is not known. An image of a megapixel has some
+# 1,300 in Qwen2.5-VL, one of any size 256 in Gemma 3, and up to some 2,500 in Llama 4.
+TOKENS_OF_AN_ITEM = 1000
+# Tokens of a prompt with images that the event loop may make and hash: a kilobyte of headers can declare a million, and
+# these take some 2 ms (a 2-core cloud machine under load).
+_BRIEF = 32_768
+_FAMILIES = (qwen_vl.family, gemma3.family, llama4.family)
+# Fields of a request that change its media's tokens or names.
+_CHANGING = ("mm_processor_kwargs", "media_io_kwargs")
+
+
+class _NotKnown(Exception):
+    """Raised where the blocks of a prompt's images are not known. Its argument is a key of MEDIA."""
+
+
+class _Image(NamedTuple):
+    runs: Runs  # its tokens
+    length: int  # their number
+    identity: str  # the name by which the engine knows the image
 
 
 class Media:
-    """What is known of the media in one model's prompts."""
+    """The maker of blocks for one model's prompts with media."""
 
     def __init__(self) -> None:
-        self.images: Images | None = None  # None where the number of an image's tokens is not known
-        self.root = ""  # the path or name that all engines loaded the model from, or ""
+        self.family: Family | None = None  # None where the number of an image's tokens is not known
+        self.root = ""  # the path or name that all engines loaded the model from; "": not reported, or not the same
+        self._identities = Identities()
 
     def fill(
         self,
@@ -34,12 +76,137 @@ class Media:
         """Fill a prompt with the blocks of a conversation with media: all of them, or exact ones up to the first item.
 
         `seed`: the hash that the chain of block hashes starts from; `rule`: how the engines name images
-        (`Engine.rule`); `context`: the most tokens of a prompt. Raises Unroutable, and what rendering raises.
+        (`identity.FRAMED` or `identity.PLAIN`), None where that is not known; `context`: the most tokens of a prompt.
+        Raises Unroutable, Multimodal for parts that no engine is known to take, what rendering raises, and TakesLong on
+        the event loop.
         """
         if may_cut(request):
             raise Unroutable("truncation of a prompt with media")
-        why = "family"
-        if self.images is not None:
-            why = self.images.fill(prompt, chat, request, renderer, tokenizer, seed, Engine(rule, self.root, context))
-        if why != "exact":
-            partly.fill(prompt, chat, renderer, tokenizer, seed, why)
+        seen = Seen()
+        text = renderer.text(chat, seen)
+        try:
+            if self.family is None:
+                raise _NotKnown("family")
+            if prompt.adapter is not None or not self.root or rule is None:
+                raise _NotKnown("engine")
+            if any(request.get(field) for field in _CHANGING):
+                raise _NotKnown("request")
+            if len(seen.items) > MOST_ITEMS:
+                raise _NotKnown("many")
+            images = [self._image(self.family, item, rule) for item in seen.items]
+            tokens = np.frombuffer(tokenizer.encode(text, special=chat.special), "<u4")
+            ids, spans = _expanded(self.family, tokens, images, context)
+        except _NotKnown as why:
+            _fill_partly(prompt, chat, renderer, tokenizer, seed, text, seen.items, str(why))
+            return
+        prompt.mode, prompt.media = "media", "exact"
+        size, ahead = prompt.block_size, prompt.looks_ahead
+        prompt.hashes = array("Q", hash_with_media(ids, size, seed, spans, ahead))
+        if ahead:
+            prompt.hashes = named_ahead(prompt.hashes, ids, size, ahead)
+        prompt.tokens, prompt.rendered_chars = len(ids) // 4, len(text)
+        inside = sum(image.length for image in images)
+        prompt.note = f"{len(images)} of media, {inside} tokens of them: all blocks are known"
+
+    def _image(self, family: Family, item: Item, rule: str) -> _Image:
+        if item.kind != "image":
+            raise _NotKnown("kind")
+        if item.url[:5].lower() != "data:":
+            raise _NotKnown("remote" if item.url or item.uuid else "kind")
+        try:
+            image, identity = self._identities.of(item.url, rule, self.root)
+        except Unreadable:
+            raise _NotKnown("image") from None
+        runs = family.expansion(image.width, image.height)
+        if runs is None:
+            raise _NotKnown("image")
+        return _Image(runs, sum(count for _, count in runs), item.uuid if item.uuid is not None else identity)
+
+
+def _expanded(family: Family, tokens: Ids, images: list[_Image], context: int) -> tuple[bytes, list[Span]]:
+    """Return a prompt's ids with each image's tokens in place of its placeholder, and where the images are.
+
+    Uses array operations, no loop over the tokens: there may be 999 images of 36 runs.
+    """
+    places = np.flatnonzero(tokens == family.placeholder)
+    if len(places) != len(images):
+        raise _NotKnown("template")  # the template prints other placeholders, or a text spells one
+    total = len(tokens) + sum(image.length for image in images)
+    if total > context:
+        raise _NotKnown("length")
+    if event_loop.holds and total > _BRIEF:
+        raise TakesLong
+    slots = np.ones(len(tokens), np.int64)  # for each token a slot, for an image's place one for each of its runs
+    slots[places] = [len(image.runs) for image in images]
+    is_place = np.zeros(len(tokens), bool)
+    is_place[places] = True
+    of_images = np.repeat(is_place, slots)
+    values, repeats = np.repeat(tokens, slots), np.ones(len(of_images), np.int64)
+    values[of_images] = [token for image in images for token, _ in image.runs]
+    repeats[of_images] = [count for image in images for _, count in image.runs]
+    first = (np.cumsum(slots) - slots)[places]
+    joined: tuple[Ids, Places] | None = np.repeat(values, repeats), (np.cumsum(repeats) - repeats)[first]
+    if family.joining is not None:
+        joined = family.joining(*joined, np.array([image.length for image in images], np.int64))
+        if joined is None:
+            raise _NotKnown("template")
+    ids, starts = joined
+    return ids.tobytes(), [Span(one.identity, at, one.length) for one, at in zip(images, starts.tolist(), strict=True)]
+
+
+def _fill_partly(
+    prompt: Prompt,
+    chat: Chat,
+    renderer: Renderer,
+    tokenizer: Tokenizer,
+    seed: int,
+    text: str,
+    items: list[Item],
+    why: str,
+) -> None:
+    """Fill a prompt with exact blocks up to the first item of media.
+
+    `text`: the conversation as an engine renders it; `why`: the key of MEDIA that says what is not known of the items.
+    """
+    size, named = prompt.block_size, renderer.text(chat, StandIns())
+    # The texts differ from the engine's placeholder on, or from what may precede it. Tokens near that point may span
+    # it, except before an added token, where `beginning` ends.
+    exact = renderer.beginning(text, named)
+    ids = tokenizer.encode(named, special=chat.special)
+    known = (tokenizer.added_around()[0] if exact and chat.special else 0) + len(tokenizer.encode(exact)) // 4
+    whole = known // size
+    hashes = hash_blocks(ids[: 4 * size * whole], size, seed)
+    if prompt.looks_ahead and whole:  # the last block's hash depends on tokens that may be the item's
+        hashes = [*named_ahead(hashes, ids[: 4 * known], size, prompt.looks_ahead)]
+        whole = len(hashes)
+    behind = covering(["guessed"], hashes[-1] if hashes else seed)
+    hashes += hash_blocks(ids[4 * size * whole :], size, behind)
+    prompt.mode, prompt.media = "partly", why
+    prompt.hashes = GuessedBlocks.of(hashes, whole)
+    prompt.tokens = len(ids) // 4 + TOKENS_OF_AN_ITEM * len(items)
+    prompt.rendered_chars = len(named)
+    what = f"{len(items)} items" if len(items) > 1 else f"an item ({items[0].kind})" if items else ""
+    prompt.note = f"{what} of media: exact up to the first one, by text from there on ({MEDIA[why]})"
+
+
+def family_of(
+    directory: Path, settings: dict[str, Any], tokenizer_settings: dict[str, Any], tokenizer: Tokenizer
+) -> Family | None:
+    """Return the family of the model in this folder, or None if the tokens of its images are not known.
+
+    `settings`: config.json; `tokenizer_settings`: tokenizer_config.json.
+    """
+    own, shared = (_read(directory / f"{name}_config.json") for name in ("preprocessor", "processor"))
+    inner = shared.get("image_processor")
+    processor = own or inner
+    if (own and inner) or not isinstance(processor, dict) or not processor:
+        return None  # where there are both, it depends on transformers which of the two counts
+    files = Files(settings, processor, shared, tokenizer_settings)
+    return next((found for one in _FAMILIES if (found := one(files, tokenizer)) is not None), None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json_object(path)
+    except ModelError:
+        return {}

@@ -42,11 +42,9 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
     one, two, three, four = (ids[0] for ids in newlines)
     begin, soft, end = ids
     expected = [two, begin, soft, soft, end, two]
-    if ids_of(tokenizer, f"\n\n{names[0]}{names[1]}{names[1]}{names[2]}\n\n") != expected:
+    written = ids_of(tokenizer, f"\n\n{names[0]}{names[1]}{names[1]}{names[2]}\n\n")
+    if written != expected or len({one, two, three, four, begin, soft, end}) != 7:
         return None
-    if len({one, two, three, four, begin, soft, end}) != 7:
-        return None
-    assert begin is not None and soft is not None and end is not None
     runs = ((two, 1), (begin, 1), (soft, count), (end, 1), (two, 1))
     return Family("Gemma 3", begin, lambda width, height: runs, Newlines(one, two, three, four).join)
 
@@ -64,18 +62,17 @@ class Newlines:
     """The tokens of one to four newlines, and vLLM's way of joining adjacent ones."""
 
     def __init__(self, one: int, two: int, three: int, four: int) -> None:
-        self._two, self._one = two, one
         self._passes = ((one, two, three), (two, one, three), (two, two, four))
 
     def join(self, ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
-        """Join adjacent newlines in three passes over a prompt; this is a `families.Joining`.
+        """Join adjacent newlines in three passes over a prompt; a `families.Joining`.
 
         vLLM then searches the prompt for each image's tokens, and reads a token of three newlines as one newline and
         two. It does not find an image whose last two newlines were joined with one after them, and refuses the prompt.
         """
         for first, second, both in self._passes:
             at = _pairs(ids, first, second)
-            if (first, second) == (self._two, self._one) and np.isin(at, starts + lengths - 1).any():
+            if (first, second, both) == self._passes[1] and np.isin(at, starts + lengths - 1).any():
                 return None
             ids = ids.copy()
             ids[at] = both

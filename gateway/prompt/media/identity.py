@@ -49,23 +49,16 @@ class Identities:
         key = xxh3_128_digest(url.encode("utf-8", "replace")), rule, model
         known = self._known.get(key)
         if known is None:
-            known = _identify(encoded(url), rule, model)
+            known = _identify(url, rule, model)
             self._known.put(key, known)
         return known
 
 
-def encoded(url: str) -> str:
-    """Return the base64 in a data URL. Raises Unreadable."""
-    head, comma, data = url[5:].partition(",")
-    if url[:5].lower() != "data:" or not comma or head.rpartition(";")[1:] != (";", "base64"):
+def _identify(url: str, rule: str, model: str) -> Known:
+    head, _, data = url[5:].partition(",")
+    if url[:5].lower() != "data:" or not head.endswith(";base64") or not data or len(data) % 4:
         raise Unreadable("no base64")
-    return data
-
-
-def _identify(data: str, rule: str, model: str) -> Known:
-    if not data or len(data) % 4:
-        raise Unreadable("no base64")
-    padding = 2 if data.endswith("==") else 1 if data.endswith("=") else 0
+    padding = len(data) - len(data.rstrip("="))
     image, marks, digest, before = None, TURNING, blake3(), b""
     for at in range(0, len(data), _PIECE):
         piece = _decoded(data[at : at + _PIECE], at + _PIECE >= len(data))
@@ -102,14 +95,8 @@ def _begin(image: Image, size: int, rule: str) -> Iterable[bytes]:
     if rule == PLAIN:
         if image.rgb:
             return b"image", b"image"
-        colours = [(b"image.io_config.rgba_background_color.%d" % i, white) for i in range(3)]
-        return (
-            b"image",
-            b"image.io_config.image_mode",
-            b"RGB",
-            *(part for pair in colours for part in pair),
-            b"image.data",
-        )
+        colours = [part for i in range(3) for part in (b"image.io_config.rgba_background_color.%d" % i, white)]
+        return (b"image", b"image.io_config.image_mode", b"RGB", *colours, b"image.data")
     if image.rgb:
         return (*_framed(b"image"), _LEAF, *_framed(b"image"), _LEAF, struct.pack("<q", size))
     return (

@@ -21,7 +21,7 @@ _TURNS_SIDES = range(5, 9)  # the orientations that exchange width and height
 TURNING = (b"tiff:Orientation", b"XML:com.adobe.xmp\0\1", b"Raw profile type", b"acTL")
 _EXIF_OF_PNG = b"eXIf"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of JPEG that begin a frame
-_NO_FILL = re.compile(rb"[^\xff]")
+_NO_FILL = re.compile(rb"[^\xff]")  # the marker after a run of 0xFF fill bytes
 _BARE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without content
 
 
@@ -90,9 +90,10 @@ def _png(head: bytes) -> tuple[Image, bool]:
 def _jpeg(head: bytes) -> Image:
     at, image, exif = 2, None, b""
     for _ in range(MOST_PARTS):
-        at = _behind_fill(head, at)
-        marker = head[at]
-        at += 1
+        marked = _NO_FILL.search(head, at)
+        if marked is None:
+            raise IndexError
+        marker, at = head[marked.start()], marked.end()
         if marker == 0xDA:
             break
         if marker in _BARE:
@@ -117,14 +118,6 @@ def _jpeg(head: bytes) -> Image:
     if image is None:
         raise Unreadable("a JPEG without a frame")
     return _turned(image, exif) if exif else image
-
-
-def _behind_fill(head: bytes, at: int) -> int:
-    """Return the position of the marker after a run of 0xFF fill bytes."""
-    found = _NO_FILL.search(head, at)
-    if found is None:
-        raise IndexError
-    return found.start()
 
 
 def _turned(image: Image, exif: bytes) -> Image:

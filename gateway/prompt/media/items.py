@@ -15,17 +15,11 @@ from xxhash import xxh3_64_hexdigest
 from ..api.conversation import Multimodal, Placeholder
 
 # vLLM's fields for media, and the type that templates get.
-_KINDS = {
-    "image_url": "image",
-    "input_image": "image",
-    "image_pil": "image",
-    "image_embeds": "image",
-    "audio_url": "audio",
-    "input_audio": "audio",
-    "audio_embeds": "audio",
-    "video_url": "video",
-    "video_embeds": "video",
-}
+_FIELDS = (
+    "image_url", "input_image", "image_pil", "image_embeds", "audio_url", "input_audio", "audio_embeds", "video_url",
+    "video_embeds",
+)  # fmt: skip
+_KINDS = {name: name.removeprefix("input_").partition("_")[0] for name in _FIELDS}
 _BY_URL = frozenset({"image_url", "input_image"})  # images in a data URL, or fetched from a URL
 
 

@@ -12,8 +12,7 @@ was the last vLLM to serve it.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import lru_cache
 
 import numpy as np
 
@@ -39,17 +38,6 @@ _RENAMED = {
 _KNOWN_SIZES = 1024  # image sizes whose tiles are cached; choosing them takes 15 us
 
 
-class Tokens(NamedTuple):
-    """The ids of the tokens in and around an image."""
-
-    start: int
-    patch: int
-    between_columns: int
-    behind_row: int
-    whole: int
-    end: int
-
-
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
     """Return the Family of a Llama 4 model, or None for another model or settings that are not known here."""
     settings, images, vision = files.settings, files.images, files.settings.get("vision_config")
@@ -59,41 +47,31 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
         return None
     if any(files.processor.get(name, as_named) != as_named for name, as_named in _RENAMED.items()):
         return None
-    tile, most = integer(vision, "image_size", _VISION_TILE), integer(images, "max_patches", _MOST_TILES)
+    tile, patch = integer(vision, "image_size", _VISION_TILE), integer(vision, "patch_size", _PATCH)
+    shuffle, most = vision.get("pixel_shuffle_ratio", _SHUFFLE), integer(images, "max_patches", _MOST_TILES)
+    if tile is None or patch is None or tile % patch or type(shuffle) not in (float, int) or not 0 < shuffle <= 1:
+        return None
     largest, size = images.get("resize_to_max_canvas", False), images.get("size", {"height": _TILE, "width": _TILE})
     # The processor's output must have the size that the model takes.
     if size != {"height": tile, "width": tile} or most is None or most > _MOST_OF_TILES or type(largest) is not bool:
         return None
-    tokens, patches = _tokens(settings, tokenizer), _patches(vision)
-    if tokens is None or patches is None or tile is None:
+    patches = (tile // patch) ** 2 // round(1 / shuffle**2)  # tokens of a tile
+    ids = ids_of(tokenizer, "".join(_NAMES))
+    if not patches or len(ids) != len(_NAMES) or len(set(ids)) != len(ids):
+        return None
+    start, inner, between_columns, behind_row, whole, end = ids
+    if ids_of(tokenizer, 2 * _NAMES[1]) != [inner, inner] or inner != integer(settings, "image_token_index", _PATCH_ID):
         return None
     choices = Choices(tile, most, largest)
-    return Family("Llama 4", tokens.whole, lru_cache(_KNOWN_SIZES)(partial(_runs, choices, tokens, patches)))
 
+    @lru_cache(_KNOWN_SIZES)
+    def expansion(width: int, height: int) -> Runs:
+        (rows, columns), one = choices.tiles(width, height), (inner, patches)
+        row = [one, (between_columns, 1)] * (columns - 1) + [one, (behind_row, 1)]
+        tiles = row * rows if rows * columns > 1 else []
+        return [(start, 1), *tiles, (whole, 1), one, (end, 1)]
 
-def _tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> Tokens | None:
-    ids = ids_of(tokenizer, "".join(_NAMES))
-    if len(ids) != len(_NAMES) or len(set(ids)) != len(ids) or ids_of(tokenizer, 2 * _NAMES[1]) != 2 * ids[1:2]:
-        return None
-    return Tokens(*ids) if ids[1] == integer(settings, "image_token_index", _PATCH_ID) else None
-
-
-def _patches(vision: dict[str, Any]) -> int | None:
-    """Return the number of tokens of a tile, or None if the settings are not known here."""
-    tile, patch = integer(vision, "image_size", _VISION_TILE), integer(vision, "patch_size", _PATCH)
-    shuffle = vision.get("pixel_shuffle_ratio", _SHUFFLE)
-    if tile is None or patch is None or tile % patch or type(shuffle) not in (float, int) or not 0 < shuffle <= 1:
-        return None
-    return (tile // patch) ** 2 // round(1 / shuffle**2) or None
-
-
-def _runs(choices: Choices, tokens: Tokens, patches: int, width: int, height: int) -> Runs:
-    rows, columns = choices.tiles(width, height)
-    tile, runs = (tokens.patch, patches), [(tokens.start, 1)]
-    if rows * columns > 1:
-        row = [tile, (tokens.between_columns, 1)] * (columns - 1) + [tile, (tokens.behind_row, 1)]
-        runs += row * rows
-    return [*runs, (tokens.whole, 1), tile, (tokens.end, 1)]
+    return Family("Llama 4", whole, expansion)
 
 
 class Choices:
@@ -124,9 +102,6 @@ class Choices:
         """
         scales = np.minimum(self._wide / np.float32(width), self._high / np.float32(height))
         growing = scales[scales >= 1]
-        if len(growing):
-            scale = growing.max() if self._largest else growing.min()
-        else:
-            scale = scales.max()
+        scale = growing.min() if len(growing) and not self._largest else scales.max()
         fitting = np.flatnonzero(scales == scale)
         return self._all[fitting[self._areas[fitting].argmin()]]

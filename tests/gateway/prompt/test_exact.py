@@ -12,50 +12,12 @@ from .reference import MODELS, hashes, ids_of
 
 CHAT = "/v1/chat/completions"
 # Text that looks like structure, to templates and to tokenizers.
-NASTY = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|im_start|>system\n",
-    "</think>",
-    "<think>\n",
-    "<tool_response>",
-    "</tool_response>",
-    "<|eot_id|>",
-    "<|start_header_id|>",
-    "[INST]",
-    "[/INST]",
-    "</s>",
-    "<s>",
-    "<|endoftext|>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<｜end▁of▁sentence｜>",
-    "<|im_",
-    "start|>",
-    "{{ messages }}",
-    "{% if %}",
-    "{#",
-    "\ufdd00\ufdd1",
-    "\ufdd2",
-    "\x00",
-    "\u200b",
-    "  ",
-    "\n\n",
-    "\r\n",
-    "\t",
-    "'s",
-    "é",
-    "e\u0301",
-    "汉字",
-    "😀",
-    "👩\u200d👩\u200d👧",
-    "ẞ",
-    "1234567",
-    '"',
-    "\\",
-    "&amp;",
-    "<b>",
-]
+NASTY = """
+<|im_start|> <|im_end|> </think> <tool_response> </tool_response> <|eot_id|> <|start_header_id|> [INST] [/INST] </s> <s>
+<|endoftext|> <｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜> <|im_ start|> {# \ufdd00\ufdd1 \ufdd2 \x00 \u200b 's é e\u0301
+汉字 😀 👩\u200d👩\u200d👧 ẞ 1234567 " \\ &amp; <b>
+""".split()
+NASTY += ["<|im_start|>system\n", "<think>\n", "{{ messages }}", "{% if %}", "  ", "\n\n", "\r\n", "\t"]
 WORDS = ["hello", " world", "The quick brown fox", " jumps", "def f(x):\n    return x", " 3.14", "a" * 40]
 TEXTS = st.one_of(
     st.lists(st.sampled_from(NASTY + WORDS), max_size=8).map("".join),

@@ -36,76 +36,48 @@ def ask(pipeline, path=CHAT, headers=None, adapters=(), **body) -> Prompt:
 
 
 def test_fields(sim):
-    pipeline, _ = sim
-    prompt = ask(pipeline, model="m", stream=True, stream_options={"include_usage": True}, max_tokens=7, n=3, user="u")
-    assert (prompt.path, prompt.model, prompt.adapter, prompt.stream, prompt.include_usage) == (
-        CHAT,
-        "m",
-        None,
-        True,
-        True,
-    )
-    assert (prompt.max_tokens, prompt.n, prompt.session, prompt.mode, prompt.note) == (7, 3, "u", "exact", "")
-    bare = ask(pipeline)
-    assert (bare.model, bare.stream, bare.include_usage, bare.max_tokens, bare.n, bare.session) == (
-        "",
-        False,
-        False,
-        None,
-        1,
-        None,
-    )
+    given = {"model": "m", "stream": True, "max_tokens": 7, "n": 3}
+    prompt, bare = ask(sim[0], **given, stream_options={"include_usage": True}, user="u"), ask(sim[0])
+    for one, expected in (
+        (prompt, given | {"include_usage": True, "session": "u", "adapter": None, "mode": "exact", "note": ""}),
+        (bare, {"model": "", "stream": False, "include_usage": False, "max_tokens": None, "n": 1, "session": None}),
+    ):
+        assert {name: getattr(one, name) for name in expected} == expected and one.path == CHAT
     assert bare.rendered_chars == len("<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜>")
 
 
 @pytest.mark.parametrize(
-    "path, limits, expected",
+    "field, path, body, value",
     [
-        (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, 2),
-        (COMPLETIONS, {"max_tokens": 0, "prompt": "x"}, 0),
-        (RESPONSES, {"max_output_tokens": 5, "max_tokens": 6, "input": "x"}, 5),
-        (MESSAGES, {"max_tokens": 4}, 4),
+        ("max_tokens", CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, 2),
+        ("max_tokens", COMPLETIONS, {"max_tokens": 0, "prompt": "x"}, 0),
+        ("max_tokens", RESPONSES, {"max_output_tokens": 5, "max_tokens": 6, "input": "x"}, 5),
+        ("max_tokens", MESSAGES, {"max_tokens": 4}, 4),
+        # a prompt whose logprobs are wanted is computed whole
+        ("reads_cache", CHAT, {}, True),
+        ("reads_cache", CHAT, {"logprobs": True, "top_logprobs": 2}, True),
+        ("reads_cache", CHAT, {"prompt_logprobs": 0}, False),
+        ("reads_cache", CHAT, {"echo": True, "top_logprobs": 1}, False),
+        ("reads_cache", CHAT, {"echo": True}, False),
+        ("reads_cache", CHAT, {"echo": True, "logprobs": True}, False),
+        ("reads_cache", CHAT, {"echo": True, "top_logprobs": None}, False),
+        ("reads_cache", CHAT, {"echo": False}, True),
+        ("reads_cache", COMPLETIONS, {"prompt": "x", "echo": True}, True),
+        ("reads_cache", COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, False),
+        ("reads_cache", COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1}, False),
+        ("several", CHAT, {}, False),
+        ("several", CHAT, {"n": 2}, True),
+        ("several", COMPLETIONS, {"prompt": "x", "n": 1}, False),
+        ("several", COMPLETIONS, {"prompt": ["x"]}, False),
+        ("several", COMPLETIONS, {"prompt": ["x", "y"]}, True),
+        ("several", COMPLETIONS, {"prompt": [[1], [2]]}, True),
+        ("several", COMPLETIONS, {"prompt": ["5", 6]}, False),
+        ("several", COMPLETIONS, {"prompt": [5.0, 6]}, False),
     ],
 )
-def test_output_limits(sim, path, limits, expected):
-    assert ask(sim[0], path, **limits).max_tokens == expected
-
-
-@pytest.mark.parametrize(
-    "path, body, reads",
-    [
-        (CHAT, {}, True),
-        (CHAT, {"logprobs": True, "top_logprobs": 2}, True),
-        (CHAT, {"prompt_logprobs": 0}, False),
-        (CHAT, {"echo": True, "top_logprobs": 1}, False),
-        (CHAT, {"echo": True}, False),
-        (CHAT, {"echo": True, "logprobs": True}, False),
-        (CHAT, {"echo": True, "top_logprobs": None}, False),
-        (CHAT, {"echo": False}, True),
-        (COMPLETIONS, {"prompt": "x", "echo": True}, True),
-        (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, False),
-        (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1}, False),
-    ],
-)
-def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole(sim, path, body, reads):
-    assert ask(sim[0], path, **body).reads_cache is reads
-
-
-@pytest.mark.parametrize(
-    "path, body, several",
-    [
-        (CHAT, {}, False),
-        (CHAT, {"n": 2}, True),
-        (COMPLETIONS, {"prompt": "x", "n": 1}, False),
-        (COMPLETIONS, {"prompt": ["x"]}, False),
-        (COMPLETIONS, {"prompt": ["x", "y"]}, True),
-        (COMPLETIONS, {"prompt": [[1], [2]]}, True),
-        (COMPLETIONS, {"prompt": ["5", 6]}, False),
-        (COMPLETIONS, {"prompt": [5.0, 6]}, False),
-    ],
-)
-def test_several_prompts_or_choices_are_told(sim, path, body, several):
-    assert ask(sim[0], path, **body).several is several
+def test_what_a_body_says_besides_its_prompt(sim, field, path, body, value):
+    found = getattr(ask(sim[0], path, **body), field)
+    assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -424,17 +396,6 @@ def test_plans_that_turn_out_wrong_are_given_up_at_once(load_model, tmp_path, mo
     assert renderer.compiled.why_not and "off from now on" in caplog.text
     assert ids_of(prompt) == ids_of(ask(pipeline))  # both by Jinja now
     assert prompt.tokens > 3
-
-
-def test_checks_thin_out_but_never_stop(sim, monkeypatch):
-    pipeline = Pipeline(model_dir("sim"), "m", 16)
-    renderer = pipeline.renderers["default"]
-    rendered = []
-    right = renderer.template.render
-    monkeypatch.setattr(renderer.template, "render", lambda *args: rendered.append(1) or right(*args))
-    for _ in range(5 + 1024):
-        ask(pipeline)
-    assert len(rendered) == 5 + 32 + 4
 
 
 def test_many_threads_prepare_at_once(sim):

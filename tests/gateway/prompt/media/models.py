@@ -12,7 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from gateway.prompt.media.families import Family
+from gateway.prompt.media.filling import family_of
 from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.tokens.tokenizer import Tokenizer
 from replicas.simulated.model import sim_model_dir
 
 from ....vllm.chat_templates import small_tokenizer
@@ -63,6 +66,15 @@ def folder(config: dict[str, Any], template: str = PARTS, **files: dict[str, Any
 @cache
 def pipeline(template: str = PARTS, model_type: str = "of_nobody") -> Pipeline:
     return Pipeline(folder({**QWEN2_VL, "model_type": model_type}, template), "m", 16)
+
+
+def family_with(directory: Path, **changes: dict[str, Any]) -> Family | None:
+    """The family that is found in a model's folder whose files are changed, by name without .json."""
+    files = {}
+    for name in ("config", "tokenizer_config", "preprocessor_config", "processor_config"):
+        files[name] = {**json.loads((directory / f"{name}.json").read_text()), **changes.get(name, {})}
+        (directory / f"{name}.json").write_text(json.dumps(files[name]))
+    return family_of(directory, files["config"], files["tokenizer_config"], Tokenizer(directory))
 
 
 def png(width: int = 64, height: int = 48, shade: int = 0, colour: int = 2) -> bytes:

@@ -11,7 +11,7 @@ import tokenizers
 from cachemap import chain_seed, hash_blocks
 from cachemap.hashing import covering
 from gateway.prompt.media import qwen_vl
-from gateway.prompt.media.exactly import images_of
+from gateway.prompt.media.filling import family_of
 from gateway.prompt.media.identity import FRAMED, Identities
 from gateway.prompt.offload import TakesLong, event_loop
 from gateway.prompt.pipeline import Pipeline
@@ -203,7 +203,7 @@ def test_a_template_that_joins_texts(model):
 def test_which_models_are_known(config, files, known):
     settings = {**QWEN2_VL, "image_token_id": 5, **config}
     directory = folder(settings, **files)
-    assert (images_of(directory, settings, {}, Tokenizer(directory)) is not None) == known
+    assert (family_of(directory, settings, {}, Tokenizer(directory)) is not None) == known
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from gateway.prompt.media.exactly import images_of
 from gateway.prompt.media.gemma3 import Newlines
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import CHAT
-from gateway.prompt.tokens.tokenizer import Tokenizer
 
 from .gemma3_model import TOKENS, tiny_gemma3
-from .models import blank, data_url, image, system, text, user
+from .models import blank, data_url, family_with, image, system, text, user
 
 ONE, TWO, THREE, FOUR, BEGIN, SOFT, END, WORD = 1, 2, 3, 4, 10, 11, 12, 20
 IMAGE = [TWO, BEGIN, SOFT, SOFT, END, TWO]
@@ -70,14 +68,6 @@ def test_an_image_behind_which_one_newline_comes_is_declined(model):
         assert (prompt.mode, prompt.media) == found
 
 
-def read(directory, **changes):
-    files = {}
-    for name in ("config", "tokenizer_config", "preprocessor_config", "processor_config"):
-        files[name] = {**json.loads((directory / f"{name}.json").read_text()), **changes.get(name, {})}
-        (directory / f"{name}.json").write_text(json.dumps(files[name]))
-    return images_of(directory, files["config"], files["tokenizer_config"], Tokenizer(directory))
-
-
 @pytest.mark.parametrize(
     "changes, known",
     [
@@ -99,7 +89,7 @@ def read(directory, **changes):
     ],
 )
 def test_which_models_are_known(changes, known, tmp_path):
-    assert (read(tiny_gemma3(tmp_path / "model"), **changes) is not None) == known
+    assert (family_with(tiny_gemma3(tmp_path / "model"), **changes) is not None) == known
 
 
 def test_a_tokenizer_without_a_token_for_each_number_of_newlines(model, tmp_path):
@@ -107,4 +97,4 @@ def test_a_tokenizer_without_a_token_for_each_number_of_newlines(model, tmp_path
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     tokenizer["model"]["merges"] = [pair for pair in tokenizer["model"]["merges"] if pair != ["\n\n", "\n\n"]]
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert read(directory) is None
+    assert family_with(directory) is None

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from gateway.prompt.media.exactly import images_of
 from gateway.prompt.media.llama4 import Choices
 from gateway.prompt.tokens.tokenizer import Tokenizer
 
 from .cutting import RECORDED, SETTINGS
 from .llama4_model import TILE, tiny_llama4
+from .models import family_with
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -27,30 +27,14 @@ def model(tmp_path_factory):
     return tiny_llama4(tmp_path_factory.mktemp("models") / "llama4")
 
 
-def images(directory, **changes):
-    files = {}
-    for name in ("config", "tokenizer_config", "preprocessor_config", "processor_config"):
-        files[name] = {**json.loads((directory / f"{name}.json").read_text()), **changes.get(name, {})}
-    for name, content in files.items():
-        (directory / f"{name}.json").write_text(json.dumps(content))
-    return images_of(directory, files["config"], files["tokenizer_config"], Tokenizer(directory))
-
-
 def test_the_tokens_of_an_image(model):
     tokenizer = Tokenizer(model)
     names = {one["id"]: one["content"].strip("<|>") for one in tokenizer.added_tokens}
-    expansion = images(model).family.expansion
+    expansion = family_with(model).expansion
     assert [(names[id], count) for id, count in expansion(TILE, TILE)] == [
         ("image_start", 1), ("image", 1), ("patch", 4), ("image_end", 1),
     ]  # fmt: skip
-    row = [
-        ("patch", 4),
-        ("tile_x_separator", 1),
-        ("patch", 4),
-        ("tile_x_separator", 1),
-        ("patch", 4),
-        ("tile_y_separator", 1),
-    ]
+    row = [("patch", 4), ("tile_x_separator", 1)] * 2 + [("patch", 4), ("tile_y_separator", 1)]
     assert [(names[id], count) for id, count in expansion(3 * TILE, 2 * TILE)] == [
         ("image_start", 1), *row, *row, ("image", 1), ("patch", 4), ("image_end", 1),
     ]  # fmt: skip
@@ -81,4 +65,4 @@ VISION = {"image_size": TILE, "patch_size": 14}
     ],
 )
 def test_which_models_are_known(changes, known, tmp_path):
-    assert (images(tiny_llama4(tmp_path / "model"), **changes) is not None) == known
+    assert (family_with(tiny_llama4(tmp_path / "model"), **changes) is not None) == known

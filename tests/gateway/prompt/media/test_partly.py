@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 
 from cachemap import GuessedBlocks, chain_seed, hash_blocks
+from gateway.prompt.media.filling import TOKENS_OF_AN_ITEM
 from gateway.prompt.media.items import StandIns
-from gateway.prompt.media.partly import TOKENS_OF_AN_ITEM
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import CHAT, MESSAGES, RESPONSES
 from gateway.prompt.tokens.agreement import Differences

@@ -48,8 +48,11 @@ def signatures(paths: Sequence[Path]) -> list[Signature]:
 
 
 def unblocked(path: str, flags: int) -> int:
-    """Open a file without waiting for the other end of a pipe; to be passed to `open` as its opener."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    """Open a file without waiting for the other end of a pipe; to be passed to `open` as its opener.
+
+    If `flags` create the file, it is for its owner alone.
+    """
+    return os.open(path, flags | os.O_NONBLOCK, 0o600)
 
 
 def regular(path: str, flags: int) -> int:

@@ -76,12 +76,8 @@ def read_unprepared(content_type: str, body: bytes) -> tuple[str | None, ApiErro
     found = _read(content_type, body)
     if not is_form(content_type):
         return found.model, _refusal_of(found, body, NESTED)
-    if _OTHER_CHARSET.search(content_type) is not None:
-        error: ApiError | None = _not_readable()
-    elif found.members is None:
-        error = _refusal_of_unread(body)
-    else:
-        error = _refusal_of(found, body, NESTED)
+    is_other = _OTHER_CHARSET.search(content_type) is not None
+    error = _not_readable() if is_other else _refusal_of(found, body, NESTED)
     # An engine that ignores the content type may read this body as JSON.
     if error is None and _may_be_json(body):
         error = _refusal_of(_read("", body), body, NESTED)

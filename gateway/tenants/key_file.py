@@ -10,21 +10,18 @@ made here has 256 random bits, which nobody can guess at any speed, and its hash
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
-import re
 import secrets
-import stat
-import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from replicas import yaml_text
 from replicas.spelling import known_or_meant
@@ -38,8 +35,15 @@ PREFIX = "sk-hitherto-"  # of new keys, so that scanners of source code recognis
 KEY_BYTES, SALT_BYTES = 32, 24  # random bytes in a key, and in a salt
 MOST_BYTES = 16 * 2**20  # of a key file: 50,000 tenants
 REMEDY = "`hitherto key new NAME` makes a key and prints its line"
-NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-SALT = re.compile(r"[A-Za-z0-9_-]{16,128}")
+# What belongs into the fields that are texts.
+_NAME = "a name of 1 to 64 letters, digits, '.', '_' and '-'"
+_BELONGS = {
+    "name": _NAME,
+    "class": _NAME,
+    "sha256": f"the SHA-256 hash of a key, 64 hexadecimal digits in quotes, or a list of up to 16. {REMEDY}",
+    "models": "the name of a model, or a list of them; leave it out to allow all",
+    "cache_salt": "16 to 128 letters, digits, '_' and '-', as `hitherto key new NAME --own-cache` makes",
+}
 
 
 class KeyFileError(ValueError):
@@ -65,41 +69,10 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _check_hashes(values: tuple[str, ...]) -> tuple[str, ...]:
-    for value in values:
-        if not re.fullmatch(r"[0-9a-fA-F]{64}", value):
-            # The value is not repeated, as it may be a key written here by mistake, and this message goes to logs.
-            raise ValueError(
-                f"a SHA-256 hash has 64 hexadecimal digits, and this has {len(value)} characters. {REMEDY}"
-            )
-    return values
-
-
-def _check_names(values: tuple[str, ...]) -> tuple[str, ...]:
-    if not all(values):
-        raise ValueError("a model's name is empty; leave `models` out to allow all")
-    return values
-
-
-def _check_name(value: str) -> str:
-    if not NAME.fullmatch(value):
-        raise ValueError(f"{value[:100]!r} is no name: it has 1 to 64 letters, digits, '.', '_' and '-'")
-    return value
-
-
-def _check_salt(value: str) -> str:
-    if not SALT.fullmatch(value):
-        raise ValueError(
-            "a salt has 16 to 128 letters, digits, '_' and '-', which nobody can guess: `hitherto key new NAME --own-cache` makes one"
-        )
-    return value
-
-
-Names = Annotated[
-    tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=1000), AfterValidator(_check_names)
-]
-Name = Annotated[str, AfterValidator(_check_name)]
-Salt = Annotated[str, AfterValidator(_check_salt)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
+Salt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{16,128}$")]
+Model = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(strict=True, ge=1, le=10**14)]
 
 
@@ -109,23 +82,15 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
 
     name: Name
-    sha256: Annotated[
-        tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=16), AfterValidator(_check_hashes)
-    ]
-    models: Names | None = None
+    sha256: Annotated[tuple[Hash, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=16)]
+    models: Annotated[tuple[Model, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=1000)] | None = None
     qos_class: Name | None = Field(None, alias="class")
-
     cache_salt: Salt | None = None
 
     def tenant(self) -> Tenant:
         limits = Limits(*(getattr(self, name) for name in Limits._fields))
-        return Tenant(
-            self.name,
-            self.qos_class,
-            frozenset(self.models) if self.models is not None else None,
-            limits if any(limits) else None,
-            self.cache_salt,
-        )
+        models = frozenset(self.models) if self.models is not None else None
+        return Tenant(self.name, self.qos_class, models, limits if any(limits) else None, self.cache_salt)
 
     def plain(self) -> dict[str, Any]:
         plain = self.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -137,6 +102,7 @@ class _Entry(BaseModel):
         return "- " + yaml.safe_dump(self.plain(), default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 
+# A tenant's entry in the file.
 Entry = create_model("Entry", __base__=_Entry, **dict.fromkeys(Limits._fields, (Count | None, None)))
 
 FIELDS = [field.alias or name for name, field in Entry.model_fields.items()]
@@ -158,6 +124,10 @@ def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
         raise KeyFileError(f"{path} cannot be read: {error.strerror or error}. {REMEDY}") from None
     except UnicodeDecodeError:
         raise KeyFileError(f"{path} cannot be read: it is not UTF-8 text. {REMEDY}") from None
+    return _tenants(path, text, classes)
+
+
+def _tenants(path: Path, text: str, classes: Collection[str]) -> dict[bytes, Tenant]:
     found: dict[bytes, Tenant] = {}
     lines: dict[str | bytes, int] = {}  # the line of each name and each hash
     for line, given in _entries(path, text):
@@ -180,81 +150,27 @@ def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
     return found
 
 
-class NameTaken(KeyFileError):
-    """A key file that has a tenant of this name already."""
-
-
 def add(path: Path, entry: Entry) -> None:
-    """Add a tenant to the file at `path`, which is created if it does not exist.
+    """Add a tenant to the file at `path`, which is created, for its owner alone, if it does not exist.
 
-    The file is replaced by renaming, so a gateway that watches the file never reads half of it; links to the file, its
-    owner and its mode stay. Raises NameTaken, and KeyFileError, also if the result would not be a valid key file.
+    Other processes that add to the file wait meanwhile. The line is appended in one write, so a gateway that watches
+    the file never reads half of it. Raises KeyFileError, also if the result would not be a valid key file.
     """
-    real = Path(os.path.realpath(path))
     try:
-        with _locked(real.parent):
-            _add(path, real, entry)
+        with open(path, "a+b", buffering=0, opener=regular) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            before = file.read().decode("utf-8-sig")
+            line = json.dumps(entry.plain()) if before.lstrip().startswith("{") else entry.line()
+            added = "\n" * (before[-1:] not in ("", "\n")) + line + "\n"
+            _tenants(path, before + added, ())
+            size = file.tell()
+            if file.write(added.encode()) < len(added.encode()):
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8 text"
         raise KeyFileError(f"{path} cannot be added to: {reason}. Give a file that may be written") from None
-
-
-def _add(path: Path, real: Path, entry: Entry) -> None:
-    try:
-        with open(real, "rb", opener=regular) as old:
-            owner, before = os.fstat(old.fileno()), old.read().decode("utf-8-sig")
-    except FileNotFoundError:
-        owner, before = None, ""
-    for number, given in _entries(path, before):
-        if isinstance(given, dict) and given.get("name") == entry.name:
-            raise NameTaken(
-                f"{path} has a tenant {entry.name!r} already, on line {number}; give another name, or, for a second key "
-                "of that tenant, leave --file out and write both hashes there as sha256: [HASH, HASH]"
-            )
-    line = json.dumps(entry.plain()) if before.lstrip().startswith("{") else entry.line()
-    file, name = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)  # mode 0600
-    new = Path(name)
-    try:
-        with open(file, "w", encoding="utf-8") as written:
-            written.write(before + "\n" * (before[-1:] not in ("", "\n")) + line + "\n")
-            if owner is not None:
-                _give_to(file, owner, path)
-            written.flush()
-            os.fsync(file)
-        read(new)
-        new.replace(real)
-    except KeyFileError as error:
-        raise KeyFileError(str(error).replace(name, str(path))) from None
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def _give_to(file: int, owner: os.stat_result, path: Path) -> None:
-    """Give the new file the old one's owner and mode, so that the same users can read it."""
-    now = os.fstat(file)
-    if (now.st_uid, now.st_gid) != (owner.st_uid, owner.st_gid):
-        try:
-            os.fchown(file, owner.st_uid, owner.st_gid)
-        except PermissionError:
-            raise KeyFileError(
-                f"{path} cannot be added to: it belongs to another user or group ({owner.st_uid}:{owner.st_gid}), who might "
-                "not be able to read what this one writes. Run this as that user, or with sudo"
-            ) from None
-    os.fchmod(file, stat.S_IMODE(owner.st_mode))
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder, so that other processes which add to a key file in it wait.
-
-    A lock on the key file would not do, because the file is replaced.
-    """
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)
 
 
 def _entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
@@ -304,22 +220,8 @@ def what_is_wrong(name: str, item: Any) -> str:
         if name in ("key", "api_key", "token", "secret"):
             return f"no key stands here, only its hash as sha256. {REMEDY}; whoever read this file knows this one"
         return f"unknown field{known_or_meant(name, FIELDS)}"
-    if item["type"] == "missing":
-        return f"is missing. {REMEDY}"
-    if item["input"] is None:
-        what = wanted(item)
-        return (
-            f"it has no value. {REMEDY}"
-            if name in ("name", "sha256")
-            else f"it has no value, where {what} belongs; write one or leave it out"
-        )
-    if name == "sha256" and item["type"] in ("tuple_type", "string_type"):
-        return f"it is no text: a SHA-256 hash has 64 hexadecimal digits and stands in quotes. {REMEDY}"
-    if item["type"] == "value_error":
-        return str(item["ctx"]["error"])
-    if name in ("sha256", "cache_salt"):
-        return str(item["msg"][0].lower() + item["msg"][1:])
-    what = wanted(item)
-    if item["input"] in ([], ()):
-        return f"it is an empty list, where {what} belongs; write one or leave it out"
-    return f"{str(item['input'])[:100]!r} is not {what}"
+    belongs = _BELONGS.get(name) or wanted(item)
+    if item["type"] == "missing" or name in ("sha256", "cache_salt"):
+        return f"is missing or wrong: it must be {belongs}"
+    given = "an empty value" if item["input"] in (None, "", [], ()) else repr(str(item["input"])[:100])
+    return f"{given} is not {belongs}"

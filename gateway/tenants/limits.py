@@ -6,6 +6,7 @@ here and in `shared.lua`: a request is refused if the count plus its cost, at le
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -97,12 +98,7 @@ def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tup
     """Return the claims of a request with this many prompt tokens, one for each set limit that is of these kinds."""
     windows = _windows(int(now // MINUTE_SECONDS))
     return [
-        Claim(
-            kind,
-            windows[kind],
-            limit,
-            tokens if kind in OF_PROMPTS else 0 if kind == OUTPUT else 1,
-        )
+        Claim(kind, windows[kind], limit, tokens if kind in OF_PROMPTS else 0 if kind == OUTPUT else 1)
         for kind, limit in _there_are(limits)
         if kind in kinds
     ]
@@ -114,10 +110,7 @@ def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int =
     `count` returns what a claim's window has counted so far. `share`: each limit is split into this many equal parts,
     of which this gateway may use one.
     """
-    for claim in wanted:
-        if count(claim) + max(claim.cost, 1) > part(claim, share):
-            return claim
-    return None
+    return next((claim for claim in wanted if count(claim) + max(claim.cost, 1) > part(claim, share)), None)
 
 
 def part(claim: Claim, share: int) -> int:
@@ -146,14 +139,6 @@ class Counts:
     def put(self, kind: str, window: int, count: int) -> None:
         if self._by_kind.get(kind, (window, 0))[0] <= window:
             self._by_kind[kind] = window, count
-
-    def set_back(self, now: float) -> None:
-        """Move counts of windows later than `now`, counted while the clock was wrong, to the window of `now`.
-
-        If these counts were dropped, a tenant could use up a month's limit a second time.
-        """
-        for kind, (at, count) in self._by_kind.items():
-            self._by_kind[kind] = min(at, window(kind, now)), count
 
     def items(self) -> list[tuple[str, int, int]]:
         return [(kind, window, count) for kind, (window, count) in self._by_kind.items()]
@@ -218,26 +203,18 @@ def headers(limits: Limits, account: Account, now: float) -> list[tuple[bytes, b
 
 def error(claim: Claim, limits: Limits, account: Account, now: float, share: int = 1) -> ApiError:
     """Return the error for a request of which this claim was refused, with a limit split into `share` equal parts."""
-    told = headers(limits, account, now)
-    what = f"{WORDS[claim.kind]} of this API key"
-    if claim.cost > claim.limit:
-        message = f"the prompt has {claim.cost} tokens, and the limit is {claim.limit} {what}: shorten it"
-        return ApiError(429, message, code="request_too_large", headers=told, again=False, limit=WORDS[claim.kind])
-    if claim.cost > (here := part(claim, share)):
-        message = (
-            f"the prompt has {claim.cost} tokens, and of the limit of {claim.limit} {what} this gateway has {here} while it "
-            "cannot count together with the others: shorten it, or try again once it can"
-        )
-        return ApiError(429, message, code="request_too_large", headers=told, again=False, limit=WORDS[claim.kind])
-    seconds = max(1, int(-(-seconds_left(claim.kind, now) // 1)))
-    message = f"the limit of {claim.limit} {what} is reached; try again in {seconds} s"
-    budget = claim.kind in BUDGETS
+    told, kind, here = headers(limits, account, now), WORDS[claim.kind], part(claim, share)
+    if claim.cost > here:
+        own = "" if claim.cost > claim.limit else f", of which this gateway has {here} while it counts alone"
+        message = f"the prompt has {claim.cost} tokens, and the limit is {claim.limit} {kind} of this API key{own}: shorten it"
+        return ApiError(429, message, code="request_too_large", headers=told, again=False, limit=kind)
+    seconds, budget = math.ceil(max(1, seconds_left(claim.kind, now))), claim.kind in BUDGETS
     return ApiError(
         429,
-        message,
+        f"the limit of {claim.limit} {kind} of this API key is reached; try again in {seconds} s",
         type="insufficient_quota" if budget else None,
         code="insufficient_quota" if budget else "rate_limit_exceeded",
         headers=[(b"retry-after", b"%d" % seconds), *told],
         again=not budget,
-        limit=WORDS[claim.kind],
+        limit=kind,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,10 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .shared import Pending, SharedCounts
 
-log = logging.getLogger("hitherto")
-
 # Counts that do not shrink within their window, except by requests that the gateway has no place for: once they are at
 # their limit, a request can be refused without asking Redis.
 ONLY_GROW = frozenset((REQUESTS, OUTPUT))
 
-FURTHEST_BACK = 6 * 3600.0  # seconds: more than the repeated hour of a machine that keeps local time
 MOST_GONE = 1000  # kept accounts of tenants that were removed
 
 Decided = Callable[[ApiError | None], None]
@@ -54,28 +50,20 @@ class Charge:
         return rules.headers(self.limits, self.account, self._clock())
 
 
-def forward_clock(
-    wall: Callable[[], float] = time.time,
-    running: Callable[[], float] = time.monotonic,
-    set_back: Callable[[float], None] = lambda now: None,
-) -> Callable[[], float]:
-    """Return a clock, in seconds since 1970, that does not run backwards.
+def forward_clock(wall: Callable[[], float], running: Callable[[], float]) -> Callable[[], float]:
+    """Return a clock, in seconds since 1970, that goes on steadily while the machine's is set back.
 
-    With a clock that repeats an hour, requests would be counted in a window that is already full. Only a step back of
-    more than FURTHEST_BACK is followed, after a call of `set_back` with the new time: the earlier time was wrong, and
-    windows would not end before it was reached again. `wall`: seconds since 1970; `running`: a clock that never steps.
+    With a clock that repeats an hour, requests would be counted in a window that is already full. A time that was too
+    late by mistake stays in use until the process ends.
+
+    `wall`: seconds since 1970; `running`: a clock that never steps.
     """
     ahead = float("-inf")
 
     def now() -> float:
         nonlocal ahead
         ran = running()
-        told = wall() - ran
-        if told < ahead - FURTHEST_BACK:
-            log.warning("the machine's clock was set back by %.0f s: limits of tenants count by it", ahead - told)
-            ahead = told
-            set_back(ran + told)
-        ahead = max(ahead, told)
+        ahead = max(ahead, wall() - ran)
         return ran + ahead
 
     return now
@@ -96,7 +84,7 @@ class Metering:
         `clock`: seconds since 1970; None: a `forward_clock` of `wall` and `running`. `refused` is called with a
         tenant's name and the kind of limit that it has reached.
         """
-        self._clock, self._refused = clock or forward_clock(wall, running, self._set_back), refused
+        self._clock, self._refused = clock or forward_clock(wall, running), refused
         self.shared: SharedCounts | None = None  # with Redis
         self._accounts: dict[str, Account] = {}
         self._gone: dict[str, Account] = {}  # accounts of removed tenants, the latest at the end
@@ -118,19 +106,13 @@ class Metering:
             if len(self._gone) > MOST_GONE:
                 del self._gone[next(iter(self._gone))]
 
-    def _set_back(self, now: float) -> None:
-        for account in (*self._accounts.values(), *self._gone.values()):
-            account.own.set_back(now)
-            account.seen.set_back(now)
-
     def accounts(self) -> Collection[Account]:
         return self._accounts.values()
 
     def account(self, name: str) -> Account:
-        found = self._accounts.get(name)
-        if found is None:
-            found = self._accounts[name] = self._gone.pop(name, None) or Account(name)
-        return found
+        if name not in self._accounts:
+            self._accounts[name] = self._gone.pop(name, None) or Account(name)
+        return self._accounts[name]
 
     def refusal(self, tenant: Tenant) -> ApiError | None:
         """Return the error for a request that can be refused before its body is read, or None.
@@ -141,8 +123,7 @@ class Metering:
         if limits is None:
             return None
         account = self.account(tenant.name)
-        wanted = rules.claims(limits, 0, now, ONLY_GROW)
-        over = rules.refused(wanted, account.count_seen)
+        over = rules.refused(rules.claims(limits, 0, now, ONLY_GROW), account.count_seen)
         if over is None:
             return None
         self._refused(account.name, over.kind)
@@ -174,30 +155,27 @@ class Metering:
             if by_redis:
                 decided(pending.over)
             else:
-                share = self._share()
-                over = self._decide(charge, share)
+                over, share = self._decide(charge)
                 pending.granted = over is None
                 decided(over, share)
 
         if self.shared is None:
-            decided(self._decide(charge, 1))
+            decided(*self._decide(charge))
         else:
             self.shared.claim(charge.account, charge.wanted, decide)
 
-    def _share(self) -> int:
-        """Return into how many parts, one per gateway, each limit is split now: 1 unless Redis is away."""
-        return 1 if self.shared is None or self.shared.joined else self.shared.gateways
+    def _decide(self, charge: Charge) -> tuple[Claim | None, int]:
+        """Decide by the counts known here: return the claim that is refused, or count the request and return None.
 
-    def _decide(self, charge: Charge, share: int) -> Claim | None:
-        """Decide by the counts known here: return the claim that is refused, or count the request and return None."""
+        Also returns into how many parts, one per gateway, each limit is split now: 1 unless Redis is away.
+        """
         account, shared = charge.account, self.shared
-        if shared is None or not shared.joined:
-            over = rules.refused(charge.wanted, account.count_here, share)
-        else:
-            over = rules.refused(charge.wanted, account.count_seen)
+        share = 1 if shared is None or shared.joined else shared.gateways
+        count = account.count_seen if shared is not None and shared.joined else account.count_here
+        over = rules.refused(charge.wanted, count, share)
         if over is None:
             account.take(charge.wanted)
-        return over
+        return over, share
 
     def settle(self, charge: Charge, input: int, output: int, unserved: bool = False) -> None:
         """Replace the claims of a request that has ended by its cost in tokens.

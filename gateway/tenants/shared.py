@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import NoScriptError
 
@@ -42,14 +42,6 @@ LOG_SECONDS = 10.0  # between two identical log lines
 MOST_TOGETHER = 64  # claims in one batch
 MOST_TOLD = 256  # tenants reported in one batch: after an outage there may be thousands
 WORK = "tenants' limits"  # kind of background work
-
-Told = TypeVar("Told")
-
-
-def _taken(pending: dict[str, Told]) -> dict[str, Told]:
-    """Remove the entries for the next batch from `pending`, and return them."""
-    return {name: pending.pop(name) for name in list(islice(pending, MOST_TOLD))}
-
 
 # Called with whether Redis has decided; `pending.over` then holds its decision. Otherwise the callee decides and sets
 # `pending.granted`.
@@ -223,7 +215,9 @@ class SharedCounts:
     async def _send_all(self) -> None:
         while self.joined and (self._queue or self._changed or self._unsent):
             batch, self._queue = self._queue[:MOST_TOGETHER], self._queue[MOST_TOGETHER:]
-            changed, unsent, epoch = _taken(self._changed), _taken(self._unsent), self._epoch
+            changed = {name: self._changed.pop(name) for name in list(islice(self._changed, MOST_TOLD))}
+            unsent = {name: self._unsent.pop(name) for name in list(islice(self._unsent, MOST_TOLD))}
+            epoch = self._epoch
             sent, replies = False, []
             try:
                 commands = self._commands(batch, changed, unsent)
@@ -243,7 +237,10 @@ class SharedCounts:
                 self._lost(f"{type(error).__name__}: {error}")
             finally:
                 if not sent and epoch == self._epoch:  # in a new epoch all counts are reported anyway
-                    self._put_back(changed, unsent)
+                    self._changed = {**changed, **self._changed}
+                    for name, counts in unsent.items():
+                        for (kind, window), by in counts.items():
+                            self.charge(name, kind, window, by)
                 for pending, reply in zip(batch, replies):
                     self._replied(pending, reply)
                 for pending in batch[len(replies) :]:
@@ -253,40 +250,23 @@ class SharedCounts:
                     elif not pending.answered:
                         self._answer(pending, False)
 
-    def _put_back(self, changed: dict[str, Account], unsent: dict[str, dict[tuple[str, int], int]]) -> None:
-        """Queue again the reports that did not arrive."""
-        self._changed = {**changed, **self._changed}
-        for name, counts in unsent.items():
-            for (kind, window), by in counts.items():
-                self.charge(name, kind, window, by)
-
     def _commands(
         self, batch: Sequence[Pending], changed: dict[str, Account], unsent: dict[str, dict[tuple[str, int], int]]
     ) -> list[tuple[Any, ...]]:
-        begin = ("EVALSHA", self._script.sha, 1, self._key)
-        known = (self._token, int(1000 * LEASE))
-        commands: list[tuple[Any, ...]] = [
-            (
-                *begin,
-                "charge",
-                *known,
-                name,
-                *[part for (kind, window), by in counts.items() for part in (kind, window, by)],
-            )
-            for name, counts in unsent.items()
-        ]
-        commands += [(*begin, "state", *known, name, account.running) for name, account in changed.items()]
+        def call(op: str, *arguments: Any) -> tuple[Any, ...]:
+            return "EVALSHA", self._script.sha, 1, self._key, op, self._token, int(1000 * LEASE), *arguments
+
+        commands = []
+        for name, counts in unsent.items():
+            commands.append(call("charge", name, *[part for key, by in counts.items() for part in (*key, by)]))
+        commands += [call("state", name, account.running) for name, account in changed.items()]
         stated = set(changed)
         for pending in batch:
-            name, most, numbers = pending.account.name, -1, []
-            for claim in pending.wanted:
-                if claim.kind == RUNNING:
-                    most = claim.limit
-                else:
-                    numbers += [*claim]
-            running = -1 if name in stated else pending.account.running
+            name = pending.account.name
+            most = next((claim.limit for claim in pending.wanted if claim.kind == RUNNING), -1)
+            numbers = [part for claim in pending.wanted if claim.kind != RUNNING for part in claim]
+            commands.append(call("claim", name, most, -1 if name in stated else pending.account.running, *numbers))
             stated.add(name)
-            commands.append((*begin, "claim", *known, name, most, running, *numbers))
         return commands
 
     # --- heartbeat

@@ -18,7 +18,7 @@ class Tenant:
     limits: Limits | None = None  # None: no limits
     cache_salt: str | None = None  # set in all its requests; None: their own is kept
 
-    def may_use(self, model: str) -> bool:
+    def may_use(self, model: str | None) -> bool:
         return self.models is None or model in self.models
 
     def refusal(self, model: str | None) -> ApiError | None:
@@ -26,7 +26,7 @@ class Tenant:
 
         If models are restricted, a request that names none is refused, as the engine would choose its model.
         """
-        if self.models is None or model in self.models:
+        if self.may_use(model):
             return None
         which = f"may not use the model {model[:200]!r}" if model else "may use some models only, and none is named"
         return ApiError(

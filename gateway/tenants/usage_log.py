@@ -48,12 +48,12 @@ class UsageLog:
         self._path, self._dropped = path, dropped
         self._file: int | None = None
         with suppress(OSError):  # reported with the first line that is lost
-            self._file = _open(path)
+            self._file = open_to_append(path, os.O_CREAT)
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._put = self._written = 0  # bytes; each has one writer
         self._lost = 0  # lines that the disk did not take
         self._told = 0
-        self._torn = False  # the file ends within a line that could not be cut off
+        self._torn = False  # the file ends within a line
         self._logged_at, self._logged = float("-inf"), 0
         self._thread = threading.Thread(target=self._write, name="usage log", daemon=True)
         self._thread.start()
@@ -104,27 +104,10 @@ class UsageLog:
                     end = _end_of_piece(data, written) if is_pipe else len(data)
                     written += os.write(file, memoryview(data)[written:end])
             except OSError as error:
-                if torn := written - (data.rfind(b"\n", 0, written) + 1):
-                    self._torn = not self._take_back(torn)
+                self._torn = self._torn or data[written - 1 : written] not in (b"", b"\n")
                 self._lose(data.count(b"\n", written), error)
         if self._file is not None:
             os.close(self._file)
-
-    def _take_back(self, count: int) -> bool:
-        """Cut off the last `count` bytes that were written, and return whether that was possible.
-
-        It is impossible if another worker has written after these bytes, and in a pipe or an append-only file. Bytes
-        that another worker writes between the check and the cut are lost as well, and not counted.
-        """
-        assert self._file is not None
-        try:
-            found = os.fstat(self._file)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != (end := os.lseek(self._file, 0, os.SEEK_CUR)):
-                return False
-            os.ftruncate(self._file, end - count)
-        except OSError:
-            return False
-        return True
 
     def _lose(self, lines: int, error: OSError) -> None:
         """Count lost lines, and log them at most every LOG_SECONDS, as a full disk stays full for long."""
@@ -136,25 +119,15 @@ class UsageLog:
 
     def _follow(self) -> int:
         """Return the descriptor of the file at the path; open the file again if it was renamed, replaced or missing."""
-        if self._file is not None and _is_at(self._path, self._file):
-            return self._file
-        opened = _open(self._path)
+        if self._file is not None:
+            with suppress(OSError):  # the file was removed, or its file server lost the open one
+                if os.path.samestat(os.stat(self._path), os.fstat(self._file)):
+                    return self._file
+        opened = open_to_append(self._path, os.O_CREAT)
         if self._file is not None:
             os.close(self._file)
         self._file, self._torn = opened, False
         return opened
-
-
-def _is_at(path: Path, file: int) -> bool:
-    try:
-        now, then = os.stat(path), os.fstat(file)
-    except OSError:  # the file was removed, or its file server lost the open one
-        return False
-    return (now.st_ino, now.st_dev) == (then.st_ino, then.st_dev)
-
-
-def _open(path: Path) -> int:
-    return open_to_append(path, os.O_CREAT)
 
 
 def _end_of_piece(data: bytes, begin: int) -> int:

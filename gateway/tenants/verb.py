@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ..settings import ConfigError, flag, load
-from .key_file import Entry, KeyFileError, NameTaken, add, digest, new_key, new_salt, what_is_wrong
+from .key_file import Entry, KeyFileError, add, digest, new_key, new_salt, what_is_wrong
 from .limits import KINDS, WORDS, Limits
 
 ABOUT = "API keys of clients, for the file of --api-keys."
@@ -21,23 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
     new = verbs.add_parser("new", help="make a key", description=DESCRIPTION)
     new.add_argument("name", metavar="NAME", help="the tenant's name, as logs and metrics show it")
-    new.add_argument(
-        "--file", type=Path, metavar="FILE", help="add the line to this file of --api-keys, in place of printing it"
-    )
+    new.add_argument("--file", type=Path, help="add the line to this file of --api-keys, in place of printing it")
     new.add_argument("--models", metavar="NAME,...", help="the served models it may use (default: all)")
-    new.add_argument(
-        "--own-cache", action="store_true", help="a cache_salt of its own: nobody else finds what its requests cached"
-    )
+    salted = "a cache_salt of its own: nobody else finds what its requests cached"
+    new.add_argument("--own-cache", action="store_true", help=salted)
     for name in Limits._fields:
-        what = f"limit: {WORDS[KINDS[name]]}"
-        new.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=what)
+        new.add_argument(flag(name), type=int, metavar="N", help=f"limit: {WORDS[KINDS[name]]}")
     new.add_argument("--class", dest="class", metavar="NAME", help="the class of its requests")
-    new.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="the gateway's settings, which must have that class (default: as serve)",
-    )
+    settings = "the gateway's settings, which must have that class (default: as serve)"
+    new.add_argument("--config", type=Path, metavar="FILE", help=settings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
             fields[name] = [one for one in value.split(",") if one] if name == "models" else value
     if args.own_cache:
         fields["cache_salt"] = new_salt()
-    if fields.get("models") == []:
-        raise ConfigError("flag --models: it names no model; leave it out to allow all")
     try:
         entry = Entry.model_validate(fields)
     except ValidationError as error:
@@ -68,15 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.file is not None:
         try:
             add(args.file, entry)
-        except NameTaken as error:
-            raise ConfigError(f"argument NAME: {error}") from None
         except KeyFileError as error:
             raise ConfigError(f"flag --file: {error}") from None
-    if entry.qos_class is not None and not known:
-        print(
-            f"The class {entry.qos_class!r} must be in scheduler.qos_classes: a gateway that has others refuses the file.\n",
-            file=sys.stderr,
-        )
     print("The key, which is shown now and never again:\n", file=sys.stderr)
     print(key, flush=True)
     if args.file is None:

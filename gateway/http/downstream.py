@@ -94,7 +94,7 @@ class Downstream(asyncio.Protocol):
         "clients", "transport", "parser", "closing", "close_at", "close_last", "unsent", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
-        "refused", "expects", "again", "framing", "raw", "parsed", "bare_chunk", "completed", "rated", "rated_at",
+        "refused", "expects", "again", "framing", "completed", "rated", "rated_at",
         # the request being answered, and those behind it
         "exchange", "current", "waiting", "ends_by_close",
         # bytes received after these requests and not parsed yet: those of `rest` from `rest_at` on
@@ -109,20 +109,14 @@ class Downstream(asyncio.Protocol):
         self.clients = clients
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
         self.parser = httptools.HttpRequestParser(self)  # a reference cycle, which `connection_lost` breaks
-        self.closing = False
+        self.closing = self.refused = self.reading_paused = self.writing_paused = False
         self.close_at = self.close_last = 0.0
         self.unsent = 0  # bytes, when a closing connection was last looked at
         self.active_at = monotonic()
-        self.reading_paused = False
-        self.writing_paused = False
-        self.refused = False
         self.again = b""
         self.known: KnownHead | None = None  # the last request's head
         self.read: Request | None = None  # parsed from the bytes at hand
         self.told = 0  # bytes of the current read that the parser has reported
-        self.raw: bytes | bytearray = b""  # the reads with the current head, or the current trailers
-        self.parsed = 0  # the offset in `raw` at which the last reported part of a request ended
-        self.bare_chunk = False  # no data of the last chunk came yet, so it may be the end of the body
         self.completed = False  # a request ended in the current read
         self.exchange: Responder | None = None
         self.current: Request | None = None
@@ -133,13 +127,11 @@ class Downstream(asyncio.Protocol):
         self._clear()
 
     def _clear(self) -> None:
-        self.reading = False
+        self.reading = self.head_done = self.expects = False
         self.read_begun = 0.0
         self.head_bytes = 0
         self.unfinished = 0  # bytes since the parser's last callback
         self.framing = 0  # bytes after the head that are neither body nor trailer
-        self.head_done = False
-        self.expects = False
         self.target = b""
         self.headers: Headers = []
         self.body: list[bytes | bytearray] = []
@@ -171,7 +163,7 @@ class Downstream(asyncio.Protocol):
         # collector would free, hours later.
         self.parser = None  # type: ignore[assignment]
         self.known = self.read = None
-        self.raw = self.again = self.rest = b""
+        self.again = self.rest = b""
         self._clear()
 
     def pause_writing(self) -> None:
@@ -223,7 +215,7 @@ class Downstream(asyncio.Protocol):
             if upgrade := self._parse(piece):
                 # Some clients offer h2c on every request, and llhttp stops at such a head. The request is also a plain
                 # one: read it again without the offer.
-                head, self.again, self.raw = self.again, b"", b""
+                head, self.again = self.again, b""
                 self.parser = httptools.HttpRequestParser(self)
                 if not self.refused:
                     self._parse(head)
@@ -233,17 +225,15 @@ class Downstream(asyncio.Protocol):
             if len(self.waiting) > 1 or (self.completed and at - begun >= PIECE):
                 break
         if not (self.refused or self.closing):
-            self._keep(data, at)
+            if self.stranger:
+                self._refuse(401, "without a valid API key no more requests may be sent ahead of their answers")
+            else:
+                self.rest, self.rest_at = data, at
+                self._hold(len(data))
+                if not self._fits(0):
+                    self._refuse_more()
             if len(self.waiting) <= 1:
                 asyncio.get_running_loop().call_soon(self._read_on)
-
-    def _keep(self, data: bytes, at: int) -> None:
-        if self.stranger:
-            return self._refuse(401, "without a valid API key no more requests may be sent ahead of their answers")
-        self.rest, self.rest_at = data, at
-        self._hold(len(data))
-        if not self._fits(0):
-            self._refuse_more()
 
     def _read_on(self) -> None:
         """Parse the bytes that were kept, then resume reading, if at most one request waits."""
@@ -265,10 +255,6 @@ class Downstream(asyncio.Protocol):
 
     def _parse(self, data: bytes) -> int:
         """Parse `data`; return the offset at which a head that offers to upgrade the connection ends, or 0."""
-        if self.raw:
-            self.raw += data
-        else:
-            self.raw, self.parsed = data, 0
         self.told, self.completed = 0, False
         try:
             self.parser.feed_data(data)
@@ -280,10 +266,6 @@ class Downstream(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(400, f"malformed HTTP request: {error}")
         self._count_untold(len(data) - self.told)
-        if not self.reading or (self.head_done and not self.bare_chunk):
-            self.raw = b""
-        elif type(self.raw) is bytes:
-            self.raw = bytearray(self.raw)  # for a head, or trailers, that come byte by byte
         return 0
 
     def _count_untold(self, size: int) -> None:
@@ -341,8 +323,6 @@ class Downstream(asyncio.Protocol):
             self._refuse_connection()
         elif (fault := self.clients.head_fault(version, self.headers)) is not None:
             self._refuse(*fault)
-        elif not self._is_http():
-            self._refuse(400, "malformed HTTP request: the request line is not METHOD TARGET HTTP/1.1")
         if self.refused or self.parser.should_upgrade():  # an upgrade's head is parsed again, see `_feed`
             return
         for name, value in self.headers:
@@ -356,34 +336,7 @@ class Downstream(asyncio.Protocol):
         if self.expects and not self.refused and self.current is None and not self.waiting:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _is_http(self) -> bool:
-        """Return whether the request line is one of HTTP; the parser also accepts those of RTSP and ICE."""
-        line = b"%b %b HTTP/" % (self.parser.get_method(), self.target)
-        at = self.parsed  # the previous request ends here; only blank lines may follow
-        while self.raw[at] in b"\r\n":
-            at += 1
-        if not self.raw.startswith(line, at):
-            return False
-        self.parsed = self.raw.index(b"\r\n\r\n", at) + 4
-        return True
-
-    # The parser does not report its position, so it is followed here: each line of the framing ends at the next line
-    # end, and a chunk's data has the reported length.
-
-    def on_chunk_header(self) -> None:
-        self.parsed = self.raw.index(b"\n", self.parsed) + 1
-        self.bare_chunk = True
-
-    def on_chunk_complete(self) -> None:
-        if self.bare_chunk:  # the last one: trailers end with a blank line
-            self.bare_chunk = False
-            self.parsed = self.raw.index(b"\n\r\n", self.parsed - 1) + 3
-        else:
-            self.parsed = self.raw.index(b"\n", self.parsed) + 1
-
     def on_body(self, body: bytes) -> None:
-        self.parsed += len(body)
-        self.bare_chunk = False
         if self.refused:
             return
         self.told += len(body)

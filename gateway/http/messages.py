@@ -13,16 +13,7 @@ Headers = list[tuple[bytes, bytes]]
 # RFC 9110 section 7.6.1, and the older names that proxies strip as well. `transfer-encoding` is not here:
 # responses keep their own framing, and a collected request body gets a content-length instead.
 HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-connection",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"upgrade",
-    )
+    b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer upgrade".split()
 )
 
 ABSOLUTE = re.compile(rb"^[a-zA-Z][\w+.-]*://[^/?]*")
@@ -45,9 +36,8 @@ FRAMING = frozenset((b"content-length", b"transfer-encoding", b"host"))
 # Headers of an offer to upgrade the connection, which is never accepted.
 UPGRADE = frozenset((b"upgrade", b"http2-settings"))
 
-LENGTH_DIGITS = (
-    20  # most digits of a Content-Length; the parser accepts any number of leading zeros, `int` at most 4,300 digits
-)
+# Most digits of a Content-Length; the parser accepts any number of leading zeros, `int` at most 4,300 digits.
+LENGTH_DIGITS = 20
 
 STATUS_LINE = {s.value: b"HTTP/1.1 %d %s\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
@@ -94,18 +84,7 @@ class Responder(Protocol):
 class Request:
     """A complete request: head parsed, body collected."""
 
-    __slots__ = (
-        "method",
-        "target",
-        "path",
-        "headers",
-        "body",
-        "http10",
-        "keep_alive",
-        "size",
-        "_named",
-        "_kept",
-    )
+    __slots__ = ("method", "target", "path", "headers", "body", "http10", "keep_alive", "size", "_named", "_kept")
 
     def __init__(self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool):
         self.method = method
@@ -146,13 +125,8 @@ class Request:
         """Return a request with this head and another body; it shares what was computed from the head."""
         other: Request = object.__new__(Request)
         other.method, other.target, other.path, other.headers = self.method, self.target, self.path, self.headers
-        other.http10, other.keep_alive, other._named, other._kept = (
-            self.http10,
-            self.keep_alive,
-            self._named,
-            self._kept,
-        )
-        other.body, other.size = body, REQUEST_BYTES
+        other.http10, other.keep_alive, other.body, other.size = self.http10, self.keep_alive, body, REQUEST_BYTES
+        other._named, other._kept = self._named, self._kept
         return other
 
 
@@ -191,15 +165,10 @@ class KnownHead:
         It can be reused if `data` is exactly one request, with a Content-Length in digits.
         """
         end = data.find(b"\r\n\r\n") + 4
-        if end > KNOWN_BYTES or len(request.headers) > KNOWN_HEADERS:
+        length, size = LENGTH.search(data, 0, end), len(request.body)
+        if end > KNOWN_BYTES or len(request.headers) > KNOWN_HEADERS or b"expect" in request._named:
             return None
-        length = LENGTH.search(data, 0, end)
-        if (
-            length is None
-            or int(length[1]) != len(request.body)
-            or end + len(request.body) != len(data)
-            or b"expect" in request._named
-        ):
+        if length is None or int(length[1]) != size or end + size != len(data):
             return None
         return cls(data[: length.start(1)], data[length.end(1) : end], request.again(b""))
 
@@ -250,8 +219,7 @@ def without_upgrade(headers: Headers) -> Headers:
     for name, value in headers:
         if name == b"connection":
             value = b", ".join(token for one in value.split(b",") if (token := one.strip()).lower() not in UPGRADE)
-        if value and name not in UPGRADE:
-            kept.append((name, value))
+        kept += [(name, value)] if value and name not in UPGRADE else []
     return kept
 
 
@@ -275,12 +243,7 @@ def response(
 
     `head_only`: state the length of the body but leave the body out (HEAD).
     """
-    lines = [STATUS_LINE[status]]
-    lines += [b"%b: %b\r\n" % h for h in headers]
-    lines.append(b"content-length: %d\r\n" % len(body))
-    if close:
-        lines.append(b"connection: close\r\n")
-    lines.append(b"\r\n")
-    if not head_only:
-        lines.append(body)
-    return b"".join(lines)
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    ending = b"connection: close\r\n" if close else b""
+    end = b"" if head_only else body
+    return b"%bcontent-length: %d\r\n%b\r\n%b" % (STATUS_LINE[status] + lines, len(body), ending, end)

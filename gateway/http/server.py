@@ -74,10 +74,6 @@ class Server:
         """The bytes of the requests of all connections."""
         return self.clients.held
 
-    @property
-    def draining(self) -> bool:
-        return self.clients.draining
-
     async def start(self, host: str, port: int, shared: bool = False, tls: ssl.SSLContext | None = None) -> int:
         """Listen on `host` and `port` (0: any free port), and return the port. Raises OSError if it is taken.
 

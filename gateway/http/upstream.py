@@ -12,6 +12,7 @@ import logging
 import os
 import ssl
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Protocol
@@ -67,6 +68,7 @@ class Sink(Protocol):
     def lost(self, error: UpstreamError) -> None: ...
 
 
+@dataclass(slots=True)
 class Head:
     """A response head.
 
@@ -75,19 +77,13 @@ class Head:
     `clean`: `raw` may go to the client as it is, without hop-by-hop headers to remove.
     """
 
-    __slots__ = ("raw", "headers", "until_close", "clean")
-
-    def __init__(self, raw: bytes, headers: Headers, until_close: bool, clean: bool):
-        self.raw = raw
-        self.headers = headers
-        self.until_close = until_close
-        self.clean = clean
+    raw: bytes
+    headers: Headers
+    until_close: bool
+    clean: bool
 
     def get(self, name: bytes) -> bytes | None:
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        return next((value for key, value in self.headers if key == name), None)
 
     @property
     def is_chunked(self) -> bool:
@@ -100,21 +96,20 @@ class Head:
 
     def without_chunks(self) -> Head:
         """Return this head for the same body without chunked framing, which ends with the connection."""
-        headers = [header for header in self.headers if header[0] != b"transfer-encoding"]
-        return Head(self.raw, headers, True, False)
+        return replace(self.without(b"transfer-encoding"), until_close=True)
 
     def without(self, prefix: bytes) -> Head:
         """Return this head without the headers whose names have this prefix."""
-        headers = [header for header in self.headers if not header[0].startswith(prefix)]
-        return Head(self.raw, headers, self.until_close, False)
+        kept = [header for header in self.headers if not header[0].startswith(prefix)]
+        return replace(self, headers=kept, clean=False)
 
     def with_length(self, length: int) -> Head:
         """Return this head for another body of `length` bytes."""
         framing = (b"content-length", b"transfer-encoding")
         headers = [header for header in self.headers if header[0] not in framing]
         headers.append((b"content-length", b"%d" % length))
-        status_line = self.raw[: self.raw.index(b"\r\n") + 2]
-        return Head(b"%b%b\r\n" % (status_line, end_to_end(headers)), headers, False, True)
+        head = replace(self, headers=headers, until_close=False, clean=False)
+        return replace(head, raw=head.block(b""), clean=True)
 
     def block(self, extra: bytes) -> bytes:
         """Return the head as a client gets it: with the header lines `extra`, without hop-by-hop headers."""
@@ -139,25 +134,17 @@ class Upstream(asyncio.Protocol):
         self.pool = pool
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
         self.parser: httptools.HttpResponseParser = None  # type: ignore[assignment]  # set while connected: a reference cycle
-        self.closed = False
-        self.idle_since = 0.0
-        self.used = False
-        self.paused = False
-        self.sent_at = 0.0
+        self.closed = self.used = self.paused = False
+        self.idle_since = self.sent_at = 0.0
         self.unread = False  # closed before the replica can have read all of the request
         self.sink: Sink | None = None
         self._clear()
 
     def _clear(self) -> None:
-        self.head_only = False
+        self.head_only = self.head_done = self.forwarding = self.complete = self.keep = self.surplus = False
         self.status = 0
         self.headers: Headers = []
         self.buffer = b""
-        self.head_done = False
-        self.forwarding = False
-        self.complete = False
-        self.keep = False
-        self.surplus = False
         self.clean = True
         self.framed = False  # the head says where the body ends
         self.coding = b""  # the body's transfer coding, if it is not chunked
@@ -194,6 +181,11 @@ class Upstream(asyncio.Protocol):
         self.closed = True
         self.transport.abort()
 
+    def close(self) -> None:
+        """Close the connection, on which no request is in progress."""
+        self.closed = True
+        self.transport.close()
+
     # --- the transport's calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -212,35 +204,29 @@ class Upstream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self.parser = None  # type: ignore[assignment]
-        self.pool.forget(self)
+        self.pool.idle.pop(self, None)
         sink, self.sink = self.sink, None
         if sink is None:
             return
         if self.forwarding and exc is None and self._until_close():
             sink.closed()
         else:
-            unread = self.unread or (isinstance(exc, (ConnectionResetError, BrokenPipeError)) and self._reset_unread())
+            unread = self.unread
+            if isinstance(exc, (ConnectionResetError, BrokenPipeError)):
+                just_sent = monotonic() - self.sent_at < UNREAD_SECONDS
+                unread = unread or just_sent or has_unacknowledged(self.transport)
             message = f"connection closed by the replica ({exc or 'end of file'})"
             sink.lost(UpstreamError("closed", message, unread=unread and not (self.buffer or self.forwarding)))
-
-    def _reset_unread(self) -> bool:
-        return monotonic() - self.sent_at < UNREAD_SECONDS or has_unacknowledged(self.transport)
 
     def data_received(self, data: bytes) -> None:
         sink = self.sink
         if sink is None:  # no request is in progress
-            self.closed = True
-            self.transport.abort()
-            return
+            return self.drop()
         try:
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self.complete:
-                return self._broken(
-                    "switches protocols (101), which nobody asked for"
-                    if self.status == 101
-                    else f"not valid HTTP: {error}"
-                )
+                return self._broken(f"not valid HTTP: {error}" if self.status != 101 else "switches protocols (101)")
             self.surplus = True
         if self.forwarding:
             if data[-1] == NEWLINE and self.length is None:
@@ -282,8 +268,7 @@ class Upstream(asyncio.Protocol):
         body = self._to_the_end(rest) if self.complete else rest
         if body is None:
             return self._broken("bytes after the end of the response")
-        until_close = not self.framed and self._until_close()
-        sink.head(self.status, Head(buffer[:end], self.headers, until_close, self.clean), body)
+        sink.head(self.status, Head(buffer[:end], self.headers, self._until_close(), self.clean), body)
 
     def _until_close(self) -> bool:
         return not (self.framed or self._bodyless())
@@ -292,16 +277,11 @@ class Upstream(asyncio.Protocol):
         return self.head_only or self.status in (204, 304)
 
     def _count(self, data: bytes) -> bool:
-        """Return whether the response may go on; False after too many bytes without the end of a line."""
+        """Return whether the response may go on; False after LINE_BYTES of a chunked one without the end of a line."""
         self.unseen -= len(data)
-        return self.unseen >= 0 or self._has_lines(data)
-
-    def _has_lines(self, data: bytes) -> bool:
-        """Return whether line ends still come, after SEARCH_BYTES without a search. `data`: the last read of these."""
-        if self.length is not None or not self.framed or b"\n" in data:
+        if self.unseen < 0 and (self.length is not None or not self.framed or b"\n" in data):
             self.granted += SEARCH_BYTES - self.unseen
             self.unseen = SEARCH_BYTES
-            return True
         return -self.unseen < LINE_BYTES - SEARCH_BYTES
 
     def _to_the_end(self, data: bytes) -> bytes | None:
@@ -330,17 +310,15 @@ class Upstream(asyncio.Protocol):
         unsent = self.transport.get_write_buffer_size()
         reusable = self.keep and not unsent and not self.closed and not self.transport.is_closing()
         if self.head_only:
-            self.parser = httptools.HttpResponseParser(
-                self
-            )  # the old one still waits for the body that the head announces
+            # The old one still waits for the body that the head announces.
+            self.parser = httptools.HttpResponseParser(self)
         self._clear()
         if self.paused:
             self.resume()
         if reusable:
             self.pool.release(self)
         else:
-            self.closed = True
-            self.transport.abort()
+            self.drop()
         sink.end()
 
     def _broken(self, message: str) -> None:
@@ -421,8 +399,7 @@ class Pool:
             upstream, _ = self.idle.popitem()
             if not upstream.closed and not upstream.transport.is_closing() and now - upstream.idle_since < IDLE_SECONDS:
                 return upstream
-            upstream.closed = True
-            upstream.transport.close()
+            upstream.close()
         return None
 
     def connect(self, sink: Sink, check: Check) -> None:
@@ -464,9 +441,8 @@ class Pool:
                 return UpstreamError("connect", f"no connection to {where} within {CONNECT_SECONDS:g} s")
             except OSError as error:
                 if error.errno in OWN_FAULTS:
-                    return UpstreamError(
-                        "own", f"the gateway itself cannot open connections: {os.strerror(error.errno)}"
-                    )
+                    why = f"the gateway itself cannot open connections: {os.strerror(error.errno)}"
+                    return UpstreamError("own", why)
                 return UpstreamError("connect", f"no connection to {where}: {error}")
             ask_when_silent(upstream.transport)
             wrong = await check()
@@ -481,22 +457,16 @@ class Pool:
     def release(self, upstream: Upstream) -> None:
         """Take back a connection whose response is complete."""
         if self.closed:
-            upstream.closed = True
-            upstream.transport.close()
-            return
+            return upstream.close()
         upstream.used = True
         upstream.idle_since = monotonic()
         self.idle[upstream] = None
-
-    def forget(self, upstream: Upstream) -> None:
-        self.idle.pop(upstream, None)
 
     def sweep(self, now: float) -> None:
         """Close the connections that have been idle for too long; the oldest come first."""
         for upstream in list(itertools.takewhile(lambda one: now - one.idle_since >= IDLE_SECONDS, self.idle)):
             del self.idle[upstream]
-            upstream.closed = True
-            upstream.transport.close()
+            upstream.close()
 
     def close(self) -> None:
         """Close the pool of a removed replica, and cancel connections that are being opened."""
@@ -508,6 +478,4 @@ class Pool:
         """Close the pool of a replica whose address changed; connections in use are closed once they are released."""
         self.closed = True
         while self.idle:
-            upstream, _ = self.idle.popitem()
-            upstream.closed = True
-            upstream.transport.close()
+            self.idle.popitem()[0].close()

@@ -2,6 +2,7 @@
 
 from contextlib import asynccontextmanager
 
+from gateway.http.downstream import Downstream
 from gateway.http.messages import Limits
 from gateway.http.server import Server
 from replicas.pulse import Pulse
@@ -58,3 +59,42 @@ async def served(limits=Limits()):
 
 
 GET = b"GET /a?b=1 HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Transport:
+    """A client's connection without a socket: what is written to it, and whether it was closed."""
+
+    def __init__(self):
+        self.written, self.closed = b"", False
+
+    def write(self, data):
+        self.written += data
+
+    def can_write_eof(self):
+        return True
+
+    def write_eof(self):
+        self.closed = True
+
+    def close(self):
+        self.closed = True
+
+    def get_write_buffer_size(self):
+        return 0
+
+    def pause_reading(self): ...
+    def resume_reading(self): ...
+
+
+def told(reads, limits=Limits()):
+    """Return the requests that the handler sees, and the transport, for bytes that come in these reads."""
+    echo = Echo()
+    client = Downstream(Server(echo, limits).clients)
+    client.connection_made(Transport())
+    for data in reads:
+        client.data_received(data)
+    return echo.seen, client.transport
+
+
+def cut(raw, size):
+    return [raw[at : at + size] for at in range(0, len(raw), size)]

@@ -13,19 +13,6 @@ from .serving import GET, served
 from .talk import Talker, eventually
 
 
-async def test_slow_headers_time_out():
-    async with served(Limits(head_seconds=0.1)) as (talk, _, _):
-        await talk.say(b"GET /a HTTP/1.1\r\nHo")
-        assert (await talk.response())[0] == 408
-        assert await talk.rest() == b""
-
-
-async def test_a_body_that_stops_coming_times_out():
-    async with served(Limits(body_gap_seconds=0.1)) as (talk, _, _):
-        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
-        assert (await talk.response())[0] == 408
-
-
 async def test_a_client_that_waits_for_us_is_not_timed_out():
     async with served(Limits(body_gap_seconds=0.1, head_seconds=0.1)) as (talk, echo, _):
         await talk.say(
@@ -100,13 +87,6 @@ async def test_a_slow_uploader_still_gets_its_413():
         assert (await talk.response())[0] == 413
         client.check(client.close_at + 1)
         await eventually(lambda: not server.connections)
-
-
-async def test_an_idle_connection_is_closed():
-    async with served(Limits(keep_alive_seconds=0.1)) as (talk, _, _):
-        await talk.say(GET)
-        await talk.response()
-        assert await talk.rest() == b""
 
 
 async def test_of_many_connections_a_sweep_sees_a_part_and_none_is_forgotten():

@@ -6,10 +6,6 @@ from collections import Counter
 
 import pytest
 
-from gateway.prompt.pipeline import Pipeline
-from gateway.proxy.responses import stored as responses
-from replicas.simulated.model import sim_model_dir
-
 from ..http.talk import eventually, read_request
 from ..proxy.replies import BODY, EVENT, SSE_HEAD, answers, chunk, reply, silent, streams
 from .test_limits import tenants
@@ -175,17 +171,6 @@ async def test_a_response_without_usage_costs_what_was_written_meanwhile_if_it_i
         assert spent(t)[1] == (0 if background and not leaves else 16 * 50)
 
 
-async def test_a_response_that_is_asked_for_again_is_not_forgotten_for_those_made_since(tmp_path, monkeypatch):
-    monkeypatch.setattr(responses, "MOST", 3)
-    engine = Stores()
-    engine.done = True
-    async with tenants(tmp_path, engine.script, a=A_MONTH, b=A_MONTH) as t:
-        for number in (1, 2, 1, 3, 1, 4, 1):
-            await get(t, b"/v1/responses/resp_%d" % number)
-        await eventually(t.stack.idle)
-        assert spent(t) == (4 * 40, 100 + 200 + 300 + 400)
-
-
 @pytest.mark.parametrize(("fields", "most"), [
     ({"max_tokens": 50}, 50), ({"max_tokens": 50, "n": 3}, 150), ({}, 700), ({"max_completion_tokens": 4000}, 700),
 ])  # fmt: skip
@@ -293,18 +278,6 @@ async def test_an_answer_has_at_most_as_many_tokens_as_each_of_its_sequences_may
         await t.ask(body=json.dumps({"model": "m", **fields}).encode(), path=path)
         await eventually(t.stack.idle)
         assert spent(t)[1] <= most and (over or spent(t) == (3, most))
-
-
-@pytest.mark.parametrize(("told", "counted"), [(4096, 4096), (40_000, None)])
-async def test_a_prompt_that_is_known_has_no_more_tokens_than_its_text_may_have(tmp_path, told, counted):
-    """Though the context has room for more. An engine may add a system prompt of its own."""
-    body = json.dumps({"choices": [], "usage": {"prompt_tokens": told, "completion_tokens": 1}}).encode()
-    pipeline = Pipeline(sim_model_dir(), "m", 16)
-    async with tenants(tmp_path, answers(body), a=A_MONTH, pipeline=pipeline) as t:
-        await t.ask()
-        await eventually(t.stack.idle)
-        own = pipeline.prepare("/v1/chat/completions", BODY).tokens
-        assert spent(t)[0] == (counted or own) and own < 100
 
 
 async def test_a_stream_with_more_events_than_tokens_were_asked_for_costs_those(tmp_path):

@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 
 import pytest
-import redis
 
 from cachemap.background import Background
 from cachemap.cluster.connect import RedisClients, parse
@@ -212,16 +211,6 @@ async def test_a_gateway_that_dies_runs_nothing_any_more(redis_server):
         await eventually(lambda: two.shared.gateways == 1)
 
 
-async def test_a_lease_that_never_ends_is_no_gateways(redis_server):
-    async with gateways(redis_server.url, 2) as (one, two):
-        client = redis.Redis.from_url(redis_server.url)
-        (key,) = [key for key in client.keys() if key.endswith(b"gateways")]
-        client.zadd(key, {"foreign": float("inf"), "far": 1e15})
-        await eventually(lambda: client.zcard(key) == 2, 5)
-        client.close()
-        assert (one.shared.gateways, two.shared.gateways) == (2, 2)
-
-
 async def test_without_redis_each_has_its_share_and_tells_of_it_afterwards(redis_server):
     tenant = Tenant("a", limits=Limits(requests_per_minute=40, concurrent_requests=40))
     async with gateways(redis_server.url, 2) as (one, two):
@@ -275,13 +264,6 @@ async def test_an_idle_connection_that_redis_closed_costs_no_limit(redis_server)
         await eventually(lambda: all(each.shared._line._connection._reader.at_eof() for each in (one, two)))
         admitted = await asyncio.gather(*(each.admitted(tenant, 40) for each in (one, two)))
         assert sum(admitted) == 30 and one.shared.joined and two.shared.joined
-
-
-async def test_on_a_cluster(tmp_path):
-    with running(Cluster(tmp_path)) as cluster:
-        async with gateways(cluster.url, 2) as all_of:
-            tenant = Tenant("a", limits=Limits(requests_per_minute=7, concurrent_requests=100))
-            assert sum(await asyncio.gather(*(one.admitted(tenant, 10) for one in all_of))) == 7
 
 
 async def test_limits_are_those_of_all_gateways_again_once_a_cluster_has_failed_over(tmp_path):

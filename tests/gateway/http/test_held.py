@@ -102,18 +102,6 @@ async def test_whoever_asks_for_too_much_is_told_before_it_is_sent():
         assert await third.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-async def test_pipelined_requests_are_counted_with_what_they_take_as_objects():
-    async with served(requests_bytes=MIB) as (talk, echo, server):
-        one = await talk()
-        await one.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + GET * 5000)
-        await eventually(lambda: echo.held)
-        (connection,) = server.connections
-        assert len(connection.waiting) <= MIB // REQUEST_BYTES and server.held <= MIB
-        echo.release()
-        for _ in range(5001):
-            assert (await one.response())[0] == 200
-
-
 @pytest.mark.parametrize("too_long", [False, True])
 async def test_a_body_that_trickles_is_refused_and_one_that_flows_is_not_unless_it_takes_too_long(
     too_long, monkeypatch

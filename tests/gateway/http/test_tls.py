@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import ssl
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
@@ -111,26 +111,6 @@ async def test_handshakes_take_an_eighth_of_the_files_that_the_process_may_open_
         assert await mute[0].rest() == b"" and s.stack.server.open == 5
         await s.stack.server.close()  # which ends handshakes
         assert s.stack.server.open == 0 and await mute[1].rest() == b""
-
-
-@on_uvloop
-async def test_a_client_that_leaves_aborts_its_request(folder):
-    asked, left = asyncio.Event(), asyncio.Event()
-
-    async def script(reader, writer):
-        await read_request(reader)
-        asked.set()
-        with suppress(ConnectionResetError):
-            await reader.read()
-        left.set()
-
-    async with secure(folder, script) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        await asyncio.wait_for(asked.wait(), 5)
-        await talk.close()
-        await asyncio.wait_for(left.wait(), 5)
-        await eventually(lambda: not s.stack.server.connections)
 
 
 @on_uvloop

@@ -14,38 +14,16 @@ from replicas.engines.vllm.versions import version_quirks
 
 from .test_pipeline import CHAT, MESSAGES, RESPONSES
 
-SHELL = {
-    "type": "function",
-    "name": "shell",
-    "description": "Run it.",
-    "parameters": {"type": "object"},
-    "strict": False,
-}
-PATCH = {"type": "custom", "name": "apply_patch", "description": "Patch", "format": {"type": "text"}}
-SPACE = {
-    "type": "namespace",
-    "name": "mcp",
-    "description": "n",
-    "tools": [
-        {"type": "function", "name": "look_up", "description": "x", "parameters": {}, "defer_loading": False},
-        {"type": "custom", "name": "c"},
-    ],
-}
-NOT_SHOWN = [
-    {"type": kind}
-    for kind in ("web_search", "web_search_preview", "local_shell", "tool_search", "apply_patch", "shell", "mcp")
-]
 FUNCTION = {"name": "shell", "description": "Run it.", "parameters": {"type": "object"}, "strict": False}
-CUSTOM = {
-    "name": "apply_patch",
-    "description": "Patch",
-    "parameters": {
-        "type": "object",
-        "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
-        "required": ["input"],
-        "additionalProperties": False,
-    },
-}
+SHELL = {"type": "function", **FUNCTION}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Patch", "format": {"type": "text"}}
+LOOK_UP = {"type": "function", "name": "look_up", "description": "x", "parameters": {}, "defer_loading": False}
+SPACE = {"type": "namespace", "name": "mcp", "description": "n", "tools": [LOOK_UP, {"type": "custom", "name": "c"}]}
+KINDS = "web_search web_search_preview local_shell tool_search apply_patch shell mcp"
+NOT_SHOWN = [{"type": kind} for kind in KINDS.split()]
+INPUT = {"type": "string", "description": "The freeform text payload for this tool."}
+ONE_TEXT = {"type": "object", "properties": {"input": INPUT}, "required": ["input"], "additionalProperties": False}
+CUSTOM = {"name": "apply_patch", "description": "Patch", "parameters": ONE_TEXT}
 NAMED = {"name": "mcp__look_up", "description": "x", "parameters": {}, "defer_loading": False}
 
 
@@ -109,11 +87,7 @@ def test_what_a_result_refers_to_is_a_message_of_its_own_and_what_is_not_shown_i
     said = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert translated([result(*found, *said, *dropped)]).messages == [
         {"role": "tool", "tool_call_id": "t", "content": "a\nb"},
-        {
-            "role": "tool",
-            "tool_call_id": "t",
-            "content": [{"type": "tool_reference", "name": "f"}, {"type": "tool_reference", "name": "g"}],
-        },
+        {"role": "tool", "tool_call_id": "t", "content": [{"type": "tool_reference", "name": one} for one in "fg"]},
     ]
     assert translated([result(*dropped)]).messages == [{"role": "tool", "tool_call_id": "t", "content": ""}]
 
@@ -126,10 +100,8 @@ def test_tools_that_come_and_go_inside_a_conversation_are_those_at_its_end():
 
     def names(*changes):
         talk = [{"role": "user", "content": "x"}, *changes]
-        return [
-            (tool["function"]["name"], tool["function"].get("defer_loading"))
-            for tool in translated(talk, tools=tools).tools
-        ]
+        functions = [tool["function"] for tool in translated(talk, tools=tools).tools]
+        return [(one["name"], one.get("defer_loading")) for one in functions]
 
     gone = change("tool_removal", type="tool_reference", name="a")
     back = change("tool_addition", type="tool_reference", name="a")
@@ -231,10 +203,8 @@ def test_what_holds_for_no_part_of_a_prompt_is_matched_as_text(sim):
     pipeline, _ = sim
 
     def ask(checksum, marked, *more):
-        head = [
-            {"type": "text", "text": f"x-anthropic-billing-header: cch={checksum};"},
-            {"type": "text", "text": LONG},
-        ]
+        texts = (f"x-anthropic-billing-header: cch={checksum};", LONG)
+        head = [{"type": "text", "text": one} for one in texts]
         said = [{"role": "user", "content": [{"type": "text", "text": LONG}]} for _ in range(3)]
         said[marked]["content"][0]["cache_control"] = {"type": "ephemeral"}
         body = {"system": head, "messages": [*said, *more], "tools": [{"type": "bash_20250124", "name": "bash"}]}

@@ -166,6 +166,10 @@ def added(**fields):
     return {"content": "<|end|>", "lstrip": False, "rstrip": False, **fields}
 
 
+def split(behavior):
+    return {"type": "Sequence", "pretokenizers": [{"type": "Split", "behavior": behavior}, {"type": "ByteLevel"}]}
+
+
 BYTES = {"model": {"type": "BPE", "vocab": {"a": 0, "abc": 1}}, "pre_tokenizer": {"type": "ByteLevel"}}
 
 
@@ -177,30 +181,9 @@ BYTES = {"model": {"type": "BPE", "vocab": {"a": 0, "abc": 1}}, "pre_tokenizer":
         ({**BYTES, "added_tokens": [added(rstrip=True)]}, None),  # takes any number of blanks
         ({**BYTES, "normalizer": {"type": "NFC"}}, 3),
         ({**BYTES, "normalizer": {"type": "Strip"}}, None),
-        (
-            {**BYTES, "normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, {"type": "Strip"}]}},
-            None,
-        ),
-        (
-            {
-                **BYTES,
-                "pre_tokenizer": {
-                    "type": "Sequence",
-                    "pretokenizers": [{"type": "Split", "behavior": "Isolated"}, {"type": "ByteLevel"}],
-                },
-            },
-            3,
-        ),
-        (
-            {
-                **BYTES,
-                "pre_tokenizer": {
-                    "type": "Sequence",
-                    "pretokenizers": [{"type": "Split", "behavior": "Removed"}, {"type": "ByteLevel"}],
-                },
-            },
-            None,
-        ),
+        ({**BYTES, "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}}, None),
+        ({**BYTES, "pre_tokenizer": split("Isolated")}, 3),
+        ({**BYTES, "pre_tokenizer": split("Removed")}, None),
         ({**BYTES, "pre_tokenizer": {"type": "Metaspace"}}, None),
         # a word of any length is one [UNK]
         ({"model": {"type": "WordPiece", "vocab": {"a": 0}}, "pre_tokenizer": {"type": "BertPreTokenizer"}}, None),

@@ -61,13 +61,9 @@ def test_messages(message, seen):
 @pytest.mark.parametrize(
     "version, copied, dropped",
     [
-        ("0.28.0", None, None),
-        ("0.30.0", None, None),
-        ("0.31.0", False, False),
-        ("0.32.0", False, False),
+        *((version, None, None) for version in ("0.28.0", "0.30.0", "0.34.0", None)),
+        *((version, False, False) for version in ("0.31.0", "0.32.0")),
         ("0.33.0", False, None),
-        ("0.34.0", None, None),
-        (None, None, None),
     ],
 )
 def test_what_depends_on_the_release_of_transformers(version, copied, dropped):
@@ -305,33 +301,29 @@ def test_what_vllm_finds_out_by_asking_the_template(source, expected):
     assert habits(ChatTemplate(source, {})) == expected
 
 
+LOOP = "{% for c in CONTENT %}{{ c }}{% endfor %}"
+
+
+def macro(parameter, argument):
+    looped = LOOP.replace("CONTENT", parameter)
+    return f"{{% macro f({parameter}) %}}{looped}{{% endmacro %}}{{% for m in messages %}}{{{{ f({argument}) }}}}{{% endfor %}}"
+
+
 @pytest.mark.parametrize(
     "source, parts",
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
-        ("{% for m in messages %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}", True),
-        ("{% for m in messages %}{% for c in m['content'] | list %}{{ c }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}" + LOOP.replace("CONTENT", "m.content") + "{% endfor %}", True),
+        ("{% for m in messages %}" + LOOP.replace("CONTENT", "m['content'] | list") + "{% endfor %}", True),
         (
-            "{% set rest = messages[1:] %}{% for m in rest %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}",
+            "{% set rest = messages[1:] %}{% for m in rest %}" + LOOP.replace("CONTENT", "m.content") + "{% endfor %}",
             True,
         ),
-        (
-            "{% for m in messages %}{% set content = m.content %}{% for c in content %}{{ c }}{% endfor %}{% endfor %}",
-            True,
-        ),
-        (
-            "{% macro f(x) %}{% for c in x %}{{ c }}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(m.content) }}{% endfor %}",
-            True,
-        ),
-        (
-            "{% macro f(x) %}{% for c in x %}{{ c }}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(m.tools) }}{% endfor %}",
-            False,
-        ),
-        (
-            "{% macro f(content) %}{% for c in content %}{{ c }}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(tools) }}{% endfor %}",
-            False,
-        ),
-        ("{% for m in messages %}{% for c in m.tool_calls %}{{ c }}{% endfor %}{% endfor %}", False),
+        ("{% for m in messages %}{% set x = m.content %}" + LOOP.replace("CONTENT", "x") + "{% endfor %}", True),
+        (macro("x", "m.content"), True),
+        (macro("x", "m.tools"), False),
+        (macro("content", "tools"), False),
+        ("{% for m in messages %}" + LOOP.replace("CONTENT", "m.tool_calls") + "{% endfor %}", False),
     ],
 )
 def test_which_templates_take_parts(source, parts):

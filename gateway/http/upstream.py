@@ -83,7 +83,10 @@ class Head:
     clean: bool
 
     def get(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self.headers if key == name), None)
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
 
     @property
     def is_chunked(self) -> bool:
@@ -268,7 +271,8 @@ class Upstream(asyncio.Protocol):
         body = self._to_the_end(rest) if self.complete else rest
         if body is None:
             return self._broken("bytes after the end of the response")
-        sink.head(self.status, Head(buffer[:end], self.headers, self._until_close(), self.clean), body)
+        until_close = not self.framed and self._until_close()
+        sink.head(self.status, Head(buffer[:end], self.headers, until_close, self.clean), body)
 
     def _until_close(self) -> bool:
         return not (self.framed or self._bodyless())

@@ -319,7 +319,12 @@ def macro(parameter, argument):
             "{% set rest = messages[1:] %}{% for m in rest %}" + LOOP.replace("CONTENT", "m.content") + "{% endfor %}",
             True,
         ),
-        ("{% for m in messages %}{% set x = m.content %}" + LOOP.replace("CONTENT", "x") + "{% endfor %}", True),
+        (
+            "{% for m in messages %}{% set content = m.content %}"
+            + LOOP.replace("CONTENT", "content")
+            + "{% endfor %}",
+            True,
+        ),
         (macro("x", "m.content"), True),
         (macro("x", "m.tools"), False),
         (macro("content", "tools"), False),

@@ -93,7 +93,7 @@ class Fleet:
         self._authorities, self._engine_key = authorities, engine_key
         self.pulse = pulse or Pulse()
         self.engines: dict[str, Watch] = {}  # by "host:port"; `replicas` are theirs
-        self._drains: dict[str, asyncio.Task[None]] = {}  # of single ranks
+        self._drains: dict[str, asyncio.Task[None]] = {}  # by the id of a replica or an engine
         self._launching = asyncio.Lock()
 
     async def stop(self) -> None:

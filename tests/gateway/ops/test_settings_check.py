@@ -27,8 +27,8 @@ def test_a_file_that_cannot_be_used_is_one_failed_check_and_all_others_are_done(
         "--tls-cert": ("gone.pem", "tls", "gone.pem cannot be read"),
         "--chat-template": ("gone.jinja", "chat template", "gone.jinja cannot be used"),
         "--replica-ca": ("gone-too.pem", "replica ca", "gone-too.pem cannot be used"),
-        "--admin-token": ("@gone", "admin token", "cannot read it from gone"),
-        "--engine-api-key": ("@gone", "engine api key", "cannot read it from gone"),
+        "--admin-token": ("@gone", "admin token", "gone cannot be used"),
+        "--engine-api-key": ("@gone", "engine api key", "gone cannot be used"),
         "--usage-log": ("gone/usage", "usage log", "gone/usage cannot be used"),
     }
     flags = [word for flag, (name, _, _) in files.items() for word in (flag, name)]

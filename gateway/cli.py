@@ -169,6 +169,11 @@ def build_parser() -> Parser:
         "Check everything that can be wrong, one line each, with what to do about it. Exit code 1 if something is.",
         "",
     )
+    checking.add_argument(
+        "--admin",
+        metavar="URL",
+        help="admin side of a gateway that has to run (default: look for one at ADMIN_HOST:ADMIN_PORT)",
+    )
     changing = verb(
         "replicas",
         replicas,
@@ -219,8 +224,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv[0].startswith("-") and argv[0] not in verbs:
         raise ConfigError(f"unknown command {argv[0]!r}{known_or_meant(argv[0], verbs)}")
     args, unknown = parser.parse_known_args(argv)
-    if unknown and unknown[0].partition("=")[0] == "--admin":  # a flag of `explain` and `replicas` only
-        raise ConfigError("unknown argument '--admin'. Say where the admin side is with --admin-host and --admin-port")
     if unknown:
         raise ConfigError(cli_errors.unknown(unknown[0], verbs[args.verb]))
     return args
@@ -313,7 +316,7 @@ def doctor(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return room.report_bad_config(str(error))
     with _placing(config):
-        return room.run(config)
+        return room.run(args, config)
 
 
 def plan(argv: Sequence[str]) -> int:

@@ -27,14 +27,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
 from time import time
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from aiohttp import ClientError, web
 
-from gateway.ops.metrics import Metrics
 from gateway.proxy.placement.decisions import LEASE, LEASES
 from replicas.kept import KeptReplicas
 from replicas.lifecycle import TAKES_TRAFFIC
@@ -43,62 +41,12 @@ from replicas.roles import BOTH
 from replicas.spelling import did_you_mean
 
 from .guard import Guard, Refusal
-from .recent.recent import Recent, told
+from .recent.recent import told
 from .side import Side, answer, metrics_page
 
 log = logging.getLogger("hitherto.admin")
 
 MOST_LEFT = 100  # running requests that the answer to a removal names
-
-
-class Fleet(Protocol):
-    """The part of `replicas.Fleet` that operators can use."""
-
-    replicas: dict[str, Any]
-    engines: dict[str, Any]
-
-    def add(self, url: str) -> Any: ...
-    def drain(self, id: str) -> asyncio.Task[None]: ...
-    def remove(self, id: str) -> asyncio.Task[None]: ...
-    async def quiet(self, id: str) -> None: ...
-    async def ask_engine(
-        self, id: str, method: str, target: str, body: bytes, content_type: str
-    ) -> tuple[int, str, bytes]: ...
-
-
-class Decisions(Protocol):
-    """The interface of `proxy.decisions.Decisions`, in this process or another. All methods raise ApiError."""
-
-    async def decide(
-        self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str], lease: float
-    ) -> dict[str, Any]: ...
-    async def first_byte(self, id: str) -> dict[str, Any]: ...
-    async def done(self, id: str, answer: bytes) -> dict[str, Any]: ...
-
-
-class Gateway(Protocol):
-    """The part of the gateway that the admin side uses."""
-
-    fleet: Fleet
-    kept: KeptReplicas | None
-    metrics: Metrics
-    decisions: Decisions
-    recent: Recent
-
-    def status(self) -> dict[str, Any]:
-        """Return the state of the gateway as JSON data."""
-
-    def differs(self, replica: str, keys: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return what `CacheMap.differs` returns for a replica. Raises KeyError if it has no slot in the map."""
-
-    def requests_at(self, replicas: Collection[str]) -> list[str]:
-        """Return the ids of this process's requests at these replicas, known or removed."""
-
-    async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """Return how this request would be routed now, as data with a sentence.
-
-        Raises ApiError for the client's own faults, and when no replica could answer.
-        """
 
 
 def headers_of(request: web.Request) -> dict[str, str]:
@@ -123,15 +71,14 @@ async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
 
 def _refuse_another(engine: Any, address: Address) -> None:
     """Raise Refusal if the URL's fragment contradicts the fragment with which the engine was added."""
-    source, model = engine.given, engine.lead.required_model
-    said = (address.source not in (None, source), address.model not in (None, model))
-    kept = engine.lead
-    said += (address.role not in (BOTH, kept.role), address.spill and not kept.spill)
-    said += (address.transfer not in ("", kept.moves_by), address.bootstrap not in (0, kept.bootstrap))
-    said += (address.peer not in ("", kept.peer),)
-    if any(said):
-        raise Refusal(409, f"replica {address.id} was added with another #fragment, which it keeps: DELETE /replicas/{address.id} first, then post this again",
-                      "replica_exists")  # fmt: skip
+    lead = engine.lead
+    kept = (engine.given, lead.required_model, lead.role, lead.spill, lead.moves_by, lead.bootstrap, lead.peer)
+    given = (address.source, address.model, address.role, address.spill, address.transfer)
+    given += (address.bootstrap, address.peer)
+    unsaid = (None, None, BOTH, False, "", 0, "")
+    if any(one not in (nothing, known) for one, nothing, known in zip(given, unsaid, kept, strict=True)):
+        message = f"replica {address.id} was added with another #fragment, which it keeps: DELETE /replicas/{address.id} first, then post this again"
+        raise Refusal(409, message, "replica_exists")
 
 
 def with_members(body: Any) -> str:
@@ -144,17 +91,13 @@ def with_members(body: Any) -> str:
         raise ValueError
     said = []
     for name, value in body.items():
-        if name == "url":
-            continue
-        if name in KEYS and value is False:
+        if name == "url" or (name in KEYS and value is False):
             continue
         if name not in KEYS:
             raise ValueError(f"{name[:100]!r} is unknown; besides url it may have {', '.join(KEYS)}")
         text = "yes" if value is True else str(value)
-        if not isinstance(value, str | int) or {*",#"} & {*text}:
-            raise ValueError(f"{name} is {text[:100]!r}, which is no word or number")
-        if name == "model" and not isinstance(value, str):
-            raise ValueError(f"model is {text[:100]}, which is no name; put it in quotes if it is one")
+        if not isinstance(value, str | int) or {*",#"} & {*text} or (name == "model" and not isinstance(value, str)):
+            raise ValueError(f"{name} is {text[:100]!r}, which is no word or number; put a name in quotes")
         said.append(f"{name}={text}")
     return f"{url}{',' if '#' in url else '#'}{','.join(said)}" if said else url
 
@@ -173,9 +116,9 @@ def replica_of(body: bytes) -> tuple[str, Address]:
 
 
 class Admin(Side):
-    """The admin side of one gateway. Handlers raise Refusal or ApiError."""
+    """The admin side of one gateway, an `app.Gateway`. Handlers raise Refusal or ApiError."""
 
-    def __init__(self, gateway: Gateway, guard: Guard) -> None:
+    def __init__(self, gateway: Any, guard: Guard) -> None:
         super().__init__(guard)
         self.gateway = gateway
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
@@ -281,11 +224,8 @@ class Admin(Side):
         except KeyError:
             raise Refusal(404, f"nothing is known of the blocks of {id!r}", "unknown_replica") from None
 
-        def compared() -> dict[str, list[Any]]:
-            missing, besides = differs(keys)
-            return {"missing": [keys[at] for at in missing], "besides": [f"{one:016x}" for one in besides]}
-
-        return answer(await asyncio.to_thread(compared))
+        missing, besides = await asyncio.to_thread(differs, keys)
+        return answer({"missing": [keys[at] for at in missing], "besides": [f"{one:016x}" for one in besides]})
 
     async def explain(self, request: web.Request) -> web.Response:
         path = request.query.get("path", "/v1/chat/completions")

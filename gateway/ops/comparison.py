@@ -1,14 +1,15 @@
 """A comparison of the gateway's tokenizer with the engines': each adopted engine is asked for the ids of fixed texts.
 
 A tokenizer's files do not show how an engine reads them (see `prompt.reading`), and flags like `--tokenizer` cannot be
-seen from outside. So an equal name proves nothing: the ids of some twenty texts have to be the same. If an engine reads
-the files in another known way, the gateway does so too. If the engine makes other tokens, the prompts of its models are
-matched as text, and the gateway's token ids are never sent to it.
+seen from outside. So an equal name proves nothing: the ids of some twenty texts, and of some fixed chats, have to be
+the same. If an engine reads the files in another known way, the gateway does so too. If the engine makes other tokens,
+the prompts of its models are matched as text, and the gateway's token ids are never sent to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -16,13 +17,7 @@ from datetime import date
 from itertools import count
 from typing import Any
 
-import aiohttp
-import orjson
-
 from replicas import Replica
-from replicas.access import session_to
-from replicas.ask import body_of
-from replicas.served import base_names
 
 from ..prompt import Prompt
 from ..prompt.features import EFFORT, features_of
@@ -31,65 +26,29 @@ from ..prompt.render.clock import ALL_ZONES, days_in, seconds_to_next_look, zone
 from ..prompt.tokens.agreement import Answer, Differences
 from ..prompt.tokens.folder import ModelError
 from ..threads import FolderThreads, SlowFolder
-from .chats import NOTHING_SHOWN, Made, NotAsked, chats_differ, days_printed, efforts_here, made_here, written
+from .chats import (
+    NOTHING_SHOWN,
+    EngineTokens,
+    Made,
+    NotAsked,
+    chats_differ,
+    days_printed,
+    efforts_here,
+    made_here,
+    tokens_of,
+    written,
+)
 from .doubts import Doubts
 
 log = logging.getLogger("hitherto")
 
-ANSWER_SECONDS = 10.0
-MOST_ANSWER = 1 << 18  # bytes of an answer; one fixed text has some thousand ids at most
-AT_ONCE = 4  # questions to one engine at the same time, since it may be busy with prompts
 OTHERWISE = "; but it made a prompt otherwise: "
 UP_TO_DATE = "; but its chats are exact only up to the date that they print: "
 PAUSES = (1.0, 5.0, 30.0)  # seconds before an engine that did not answer is asked again
 
 
-class Unanswered(Exception):
-    """The engine does not report its tokens. `final`: whether asking again would not help."""
-
-    def __init__(self, why: str, final: bool = False):
-        super().__init__(why)
-        self.final = final
-
-
-async def engine_answers(session: aiohttp.ClientSession, url: str, model: str | None, texts: list[str]) -> list[Answer]:
-    """Return the ids that /tokenize gives for each text, without and with special tokens. Raises Unanswered."""
-    gate = asyncio.Semaphore(AT_ONCE)
-
-    async def ask(text: str, special: bool) -> Answer:
-        body: dict[str, Any] = {"prompt": text, "add_special_tokens": special}
-        if model is not None:
-            body["model"] = model
-        async with (
-            gate,
-            session.post(
-                f"{url}/tokenize", json=body, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS), allow_redirects=False
-            ) as response,
-        ):
-            if response.status in (401, 403):
-                raise Unanswered(
-                    "/tokenize wants an API key, and not the one that the gateway has: give it with --engine-api-key @FILE",
-                    final=True,
-                )
-            if response.status != 200:
-                raise Unanswered(f"/tokenize answers {response.status}", response.status < 500)
-            try:
-                told = orjson.loads(await body_of(response, MOST_ANSWER))
-            except ValueError:
-                told = None
-        ids = told.get("tokens") if isinstance(told, dict) else None
-        if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-            raise Unanswered("/tokenize tells no token ids", final=isinstance(told, dict))
-        return Answer(text, special, ids)
-
-    try:
-        return await asyncio.gather(*(ask(text, special) for text in texts for special in (False, True)))
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise Unanswered(f"/tokenize does not answer: {str(error) or type(error).__name__}") from None
-
-
 @dataclass(slots=True, eq=False)
-class _Engine:
+class ComparedEngine:
     """The findings about one process behind an engine's address.
 
     Until that process has been compared, they are the findings about its predecessor.
@@ -125,6 +84,10 @@ class _Engine:
     def names_now(self) -> frozenset[str]:
         return frozenset(name for replica in self.replicas.values() for name in replica.models)
 
+    @property
+    def differs_in_chats(self) -> bool:
+        return bool(self.chats) and not self.unasked
+
 
 class TokenizerComparison:
     """The comparison of each engine with one pipeline, to which the results are applied."""
@@ -134,11 +97,16 @@ class TokenizerComparison:
         pipeline: Callable[[], Pipeline],
         judged: Callable[[], None] = lambda: None,
         threads: FolderThreads | None = None,
+        is_single: bool = False,
     ):
-        """Create a comparison; `judged` is called after an engine was compared; `threads` read the model's files."""
+        """Create a comparison.
+
+        `judged`: called after an engine was compared. `threads`: read the model's files. `is_single`: whether engines
+        are compared once, and one that does not answer is not asked again.
+        """
         self._judged, self._threads = judged, threads or FolderThreads(1, 300.0)
-        self._pipeline = pipeline
-        self._engines: dict[str, _Engine] = {}
+        self._pipeline, self._pauses = pipeline, () if is_single else PAUSES
+        self._engines: dict[str, ComparedEngine] = {}
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
         self._running: set[asyncio.Task[None]] = set()  # all tasks, those that only run `_adopt` included
         self._chats: tuple[object, list[Made]] = (None, [])  # a key, and the fixed chats with ids that were made for it
@@ -160,7 +128,7 @@ class TokenizerComparison:
             if (old.compared or old.differs) and old.names_now() != old.names:
                 self._run(self._adopt(pipeline))
             return
-        engine = self._engines[replica.engine] = _Engine(replica.incarnation, pipeline, {replica.id: replica})
+        engine = self._engines[replica.engine] = ComparedEngine(replica.incarnation, pipeline, {replica.id: replica})
         engine.tell()
         self._stop_comparing(replica.engine)
         if old is not None and old.pipeline is pipeline and old.how:
@@ -168,16 +136,19 @@ class TokenizerComparison:
             engine.how, engine.differs, engine.chats, engine.shown = old.how, old.differs, old.chats, old.shown
             engine.zones = old.zones
             self._run(self._adopt(pipeline))
-        self._comparing[replica.engine] = self._run(self._compare(replica, engine))
+        self._comparing[replica.engine] = self._run(self._follow(replica, engine))
+
+    async def compare_once(self, replica: Replica) -> ComparedEngine:
+        """Compare the replica's engine now, and return what was found."""
+        engine = ComparedEngine(replica.incarnation, self._pipeline(), {replica.id: replica})
+        self._engines[replica.engine] = engine
+        await self._compare(replica, engine)
+        return engine
 
     def set_apart(self) -> set[str]:
         """Return the engines whose tokens differ from those of the other engines that this object has compared."""
         compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
-        other = {
-            id
-            for id, one in compared.items()
-            if one.differs or (one.chats and not one.unasked) or one.doubts.stands_alone
-        }
+        other = {id for id, one in compared.items() if one.differs or one.differs_in_chats or one.doubts.stands_alone}
         alike = {one.how for id, one in compared.items() if id not in other}
         in_use = reading.how if (reading := self._pipeline().reading) is not None else ""
         return other | {id for id, one in compared.items() if one.how != in_use} if in_use in alike else set()
@@ -209,12 +180,12 @@ class TokenizerComparison:
         if any(one.doubts.stands_alone for one in others):
             self._judged()
 
-    def _maker_of(self, engine: str, prompt: Prompt) -> _Engine | None:
+    def _maker_of(self, engine: str, prompt: Prompt) -> ComparedEngine | None:
         """Return the engine if the prompt was made as prompts for it are made now, else None."""
         found, pipeline = self._engines.get(engine), self._pipeline()
         return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
 
-    def _others(self, engine: _Engine) -> list[_Engine]:
+    def _others(self, engine: ComparedEngine) -> list[ComparedEngine]:
         return [one for one in self._engines.values() if one is not engine and one.pipeline is engine.pipeline]
 
     def forget(self, engine: str) -> None:
@@ -242,12 +213,36 @@ class TokenizerComparison:
         task.add_done_callback(ended)
         return task
 
-    async def _compare(self, replica: Replica, engine: _Engine) -> None:
+    def _is_stale(self, engine: ComparedEngine) -> bool:
+        """Return whether another tokenizer is in use by now, with which the engine is compared once it is loaded."""
+        return engine.pipeline is not self._pipeline()
+
+    async def _follow(self, replica: Replica, engine: ComparedEngine) -> None:
+        """Compare the engine, then ask it after each quarter of an hour which day it prints, if it prints any.
+
+        A day may have begun in its time zone then.
+        """
+        await self._compare(replica, engine)
+        pipeline, answers = engine.pipeline, True
+        while pipeline.prints_date and engine.compared and not (engine.differs or engine.chats) and engine.zones:
+            pause = seconds_to_next_look(pipeline.clock.now())
+            await asyncio.sleep(pause if answers else min(pause, PAUSES[-1]))
+            if self._is_stale(engine):
+                return
+            try:
+                async with tokens_of(replica) as asked:
+                    await self._look_at_date(asked, engine, engine.zones)
+                answers = True
+            except NotAsked:
+                answers = False  # the last look leaves more than one possible day as time passes
+            self._differ(pipeline)
+
+    async def _compare(self, replica: Replica, engine: ComparedEngine) -> None:
         id, pipeline = replica.engine, engine.pipeline
         try:
             answers = await self._answers(replica, pipeline.fixed_texts())
-        except Unanswered as why:
-            if pipeline is not self._pipeline():
+        except NotAsked as why:
+            if self._is_stale(engine):
                 return
             engine.how = engine.differs = engine.chats = ""
             engine.shown, engine.zones = False, ALL_ZONES if pipeline.prints_date else None
@@ -256,53 +251,53 @@ class TokenizerComparison:
             self._differ(pipeline)
             engine.tell(f"cannot be compared: {why}")
             await self._adopt(pipeline)
-            log.warning("replica %s: whether it makes the gateway's tokens cannot be compared: %s%s", id, why,
-                        f"; {inexact}, so its prompts are matched as text" if (inexact := pipeline.inexact()) else "")  # fmt: skip
-            return
+            doubt = f"; {inexact}, so its prompts are matched as text" if (inexact := pipeline.inexact()) else ""
+            return log.warning(
+                "replica %s: whether it makes the gateway's tokens cannot be compared: %s%s", id, why, doubt
+            )
         try:
             async with self._turn:
                 verdict = await self._in_thread(pipeline, pipeline.judge, answers)
         except (ModelError, SlowFolder) as error:
-            if pipeline is self._pipeline():
+            if not self._is_stale(engine):
                 engine.tell(f"cannot be compared: {error}")
             return log.error("replica %s: its tokens cannot be compared: %s", id, error)
-        if pipeline is not self._pipeline():
-            return  # the engine is compared with the one in use as soon as that is loaded
+        if self._is_stale(engine):
+            return
         engine.how, engine.differs, engine.compared = verdict.how, verdict.differs, True
         if verdict.differs:
             self._differ(pipeline)
-        engine.tell(f"differs: {verdict.differs}" if verdict.differs else f"the gateway's, {verdict.how}")
-        if verdict.differs:
+            engine.tell(f"differs: {verdict.differs}")
             log.error("replica %s has another tokenizer than the gateway: %s. Prompts of its models are matched as text; "
                       "give the gateway the same --model. `hitherto doctor` compares them", id, verdict.differs)  # fmt: skip
         else:
+            engine.tell(f"the gateway's, {verdict.how}")
             log.info("replica %s: same token ids as the gateway for %d texts (%s)", id, len(answers), verdict.how)
         await self._adopt(pipeline, verdict)
         self._judged()  # now, as an engine may take long to answer chats
         if not verdict.differs:
             await self._compare_chats(replica, engine)
             self._judged()
-            await self._follow_date(replica, engine)
 
-    async def _compare_chats(self, replica: Replica, engine: _Engine) -> None:
+    async def _compare_chats(self, replica: Replica, engine: ComparedEngine) -> None:
         """Compare the fixed chats, and repeat the attempt while the engine cannot be asked.
 
         Where nothing else shows that the engine makes the gateway's tokens of chats, this goes on until it answers, and
         after a while its chats are matched as text. An engine whose rules for chats are known is asked for some seconds
         only: its flags may change them.
         """
-        said = engine.found
+        said, pipeline, pauses = engine.found, engine.pipeline, self._pauses
         for asked in count(1):
-            if (pipeline := self._pipeline()) is not engine.pipeline or not pipeline.renderers:
+            if self._is_stale(engine) or not pipeline.renderers:
                 return
             try:
-                differs, day = await self._differing_chats(replica, engine)
+                differs, efforts = await self._differing_chats(replica, engine)
                 break
-            except (NotAsked, aiohttp.ClientError, TimeoutError) as error:
-                why = f"its chats cannot be compared yet: {str(error) or type(error).__name__}"
-            if pipeline is not self._pipeline():
+            except NotAsked as error:
+                why = f"its chats cannot be compared yet: {error}"
+            if self._is_stale(engine):
                 return
-            if asked > len(PAUSES):
+            if asked > len(pauses):
                 if pipeline.prints_date and engine.zones is None:
                     engine.zones = ALL_ZONES
                 if not pipeline.must_be_shown:
@@ -311,91 +306,61 @@ class TokenizerComparison:
                 first, engine.chats, engine.unasked = not engine.chats, why, True
                 self._differ(pipeline)
                 engine.tell(why)
+                if not pauses:
+                    return
                 if first:
                     log.warning("replica %s: %s. Chats of its models are matched as text until it answers", replica.engine, why)  # fmt: skip
                     await self._adopt(pipeline)
                     self._judged()
-            await asyncio.sleep(PAUSES[min(asked, len(PAUSES)) - 1])
-        if pipeline is not self._pipeline():
+            await asyncio.sleep(pauses[min(asked, len(pauses)) - 1])
+        if self._is_stale(engine):
             return
         if differs == NOTHING_SHOWN and not pipeline.must_be_shown:
             return self._differ(pipeline)  # it takes no chats
-        engine.shown, engine.chats, engine.unasked = not differs, differs, False
-        if not differs:
-            await self._compare_efforts(replica, engine, day)
+        engine.shown, engine.chats, engine.unasked, engine.efforts = not differs, differs, False, efforts
         self._differ(pipeline)
         engine.tell(f"differs: {differs}" if differs else f"{said}; fills its chat template alike")
         if differs:
             log.error("replica %s: %s. Chats of its models are matched as text; give the gateway the --chat-template that it "
                       "was started with. `hitherto doctor` compares them", replica.engine, differs)  # fmt: skip
+        if efforts:
+            log.warning(
+                "replica %s: with an effort to reason %s. Such bodies are matched as text", replica.engine, efforts
+            )
         await self._adopt(pipeline)
 
-    async def _differing_chats(self, replica: Replica, engine: _Engine) -> tuple[str, date | None]:
-        """Return how the engine's chats differ, and the day for which they were written, None if no date is known."""
-        model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
-        pipeline, day = engine.pipeline, None
-        async with session_to(replica.address, replica.tls, headers=replica.credentials, timeout=timeout) as session:
-            while True:
-                day, before = await self._look_at_date(session, replica, engine, ALL_ZONES), day
-                made = self._chats_of(pipeline, day)
-                differs = await chats_differ(session, replica.url, model, made)
-                if not differs or day == before:  # otherwise its day may have ended between the questions
-                    return differs, day
+    async def _differing_chats(self, replica: Replica, engine: ComparedEngine) -> tuple[str, str]:
+        """Return how the engine's chats differ, and how those with a reasoning effort do; "" each if they do not.
 
-    async def _look_at_date(
-        self, session: aiohttp.ClientSession, replica: Replica, engine: _Engine, zones: frozenset[int]
-    ) -> date | None:
+        Raises NotAsked if the engine does not answer the chats without an effort. For efforts the engine may have a map
+        in its flags; if it cannot be asked for those, the token counts of its answers show a difference later.
+        """
+        pipeline, day = engine.pipeline, None
+        async with tokens_of(replica) as asked:
+            while True:
+                day, before = await self._look_at_date(asked, engine, ALL_ZONES), day
+                differs = await chats_differ(asked, self._chats_of(pipeline, day))
+                if not differs or day == before:  # otherwise its day may have ended between the questions
+                    break
+            efforts = ""
+            if not differs:
+                with contextlib.suppress(NotAsked):
+                    efforts = await chats_differ(asked, efforts_here(pipeline, day))
+        return differs, "" if efforts == NOTHING_SHOWN else efforts
+
+    async def _look_at_date(self, asked: EngineTokens, engine: ComparedEngine, zones: frozenset[int]) -> date | None:
         """Ask the engine for one chat, and return the day that it prints there.
 
         Returns today if the chat has no day in it, and None if the engine is not asked. `zones`: the time zones in
-        which the engine may be. Raises what `chats_differ` raises.
+        which the engine may be. Raises NotAsked.
         """
         pipeline = engine.pipeline
         if not pipeline.prints_date:
             return None
         since = pipeline.clock.now()
-        model = next(iter(base_names(replica.models)), None)
-        printed = await days_printed(session, replica.url, model, pipeline)
+        printed = await days_printed(asked, pipeline)
         engine.zones = zones_left(zones, printed, since, pipeline.clock.now())
         return min(printed, default=date.fromtimestamp(since))
-
-    async def _follow_date(self, replica: Replica, engine: _Engine) -> None:
-        """Ask which day the engine prints after each quarter of an hour, when a day may have begun in its time zone."""
-        pipeline, timeout = engine.pipeline, aiohttp.ClientTimeout(ANSWER_SECONDS)
-        answers = True
-        while pipeline.prints_date and engine.zones is not None and not engine.chats:
-            pause = seconds_to_next_look(pipeline.clock.now())
-            await asyncio.sleep(pause if answers else min(pause, PAUSES[-1]))
-            if pipeline is not self._pipeline():
-                return
-            async with session_to(
-                replica.address, replica.tls, headers=replica.credentials, timeout=timeout
-            ) as session:
-                try:
-                    await self._look_at_date(session, replica, engine, engine.zones)
-                    answers = True
-                except (NotAsked, aiohttp.ClientError, TimeoutError):
-                    answers = False  # the last look leaves more than one possible day as time passes
-            self._differ(pipeline)
-
-    async def _compare_efforts(self, replica: Replica, engine: _Engine, day: date | None) -> None:
-        """Compare chats with a reasoning effort, for which the engine may have a map in its flags.
-
-        If the engine cannot be asked, the token counts of its answers show a difference later.
-        """
-        if not (made := [*efforts_here(engine.pipeline, day)]):
-            return
-        model, timeout = next(iter(base_names(replica.models)), None), aiohttp.ClientTimeout(ANSWER_SECONDS)
-        async with session_to(replica.address, replica.tls, headers=replica.credentials, timeout=timeout) as session:
-            try:
-                differs = await chats_differ(session, replica.url, model, made)
-            except (NotAsked, aiohttp.ClientError, TimeoutError):
-                return
-        if differs and differs != NOTHING_SHOWN:
-            engine.efforts = differs
-            log.warning(
-                "replica %s: with an effort to reason %s. Such bodies are matched as text", replica.engine, differs
-            )
 
     def _chats_of(self, pipeline: Pipeline, day: date | None) -> list[Made]:
         """Return the fixed chats with their ids, computed once for each way of making ids and each day."""
@@ -405,16 +370,15 @@ class TokenizerComparison:
         return self._chats[1]
 
     async def _answers(self, replica: Replica, texts: list[str]) -> list[Answer]:
-        model = next(iter(base_names(replica.models)), None)
-        async with session_to(replica.address, replica.tls, headers=replica.credentials) as session:
-            for pause in PAUSES:
+        async with tokens_of(replica) as asked:
+            for pause in self._pauses:
                 try:
-                    return await engine_answers(session, replica.url, model, texts)
-                except Unanswered as why:
+                    return await asked.of_texts(texts)
+                except NotAsked as why:
                     if why.final:
                         raise
                 await asyncio.sleep(pause)
-            return await engine_answers(session, replica.url, model, texts)
+            return await asked.of_texts(texts)
 
     async def _in_thread(self, pipeline: Pipeline, function: Callable[..., Verdict], *args: Any) -> Verdict:
         return await self._threads.run(pipeline.directory, "", function, *args)
@@ -457,32 +421,27 @@ class TokenizerComparison:
         shown = any(one.shown for one in here.values())
         for id, engine in here.items():
             engine.names = engine.names_now()
+            names = engine.names or ("",)
             # An engine that does not answer is no reason for doubt once another has shown what the model's chats are.
-            why = (
-                engine.differs
-                or ("" if shown else engine.unproven)
-                or (f"it has {engine.how}, others have {how}" if engine.how and engine.how != how else "")
-            )
+            why = engine.differs or ("" if shown else engine.unproven)
+            if not why and engine.how and engine.how != how:
+                why = f"it has {engine.how}, others have {how}"
             if why:
-                texts |= dict.fromkeys(engine.names or ("",), f"replica {id} has another tokenizer: {why}")
+                texts |= dict.fromkeys(names, f"replica {id} has another tokenizer: {why}")
             if engine.chats and not (shown and engine.unasked):
-                chats |= dict.fromkeys(
-                    engine.names or ("",), f"replica {id} writes chats in another way: {engine.chats}"
-                )
+                chats |= dict.fromkeys(names, f"replica {id} writes chats in another way: {engine.chats}")
             kinds = engine.doubts.held | ({frozenset((EFFORT,)): engine.efforts} if engine.efforts else {})
             bodies |= {body: f"replica {id} made such a body otherwise: {why}" for body, why in kinds.items()}
         doubted = {known for one in here.values() for known in one.doubts.kinds}
         return Differences(texts, chats, bodies, doubted, shown, *self._dates(here, pipeline.clock.now()))
 
-    def _dates(self, engines: dict[str, _Engine], now: float) -> tuple[frozenset[int] | None, str]:
+    def _dates(self, engines: dict[str, ComparedEngine], now: float) -> tuple[frozenset[int] | None, str]:
         """Return the time zones in which these engines may be, and why the date is uncertain, or "" if it is not.
 
         Also updates each engine's message about its date.
         """
         zones = {
-            id: one.zones
-            for id, one in engines.items()
-            if one.zones and not (one.differs or (one.chats and not one.unasked))
+            id: one.zones for id, one in engines.items() if one.zones and not (one.differs or one.differs_in_chats)
         }
         days = {id: days_in(its, now) for id, its in zones.items() if its != ALL_ZONES}
         printed = {its[0]: id for id, its in reversed(days.items()) if len(its) == 1}
@@ -497,11 +456,10 @@ class TokenizerComparison:
             if id in zones and why:
                 engine.day = UP_TO_DATE + why
             elif len(of_it) < 2:  # with two possible days it may be changing just now
-                engine.day = (
-                    f"; it prints {written(of_it[0])}, its time zone (TZ) is another than this gateway's, where it is {written(here)}"
-                    if of_it and of_it[0] != here
-                    else ""
-                )
+                engine.day = ""
+                if of_it and of_it[0] != here:
+                    elsewhere = f"its time zone (TZ) is another than this gateway's, where it is {written(here)}"
+                    engine.day = f"; it prints {written(of_it[0])}, {elsewhere}"
             if engine.day != before:
                 engine.tell()
                 if engine.day:

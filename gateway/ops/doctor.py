@@ -1,21 +1,22 @@
 """The command `hitherto doctor`: one line per thing that can be wrong, and what to do about it.
 
-    ok    tokenizer        fastokens, 8 kB in 0.02 ms, 128000 tokens
+    ok    tokenizer        read by fastokens
     warn  events 10.0.0.7  KV events are off, the cache is guessed from traffic
           -> start vLLM with --kv-events-config ...
 
 Most faults of a prefix-aware gateway are silent: another chat template, another block size, events that nobody
 publishes. All of them end in cache misses that look like bad luck. So the doctor does not only read settings: it sends
-each replica one short new prompt, and checks that the engine counts the same tokens, publishes the blocks, and finds
+each replica one short new prompt, and checks that the engine makes the same tokens, publishes the blocks, and finds
 them again. `CHECKS` lists what is checked, and `facts` collects what the checks look at. What a running gateway knows
 of its replicas is printed in the gateway's own words, and is not judged a second time.
 
 Exit codes: 0 if nothing is broken (a `warn` is worth a look), 1 if something is, such as a file that a setting names,
-and 2 if the settings themselves are wrong, in which case nothing else is checked.
+or no gateway at the URL of --admin, and 2 if the settings themselves are wrong, in which case nothing else is checked.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -25,9 +26,9 @@ from typing import Any
 from gateway.http.server import allow_many_connections
 from gateway.ops import gateway_checks as around
 from gateway.ops import replica_checks as of_replicas
-from gateway.ops.event_ports import EventPorts
+from gateway.ops.admin_client import side_of
 from gateway.ops.findings import Check, Finding
-from gateway.ops.gateway_checks import NONE_RUNS, Gateway, PodSearch, RedisServer, find_gateway, find_pods, known_to
+from gateway.ops.gateway_checks import NONE_RUNS, Gateway, PodSearch, find_gateway, find_pods, known_to
 from gateway.ops.replica_checks import Engine, Engines, Model, ModelFiles, by_files, by_model
 from gateway.ops.trial import Pair, Trial, pairs, try_replica, try_transfer
 from gateway.settings import Config, known_urls
@@ -42,7 +43,7 @@ CHECKS = (
     Check("traces", Config, around.trace_receiver,
           "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT; its port for HTTP is most often 4318"),
     Check("launch", Config, around.unlaunchable, "the gateway does not start with that"),
-    Check("redis", RedisServer, around.redis),
+    Check("redis", Config, around.redis),
     Check("open files", Gateway, around.open_files),
     Check("port", Gateway, around.ports_taken),
     Check("gateway", Gateway, around.running),
@@ -55,19 +56,12 @@ CHECKS = (
     Check("prompts", Gateway, around.inexact_prompts, "its log says why: 'a prompt is not known exactly', once a minute for each "
           "path, unless they came before it was ready; hitherto explain shows one"),
     Check("refused by engines", Gateway, around.refused_requests),
-    Check("variants", Gateway, around.variants,
-          "nothing to mend during an upgrade; restart the engines that are behind so that all are alike"),
-    Check("gateway settings", Gateway, around.other_settings,
-          "examine it with the settings that it was started with, or start it again with these"),
     Check("pods", PodSearch, around.pods),
     Check("replica", Engine, of_replicas.replica),
     Check("problems", Engine, of_replicas.own_words),
-    Check("event ports", Engine, of_replicas.event_ports),
     Check("replicas", Engines, of_replicas.no_replicas, "give --replica-url http://HOST:PORT, or --launch N"),
     Check("models", Engines, of_replicas.models),
     Check("twice", Engines, of_replicas.duplicates),
-    Check("clock", Engines, of_replicas.clocks, "routing does not depend on it, but logs and metrics do: run NTP on all machines"),
-    Check("model", ModelFiles, of_replicas.model_folder),
     Check("tokenizer", ModelFiles, of_replicas.tokenizer),
     Check("tokenizer files", ModelFiles, of_replicas.exactness),
     Check("chat template", ModelFiles, of_replicas.chat_template),
@@ -91,15 +85,15 @@ def report_bad_config(text: str) -> int:
     return 2
 
 
-def run(config: Config) -> int:
-    """Print the findings, and return the exit code."""
+def run(args: argparse.Namespace, config: Config) -> int:
+    """Print the findings, and return the exit code. Raises ConfigError if --admin is no URL."""
     allow_many_connections()  # all engines are asked at once
-    return asyncio.run(_run(config))
+    return asyncio.run(_run(config, side_of(args.admin, config), bool(args.admin)))
 
 
-async def _run(config: Config) -> int:
+async def _run(config: Config, side: str, is_named: bool) -> int:
     levels, none_runs = list[str](), ""
-    async for finding in examine(config):
+    async for finding in examine(config, side, is_named):
         print(line(finding), flush=True)
         levels.append(finding.level)
         if finding.subject == "gateway" and finding.text.startswith(NONE_RUNS):
@@ -110,30 +104,30 @@ async def _run(config: Config) -> int:
     return 1 if broken else 0
 
 
-async def examine(config: Config) -> AsyncIterator[Finding]:
-    """Yield the findings of all checks, as they are made."""
-    async for fact in facts(config):
+async def examine(config: Config, side: str = "", is_named: bool = False) -> AsyncIterator[Finding]:
+    """Yield the findings of all checks, as they are made.
+
+    `side`: the URL of a gateway's admin side, "" for the one that the settings name; `is_named`: whether a gateway has
+    to run there.
+    """
+    async for fact in facts(config, side or side_of(None, config), is_named):
         for check in CHECKS:
             if isinstance(fact, check.needs):
                 async for finding in check.findings(fact):
                     yield finding
 
 
-async def facts(config: Config) -> AsyncIterator[Any]:
+async def facts(config: Config, side: str, is_named: bool) -> AsyncIterator[Any]:
     """Yield what the checks need, each fact as soon as it is known."""
-    settings = config.settings
+    settings, urls = config.settings, [*known_urls(config.settings)]
     yield config
-    if settings.redis_url is not None:
-        async for server in around.redis_servers(settings.redis_url, settings.deployment):
-            yield server
-    yield (gateway := await find_gateway(config))
-    urls = [*known_urls(settings)]
+    yield (gateway := await find_gateway(config, side, is_named))
     if settings.discover is not None:
         yield (search := await find_pods(settings.discover))
         urls += search.urls
     addresses = {one.url: one for one in [*known_to(gateway), *map(parse_url, urls)]}
-    ports, named = EventPorts(), dict.fromkeys([*(parse_url(url).url for url in urls), *addresses])
-    engines = [Engine(settings, addresses[url], gateway.entries(url), ports) for url in named]
+    named = dict.fromkeys([*(parse_url(url).url for url in urls), *addresses])
+    engines = [Engine(settings, addresses[url], gateway.entries(url)) for url in named]
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             stack.push_async_callback(engine.way.close)

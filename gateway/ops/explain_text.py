@@ -1,4 +1,4 @@
-"""A decision for a terminal: one sentence, then a table of at most WIDTH columns, then a legend of its columns."""
+"""A decision for a terminal: one sentence, then a table of at most TABLE_WIDTH columns, then its legend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from policies.outputs import PRIOR
 
 from .reasons import TERMS, sentence
 
-WIDTH = 100
+WIDTH, TABLE_WIDTH = 100, 120  # columns, of sentences and of the table
 MOST_ROWS = 20  # replicas that are shown, the cheapest first
 LONGEST_ID = 26  # characters of a replica's id; the middle of a longer one is left out
 LEAST_SHOWN = 5e-6  # seconds: a term that would read 0.00 ms for every replica gets no column
@@ -22,23 +22,28 @@ def show(told: Mapping[str, Any]) -> str:
     lines = [*_wrapped(sentence(told)), ""]
     lines += [line for name, text in _head(told) for line in _wrapped(text, f"{name:<8} ")]
     replicas = sorted(told["replicas"], key=lambda one: (not one["chosen"], one["seconds"] or one["answer_seconds"]))
-    shown, weighed = replicas[:MOST_ROWS], replicas[0]["seconds"] is not None
-    columns = _columns(told, shown)
-    names = _terms(shown)
-    kept = _fitting([*columns, _answers(shown)], names, shown)
-    if answers := not weighed or REST not in kept:
-        columns.append(_answers(shown))
-    else:  # leave the width to the terms, which give the reason
-        kept = _fitting(columns, names, shown)
-    for name in kept:
-        columns.append([name, *(_ms(_term(one, name, kept, names)) for one in shown)])
-    if weighed:
-        columns.append(["cost", *(_ms(one["seconds"]) for one in shown)])
-    lines += ["", *_table(columns)]
+    shown = replicas[:MOST_ROWS]
+    names = dict.fromkeys(name for one in shown for name in one["terms"] if _term(one, name) >= LEAST_SHOWN)
+    # As many terms as fit, the ones that differ most between replicas first; the others become REST.
+    for left_out in sorted((None, *names), key=lambda name: (name is not None, _spread(shown, name))):
+        names |= {left_out: REST} if left_out else {}
+        rows = _rows(told, shown, names)
+        if max(map(len, rows)) <= TABLE_WIDTH:
+            break
+    lines += ["", *rows]
     if len(replicas) > len(shown):
         lines.append(f"    and {len(replicas) - len(shown)} more; --json has all")
-    lines += ["", *_legend(shown, kept, names, weighed, answers)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_legend(shown, names)])
+
+
+def _term(one: Mapping[str, Any], name: str) -> float:
+    return float(one["terms"].get(name, 0.0))
+
+
+def _spread(shown: Sequence[Mapping[str, Any]], name: str | None) -> float:
+    """Return by how much a term differs between replicas, and a little of its size to tell equal ones apart."""
+    found = [_term(one, name) for one in shown] if name is not None else [0.0]
+    return max(found) - min(found) + 1e-3 * max(found)
 
 
 def _head(told: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -82,25 +87,33 @@ def _answer_line(told: Mapping[str, Any]) -> str:
     return f"{expected}, {source}"
 
 
-# --- the table: a list of columns, each headed by its title
+# --- the table
 
 
-def _columns(told: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _rows(told: Mapping[str, Any], shown: Sequence[Mapping[str, Any]], names: Mapping[str, str | None]) -> list[str]:
+    """Return the lines of the table. `names`: the terms with columns of their own (None), or summed up (REST)."""
+    kept, rest = [name for name in names if names[name] is None], [name for name in names if names[name] == REST]
+    weighed = shown[0]["seconds"] is not None
+    head = ["", "replica", "held", "active", "TTFT", "answer", *kept, *([REST] if rest else []), *["cost"] * weighed]
+    cells = [head]
+    for one in shown:
+        times = [one["ttft_seconds"], one["answer_seconds"], *(_term(one, name) for name in kept)]
+        times += [sum(_term(one, name) for name in rest)] if rest else []
+        times += [one["seconds"]] if weighed else []
+        mark = _mark(one, told.get("legs"))
+        cells.append([mark, _short(one["id"]), _held(one, told["tokens"]), _active(one["load"]), *map(_ms, times)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
-        ["", *(_mark(one, told.get("legs")) for one in shown)],
-        ["replica", *(_short(one["id"]) for one in shown)],
-        ["held", *(_held(one, told["tokens"]) for one in shown)],
-        ["active", *(_active(one["load"]) for one in shown)],
-        ["TTFT", *(_ms(one["ttft_seconds"]) for one in shown)],
+        "  ".join(
+            f"{cell:<{width}}" if place < 2 else f"{cell:>{width}}"  # mark and name to the left, figures to the right
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
     ]
 
 
 def _active(load: Mapping[str, Any]) -> str:
     return f"{load['requests']}, {load['waiting']:g} wait" if load["waiting"] else str(load["requests"])
-
-
-def _answers(shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    return ["answer", *(_ms(one["answer_seconds"]) for one in shown)]
 
 
 def _mark(one: Mapping[str, Any], apart: Mapping[str, Any] | None) -> str:
@@ -116,75 +129,21 @@ def _held(one: Mapping[str, Any], tokens: int) -> str:
     return f"{cached} ({cached / max(1, tokens):.0%}){tiers}"
 
 
-def _terms(shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the terms that are not zero for every replica."""
-    names = dict.fromkeys(name for one in shown for name in one["terms"])
-    return [name for name in names if any(one["terms"].get(name, 0.0) >= LEAST_SHOWN for one in shown)]
-
-
-def _fitting(columns: Sequence[Sequence[str]], names: list[str], shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the terms that fit into WIDTH, in their order; the others become REST.
-
-    Terms that differ most between replicas are kept first.
-    """
-
-    def width(column: Sequence[str]) -> int:
-        return max(map(len, column)) + 2
-
-    def spread(name: str) -> float:
-        found = [one["terms"].get(name, 0.0) for one in shown]
-        return max(found) - min(found) + 1e-3 * max(found)
-
-    widths = {name: width([name, *(_ms(one["terms"].get(name, 0.0)) for one in shown)]) for name in names}
-    left = WIDTH + 2 - sum(map(width, columns)) - width(["cost", *(_ms(one["seconds"] or 0.0) for one in shown)])
-    if sum(widths.values()) <= left:
-        return names
-    left -= width([REST, *(_ms(one["seconds"] or 0.0) for one in shown)])
-    kept = set()
-    for name in sorted(names, key=spread, reverse=True):
-        if widths[name] > left:
-            break
-        left -= widths[name]
-        kept.add(name)
-    return [*(name for name in names if name in kept), REST]
-
-
-def _term(one: Mapping[str, Any], name: str, kept: Sequence[str], names: Sequence[str]) -> float:
-    if name == REST:
-        return sum(one["terms"].get(other, 0.0) for other in names if other not in kept)
-    return float(one["terms"].get(name, 0.0))
-
-
-def _table(columns: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if place < 2 else f"{cell:>{width}}"  # mark and name to the left, figures to the right
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
-
-
-def _legend(
-    shown: Sequence[Mapping[str, Any]], kept: Sequence[str], names: Sequence[str], weighed: bool, answers: bool
-) -> list[str]:
+def _legend(shown: Sequence[Mapping[str, Any]], names: Mapping[str, str | None]) -> list[str]:
     lines = [
-        f"times in ms, as predicted; TTFT: until the first token{', answer: until the last one' if answers else ''}",
+        "times in ms, as predicted; TTFT: until the first token, answer: until the last one",
         "held: prompt tokens whose KV cache is there; active: requests under way, and waiting",
     ]
     if any(one["tied"] and not one["chosen"] for one in shown):
         lines.append("=: costs the same as the least, one of them is drawn")
-    if not weighed:
+    if shown[0]["seconds"] is None:
         return lines
     lines.append("cost: ms that this request loses there and makes others lose, weighted: not how long it takes.")
     lines.append("The least is chosen. It is the sum of")
-    for name in kept:
-        if name == REST:
-            lines += _wrapped(", ".join(other for other in names if other not in kept), f"  {REST:<12} ")
-        else:
-            lines.append(f"  {name:<12} {TERMS[name].meaning if name in TERMS else name}")
-    return lines
+    for name in (name for name in names if names[name] is None):
+        lines.append(f"  {name:<12} {TERMS[name].meaning if name in TERMS else name}")
+    rest = ", ".join(name for name in names if names[name] == REST)
+    return lines + (_wrapped(rest, f"  {REST:<12} ") if rest else [])
 
 
 def _ms(seconds: float) -> str:

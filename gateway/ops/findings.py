@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the doctor's report, and what to do about it."""
 
     level: Literal["ok", "warn", "fail"]
@@ -21,8 +19,7 @@ class Finding:
 ok, warn, fail = (partial(Finding, level) for level in ("ok", "warn", "fail"))
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A check for something that can be wrong.
 
     `needs`: the type of the facts that the check looks at.
@@ -40,7 +37,7 @@ class Check:
         found, subject = self.run(fact), f"{self.name} {getattr(fact, 'id', '')}".rstrip()
         async for one in found if isinstance(found, AsyncIterator) else _each(found):
             remedy = "" if one.level == "ok" else one.remedy or self.remedy
-            yield replace(one, subject=one.subject or subject, remedy=remedy)
+            yield one._replace(subject=one.subject or subject, remedy=remedy)
 
 
 async def _each(findings: Iterable[Finding]) -> AsyncIterator[Finding]:

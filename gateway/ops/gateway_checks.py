@@ -6,19 +6,19 @@ import asyncio
 import resource
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
+from gateway.errors import ApiError
 from gateway.http.room import FEWEST_FILES, too_few
 from gateway.model import launches
 from gateway.ops import traces
+from gateway.ops.admin_client import NOBODY, Unanswered, ask
 from gateway.ops.findings import Finding, fail, ok, warn
 from gateway.ports import why_taken
-from gateway.settings import ADMIN_SIDE, Config, ConfigError, admin_headers, admin_url, place_of
+from gateway.settings import Config, ConfigError
 from gateway.settings.warnings import find_warnings
 from replicas.cluster_api import Pods, PodsError
 from replicas.discovery import wanted
@@ -29,9 +29,11 @@ from replicas.ports import cannot_listen
 from replicas.replica import Address, parse_url
 from replicas.roles import BOTH
 
+if TYPE_CHECKING:
+    from cachemap.cluster.connect import RedisUrl
+
 ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
 NONE_RUNS = "none runs with these settings"  # the beginning of a finding, by which `doctor` recognizes it
-COMPARED = ("policy", "replica_url", "block_size")  # settings that a gateway's status shows
 PINGS = 20
 NEAR_SECONDS = 0.002  # the longest time that a decision waits for Redis
 # Part of a gateway's status -> the doctor's name for it, and what stays in use while its file cannot be used.
@@ -109,88 +111,76 @@ def unlaunchable(config: Config) -> Iterator[Finding]:
         yield from map(fail, error.placed(config.sources).splitlines())
 
 
-@dataclass
-class RedisServer:
-    """A server of the Redis that gateways share. `id`: its address if there are several servers, else ""."""
-
-    id: str
-    place: str  # without its password
-    version: str = ""
-    is_old: bool = False  # older than what gateways need
-    memory: int = 0  # maxmemory in bytes; 0: no limit
-    policy: str = ""  # maxmemory-policy
-    seconds: float = 0.0  # the median of its answers
-    refused: dict[str, str] = field(default_factory=dict)  # command of gateways -> why it is refused
-    unusable: str = ""  # why the fields above are not known, or ""
-
-
-async def redis_servers(url: str, deployment: str) -> AsyncIterator[RedisServer]:
-    """Ask each server of the Redis at `url` for its state, and try the commands that gateways use."""
-    from cachemap.cluster.connect import FAILURES, OLDEST, REFUSES, connect, describe, parse
+async def redis(config: Config) -> AsyncIterator[Finding]:
+    """Check each server of the Redis that gateways share."""
+    if config.settings.redis_url is None:
+        return
+    from cachemap.cluster.connect import FAILURES, describe, parse
     from cachemap.cluster.replies import NONSENSE, strange
 
-    whole = parse(url)
+    whole = parse(config.settings.redis_url)
     parts = [whole._replace(kind="single", hosts=[host]) for host in whole.hosts if whole.kind == "cluster"] or [whole]
     for part in parts:
-        client = connect(part)
-        server = RedisServer("{}:{}".format(*part.hosts[0]) if len(parts) > 1 else "", str(part))
+        subject = "redis {}:{}".format(*part.hosts[0]) if len(parts) > 1 else "redis"
         try:
-            info, times = await client.info(), []
-            server.version, server.memory = str(info.get("redis_version", "0")), int(info.get("maxmemory", 0))
-            server.policy = str(info.get("maxmemory_policy", "noeviction"))
-            server.is_old = tuple(int(part) for part in server.version.split(".")[:2]) < OLDEST
-            for _ in range(PINGS):
-                began = perf_counter()
-                await client.ping()
-                times.append(perf_counter() - began)
-            server.seconds = sorted(times)[PINGS // 2]
-            key, pipeline = f"hitherto:1:{deployment}:doctor:{secrets.token_hex(4)}", client.pipeline(transaction=False)
-            commands = [command.split() for command in REDIS_COMMANDS.split("; ")]
-            for words in commands:
-                pipeline.execute_command(*(key if word == "K" else word for word in words))
-            for words, answer in zip(commands, await pipeline.execute(raise_on_error=False), strict=True):
-                if isinstance(answer, Exception) and (said := describe(answer)).startswith(REFUSES):
-                    server.refused[words[0]] = said
-            if info.get("cluster_enabled") and part is whole:
-                server.unusable = "it is a Cluster; write redis+cluster:// in the URL"
+            findings = await _redis_server(part, config.settings.deployment, is_cluster=part is not whole)
         except (*FAILURES, *NONSENSE) as error:
-            server.unusable = describe(strange("INFO", error) if isinstance(error, NONSENSE) else error)
-        finally:
-            await client.aclose()
-        yield server
+            why = describe(strange("INFO", error) if isinstance(error, NONSENSE) else error)
+            remedy = (
+                "gateways go on alone until it answers; look at its address, password, TLS settings and its own log"
+            )
+            findings = [fail(f"{part} cannot be used: {why}", remedy)]
+        for one in findings:
+            yield one._replace(subject=subject)
 
 
-def redis(server: RedisServer) -> Iterator[Finding]:
-    """Check a server's version, eviction, latency and permissions."""
-    if server.unusable:
-        remedy = "gateways go on alone until it answers; look at its address, password, TLS settings and its own log"
-        yield fail(f"{server.place} cannot be used: {server.unusable}", remedy)
-        return
-    version, policy = server.version, server.policy
-    if server.is_old:
-        yield fail(f"{server.place} is Redis {version}", "run Redis 6.2 or later")
+async def _redis_server(part: RedisUrl, deployment: str, is_cluster: bool) -> list[Finding]:
+    """Return what is found of a server's version, eviction, latency and permissions. Raises what its client raises."""
+    from cachemap.cluster.connect import OLDEST, REFUSES, connect, describe
+
+    client, times, refused = connect(part), [], {}
+    try:
+        info = await client.info()
+        version, memory = str(info.get("redis_version", "0")), int(info.get("maxmemory", 0))
+        is_old = tuple(int(number) for number in version.split(".")[:2]) < OLDEST
+        for _ in range(PINGS):
+            began = perf_counter()
+            await client.ping()
+            times.append(perf_counter() - began)
+        key, pipeline = f"hitherto:1:{deployment}:doctor:{secrets.token_hex(4)}", client.pipeline(transaction=False)
+        commands = [command.split() for command in REDIS_COMMANDS.split("; ")]
+        for words in commands:
+            pipeline.execute_command(*(key if word == "K" else word for word in words))
+        for words, answer in zip(commands, await pipeline.execute(raise_on_error=False), strict=True):
+            if isinstance(answer, Exception) and (said := describe(answer)).startswith(REFUSES):
+                refused[words[0]] = said
+    finally:
+        await client.aclose()
+    if info.get("cluster_enabled") and not is_cluster:
+        return [fail(f"{part} cannot be used: it is a Cluster", "write redis+cluster:// in the URL")]
+    if is_old:
+        found = [fail(f"{part} is Redis {version}", "run Redis 6.2 or later")]
     else:
-        yield ok(f"{server.place} answers, Redis {version}")
-    if not server.memory or policy == "noeviction":
-        yield ok("drops nothing to save memory")
-    elif policy.startswith("volatile-"):
-        said = f"maxmemory-policy {policy}: what it drops is written again within a second or two; noeviction is calmer"
-        yield ok(said)
-    else:
+        found = [ok(f"{part} answers, Redis {version}")]
+    policy, median = str(info.get("maxmemory_policy", "noeviction")), sorted(times)[PINGS // 2]
+    if memory and policy != "noeviction" and not policy.startswith("volatile-"):  # volatile keys are written again
         said = "drops leases and loads at random, which makes gateways write by turns and count wrong"
         remedy = "set maxmemory-policy noeviction, and memory enough: 16 bytes a block and 1 kB a replica"
-        yield fail(f"maxmemory-policy {policy} {said}", remedy)
-    said = f"answers in {server.seconds * 1000:.2f} ms (median of {PINGS})"
-    if server.seconds > NEAR_SECONDS:
+        found.append(fail(f"maxmemory-policy {policy} {said}", remedy))
+    else:
+        found.append(ok("drops nothing that gateways do not write again within a second or two"))
+    said = f"answers in {median * 1000:.2f} ms (median of {PINGS})"
+    if median > NEAR_SECONDS:
         far = ": decisions wait 2 ms for it at most, so most are made by the local view"
-        yield warn(said + far, "put Redis nearer to the gateways")
+        found.append(warn(said + far, "put Redis nearer to the gateways"))
     else:
-        yield ok(said)
-    if server.refused:
+        found.append(ok(said))
+    if refused:
         remedy = "see the ACL that docs/scaling.md lists, and that the URL leads to a primary that takes writes"
-        yield fail(f"refuses {', '.join(server.refused)}: {next(iter(server.refused.values()))}", remedy)
+        found.append(fail(f"refuses {', '.join(refused)}: {next(iter(refused.values()))}", remedy))
     else:
-        yield ok("takes all commands of gateways")
+        found.append(ok("takes all commands of gateways"))
+    return found
 
 
 @dataclass
@@ -198,7 +188,7 @@ class PodSearch:
     """The pods that a cluster's API lists for `discover`; `error`: why it lists none."""
 
     discover: Discover
-    urls: list[str]
+    urls: list[str] = field(default_factory=list)
     complaints: set[str] = field(default_factory=set)  # why other pods are no replicas
     error: str = ""
 
@@ -208,17 +198,17 @@ async def find_pods(discover: Discover) -> PodSearch:
     try:
         found, complaints = wanted(discover, await Pods(discover, place(discover), lambda _: None).list())
     except PodsError as error:
-        return PodSearch(discover, [], error=str(error))
+        return PodSearch(discover, error=str(error))
     return PodSearch(discover, [url for url, _ in found.values()], complaints)
 
 
 def pods(search: PodSearch) -> Iterator[Finding]:
     """Report whether the API lists the pods, and which of them are replicas."""
     roles = Counter(parse_url(url).role for url in search.urls)
-    said = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
     if search.error:
         yield fail(search.error, "the gateway goes on with the replicas that it knows")
     elif search.urls:
+        said = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
         yield ok(f"{len(search.urls)} are replicas ({said})")
     else:
         remedy = "see discover.selector and discover.namespace; a pod needs an address"
@@ -229,49 +219,37 @@ def pods(search: PodSearch) -> Iterator[Finding]:
 
 @dataclass
 class Gateway:
-    """What answers at the admin port of these settings."""
+    """What answers at the admin side of a gateway. `is_named`: whether --admin named it, so that it has to run."""
 
     config: Config
+    side: str = ""  # the admin side's URL
+    is_named: bool = False
     status: dict[str, Any] = field(default_factory=dict)  # the running gateway's status; {} if none is known to run
     withheld: Finding | None = None  # why a gateway that may run does not give its status
-    other: str = ""  # what else answers at the port, in words; "" if nothing does
+    other: str = ""  # why no gateway's status is known otherwise, in words
 
     def entries(self, url: str) -> list[dict[str, Any]]:
         """Return the status's entries of the replicas behind this URL."""
         return [one for one in self.status.get("replicas", ()) if one.get("url") == url]
 
 
-async def find_gateway(config: Config) -> Gateway:
-    """Return the gateway that runs with these settings, as far as its admin port shows one."""
-    url, timeout = admin_url(config.settings), aiohttp.ClientTimeout(ADMIN_SECONDS)
+async def find_gateway(config: Config, side: str, is_named: bool = False) -> Gateway:
+    """Return the gateway whose admin side has this URL, as far as it shows one."""
+    gateway = Gateway(config, side, is_named)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(url + "/status", headers=admin_headers(config.settings)) as response,
-        ):
-            try:
-                status = await response.json()
-            except (aiohttp.ContentTypeError, ValueError):
-                status = None
-    except TimeoutError:
-        return Gateway(config, withheld=fail(
-            f"something holds the admin port {url.removeprefix('http://')} and does not answer within {ADMIN_SECONDS:g} s",
-            "if it is this gateway, it hangs: save `py-spy dump --pid PID` (`ss -ltnp` names the process), then restart it "
-            "(runbook HithertoGatewayDown); else stop what holds the port, or give another with --admin-port",
-        ))  # fmt: skip
-    except aiohttp.ClientConnectorError:
-        return Gateway(config)
-    except aiohttp.ClientError:
-        return Gateway(config, other="what is there is no gateway: it does not speak HTTP")
-    if isinstance(status, dict) and "replicas" in status and "policy" in status:
-        return Gateway(config, status)
-    if response.status in (401, 403) and ADMIN_SIDE in response.headers and isinstance(status, dict):
-        said = f"one runs, and its admin side refuses the doctor: {status['error']['message']}"
+        gateway.status = await asyncio.to_thread(ask, side, config, "GET", "/status", seconds=ADMIN_SECONDS)
+    except ConfigError as refused:
         remedy = "run the doctor with the --admin-token that the gateway was started with"
-        return Gateway(config, withheld=fail(said, remedy))
-    kind = "a gateway" if ADMIN_SIDE in response.headers else "another server, not a gateway,"
-    name = f" ({name[:60]})" if (name := response.headers.get("Server", "")) else ""
-    return Gateway(config, other=f"{kind} answers there with {response.status} to /status{name}")
+        gateway.withheld = fail(f"one runs, and refuses the doctor: {refused}", remedy)
+    except (ApiError, Unanswered) as error:
+        gateway.other = str(error)
+        if getattr(error, "hangs", False):
+            gateway.withheld = fail(
+                f"something holds the admin port {side.partition('://')[2]} and does not answer within {ADMIN_SECONDS:g} s",
+                "if it is this gateway, it hangs: save `py-spy dump --pid PID` (`ss -ltnp` names the process), then restart it "
+                "(runbook HithertoGatewayDown); else stop what holds the port, or give another with --admin-port",
+            )
+    return gateway
 
 
 def open_files(gateway: Gateway) -> Iterator[Finding]:
@@ -285,26 +263,27 @@ def open_files(gateway: Gateway) -> Iterator[Finding]:
 
 
 def ports_taken(gateway: Gateway) -> Iterator[Finding]:
-    """Check whether a gateway could listen on its ports, unless one runs already."""
-    for setting in () if gateway.status or gateway.withheld else ("port", "admin_port"):
+    """Check whether a gateway could listen on its ports, unless one runs already, or has to run elsewhere."""
+    known = gateway.status or gateway.withheld or gateway.is_named
+    for setting in () if known else ("port", "admin_port"):
         names = (setting, setting.replace("port", "host"))
         port, host = (getattr(gateway.config.settings, name) for name in names)
         if wrong := why_taken(host, port):
             flags = [f"--{name.replace('_', '-')}" for name in names]
             what, _, remedy = cannot_listen(host, port, wrong, *flags).partition(". ")
-            if setting == "admin_port" and gateway.other:
+            if setting == "admin_port" and gateway.other != NOBODY:
                 what += f"; {gateway.other}"
             yield fail(what, remedy[0].lower() + remedy[1:], setting)
 
 
 def running(gateway: Gateway) -> Iterator[Finding]:
     """Report whether a gateway runs and is ready."""
-    status, there = gateway.status, gateway.other or "nothing listens there"
+    status = gateway.status
     if gateway.withheld is not None:
         yield gateway.withheld
     elif not status:
         remedy = "start it with `hitherto serve` and these settings; if one should run, its log says why it ended"
-        yield warn(f"{NONE_RUNS} at {admin_url(gateway.config.settings)} ({there})", remedy)
+        yield (fail if gateway.is_named else warn)(f"{NONE_RUNS} at {gateway.side} ({gateway.other})", remedy)
     elif status["ready"]:
         yield ok(f"runs, ready, policy {status['policy']}")
     else:
@@ -356,65 +335,11 @@ def refused_requests(gateway: Gateway) -> Iterator[Finding]:
         yield warn(said, remedy, f"tenant {one['tenant']}"[:60])
 
 
-def variants(gateway: Gateway) -> Iterator[Finding]:
-    """Report each model whose replicas differ in folder, block size or version, as the running gateway sees it."""
-    spaces = [space for space in gateway.status.get("spaces", ()) if space["variants"] > 1]
-    roles = {one["id"]: one.get("role", BOTH) for one in gateway.status.get("replicas", ())}
-    for name in sorted({name for space in spaces for name in space["models"]}):
-        own = [one for one in spaces if name in one["models"]]
-        told = [f"{', '.join(one['replicas'])} (blocks of {one['block_size']}, {one['directory'] or 'no files'}, "
-                f"version {', '.join(one['versions']) or 'unknown'})" for one in own]  # fmt: skip
-        said = f"the gateway tells {len(told)} apart: {' | '.join(told)}"
-        if len(told) > 2:
-            said += "; prompts are prepared for two of them, the replicas of the others are chosen by load alone"
-        if any(roles.get(id, BOTH) != BOTH for one in own for id in one["replicas"]):
-            said += "; both legs of a request use replicas of one variant"
-            said += ", and variants that prompts are not prepared for get no legs" if len(told) > 2 else ""
-        if gateway.config.settings.continue_streams != "never":
-            said += "; a stream that breaks off is resumed by a replica of its own variant alone"
-        yield warn(said, subject=f"variants {name}"[:60])
-
-
-def other_settings(gateway: Gateway) -> Iterator[Finding]:
-    """Report the settings given here for which the running gateway has other values."""
-    if gateway.status and (given := not_in_force(gateway.config, gateway.status)):
-        yield warn(f"the gateway runs {do_not_count(given)}")
-
-
-def not_in_force(config: Config, status: Mapping[str, Any]) -> list[str]:
-    """Return the settings given here for which the running gateway has other values, as far as its status shows them.
-
-    Each is written as it was given, such as `--policy least_time`.
-    """
-    settings, found = config.settings, list[tuple[str, ...]]()
-    if config.sources["policy"] != "default" and status.get("policy", settings.policy) != settings.policy:
-        found.append(("policy", settings.policy))
-    known = {one.get("url") for one in status.get("replicas", ())}
-    others = [url for url in settings.replica_url if parse_url(url).url not in known]
-    if others and "replicas" in status:
-        found.append(("replica_url", *others))
-    sizes = {one.get("block_size") for one in status.get("spaces", ())}
-    if settings.block_size is not None and sizes - {settings.block_size}:  # a given size holds for all models
-        found.append(("block_size", str(settings.block_size)))
-    return [" ".join((place_of(name, config.sources).removeprefix("flag "), *values)) for name, *values in found]
-
-
-def do_not_count(given: Sequence[str]) -> str:
-    """Return the end of a sentence about given settings that have no effect, as the running gateway has its own."""
-    *others, last = given
-    named = f"{', '.join(others)} and {last} do" if others else f"{last} does"
-    return f"with its own settings: {named} not count"
-
-
 def known_to(gateway: Gateway) -> list[Address]:
-    """Return the engines of the running gateway, with their roles and the sources of events that it follows.
-
-    Engines of older versions do not report their source, which then stands in the gateway's settings alone.
-    """
+    """Return the engines of the running gateway, with their roles and the sources of events that it follows."""
     found: dict[str, Address] = {}
     for one in gateway.status.get("replicas", ()):
-        source = one.get("event_source") if not one.get("rank") else None
-        way = one.get("transfer")
+        source, way = one.get("event_source") if not one.get("rank") else None, one.get("transfer")
         address = parse_url(one["url"])._replace(
             source=EventSource(**source) if source else None,
             role=one.get("role") or BOTH,

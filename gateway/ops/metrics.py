@@ -25,9 +25,11 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import accumulate, chain, product
 from operator import contains, itemgetter
 from time import perf_counter
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 
@@ -142,26 +144,43 @@ Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
 Key = str | tuple[str, ...]  # key of a series: the values of its labels, or the value of a histogram's only label
 
 
-class Counter:
+class Metric:
+    """A metric: its name, its help text, and its series by the values of their labels."""
+
+    __slots__ = ("name", "help", "labels", "values")
+
+    def __init__(self, help: str, labels: tuple[str, ...]) -> None:
+        self.name, self.help, self.labels = "", help, labels
+        self.values: dict[Any, Any] = {}
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def forget(self, label: str, value: str) -> None:
+        """Drop the series with this value of a label."""
+        if label in self.labels:
+            at = self.labels.index(label)
+            for key in [key for key in self.values if labels_of(key)[at] == value]:
+                del self.values[key]
+
+
+def labels_of(key: Key) -> tuple[str, ...]:
+    """Return the values of a series' labels in their order."""
+    return (key,) if isinstance(key, str) else key
+
+
+class Counter(Metric):
     """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`.
 
     Each label is given with the values it can have, as far as they are known beforehand.
     """
 
-    __slots__ = ("name", "help", "labels", "known", "values")
+    __slots__ = ("known",)
 
     def __init__(self, help: str, **labels: Collection[str]) -> None:
-        self.name, self.help, self.labels, self.known = "", help, tuple(labels), labels
+        super().__init__(help, tuple(labels))
+        self.known = labels
         self.values: defaultdict[tuple[str, ...], float] = defaultdict(int)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def empty(self) -> Counter:
-        """Return the same metric with nothing counted."""
-        made = Counter(self.help, **self.known)
-        made.name = self.name
-        return made
 
     def inc(self, *labels: str, by: float = 1) -> None:
         self.values[labels] += by
@@ -185,100 +204,69 @@ class Counter:
                 sums[key[at]] = sums.get(key[at], 0) + number
         return sums
 
-    def values_of(self, key: Key) -> tuple[str, ...]:
-        """Return the values of a series' labels in their order."""
-        return (key,) if isinstance(key, str) else key
-
-    def forget(self, label: str, value: str) -> None:
-        if label in self.labels:
-            at = self.labels.index(label)
-            for key in [key for key in self.values if key[at] == value]:
-                del self.values[key]
-
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Yield the metric's part of the page. `known`: values of labels for which the metric itself states none."""
-        return _lines(self.name, "counter", self.help, self.labels, self._series(known))
-
-    def _series(self, known: Mapping[str, Collection[str]]) -> Iterator[tuple[tuple[str, ...], float]]:
         expected = [dict.fromkeys(values or known.get(label, ())) for label, values in self.known.items()]
-        values, others = self.values, [key for key in self.values if not all(map(contains, expected, key))]
-        for key in chain(product(*expected), others):
-            yield key, values.get(key, 0)
+        others = [key for key in self.values if not all(map(contains, expected, key))]
+        series = ((key, self.values.get(key, 0)) for key in chain(product(*expected), others))
+        return _lines(self.name, "counter", self.help, self.labels, series)
 
 
-class Histogram:
+class Histogram(Metric):
     """A distribution per value of its label, `observe("r1", 0.25)`, or per combination of several labels' values.
 
     A combination is a tuple: `observe(("premium", "m"), 0.25)`. Buckets are upper bounds, inclusive. `known`: the
     values that a single label can have, as far as they are known beforehand.
     """
 
-    __slots__ = ("name", "help", "label", "labels", "bounds", "known", "series")
+    __slots__ = ("label", "bounds", "known")
 
     def __init__(
         self, help: str, label: str | tuple[str, ...], bounds: tuple[float, ...], known: Collection[str] = ()
     ) -> None:
-        self.name, self.help, self.label, self.bounds, self.known = "", help, label, bounds, known
-        self.labels = (label,) if isinstance(label, str) else label
-        self.series: dict[Key, list[float]] = {}  # count per bucket, count above the last bound, sum
+        super().__init__(help, labels_of(label))
+        self.label, self.bounds, self.known = label, bounds, known
+        self.values: dict[Key, list[float]] = {}  # count per bucket, count above the last bound, sum
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+    @property
+    def series(self) -> dict[Key, list[float]]:
+        return self.values
 
     def split(self, at: Iterable[float]) -> None:
         """Add these values as bounds of buckets, so that observations above and below them are counted exactly.
 
         To be called before anything is observed.
         """
-        assert not self.series
+        assert not self.values
         self.bounds = tuple(sorted({*self.bounds, *at}))
-
-    def empty(self) -> Histogram:
-        """Return the same metric with nothing counted."""
-        made = Histogram(self.help, self.label, self.bounds, self.known)
-        made.name = self.name
-        return made
 
     def observe(self, key: Key, number: float) -> None:
         """Add one observation to a series."""
         try:
-            counts = self.series[key]
+            counts = self.values[key]
         except KeyError:
-            counts = self.series[key] = [0] * (len(self.bounds) + 2)
+            counts = self.values[key] = [0] * (len(self.bounds) + 2)
         counts[bisect_left(self.bounds, number)] += 1
         counts[-1] += number
 
     def observe_mean(self, key: Key, total: float, count: int) -> None:
         """Add `count` observations of which only the sum, `total`, is known."""
-        try:
-            counts = self.series[key]
-        except KeyError:
-            counts = self.series[key] = [0] * (len(self.bounds) + 2)
+        counts = self.values.get(key) or self.values.setdefault(key, [0] * (len(self.bounds) + 2))
         counts[bisect_left(self.bounds, total / count)] += count
         counts[-1] += total
 
     def count(self, key: Key) -> int:
-        return int(sum(self.series.get(key, (0,))[:-1]))
+        return int(sum(self.values.get(key, (0,))[:-1]))
 
     def mean(self, key: Key) -> float | None:
         """Return the mean of a series, or None if nothing was observed."""
         count = self.count(key)
-        return self.series[key][-1] / count if count else None
+        return self.values[key][-1] / count if count else None
 
     def quantile(self, share: float, key: Key | None = None) -> float | None:
         """Estimate the value below which this share lies, of one series or of all together; None without data."""
-        chosen = list(self.series.values()) if key is None else [self.series[key]] if key in self.series else []
+        chosen = list(self.values.values()) if key is None else [self.values[key]] if key in self.values else []
         return quantile(self.bounds, [sum(column) for column in zip(*chosen, strict=True)][:-1], share)
-
-    def values_of(self, key: Key) -> tuple[str, ...]:
-        """Return the values of a series' labels in their order."""
-        return (key,) if isinstance(key, str) else key
-
-    def forget(self, label: str, value: str) -> None:
-        if label in self.labels:
-            at = self.labels.index(label)
-            for key in [key for key in self.series if self.values_of(key)[at] == value]:
-                del self.series[key]
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Yield the metric's part of the page, each series in one piece, so that its lines are of one moment.
@@ -290,8 +278,8 @@ class Histogram:
         yield _head(name, "histogram", self.help)
         expected = product(*([self.known] if self.known else [known.get(label, ()) for label in self.labels]))
         keys: Iterable[Key] = expected if self.label is self.labels else chain.from_iterable(expected)
-        for key, counts in (dict.fromkeys(keys, nothing) | self.series).items():
-            pairs = zip(self.labels, self.values_of(key), strict=True)
+        for key, counts in (dict.fromkeys(keys, nothing) | self.values).items():
+            pairs = zip(self.labels, labels_of(key), strict=True)
             told = ",".join([f'{label}="{_escaped(value)}"' for label, value in pairs])
             labels, more = f"{{{told}}}" if told else "", f",{told}" if told else ""
             running = list(accumulate(map(float, counts[:-1])))
@@ -436,8 +424,9 @@ class Metrics:
         """
         self._known = dict(known)
         for name, metric in vars(Metrics).items():
-            if isinstance(metric, Counter | Histogram):
-                setattr(self, name, metric.empty())
+            if isinstance(metric, Metric):
+                setattr(self, name, made := copy(metric))
+                made.values = metric.values.copy()
         self._readers: list[Callable[[], Reading]] = []
         # Called before counts are read, so that counters kept in another thread deliver what is new.
         self.before_reading: list[Callable[[], None]] = []
@@ -447,8 +436,8 @@ class Metrics:
         ProcessCollector(registry=self._process)
         GCCollector(registry=self._process)
 
-    def all(self) -> Iterator[Counter | Histogram]:
-        return (value for value in vars(self).values() if isinstance(value, Counter | Histogram))
+    def all(self) -> Iterator[Any]:
+        return (value for value in vars(self).values() if isinstance(value, Metric))
 
     def know(self, label: str, values: Collection[str]) -> None:
         """Set the collection that holds a label's values at the time of a scrape."""
@@ -466,13 +455,7 @@ class Metrics:
     def counts(self) -> dict[str, list]:
         """Return all counts with their labels, to be passed to `add` in another process."""
         self._prepare_reading()
-        found = {}
-        for name, metric in vars(self).items():
-            if isinstance(metric, Counter):
-                found[name] = [[key, number] for key, number in metric.values.items()]
-            elif isinstance(metric, Histogram):
-                found[name] = [[key, numbers] for key, numbers in metric.series.items()]
-        return found
+        return {metric.name: [*map(list, metric.values.items())] for metric in self.all()}
 
     def add(self, counts: Mapping[str, list]) -> None:
         """Add the counts of another process, as `counts` returned them."""
@@ -483,8 +466,8 @@ class Metrics:
                     metric.inc(*key, by=by)
                 else:
                     key = key if isinstance(key, str) else tuple(key)
-                    before = metric.series.get(key)
-                    metric.series[key] = by if before is None else [a + b for a, b in zip(before, by, strict=True)]
+                    before = metric.values.get(key)
+                    metric.values[key] = by if before is None else [a + b for a, b in zip(before, by, strict=True)]
 
     def _prepare_reading(self) -> None:
         for prepare in self.before_reading:
@@ -532,11 +515,7 @@ def lines(reading: Reading) -> Iterator[str]:
     """Yield the lines of the page for values that a reader returned, whose names are in READ."""
     for name, numbers in reading.items():
         kind, help, labels = READ[name]
-        series = (
-            (((key,) if isinstance(key, str) else key, number) for key, number in numbers.items())
-            if labels
-            else [((), numbers)]
-        )
+        series = ((labels_of(key), number) for key, number in (numbers.items() if labels else [((), numbers)]))
         yield from _lines(name, kind, help, labels, series)
 
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from gateway.model import folder_here, model_dir
-from gateway.ops.event_ports import EventPorts
 from gateway.ops.findings import Finding, fail, ok, warn
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.report import template_report
@@ -31,7 +24,6 @@ from replicas.roles import BOTH, REMEDY, SPEAK_ALIKE, lacks, unlike
 from replicas.served import base_names, count_models, marks
 from replicas.tls import context_for
 
-SKEW_SECONDS = 2.0  # Date headers have whole seconds
 ENDING = (State.LEAVING, State.DRAINING)
 NOT_IN_USE = {*State} - {*TAKES_TRAFFIC}
 KEPT_OUT = NOT_IN_USE - {State.STOPPED}  # states in which the gateway sends an engine nothing new
@@ -47,12 +39,11 @@ class Engine:
     settings: Settings
     address: Address
     known: Sequence[Mapping[str, Any]]
-    ports: EventPorts
     facts: Facts = field(default_factory=Facts)
 
     def __post_init__(self) -> None:
-        tls, headers = context_for(self.address.url, self.settings.replica_ca), bearer(read_engine_key(self.settings))
-        self.way = Access(self.address.url, self.address.host, tls, self.address.source, headers)
+        self.tls, self.key = context_for(self.address.url, self.settings.replica_ca), read_engine_key(self.settings)
+        self.way = Access(self.address.url, self.address.host, self.tls, self.address.source, bearer(self.key))
 
     @property
     def id(self) -> str:
@@ -72,11 +63,6 @@ class Engine:
         self.facts = await self.way.find(PROBE_SECONDS)
         if self.facts.serving:
             self.address = self.address._replace(source=self.way.events)
-            self.ports.add(self.host, self.facts.events(self.way.events))
-
-    @property
-    def host(self) -> str:
-        return self.way.address or self.address.host
 
     @property
     def name(self) -> Name:
@@ -85,21 +71,18 @@ class Engine:
 
     @property
     def replicas(self) -> list[Replica]:
-        """The engine's replicas, one for each data-parallel rank."""
-        return described(self.address, self.facts)
+        """The engine's replicas, one for each data-parallel rank, as a gateway would ask them."""
+        found = described(self.address, self.facts)
+        for one in found:
+            one.address, one.tls, one.key = self.way.address, self.tls, self.key
+        return found
 
     @cached_property
     def problems(self) -> dict[str, Problem]:
-        """What hinders a gateway, as the engine reports of itself, by subject.
-
-        The remedies suit the other engines of its host.
-        """
+        """What hinders a gateway, as the engine reports of itself, by subject."""
         facts, source = self.facts, self.address.source
-        ranks = len(facts.engines)
-        found = problems_of(facts, source, facts.events(source))
-        found = {name: self.ports.remedy(one, self.address.url, self.host, ranks) for name, one in found.items()}
         more = {"name": self.way.problem, "block size": facts.unfit(self.settings.block_size, source)}
-        return found | {name: one for name, one in more.items() if one}
+        return problems_of(facts, source, facts.events(source)) | {name: one for name, one in more.items() if one}
 
 
 def replica(engine: Engine) -> Iterator[Finding]:
@@ -109,12 +92,10 @@ def replica(engine: Engine) -> Iterator[Finding]:
         if state in KEPT_OUT:
             said, level = f"the gateway calls it {state}: {one['reason']}", warn if state in ENDING else fail
             yield level(said, f"{_remedy_of_kept_out(one)}; its other checks are skipped", subject)
-        elif state == "stopped":
-            seconds = one["since_seconds"]
-            since = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        elif state == State.STOPPED:
             token = " --admin-token @FILE" if admin_headers(engine.settings) else ""
             command = f"hitherto replicas add {one['url']} --admin {admin_url(engine.settings)}{token}"
-            yield warn(f"{one['reason']}, {since} ago: {DRAINED}", command, subject)
+            yield warn(f"{one['reason']}, {one['since_seconds']:.0f} s ago: {DRAINED}", command, subject)
     facts = engine.facts
     if engine.is_left_out:
         return
@@ -180,20 +161,6 @@ def _by_weight(what: str, remedy: str, subject: str) -> Finding:
     return (fail if any(one in what for one in CACHE_UNUSED) else warn)(what, remedy, subject)
 
 
-async def event_ports(engine: Engine) -> AsyncIterator[Finding]:
-    """Look for a process that occupies the event ports of an engine which serves nothing."""
-    if engine.facts.fault in ("connect", "refused") and (
-        held := await engine.ports.held(engine.address.source, engine.host)
-    ):
-        which = " or ".join(f"sport = :{port}" for port in held)
-        yield warn(
-            f"nothing serves there, but {', '.join(map(str, held))} of {engine.host} {'is' if len(held) == 1 else 'are'} taken, and "
-            "by no engine that answers here: a server that was killed leaves the process behind that computes for it (EngineCore), "
-            "with these ports and its GPU memory, and no new one can start",
-            f"on that machine: ss -ltnp '{which}' names it; if it is one, kill -9 its PID, and start the engine again",
-        )
-
-
 @dataclass
 class Engines:
     """All engines that serve.
@@ -249,29 +216,6 @@ def duplicates(engines: Engines) -> Iterator[Finding]:
         if one.id not in reported and problem is not None:
             yield warn(problem.what, problem.remedy, f"twice {one.id}"[:60])
             reported.update(others)
-
-
-async def clocks(engines: Engines) -> AsyncIterator[Finding]:
-    """Compare the replicas' Date headers with this machine's clock."""
-    ways = {one.id: one.way for one in engines.serving}
-    found = zip(ways, await asyncio.gather(*map(_skew, ways.values())), strict=True)
-    skews = {id: skew for id, skew in found if skew is not None}
-    wrong = ", ".join(f"{id} by {skew:.0f} s" for id, skew in skews.items() if skew > SKEW_SECONDS)
-    if wrong:
-        yield warn(f"differs from the replicas' clocks: {wrong}")
-    elif ways:
-        alike = f"agrees with {len(skews)} of {len(ways)} replicas"
-        yield ok(alike if skews else "no replica tells the time; nothing to compare")
-
-
-async def _skew(way: Access) -> float | None:
-    """Return by how many seconds at least the replica's clock is off; None if it does not report the time."""
-    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
-        before, timeout = time.time(), aiohttp.ClientTimeout(5)
-        async with way.session.get(way.url + "/health", timeout=timeout, allow_redirects=False) as response:
-            then = parsedate_to_datetime(response.headers["Date"]).timestamp()
-        return max(then - time.time(), before - then - 1, 0.0)  # the header is cut to whole seconds
-    return None
 
 
 @dataclass
@@ -357,12 +301,11 @@ def roles(model: Model) -> Iterator[Finding]:
     own = [one.role for one in ones]
     if set(own) == {BOTH}:
         return
-    if what := lacks(set(own)):
-        yield fail(f"of {model.names}: {what}", REMEDY)
-        return
-    if what := unlike((one.role, None if one.transfer is None else one.transfer.name) for one in ones):
-        yield fail(f"of {model.names}: {what}", SPEAK_ALIKE)
-        return
+    names = ((one.role, None if one.transfer is None else one.transfer.name) for one in ones)
+    for what, remedy in ((lacks(set(own)), REMEDY), (unlike(names), SPEAK_ALIKE)):
+        if what:
+            yield fail(f"of {model.names}: {what}", remedy)
+            return
     found, pairs, untold = [], 0, dict[str, None]()
     for way in dict.fromkeys(one.transfer for one in ones if one.transfer is not None):
         alike = [one for one in ones if one.transfer is way]
@@ -370,14 +313,15 @@ def roles(model: Model) -> Iterator[Finding]:
         found += pairing.complaints(*sides, way)
         untold |= {name: None for name in way.compares if any(getattr(one.traits, name) is None for one in alike)}
         pairs += sum(bool(first and second) for first, second in pairing.groups(*sides, way))
-    counted = f"{', '.join(f'{own.count(role)} {role}' for role in sorted(set(own)))} of {model.names}"
+    said = f"{', '.join(f'{own.count(role)} {role}' for role in sorted(set(own)))} of {model.names}"
     if found:
-        none = f"no pair of {model.names} is left, so no prompt is computed on one replica and answered by another"
+        if not pairs:
+            said = f"no pair of {model.names} is left, so no prompt is computed on one replica and answered by another"
         remedies = [one.lacking.dialect.remedies.transfer if one.lacking else pairing.REMEDY for one in found]
-        said = f"{counted if pairs else none}: {'; '.join(one.text for one in found)}"
+        said = f"{said}: {'; '.join(one.text for one in found)}"
         yield (warn if pairs else fail)(said, "; ".join(dict.fromkeys(remedies)))
         return
-    said = f"{counted}: prompts can be computed on one replica and answered by another"
+    said += ": prompts can be computed on one replica and answered by another"
     if untold:
         said += f", as far as they tell: not {', '.join(untold)}, which have to be alike as well; the transfer below tries that"
     yield ok(said)
@@ -433,28 +377,21 @@ def by_files(settings: Settings, engines: list[Engine]) -> list[list[Engine]]:
     return [first + strangers, *others]
 
 
-def model_folder(files: ModelFiles) -> Iterator[Finding]:
-    """Report where the model's files are."""
-    if files.directory is None:
-        yield fail(f"prompts would be matched as text, not as tokens: {files.unusable}")
-    else:
-        yield ok(f"{files.served}, tokenizer and template from {files.directory}")
-
-
 def tokenizer(files: ModelFiles) -> Iterator[Finding]:
-    """Check that the tokenizer can be read, and how fast it is."""
+    """Check that the model's files are there, that its tokenizer can be read, and how fast it is."""
+    if files.directory is None:
+        yield fail(f"prompts would be matched as text, not as tokens: {files.unusable}", subject="model")
+        return
+    yield ok(f"{files.served}, tokenizer and template from {files.directory}", subject="model")
     if files.pipeline is None:
-        if files.directory is not None:
-            yield fail(files.unusable, "give --model a folder that holds the model's tokenizer.json")
+        yield fail(files.unusable, "give --model a folder that holds the model's tokenizer.json")
     elif (own := files.pipeline.tokenizer) is None:
         remedy = "nothing to mend if the engine reads this model without tokenizer.json; else give --model a folder that has one"
         yield warn(f"{files.pipeline.template_error}: prompts are matched as text", remedy)
     else:
-        text, begun = " ".join(WORDS * 70)[:8192], time.perf_counter()
-        count = len(own.encode(text)) // 4
-        took = f"{own.backend}, 8 kB in {1e3 * (time.perf_counter() - begun):.2f} ms, {count} tokens"
-        slow = warn(f"{took}: fastokens cannot load this one", "it works, at about 40 times the cost for each prompt")
-        yield ok(took) if own.backend == "fastokens" else slow
+        slow = f"read by {own.backend}: fastokens cannot load this one"
+        remedy = "it works, at about 40 times the cost for each prompt"
+        yield ok("read by fastokens") if own.backend == "fastokens" else warn(slow, remedy)
 
 
 def exactness(files: ModelFiles) -> Iterator[Finding]:
@@ -464,20 +401,14 @@ def exactness(files: ModelFiles) -> Iterator[Finding]:
     doubt, reading = pipeline.inexact(), pipeline.reading
     if reading is not None and doubt:
         said = f"{doubt}: prompts are matched as text unless the engine's own tokens decide it"
-        remedy = "let the gateway ask the engine's /tokenize; the replica's line below says what it answered"
-        yield warn(said, remedy, "tokenizer files")
-    elif reading is not None and reading.rebuilt:
-        said = f"transformers does not use tokenizer.json as it is: it is {reading.how}, here too"
-        yield ok(said, subject="tokenizer files")
+        yield warn(said, "let the gateway ask the engine's /tokenize; the replica's line below says what it answered")
     if not doubt and not pipeline.must_be_shown and (why := pipeline.inexact_chat()):
         yield warn(f"{why}: they are matched as text", "run a newer version of the engine", "chats")
-    if pipeline.media.family is not None:
-        said = "images that are written in a request are exact; what is at a URL, sound and video are so up to where they begin"
-        yield ok(said, subject="media")
-    elif pipeline.takes_media:
+    if pipeline.takes_media and pipeline.media.family is None:
         said = "the model takes more than text: prompts with media are exact up to the first item, and by text from there on"
-        remedy = "nothing to mend; hitherto_media_prompts_total counts them, hitherto explain shows one"
-        yield warn(said, remedy, "media")
+        yield warn(
+            said, "nothing to mend; hitherto_media_prompts_total counts them, hitherto explain shows one", "media"
+        )
 
 
 def chat_template(files: ModelFiles) -> Iterator[Finding]:
@@ -489,16 +420,18 @@ def chat_template(files: ModelFiles) -> Iterator[Finding]:
         remedy = "give --chat-template the file the engines were started with"
         yield fail(f"a plain conversation cannot be rendered: {report.refused}", remedy)
         return
-    jinja = f"by Jinja each time ({report.not_compiled})" if report.not_compiled else ""
-    cuts = f"known prefixes end at any of {report.cuts} special tokens"
-    reuse = cuts if report.cuts else "nothing of a prompt is reused"
-    yield ok(f"renders {jinja or 'compiled, and checked against Jinja'}; {reuse}")
-    what, when = "time", "the time of the day in some conversations: their cache ends there"
-    if not report.prints_time:
-        what, when = "date", "the date: every cached prefix is new after midnight"
+    how = (
+        f"by Jinja each time ({report.not_compiled})" if report.not_compiled else "compiled, and checked against Jinja"
+    )
+    reuse = (
+        f"known prefixes end at any of {report.cuts} special tokens" if report.cuts else "nothing of a prompt is reused"
+    )
+    yield ok(f"renders {how}; {reuse}")
     if report.prints_time or report.prints_date:
+        what = "time" if report.prints_time else "date"
+        said = f"the template prints the {what} in some conversations: their cache ends where it changes"
         remedy = f"nothing to mend in the gateway; a template without the {what} would keep its cache"
-        yield warn(f"the template prints {when}", remedy, f"{what} in the prompt")
+        yield warn(said, remedy, f"{what} in the prompt")
     for turn in report.turns:
         name = "turn by turn" if turn.what == "plain" else f"turns {turn.what}"
         kept = f"the second turn keeps only {turn.kept} of the first one's {turn.total} tokens"

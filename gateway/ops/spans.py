@@ -144,10 +144,7 @@ class Spans:
 
 
 class _Seldom(logging.Handler):
-    """A handler that logs each message of the SDK once a minute.
-
-    While a collector is down, the SDK repeats the same message for every batch.
-    """
+    """A handler that logs each message of the SDK once in QUIET_SECONDS, as it repeats one for every lost batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,13 +158,8 @@ class _Seldom(logging.Handler):
             return
         self._quiet_until[what] = now + QUIET_SECONDS
         more = self._untold.pop(what, 0)
-        log.log(
-            record.levelno,
-            "%s%s",
-            record.getMessage(),
-            f" ({more} more like it in the last {QUIET_SECONDS:g} s)" if more else "",
-            exc_info=record.exc_info,
-        )
+        said = record.getMessage() + (f" ({more} more like it in the last {QUIET_SECONDS:g} s)" if more else "")
+        log.log(record.levelno, "%s", said, exc_info=record.exc_info)
 
 
 class _Kept(logging.Handler):
@@ -189,8 +181,7 @@ def _hear(handler: logging.Handler) -> None:
 
 def refusal(seconds: float) -> str:
     """Send an empty export to the receiver, and return the exporter's error, or "". Blocks up to `seconds`."""
-    kept = _Kept()
-    _hear(kept)
+    _hear(kept := _Kept())
     exporter = OTLPSpanExporter(timeout=seconds)
     taken = exporter.export(()) is SpanExportResult.SUCCESS
     exporter.shutdown()

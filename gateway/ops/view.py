@@ -42,6 +42,11 @@ _EVENT_COUNTS = {
     "event_gaps": "gaps",
     "event_batches_replayed": "replayed",
 }
+# Attributes of a replica that its entry in a status has as they are.
+_COPIED = ("id", "rank", "role", "spill", "url", "reason", "managed", "pid", "restarts", "version", "required_model",
+           "num_blocks", "max_model_len", "tokenizer", "takes_ids")  # fmt: skip
+# Counters of tokens, of which a status has the sums.
+_TOKENS = ("prompt_tokens", "predicted_cached_tokens", "reported_prompt_tokens", "reported_cached_tokens")
 MOST_REFUSED = 10  # tenants listed in a status
 _SCRAPED = {
     "replica_waiting_requests": "waiting",
@@ -109,7 +114,9 @@ class View:
     def status(self) -> dict[str, Any]:
         """Return the state as JSON data, for `GET /status`."""
         metrics, why_not, stats = self.metrics, self.why_not_ready(), self.cachemap.stats()
-        numbers = counted_of(metrics, self.replicas)
+        numbers, keys = counted_of(metrics, self.replicas), None
+        if self.keys is not None and self.metering is not None:
+            keys = {**self.keys.status(), "limits": self.metering.status()}
         replicas = [{**self._replica(one, stats["slots"]), **numbers[one.id]} for one in self.replicas.values()]
         return {
             "version": __version__,
@@ -133,7 +140,7 @@ class View:
                 **self._sharing(),
             },
             "control": self.control.status() if self.control is not None else None,
-            "api_keys": self._keys(),
+            "api_keys": keys,
             "tls": self.certificate.status() if self.certificate is not None else None,
             "discovery": self.discovery.to_dict() if self.discovery is not None else None,
             "background_failures": self.background.recent() if self.background else {},
@@ -153,46 +160,28 @@ class View:
 
     def _replica(self, replica: Replica, blocks: Mapping[int, int]) -> dict[str, Any]:
         load, intake = self._load(replica.id), self._intake(replica)
-        scrape = replica.scrape
         return {
-            "id": replica.id,
-            "rank": replica.rank,
-            "role": replica.role,
-            "spill": replica.spill,
+            **{name: getattr(replica, name) for name in _COPIED},
+            **{name: getattr(replica.scrape, name, None) for name in ("running", "waiting", "kv_usage")},
+            **{name: getattr(load, name) for name in ("prefill_tokens", "context_tokens")},
+            "inflight": load.requests,
             "transfer": replica.transfer.id if replica.transfer is not None else None,
             "bootstrap": replica.bootstrap or None,
             "peer": replica.peer or None,
-            "url": replica.url,
             "address": replica.address or None,
             "state": str(replica.state),
-            "reason": replica.reason,
             "fault": replica.fault or None,
             "since_seconds": round(time.monotonic() - replica.since, 3),
-            "managed": replica.managed,
-            "pid": replica.pid,
-            "restarts": replica.restarts,
-            "version": replica.version,
             "models": list(replica.models),
-            "required_model": replica.required_model,
             "served_models": sorted(self.served_by(replica.id) or replica.models),
             "adapters": {name: parent for name, parent in replica.models.items() if parent},
             "block_size": replica.stored_size or replica.block_size,
-            "num_blocks": replica.num_blocks,
-            "max_model_len": replica.max_model_len,
             "problems": [
                 *replica.problems,
                 *_seen(replica, intake, self.settings.block_size),
                 *self._of_template(replica),
             ],
             "slow": self.slow(replica.id),
-            "tokenizer": replica.tokenizer,
-            "takes_ids": replica.takes_ids,
-            "inflight": load.requests,
-            "prefill_tokens": load.prefill_tokens,
-            "context_tokens": load.context_tokens,
-            "running": scrape.running if scrape else None,
-            "waiting": scrape.waiting if scrape else None,
-            "kv_usage": scrape.kv_usage if scrape else None,
             "events": intake.state if intake else "off",
             "event_source": replica.events._asdict() if replica.events is not None else None,
             "events_reason": intake.reason if intake else _why_no_events(replica),
@@ -247,32 +236,24 @@ class View:
             "policy_failures": self.policies.counts if self.policies else {},
             **self._shared_reading(),
         }
-        for name, field in _SCRAPED.items():
-            reading[name] = self._scraped(field)
+        for (
+            name,
+            field,
+        ) in _SCRAPED.items():  # an engine that does not report a figure has no sample, rather than a zero
+            found = {id: getattr(replica.scrape, field, None) for id, replica in self.replicas.items()}
+            reading[name] = {id: number for id, number in found.items() if number is not None}
         for name, attribute in _EVENT_COUNTS.items():
             reading[name] = {id: getattr(self.intakes.get(id), attribute, 0) for id in ids}
         return reading
-
-    def _keys(self) -> dict[str, Any] | None:
-        if self.keys is None or self.metering is None:
-            return None
-        return {**self.keys.status(), "limits": self.metering.status()}
 
     def _sharing(self) -> dict[str, Any]:
         shared, ledger = self.shared, self.shared_ledger
         if ledger is None:
             return {}
         told = {"ledger_joined": ledger.joined, "ledger_reason": ledger.reason}
-        if shared is None:
-            return {"redis": told}
-        told |= {
-            "place": str(shared.place),
-            "deployment": shared.deployment,
-            "reachable": shared.reachable,
-            "trouble": shared.trouble,
-            "leases": shared.leases,
-            "lag_seconds": shared.lag_seconds,
-        }
+        if shared is not None:
+            names = ("deployment", "reachable", "trouble", "leases", "lag_seconds")
+            told |= {"place": str(shared.place), **{name: getattr(shared, name) for name in names}}
         return {"redis": told}
 
     def _shared_reading(self) -> dict[str, Any]:
@@ -280,25 +261,18 @@ class View:
         joined = {} if ledger is None else {"ledger_joined": float(ledger.joined), "ledger_repairs": ledger.repairs}
         if shared is None:
             return joined
+        names = ("leases", "reloads", "takeovers", "snapshots")
         return {
             **joined,
+            **{f"map_{name}": getattr(shared, name) for name in names},
             "map_role": {(id, intake.role): 1.0 for id, intake in self.intakes.items()},
             "map_redis_up": float(shared.usable),
-            "map_leases": shared.leases,
             "map_follower_lag_seconds": shared.lag_seconds,
-            "map_reloads": shared.reloads,
-            "map_takeovers": shared.takeovers,
-            "map_snapshots": shared.snapshots,
             "map_redis_errors": shared.errors,
         }
 
     def _blocks(self, id: str, by_slot: Mapping[int, int]) -> int:
         return by_slot.get(self.slots.get(id, -1), 0)
-
-    def _scraped(self, field: str) -> dict[str, float]:
-        """Return a scraped figure by replica. Engines that do not report it have no sample, rather than a zero."""
-        found = {id: getattr(replica.scrape, field) for id, replica in self.replicas.items() if replica.scrape}
-        return {id: number for id, number in found.items() if number is not None}
 
     def _load(self, id: str) -> Load:
         """Return the load of this gateway alone; readers of several gateways' figures add them up."""
@@ -344,17 +318,12 @@ def counted(
             "refused_by_engines": {why: metrics.rejections.total(reason=why) for why in sorted({*PASSED_ON.values()})},
             "retries": metrics.retries.total(),
             "inflight": sum(one["inflight"] for one in replicas),
-            "prompt_tokens": metrics.prompt_tokens.total(),
-            "predicted_cached_tokens": metrics.predicted_cached_tokens.total(),
-            "reported_prompt_tokens": metrics.reported_prompt_tokens.total(),
-            "reported_cached_tokens": metrics.reported_cached_tokens.total(),
-            "prefill_saved_tokens": metrics.prefill_saved_tokens.total(),
+            **{name: getattr(metrics, name).total() for name in (*_TOKENS, "prefill_saved_tokens")},
             "prompts": {mode: count for (mode,), count in metrics.prompts.values.items()},
         },
-        "ttft_seconds": {"p50": metrics.ttft_seconds.quantile(0.5), "p99": metrics.ttft_seconds.quantile(0.99)},
-        "request_seconds": {
-            "p50": metrics.request_seconds.quantile(0.5),
-            "p99": metrics.request_seconds.quantile(0.99),
+        **{
+            name: {f"p{percent}": getattr(metrics, name).quantile(percent / 100) for percent in (50, 99)}
+            for name in ("ttft_seconds", "request_seconds")
         },
         "legs": _legs(metrics),
         "shadow": told(metrics, shadows),
@@ -389,18 +358,15 @@ def _admission(metrics: Metrics, waiting: Mapping[str, int]) -> list[dict[str, A
         if decision == REFUSED:
             one["refused_for"][reason] = number
     for name, one in found.items():
-        outcomes = {
-            what: metrics.slo_requests.total(**{"class": name, "outcome": what}) for what in ("met", "missed", "failed")
+        of_class = {"class": name}
+        count = metrics.predicted_answers.total(**of_class)
+        one |= {
+            outcome: metrics.slo_requests.total(**of_class, outcome=outcome) for outcome in ("met", "missed", "failed")
         }
-        predicted, delivered = (
-            one.total(**{"class": name}) for one in (metrics.predicted_ttft_seconds, metrics.delivered_ttft_seconds)
-        )
-        count = metrics.predicted_answers.total(**{"class": name})
         one |= {
             "waiting": waiting.get(name, 0),
-            **outcomes,
-            "predicted_ttft_seconds": predicted / count if count else None,
-            "ttft_seconds": delivered / count if count else None,
+            "predicted_ttft_seconds": metrics.predicted_ttft_seconds.total(**of_class) / count if count else None,
+            "ttft_seconds": metrics.delivered_ttft_seconds.total(**of_class) / count if count else None,
             "queue_p99_seconds": metrics.queue_seconds.quantile(0.99, name),
         }
     return [*found.values()]
@@ -411,14 +377,8 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
 
     It is returned for all replicas at once, since each call goes through the series of all of them.
     """
-    counters = {
-        "requests": metrics.replica_requests,
-        "prompt_tokens": metrics.prompt_tokens,
-        "predicted_cached_tokens": metrics.predicted_cached_tokens,
-        "reported_prompt_tokens": metrics.reported_prompt_tokens,
-        "reported_cached_tokens": metrics.reported_cached_tokens,
-    }
-    sums = {name: counter.by("replica") for name, counter in counters.items()}
+    sums = {name: getattr(metrics, name).by("replica") for name in _TOKENS}
+    sums["requests"] = metrics.replica_requests.by("replica")
     sums["errors"] = metrics.upstream_errors.by("replica", kind={REQUEST, *OVERLOADED})
     return {
         id: {
@@ -443,17 +403,14 @@ def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:
         found.append(f"KV events are not followed, the cache is guessed from traffic: {intake.reason}")
     if replica.cached_tokens is False:
         found.append(str(Problem(NO_CACHED_TOKENS, replica.dialect.remedies.cached_tokens)))
-    if replica.tokenizer.startswith(f"differs: {OTHER_TOKENS}"):
-        found.append(
-            f"it fills its chat template in another way, so its chats are matched as text; it {replica.tokenizer}"
-        )
-    elif replica.tokenizer.startswith("differs"):
-        found.append(f"its tokenizer is not the gateway's, so its prompts are matched as text; it {replica.tokenizer}")
-    elif OTHERWISE in replica.tokenizer:
-        how = replica.tokenizer.partition(OTHERWISE)[2]
-        found.append(f"it makes other tokens of some bodies, so bodies of that kind are matched as text: {how}")
-    if UP_TO_DATE in replica.tokenizer:
-        why = replica.tokenizer.partition(UP_TO_DATE)[2].partition(OTHERWISE)[0]
+    told, _, otherwise = replica.tokenizer.partition(OTHERWISE)
+    if told.startswith(f"differs: {OTHER_TOKENS}"):
+        found.append(f"it fills its chat template in another way, so its chats are matched as text; it {told}")
+    elif told.startswith("differs"):
+        found.append(f"its tokenizer is not the gateway's, so its prompts are matched as text; it {told}")
+    elif otherwise:
+        found.append(f"it makes other tokens of some bodies, so bodies of that kind are matched as text: {otherwise}")
+    if why := told.partition(UP_TO_DATE)[2]:
         found.append(f"its chats are exact only up to the date that their template prints: {why}")
     if ": no, " in replica.takes_ids:
         found.append(f"long prompts are tokenized by the engine once more: {replica.takes_ids}")

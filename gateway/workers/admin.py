@@ -15,7 +15,8 @@ A request is passed on with its headers, so the answer, a refusal included, is t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from itertools import count
 from time import monotonic, time
 from typing import Any
@@ -35,7 +36,7 @@ from ..ops.metrics import lines
 from ..ops.recent.recent import merged, told
 from ..ops.side import Side, answer, metrics_page
 from .combine import pages, statuses
-from .process import GONE, OWN_HEADERS, Answer, Places, WorkerProcess, decision_prefix
+from .process import GONE, OWN_HEADERS, Answer, Change, Places, WorkerProcess, decision_prefix
 
 ANSWER_SECONDS = 30.0
 LONG_SECONDS = 660.0  # for answers of engines, whose own timeout in the worker is shorter
@@ -68,8 +69,14 @@ class WorkersAdmin(Side):
         # By engine: a lock, so that all workers get its changes in one order. An entry lasts as long as a change holds
         # the lock or waits for it.
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        # The body for `Worker.begin`, from a worker's last answer; at the start with the `urls` of the settings.
-        self._replicas: dict[str, Any] = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None}
+        # What a worker without siblings begins with: a worker's last answer to `/worker/known`, at the start the URLs
+        # of the settings.
+        self._known: dict[str, Any] = dict.fromkeys(("names", "costs")) | {
+            "urls": {},
+            "pods": [],
+            "left_out": [],
+            "drained": [],
+        }
 
     # --- of all workers in one
 
@@ -107,11 +114,8 @@ class WorkersAdmin(Side):
         }
         launched = {
             id: {
-                "managed": True,
-                "pid": one.pid,
-                "restarts": one.restarts,
+                **{name: getattr(one, name) for name in ("managed", "pid", "restarts", "reason")},
                 "state": str(one.state),
-                "reason": one.reason,
                 "fault": one.fault or None,
                 "since_seconds": round(monotonic() - one.since, 3),
             }
@@ -153,106 +157,91 @@ class WorkersAdmin(Side):
 
     # --- a change of the replicas
 
-    async def replicas(self) -> dict[str, Any]:
-        """Return the replicas that a worker has now, in the form that `Worker.begin` reads.
-
-        If no worker answers, these are the replicas that one had at the last call.
-        """
-        if (found := await self.places.query_one("/worker/replicas")) is None:
-            return self._replicas
-        self._replicas = {**found, "names": None}  # without a worker, the times of `names` are not known
-        return found
+    async def known(self) -> dict[str, Any]:
+        """Return what a worker begins with: what a sibling answers to `/worker/known`, or one answered last."""
+        for worker in self.places.answering:
+            if (found := await worker.query("/worker/known")) is not None:
+                known: dict[str, Any] = orjson.loads(found)
+                self._known = {**known, "names": None}  # without a worker, the times of `names` are not known
+                return known
+        return self._known
 
     def given(self, urls: Mapping[str, str]) -> None:
         """Add replicas (URLs by id) to those with which a worker begins that has no siblings."""
-        self._replicas["urls"] |= urls
+        self._known["urls"] |= urls
 
     async def add(self, request: web.Request) -> web.Response:
         """Add a replica to all workers, or take a stopped one back."""
         url, address = replica_of(await request.read())
-
-        async def follow() -> None:
-            if address.id in self.launched.engines:  # launched by the supervisor, and perhaps stopped
-                self.launched.add(url)
-
-        return await self._change(request, address.id, follow, url)
+        return await self._change("add", request, address.id, url)
 
     async def drain(self, request: web.Request) -> web.Response:
         """Drain a replica in all workers. The answer comes at once; the replica's state shows when it is drained."""
-        id = request.match_info["id"]
-
-        async def follow() -> None:
-            if id in self.launched.engines or id in self.launched.replicas:
-                self.launched.drain(id)
-
-        return await self._change(request, id, follow)
+        return await self._change("drain", request, request.match_info["id"])
 
     async def remove(self, request: web.Request) -> web.Response:
         """Remove a replica from all workers. The answer comes when it is removed."""
-        id = request.match_info["id"]
+        return await self._change("remove", request, request.match_info["id"])
 
-        async def follow() -> None:
-            if id in self.launched.engines:
-                await self.launched.remove(id)
-
-        return await self._change(request, id, follow)
-
-    async def _change(
-        self, request: web.Request, id: str, follow: Callable[[], Awaitable[None]], url: str | None = None
-    ) -> web.Response:
+    async def _change(self, change: str, request: web.Request, id: str, url: str = "") -> web.Response:
         """Have all workers make the change that a request asks for. If the client leaves, the change goes on.
 
-        `id`: the replica's id. `follow`: makes the change in the engines that the supervisor launched. `url`: the URL
-        of a replica that is added, else None.
+        `id`: the replica's id. `url`: the URL of a replica that is added.
         """
         await request.read()
         engine, _, rank = id.rpartition("-dp")
         lock = self._changing.setdefault(engine if rank.isdecimal() else id, asyncio.Lock())
-        return await asyncio.shield(self._change_in_turn(lock, request, id, follow, url))
+        return await asyncio.shield(self._change_in_turn(lock, change, await _passed_on(request), id, url))
 
     async def _change_in_turn(
-        self,
-        lock: asyncio.Lock,
-        request: web.Request,
-        id: str,
-        follow: Callable[[], Awaitable[None]],
-        url: str | None,
+        self, lock: asyncio.Lock, change: str, request: Change, id: str, url: str
     ) -> web.Response:
         async with lock:
-            known = await self.replicas()
-            if not self.places.hearing:
+            known, undo = await self.known(), None  # `undo`: the change that restores the file of replicas
+            if not self.places.serving:
                 raise _nobody_ready()
-            undo: tuple[str, str] | None = None  # the change that restores the file of replicas
-            if request.method == "DELETE":
+            if change == "remove":
                 before = await self._keep("remove", id)
                 undo = ("add", before) if before else None
-            elif url is not None and id not in known["urls"] and id not in known["pods"]:
+            elif change == "add" and id not in known["urls"] and id not in known["pods"]:
                 await self._keep("add", url)
                 undo = ("remove", id)
             answers = await self._tell(request)
             if answers and all(one.status < 300 for one in answers):
                 await self.places.look()  # updates their loads: `launched` waits until these are zero
-                await follow()
+                await self._follow(change, id, url)
             elif undo is not None:
                 await self._keep(*undo)
-            await self.replicas()
+            await self.known()
         if not answers:
             raise _nobody_ready()
         return _worst(answers).response()
 
-    async def _tell(self, request: web.Request) -> list[Answer]:
+    async def _follow(self, change: str, id: str, url: str) -> None:
+        """Make a change of the replicas in the engines that the supervisor launched."""
+        launched = self.launched
+        if change == "add" and id in launched.engines:  # it was perhaps stopped
+            launched.add(url)
+        elif change == "drain" and (id in launched.engines or id in launched.replicas):
+            launched.drain(id)
+        elif change == "remove" and id in launched.engines:
+            await launched.remove(id)
+
+    async def _tell(self, change: Change) -> list[Answer]:
         """Send a change to all workers, and return their answers.
 
-        A worker that starts meanwhile is sent the change as well, because it may have taken over a sibling's replicas
-        as they were before the change.
+        A worker that starts meanwhile makes the change when it serves, unless no worker has made it: it may have taken
+        over a sibling's replicas as they were before the change.
         """
-        told = self.places.hearing
-        change = await _passed_on(request)
-        answers = [one for one in await asyncio.gather(*(_have_follow(one, change) for one in told)) if one]
-        while answers and (late := [one for one in self.places.hearing if one not in told]):
-            followed = await asyncio.gather(*(_have_follow(one, change) for one in late))
-            answers += [one for one in followed if one and one.status < 300]
-            told += late
+        starting = [one for one in self.places.workers.values() if not one.serves]
+        for one in starting:
+            one.missed.append(change)
+        found = await asyncio.gather(*(have_follow(one, change) for one in self.places.serving))
+        answers = [one for one in found if one is not None]
+        if not any(one.status < 300 for one in answers):
+            for one in starting:
+                with contextlib.suppress(ValueError):
+                    one.missed.remove(change)
         return answers
 
     async def _keep(self, change: str, what: str) -> str | None:
@@ -260,10 +249,7 @@ class WorkersAdmin(Side):
             return await keep(self._kept, change, what)
 
 
-Passed = tuple[str, str, list[tuple[str, str]], bytes]  # method, path, headers and body of a request
-
-
-async def _have_follow(worker: WorkerProcess, change: Passed) -> Answer | None:
+async def have_follow(worker: WorkerProcess, change: Change) -> Answer | None:
     """Send a worker a change and return its answer. If none comes, kill the worker and return None.
 
     Such a worker may or may not have made the change; its replacement begins with the replicas of a sibling.
@@ -289,7 +275,7 @@ def _worst(answers: Sequence[Answer]) -> Answer:
     return worst
 
 
-async def _passed_on(request: web.Request) -> Passed:
+async def _passed_on(request: web.Request) -> Change:
     headers = [(name, value) for name, value in request.headers.items() if name.lower() not in OWN_HEADERS]
     return request.method, request.rel_url.raw_path_qs, headers, await request.read()
 

@@ -86,7 +86,7 @@ def statuses(
         "expected_back": {name: seconds for names in known("expected_back") for name, seconds in names.items()},
         **counted(metrics, shadows, replicas, waiting),
         "map": _map(known("map")),
-        "control": _control({worker: one["status"]["control"] for worker, one in found.items()}),
+        "control": max(known("control"), key=_taken, default=None),
         "tls": _worst(known("tls")),
         "api_keys": _worst(known("api_keys")),
         "replicas": replicas,
@@ -132,22 +132,9 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"blocks": max(one["blocks"] for one in each), **sums, "redis": redis}
 
 
-def _control(each: Mapping[int, Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the state of the overload control over all workers, each of which controls its own requests.
-
-    Each model's entry comes from a worker that wants more replicas for it, or else from the one that takes the most
-    from lower classes. `events` are the last 100 of all workers.
-    """
-    known = {worker: one for worker, one in each.items() if one is not None}
-    if not known:
-        return None
-    models: dict[str, Mapping[str, Any]] = {}
-    for one in (model for status in known.values() for model in status["models"]):
-        other = models.get(one["model"], one)
-        models[one["model"]] = max(other, one, key=lambda model: (model["wants_more"], model["level"]))
-    events = [{**event, "worker": worker} for worker, one in known.items() for event in one["events"]]
-    events.sort(key=lambda event: event["at"])
-    return {**next(iter(known.values())), "models": [*models.values()], "events": events[-100:]}
+def _taken(control: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return how much a worker's overload control takes from lower classes: each worker controls its own requests."""
+    return max(((one["wants_more"], one["level"]) for one in control["models"]), default=(False, 0))
 
 
 def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

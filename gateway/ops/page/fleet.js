@@ -98,8 +98,8 @@ function felt(s, recent) {
   for (const [policy, one] of Object.entries(s.policy_failures || {}))
     rows.push(["warn", "policy", `${policy} failed ${several(one.failures, "time", "times")}, ${span(one.seconds_ago)} ago: ${one.last}`]);
   if (f.refused) rows.push(["warn", "refusing", `${several(f.refused, "request was", "requests were")} refused in the last minute as there was not enough for all`]);
-  for (const one of recent.refused || []) if (recent.now - one.at < 60)
-    rows.push(["warn", "limits", `tenant ${one.tenant}: ${several(one.requests, "request", "requests")} of the last ${all_of(recent)} refused by its limit of ${one.limit}`]);
+  for (const one of recent.journal) if (one.kind === "limits" && recent.now - one.at < 60)
+    rows.push(["warn", "limits", `tenant ${one.text}: ${several(one.times, "request", "requests")} lately`]);
   return [...rows.filter(row => row[0] === "bad"), ...rows.filter(row => row[0] !== "bad")];
 }
 // The page's verdict in a word: the worst of it.

@@ -7,7 +7,6 @@ with the last look at them. So nothing is recorded twice, and requests pay for n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,25 +87,3 @@ class Journal:
     def to_list(self, most: int) -> list[dict[str, Any]]:
         """Return the last `most` entries, the newest first."""
         return [asdict(entry) for entry in [*self.entries][: -most - 1 : -1]]
-
-
-class Look:
-    """A comparison with the last look: of numbers that grow, and of words that change."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[object, float] = {}
-        self._words: dict[object, str] = {}
-
-    def grown(self, numbers: Mapping[Any, float]) -> dict[Any, float]:
-        """Return by how much numbers grew since the last look; a new number counts in full."""
-        grown = {key: by for key, value in numbers.items() if (by := value - self._numbers.get(key, 0.0)) > 0}
-        for key in [key for key in self._numbers if key not in numbers]:
-            del self._numbers[key]
-        self._numbers.update(numbers)
-        return grown
-
-    def changed(self, words: Mapping[Any, str]) -> dict[Any, str | None]:
-        """Return by key the former word where it has changed since the last look, None for a new key."""
-        changed = {key: self._words.get(key) for key, word in words.items() if self._words.get(key) != word}
-        self._words = dict(words)
-        return changed

@@ -13,17 +13,6 @@ TIMES = 3.0  # a replica is slow if it takes so many times as long: more than di
 LEAST_TOKENS = 64.0  # tokens that a replica must write within a window: with fewer, one odd answer would decide
 
 
-class Written(NamedTuple):
-    """The tokens after the first ones that a replica wrote within a window, and the seconds that they took."""
-
-    tokens: float
-    seconds: float
-
-    @property
-    def each(self) -> float:
-        return self.seconds / self.tokens
-
-
 class Slow(NamedTuple):
     """A replica that is slow: how many times as long as the others it takes per token, and since when.
 
@@ -74,9 +63,9 @@ class Pace:
 def _judged(id: str, windows: Collection[Mapping[str, tuple[float, float]]]) -> float | None:
     """Return how many seconds a replica takes per token, or None if it wrote too little to tell."""
     for window in windows:
-        written = Written(*window.get(id, (0.0, 0.0)))
-        if written.tokens >= LEAST_TOKENS and written.seconds > 0:
-            return written.each
+        tokens, seconds = window.get(id, (0.0, 0.0))
+        if tokens >= LEAST_TOKENS and seconds > 0:
+            return seconds / tokens
     return None
 
 

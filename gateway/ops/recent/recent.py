@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,15 @@ from replicas.served import base_names
 
 from ...proxy.blame import OVERLOADED, REQUEST
 from ...tenants.limits import WORDS
+from ..gains import Gains
 from ..log import event
 from ..view import MOST_REFUSED
 from . import figures
 from .decisions import Sampler
 from .figures import Figures
-from .journal import BAD, FAILURES, GOOD, LEVELS, PLAIN, WARN, Journal, Look
+from .journal import BAD, FAILURES, GOOD, LEVELS, PLAIN, WARN, Journal
 from .pace import Pace, status, times
-from .prefixes import MOST_NODES, tree
+from .prefixes import tree
 
 if TYPE_CHECKING:
     from gateway.proxy.placement.placing import Placing
@@ -37,9 +37,7 @@ ARM_SECONDS, LOOK_SECONDS = 0.5, 1.0
 TREE_SECONDS = 4.0  # between two computations of the tree of prefixes
 WELL, BEGINNING = ("live", "ready", "joined"), ("connecting",)  # states of event streams, the gateway and Redis
 MOST_SHOWN = 60  # decisions, and entries of the journal
-SAME_SECONDS = 5.0  # within which equal entries of several workers count as one event
-WINDOW_SECONDS = 900.0
-MOST_TENANTS = 100  # refused tenants recorded per look: a gateway may have 20,000 tenants
+SAME_SECONDS = 20.0  # within which equal entries of several workers count as one event: they may start as far apart
 PACE_SECONDS = (60, 300)  # windows for comparing replicas: the second one if too little was written in the first
 log = logging.getLogger("hitherto.replicas")
 
@@ -52,10 +50,8 @@ class Recent:
         self._view, self._placing, self.texts = view, placing, texts
         self.journal, self.sampler = Journal(), Sampler(placing, texts)
         self.figures = Figures(view.metrics, time())
-        self._errors, self._heals, self._failures, self._words = Look(), Look(), Look(), Look()
-        self._refusals = Look()
-        # By second: how many requests were refused, by tenant and kind of limit
-        self._refused: deque[tuple[float, dict[tuple[str, str], float]]] = deque()
+        self._errors, self._heals, self._failures, self._refusals = Gains(), Gains(), Gains(), Gains()
+        self._words: dict[tuple[str, str], str] = {}  # the last look's states of events, gateway and Redis
         self._pace = Pace()
         view.slow = lambda id: status(self._pace.slow.get(id), time())
         self._known: set[str] = set()
@@ -135,15 +131,11 @@ class Recent:
         for (id,), by in self._heals.grown(metrics.heals.values).items():
             text = "its part of the map had drifted and was read again"
             self.journal.note(now, "events", text, id, WARN, int(by))
-        if refused := self._refusals.grown(metrics.tenant_refusals.values):
-            most = sorted(refused.items(), key=lambda one: -one[1])[:MOST_TENANTS]
-            self._refused.append((now, dict(most)))
-            for (tenant, kind), by in most[:MOST_REFUSED]:
-                text = f"{tenant} is refused by its limit of {WORDS[kind]}"
-                if self.journal.note(now, "limits", text, "", WARN, int(by)):
-                    event(log, logging.WARNING, f"tenant {text}")
-        while self._refused and self._refused[0][0] < now - WINDOW_SECONDS:
-            self._refused.popleft()
+        refused = self._refusals.grown(metrics.tenant_refusals.values)
+        for (tenant, kind), by in sorted(refused.items(), key=lambda one: -one[1])[:MOST_REFUSED]:
+            text = f"{tenant} is refused by its limit of {WORDS[kind]}"
+            if self.journal.note(now, "limits", text, "", WARN, int(by)):
+                event(log, logging.WARNING, f"tenant {text}")
         if self._view.background is not None:
             failures = self._view.background.failures
             for work in self._failures.grown({kind: one.count for kind, one in failures.items()}):
@@ -168,10 +160,12 @@ class Recent:
 
     def _compare_words(self, now: float) -> None:
         said = self._said()
-        for key, before in self._words.changed({key: state for key, (state, _) in said.items()}).items():
-            (kind, id), (state, text) = key, said[key]
-            level = GOOD if state in WELL else PLAIN if before is None or state in BEGINNING else WARN
-            self.journal.note(now, kind, text, id, level)
+        for (kind, id), (state, text) in said.items():
+            before = self._words.get((kind, id))
+            if state != before:
+                level = GOOD if state in WELL else PLAIN if before is None or state in BEGINNING else WARN
+                self.journal.note(now, kind, text, id, level)
+        self._words = {key: state for key, (state, _) in said.items()}
 
     def _said(self) -> dict[tuple[str, str], tuple[str, str]]:
         """Return by subject a state, and the text to record when that state changes."""
@@ -182,12 +176,10 @@ class Recent:
             said["gateway", ""] = ("ready", "ready for requests")
         else:  # without each replica's reason, which has an entry of its own
             said["gateway", ""] = ("not ready", f"not ready: {why_not.partition(':')[0]}")
-        ledger = view.shared_ledger
-        if ledger is not None:
-            away = f"the load in Redis is away, this gateway counts alone: {ledger.reason}"
-            said["redis", ""] = (
-                ("joined", "counts load in Redis, with all gateways") if ledger.joined else ("away", away)
-            )
+        if (ledger := view.shared_ledger) is not None and ledger.joined:
+            said["redis", ""] = "joined", "counts load in Redis, with all gateways"
+        elif ledger is not None:
+            said["redis", ""] = "away", f"the load in Redis is away, this gateway counts alone: {ledger.reason}"
         return said
 
     # --- what is kept and shown
@@ -200,19 +192,8 @@ class Recent:
             "prefixes": self._prefixes(),
             "journal": self.journal.to_list(MOST_SHOWN),
             "failures": {id: {"at": one.at, "why": one.why} for id, one in self.journal.failures.items()},
-            "refused": self._refused_tenants(),
             "texts": self.texts,
         }
-
-    def _refused_tenants(self) -> list[dict[str, Any]]:
-        """Return the tenants whose limits refused most requests in the last 15 minutes, and when that was last."""
-        found: dict[tuple[str, str], dict[str, Any]] = {}
-        for at, refused in self._refused:
-            for key, by in refused.items():
-                one = found.setdefault(key, {"tenant": key[0], "limit": WORDS[key[1]], "requests": 0.0})
-                one["requests"] += by
-                one["at"] = at
-        return _most_refused(found.values())
 
     def _prefixes(self) -> dict[str, Any]:
         now = monotonic()
@@ -242,19 +223,18 @@ def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 
 def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the records of several workers, at least one."""
+    """Merge the records of several workers, at least one.
+
+    The prefixes are those of the worker that has sampled most prompts: a worker gets any of the clients' connections.
+    """
     decisions = sorted((one for kept in several for one in kept["decisions"]), key=lambda one: -one["at"])
-    failures: dict[str, Mapping[str, Any]] = {}
-    for kept in several:
-        for id, one in kept["failures"].items():
-            failures[id] = max(failures.get(id, one), one, key=lambda failure: failure["at"])
+    failures = sorted((one for kept in several for one in kept["failures"].items()), key=lambda item: item[1]["at"])
     return {
         "figures": figures.merged([kept["figures"] for kept in several]),
         "decisions": decisions[:MOST_SHOWN],
-        "prefixes": _merged_trees([kept["prefixes"] for kept in several]),
+        "prefixes": max((kept["prefixes"] for kept in several), key=lambda tree: tree["samples"]),
         "journal": _merged_journals([kept["journal"] for kept in several]),
-        "failures": failures,
-        "refused": _merged_refusals([kept["refused"] for kept in several]),
+        "failures": dict(failures),
         "texts": several[0]["texts"],
     }
 
@@ -273,36 +253,3 @@ def _merged_journals(several: Sequence[Sequence[Mapping[str, Any]]]) -> list[dic
         else:
             known["at"], known["times"] = max(known["at"], entry["at"]), max(known["times"], entry["times"])
     return sorted(found.values(), key=lambda entry: -entry["at"])[:MOST_SHOWN]
-
-
-def _most_refused(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(found, key=lambda one: -one["requests"])[:MOST_REFUSED]
-
-
-def _merged_refusals(several: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for one in (one for refused in several for one in refused):
-        known = found.setdefault((one["tenant"], one["limit"]), {**one, "requests": 0.0})
-        known["requests"] += one["requests"]
-        known["at"] = max(known["at"], one["at"])
-    return _most_refused(found.values())
-
-
-def _merged_trees(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    samples = sum(one["samples"] for one in several)
-    nodes: dict[str, dict[str, Any]] = {}
-    for node in (node for one in several for node in one["nodes"]):
-        known = nodes.setdefault(node["id"], {**node, "samples": 0, "path": [], "holders": []})
-        known["samples"] += node["samples"]
-        known["path"] += [id for id in node["path"] if id not in known["path"]]
-        known["holders"] += [id for id in node["holders"] if id not in known["holders"]]
-    for node in nodes.values():
-        for id in node["path"]:  # each sample of a node is also one of the nodes above it
-            if id in nodes:
-                nodes[id]["samples"] = max(nodes[id]["samples"], node["samples"])
-    kept = sorted(nodes.values(), key=lambda node: (-node["samples"], node["tokens"]))[:MOST_NODES]
-    ids = {node["id"]: node["tokens"] for node in kept}
-    for node in kept:
-        node["share"] = node["samples"] / samples
-        node["path"] = sorted((id for id in node["path"] if id in ids), key=lambda id: ids[id])
-    return {"samples": samples, "nodes": kept}

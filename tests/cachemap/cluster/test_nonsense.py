@@ -13,7 +13,7 @@ from redis.exceptions import InvalidResponse
 
 from cachemap.cluster.connect import FAILURES, RedisClients, RedisConnection, describe, parse
 from cachemap.cluster.replies import Parser
-from gateway.ops.gateway_checks import redis, redis_servers
+from gateway.ops.gateway_checks import redis
 from gateway.proxy.placement.shared import HEARTBEAT
 from tests.gateway.proxy.test_shared import Gateway as LedgerGateway
 from tests.gateway.proxy.test_shared import prompt as tokens_of
@@ -248,6 +248,5 @@ async def test_limits_are_counted_here_alone_and_then_together_again(redis_serve
 async def test_the_doctor_says_that_something_else_answers(redis_server, odd):
     async with Other(redis_server.port) as other:
         other.answer = only((b"INFO",), odd)
-        [server] = [one async for one in redis_servers(other.url, "prod")]
-        first, *_ = redis(server)
-        assert first.level == "fail"
+        config = SimpleNamespace(settings=SimpleNamespace(redis_url=other.url, deployment="prod"))
+        assert [one.level async for one in redis(config)] == ["fail"]

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from gateway.ops import replica_checks
+from gateway.settings import ADMIN_SIDE
 
 from .examined import free_port, once_read
 
@@ -47,6 +48,8 @@ def fake():
                 self.send_response(page if isinstance(page, int) else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Content-Type", "text/plain" if isinstance(page, str) else "application/json")
+                if self.path == "/status" and page != 404:
+                    self.send_header(ADMIN_SIDE, "1")
                 self.end_headers()
                 self.wfile.write(body)
 

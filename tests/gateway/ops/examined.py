@@ -15,7 +15,6 @@ from cachemap.cluster.connect import Trouble, parse
 from cachemap.cluster.shared import LEASES
 from gateway import cli
 from gateway.ops import doctor
-from gateway.ops.event_ports import EventPorts
 from gateway.ops.findings import Finding
 from gateway.ops.gateway_checks import Gateway
 from gateway.ops.replica_checks import Engine
@@ -55,8 +54,8 @@ def found_in(fact, *names: str) -> list[Finding]:
 
 def an_engine(url: str, facts: Facts | None = None, status: dict | None = None, **settings) -> Engine:
     """An engine that reports these facts, and that a running gateway with this status may know."""
-    known = Gateway(None, status or {}).entries(url)
-    return Engine(Settings(**settings), parse_url(url), known, EventPorts(), facts or Facts())
+    known = Gateway(None, status=status or {}).entries(url)
+    return Engine(Settings(**settings), parse_url(url), known, facts or Facts())
 
 
 def doctor_lines(capsys, *flags: str) -> tuple[int, str]:

@@ -113,12 +113,9 @@ async def test_ready_once_a_replica_takes_traffic(http, gateway):
         assert "there is no replica; add one with hitherto replicas add" in (await response.json())["why_not"]
     replica = gateway.fleet.add("http://a:1")
     async with http.get("/readyz") as response:
+        why_not = "no replica is ready: a:1 is starting (not heard yet)"
         assert response.status == 503
-        assert await response.json() == {
-            "ready": False,
-            "why_not": "no replica is ready: a:1 is starting (not heard yet)",
-            "models": {},
-        }
+        assert await response.json() == {"ready": False, "why_not": why_not, "models": {}}
     for state, expected in ((State.READY, 200), (State.DEGRADED, 200), (State.FAILED, 503), (State.DRAINING, 503)):
         replica.state = state
         async with http.get("/readyz") as response:
@@ -190,13 +187,6 @@ async def test_a_model_does_not_wait_for_the_tokenizer_of_another(http, gateway)
     assert said["models"] == {"one": True, "two": False}
 
 
-async def test_not_ready_while_stopping(http, gateway):
-    gateway.fleet.add("http://a:1").state = State.READY
-    gateway.view.draining = True
-    async with http.get("/readyz") as response:
-        assert response.status == 503 and "is stopping" in (await response.json())["why_not"]
-
-
 @pytest.mark.parametrize(("others", "last"), [({"other": None}, ["sim"]), ({"sim": None}, None), ({}, None)])
 async def test_a_drain_names_the_models_that_nobody_serves_now(gateway, others, last):
     """A replica that lists no models may serve any."""
@@ -226,10 +216,8 @@ async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port, goes_on)
         for other in ("events=tcp://127.0.0.1:5557", "model=other", "role=prefill", "spill=yes"):
             async with http.post("/replicas", json={"url": f"http://{id}#{other}"}) as response:
                 shown = await error_of(response)
-                assert (response.status, shown["code"]) == (
-                    409,
-                    "replica_exists",
-                ) and f"DELETE /replicas/{id} first" in shown["message"]
+                assert (response.status, shown["code"]) == (409, "replica_exists")
+                assert f"DELETE /replicas/{id} first" in shown["message"]
         async with http.get("/replicas") as response:
             (shown,) = (await response.json())["replicas"]
         assert (shown["id"], shown["url"], shown["events"], shown["managed"]) == (id, f"http://{id}", "off", False)
@@ -238,9 +226,8 @@ async def test_add_list_drain_remove_with_a_real_fleet(unused_tcp_port, goes_on)
             assert response.status == 202 and (await response.json())["state"] == "draining"
         removal = asyncio.create_task(http.delete(f"/replicas/{id}").__aenter__())
         async with http.get("/replicas") as response:
-            assert [one["state"] for one in (await response.json())["replicas"]] == ["draining"], (
-                "a request is still on it"
-            )
+            states = [one["state"] for one in (await response.json())["replicas"]]
+            assert states == ["draining"], "a request is still on it"
         inflight["count"], gateway.left = 0, [f"r{number}" for number in range(101)] if goes_on else []
         response = await asyncio.wait_for(removal, 20)
         told = {"left": 101, "requests": gateway.left[:100]} if goes_on else {}
@@ -302,7 +289,7 @@ async def test_what_stands_behind_a_url_may_be_a_member_of_its_own(http):
         ({"rolle": "prefill"}, "'rolle' is unknown; besides url it may have events, replay, topic, model, role,"),
         ({"role": "leader"}, "role=leader is none of prefill, decode, both"),
         ({"role": None}, "role is 'None', which is no word or number"),
-        ({"model": 5}, "model is 5, which is no name; put it in quotes if it is one"),
+        ({"model": 5}, "model is '5', which is no word or number; put a name in quotes"),
         ({"role": "prefill,spill=yes"}, "which is no word or number"),
         ({"bootstrap": 0}, "bootstrap=0 is no port"),
     ],
@@ -312,34 +299,22 @@ async def test_a_member_that_says_nothing_is_not_passed_over(http, more, said):
         assert response.status == 400 and said in (await error_of(response))["message"]
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"url": 5}', b"{"])
-async def test_adding_something_else_says_what_is_expected(http, body):
-    async with http.post("/replicas", data=body, headers=JSON) as response:
-        assert response.status == 400
-        assert (await error_of(response))["message"] == 'the body must be {"url": "http://HOST:PORT"}'
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "ftp://b:1",
-        "http://b\r\nX: y:1",
-        "http://" + "b" * 300,
-        "http://" + "b" * 100_000,
-        "http://b c:1",
-        "http://b:0",
-        "http://b:1#events=tcp://c:x",
-    ],
+BAD = (
+    "ftp://b:1",
+    "http://b\r\nX: y:1",
+    "http://" + "b" * 100_000,
+    "http://b c:1",
+    "http://b:0",
+    "http://b:1#events=tcp://c:x",
 )
+
+
+@pytest.mark.parametrize("url", BAD)
 async def test_adding_a_bad_url(http, gateway, url):
     async with http.post("/replicas", json={"url": url}) as response:
-        assert response.status == 400
         shown = await error_of(response)
-        assert (
-            shown["code"] == "invalid_url"
-            and shown["message"].startswith("replica URL ")
-            and len(shown["message"]) < 600
-        )
+        assert (response.status, shown["code"]) == (400, "invalid_url")
+        assert shown["message"].startswith("replica URL ") and len(shown["message"]) < 600
     assert not gateway.fleet.replicas
 
 
@@ -357,19 +332,8 @@ async def test_explain_is_handed_on_and_its_refusal_too(http):
         assert await response.json() == {"path": "/v1/completions", "bytes": 5}
     async with http.post("/explain", data=b"bad", headers=JSON) as response:
         assert response.status == 400
-        assert await error_of(response) == {
-            "message": "messages is missing",
-            "type": "invalid_request_error",
-            "param": "messages",
-            "code": "missing",
-        }
-
-
-async def test_unknown_paths_and_methods(http):
-    async with http.get("/v1/models") as response:
-        assert response.status == 404 and "there is nothing at /v1/models" in (await error_of(response))["message"]
-    async with http.put("/replicas") as response:
-        assert response.status == 405 and "takes GET, HEAD, POST" in (await error_of(response))["message"]
+        shown = await error_of(response)
+        assert (shown["message"], shown["param"], shown["code"]) == ("messages is missing", "messages", "missing")
 
 
 async def test_metrics_show_counters_and_what_the_rooms_know(http, gateway):
@@ -397,9 +361,7 @@ async def test_metrics_show_counters_and_what_the_rooms_know(http, gateway):
         ("hitherto_build_info", "least_time", __version__): 1,
     }  # fmt: skip
     assert {key: shown.get(key) for key in expected} == expected
-    assert not {key for key in shown if key[0].startswith("hitherto_replica_waiting") and "b:1" in key}, (
-        "not scraped yet: no made-up zero"
-    )
+    assert ("hitherto_replica_waiting_requests", "b:1") not in shown, "not scraped yet: no made-up zero"
 
 
 @pytest.mark.parametrize(("asked", "gzipped"), [("gzip", True), ("deflate, GZIP;q=0.5", True), ("gzip;q=0, br", False), ("identity", False)])  # fmt: skip
@@ -443,11 +405,8 @@ async def test_status_sums_up(http, gateway):
     async with http.get("/status") as response:
         status = await response.json()
     assert status["ready"] is True and status["policy"] == "least_time"
-    assert (status["totals"]["requests"], status["totals"]["errors"], status["totals"]["prompts"]) == (
-        4,
-        1,
-        {"exact": 4},
-    )
+    totals = status["totals"]
+    assert (totals["requests"], totals["errors"], totals["prompts"]) == (4, 1, {"exact": 4})
     assert status["map"] == {"blocks": 10, "bytes": 320, "budget_bytes": 512 * 2**20, "evicted": 4}
     (replica,) = status["replicas"]
     assert (replica["prompt_tokens"], replica["predicted_cached_tokens"]) == (1000, 640)
@@ -497,21 +456,6 @@ async def test_a_taken_port_is_a_clear_error(gateway):
             await second.start("127.0.0.1", port)
     finally:
         await first.stop()
-
-
-async def test_a_caller_that_leaves_in_the_middle_of_a_body_is_no_fault_of_the_admin_side(http, gateway, caplog):
-    port = http._base_url.port
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /explain HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{"
-    writer.write(head)
-    await writer.drain()
-    async with http.get("/livez") as alive:
-        assert alive.status == 200
-    writer.transport.abort()
-    for _ in range(3):
-        async with http.get("/livez") as alive:
-            assert alive.status == 200
-    assert "the admin side failed" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway.ops.chats import CHATS, NotAsked, chats_differ, made_here
+from gateway.ops.chats import CHATS, EngineTokens, NotAsked, chats_differ, made_here
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.tokens.agreement import Differences
 from replicas.engines.vllm import VLLM
@@ -57,9 +57,8 @@ class Engine:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             async with aiohttp.ClientSession() as session:
-                return await chats_differ(
-                    session, f"http://127.0.0.1:{runner.addresses[0][1]}", "sim", made_here(pipeline)
-                )
+                engine = EngineTokens(session, f"http://127.0.0.1:{runner.addresses[0][1]}", "sim")
+                return await chats_differ(engine, made_here(pipeline))
         finally:
             await runner.cleanup()
 

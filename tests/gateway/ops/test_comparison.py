@@ -17,9 +17,7 @@ from gateway.ops.chats import CHATS
 from gateway.ops.comparison import TokenizerComparison
 from gateway.ops.doubts import ELSEWHERE, ENOUGH
 from gateway.ops.view import _seen
-from gateway.prompt.features import features_of
-from gateway.prompt.pipeline import Pipeline, Verdict
-from gateway.prompt.tokens.agreement import Differences
+from gateway.prompt.pipeline import Pipeline
 from replicas import Replica
 from replicas.engines.sglang import SGLANG
 from replicas.engines.vllm import VLLM
@@ -125,21 +123,6 @@ async def chatted(gateway, messages: list[dict], stream: bool = False) -> None:
     assert reply.status_code == 200, reply.text
 
 
-async def test_an_engine_with_another_chat_template_gets_chats_as_text_and_all_that_it_takes(start_engine, tmp_path):
-    """Its template has no system texts: a chat that would be too long here is short there."""
-    without = lambda text: text.replace("'<\uff5cbegin\u2581sys\uff5c>' + (message['content'] or '')", "''")  # noqa: E731
-    theirs = template(model(tmp_path / "theirs", {}), without)
-    engine = start_engine("--model", theirs, "--served-model-name", "sim").wait()
-    async with running("--model", model(tmp_path / "ours", {}), "--replica-url", engine.url) as gateway:
-        status = await gateway.until(lambda status: any("differs" in one["tokenizer"] for one in status["replicas"]))
-        assert "of a chat it makes other tokens" in status["replicas"][0]["tokenizer"]
-        assert any("its chats are matched as text" in problem for problem in status["replicas"][0]["problems"])
-        await chatted(gateway, [{"role": "system", "content": "word " * 40_000}, {"role": "user", "content": "hi"}])
-        await answered(gateway, LONG)
-        found = await prompts(gateway)
-        assert (found["text"], found["exact"]) == (1.0, 1.0), "its tokens of texts are the gateway's"
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_bodies_of_a_kind_that_an_engine_counted_otherwise_are_exact_no_more(start_engine, tmp_path, stream):
     """Its template prints names, of which the chats that are compared have none."""
@@ -235,14 +218,6 @@ async def test_an_engine_that_alone_makes_plain_bodies_otherwise_is_set_apart(tw
     assert comparison.set_apart() == ({odd.engine} if alone else set())
 
 
-async def test_engines_that_all_make_bodies_otherwise_stay_together(two_engines):
-    pipeline, comparison, replicas = two_engines
-    for words in range(2 * ENOUGH):
-        body = longer(PLAIN, words)
-        comparison.made_otherwise(replicas[words % 2].engine, pipeline.prepare(CHAT, body), body, "it counted 7")
-    assert not comparison.set_apart() and pipeline.prepare(CHAT, PLAIN).mode == "text"
-
-
 async def test_a_kind_of_body_is_known_though_its_body_is_forgotten(compared):
     pipeline = Pipeline(sim_model_dir(), "sim", 16)
     comparison = compared(pipeline)
@@ -265,29 +240,6 @@ async def test_a_kind_of_body_is_known_though_its_body_is_forgotten(compared):
         comparison.compare(replica)
         await all_done(comparison)
         assert {prepared(body).mode for body in (NAMED, PLAIN, TOOLS)} == {"exact"}
-
-
-@pytest.mark.parametrize("tools", [None, []])
-def test_a_body_has_the_same_features_before_and_after_it_is_forgotten(tools):
-    pipeline = Pipeline(sim_model_dir(), "sim", 16)
-    pipeline.follow(SGLANG.version_quirks(None))  # it takes an empty list
-    pipeline.differ(Differences(shown=True))
-    body = json.dumps({**json.loads(PLAIN), "tools": tools}).encode()
-    prompt = pipeline.prepare("/v1/chat/completions", body)
-    assert features_of(prompt, b"") == features_of(prompt, body) == {"/v1/chat/completions", "user"}
-
-
-async def test_a_prompt_that_was_made_in_a_way_that_has_been_left_says_nothing(compared):
-    pipeline = Pipeline(sim_model_dir(), "sim", 16)
-    comparison = compared(pipeline)
-    async with Engine(pipeline) as engine:
-        replica = engine.replica()
-        comparison.compare(replica)
-        await all_done(comparison)
-        old = pipeline.prepare("/v1/chat/completions", PLAIN)
-        pipeline.follow(VLLM.version_quirks("0.32.0"))
-        comparison.made_otherwise(replica.engine, old, PLAIN, "it counted 7")
-        assert pipeline.prepare("/v1/chat/completions", PLAIN).mode == "exact"
 
 
 @pytest.mark.parametrize(
@@ -428,14 +380,6 @@ async def test_the_only_engine_restarts_and_is_still_read_as_it_reads(tmp_path, 
             assert ours.reading.how == theirs.reading.how and ours.inexact("sim") == ""
             assert replica.tokenizer == "the gateway's, rebuilt as LlamaTokenizer; fills its chat template alike"
     assert read == ["rebuilt as LlamaTokenizer"], "it is read once, and no other way in between"
-
-
-def test_a_way_that_is_no_longer_in_use_confirms_nothing(tmp_path):
-    """A comparison ends after the tokenizer was read in yet another way."""
-    folder = Path(model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"}))
-    pipeline = Pipeline(folder, "sim", 16)
-    pipeline.adopt(Verdict("rebuilt as LlamaTokenizer"), True)
-    assert pipeline.reading.how != "rebuilt as LlamaTokenizer" and not pipeline._confirmed
 
 
 async def test_an_adapter_loaded_later_is_no_more_exact_than_its_engine(compared):
@@ -734,22 +678,6 @@ async def test_the_date_is_that_of_the_engines_time_zone_and_ends_with_its_day(d
         assert ids_of(pipeline) == auckland.prompt(PLAIN), "it had ended before"
 
 
-async def test_an_engine_that_restarts_may_be_in_another_zone(dated):
-    folder, pipeline, comparison, now = dated
-    async with DatedEngine(folder, 52, now) as engine:
-        comparison.compare(engine.replica())
-        await engine.looked_at(ADOPTED)
-        for at in (14.2 * 3600, 14.3 * 3600 + 6):  # around its midnight, by which its zone is known
-            now[0] = EVENING + at
-            await engine.looked_at()
-        engine.zone = 56  # where it is the same day
-        comparison.compare(engine.replica("2"))
-        await engine.looked_at(ADOPTED)
-        assert ids_of(pipeline) == engine.prompt(PLAIN)
-        now[0] = EVENING + 37.3 * 3600 - 1
-        assert ids_of(pipeline) == "partly"
-
-
 async def test_engines_of_unlike_zones_are_exact_up_to_the_date_while_it_differs(dated, caplog):
     folder, pipeline, comparison, now = dated
     async with DatedEngine(folder, 52, now) as auckland, DatedEngine(folder, 0, now) as london:
@@ -801,33 +729,6 @@ async def test_where_nothing_tells_the_date_chats_are_exact_up_to_it(dated, tell
         comparison.forget(replica.engine)
         await second.looked_at()
         assert ids_of(pipeline) == second.prompt(PLAIN)
-
-
-async def test_a_model_without_a_date_is_asked_once_and_is_exact_at_midnight(dated, compared, tmp_path):
-    folder, *_, now = dated
-    plain = model(tmp_path / "plain", {})
-    pipeline = Pipeline(Path(plain), "sim", 16)
-    comparison = compared(pipeline)
-    async with DatedEngine(plain, 52, now) as engine:
-        comparison.compare(engine.replica())
-        await all_done(comparison)
-        assert engine.asked.qsize() == len(CHATS) and not pipeline.prints_date
-        now[0] = EVENING + 14.3 * 3600
-        assert ids_of(pipeline) == engine.prompt(PLAIN)
-
-
-async def test_an_engine_that_comes_on_a_later_day_is_compared_with_chats_of_that_day(dated):
-    folder, pipeline, comparison, now = dated
-    async with DatedEngine(folder, 0, now) as first, DatedEngine(folder, 0, now) as later:
-        comparison.compare(first.replica())
-        await first.looked_at(ADOPTED)
-        comparison.forget(first.replica().engine)
-        now[0] += 86_400
-        replica = later.replica()
-        comparison.compare(replica)
-        await later.looked_at(ADOPTED)
-        assert replica.tokenizer.endswith("fills its chat template alike")
-        assert ids_of(pipeline) == later.prompt(PLAIN)
 
 
 async def test_an_engine_that_prints_a_day_of_its_own_is_matched_as_text(dated):

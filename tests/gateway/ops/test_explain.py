@@ -9,11 +9,7 @@ import pytest
 from aiohttp import web
 
 from gateway import cli
-from gateway.errors import ApiError
-from gateway.model import model_dir
-from gateway.ops import explain
-from gateway.settings import ADMIN_SIDE, ConfigError
-from replicas.simulated.model import sim_model_dir
+from gateway.settings import ADMIN_SIDE
 
 from .decided import BUSY, decided, replica
 
@@ -67,53 +63,15 @@ async def test_a_running_gateway_is_asked(listen, empty_folder, capsys):
     assert json.loads(capsys.readouterr().out)["choice"] == "b:1"
 
 
-async def test_flags_that_the_running_gateway_does_not_follow_are_named(listen, empty_folder, capsys):
-    async def answer(request):
-        return web.json_response(decision(), headers={ADMIN_SIDE: "1"})
-
-    async def status(request):
-        replicas = [{"id": "a:1", "url": "http://a:1"}, {"id": "b:1", "url": "http://b:1"}]
-        return web.json_response({"policy": "least_time", "replicas": replicas, "spaces": [{"block_size": 16}]})
-
-    url = await listen(web.post("/explain", answer), web.get("/status", status))
-    (empty_folder / "body.json").write_bytes(CHAT)
-    ask = "body.json", "--admin", url, "--json"
-    for flags, said in (
-        (("--policy", "round_robin"), "--policy round_robin does not count"),
-        (("--replica-url", "http://a:1", "http://c:1"), "--replica-url http://c:1 does not count"),
-        (("--block-size", "32", "--policy", "random"), "--policy random and --block-size 32 do not count"),
-        (
-            ("--block-size", "32", "--policy", "random", "--replica-url", "http://c:1", "http://d:1"),
-            "--policy random, --replica-url http://c:1 http://d:1 and --block-size 32 do not count",
-        ),
-    ):
-        assert await in_thread(*ask, *flags) == 0
-        out, err = capsys.readouterr()
-        assert err == f"the running gateway answers, with its own settings: {said}\n\n"
-        assert json.loads(out)["choice"] == "b:1"
-    (empty_folder / "hitherto.yaml").write_text("policy: random\nblock_size: 16\n")
-    same = "--policy", "least_time", "--replica-url", "http://b:1", "--block-size", "16", "--port", "28080"
-    assert await in_thread(*ask, *same, "--max-body-bytes", "4MiB") == 0
-    assert capsys.readouterr().err == ""
-    assert await in_thread(*ask) == 0
-    assert "its own settings: file hitherto.yaml:1: policy random does not count\n" in capsys.readouterr().err
-
-
 async def test_the_gateways_refusal_is_passed_on(listen, empty_folder, capsys):
     async def refuse(request):
-        return web.json_response(
-            {"error": {"message": "'messages' is missing", "type": "t", "param": None, "code": None}},
-            status=400,
-            headers={ADMIN_SIDE: "0"},
-        )
+        error = {"message": "'messages' is missing", "type": "t", "param": None, "code": None}
+        return web.json_response({"error": error}, status=400, headers={ADMIN_SIDE: "0"})
 
     url = await listen(web.post("/explain", refuse))
     (empty_folder / "body.json").write_bytes(b"{}")
     assert await in_thread("body.json", "--admin", url) == 1
     assert capsys.readouterr().err == "hitherto: this request would be answered with 400: 'messages' is missing\n"
-    (empty_folder / "body.json").write_bytes(b"What is the sum?")
-    assert await in_thread("body.json", "--admin", url) == 1
-    assert "\nbody.json has no JSON. Give a body as a client would send it: " in capsys.readouterr().err
 
 
 async def test_a_token_that_cannot_be_read_is_named_where_the_gateway_wants_one(listen, empty_folder, capsys):
@@ -132,14 +90,6 @@ async def test_a_token_that_cannot_be_read_is_named_where_the_gateway_wants_one(
     assert "--admin-token" not in capsys.readouterr().err
 
 
-async def test_something_else_on_that_port_is_no_gateway(listen, empty_folder, capsys):
-    (empty_folder / "body.json").write_bytes(CHAT)
-    url = await listen()
-    assert await in_thread("body.json", "--admin", url) == 2
-    said = "what answers there, with status 404, is no gateway's admin side. Give the admin side's URL"
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("status", [401, 404])
 async def test_an_engines_error_is_no_verdict_and_its_refusal_not_the_admin_sides(listen, empty_folder, capsys, status):
     """Nor is one of the clients' side of a gateway with keys: all have OpenAI's shape."""
@@ -151,27 +101,19 @@ async def test_an_engines_error_is_no_verdict_and_its_refusal_not_the_admin_side
     (empty_folder / "body.json").write_bytes(CHAT)
     url = await listen(web.post("/explain", refuse))
     assert await in_thread("body.json", "--admin", url) == 2
-    said = f"what answers there, with status {status}, is no gateway's admin side. Give the admin side's URL"
-    assert capsys.readouterr().err.startswith(f"hitherto: --admin {url}: {said}")
+    said = (
+        f"no gateway answers at {url} (what answers there, with status {status}, is no gateway's admin side). Start one"
+    )
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "gw:8081",
-        "http://gw:abc",
-        "http://[::1",
-        "http://g w:8081",
-        "http://",
-        "http://gw:99999",
-        "http://a@gw:1",
-        "http://..:1",
-    ],
+    "url", "gw:8081 http://gw:abc http://[::1 http:// http://gw:99999 http://a@gw:1 http://..:1".split(" ")
 )
 def test_what_is_no_url_is_no_gateway(empty_folder, capsys, url):
     (empty_folder / "body.json").write_bytes(CHAT)
     assert cli.main(["explain", "body.json", "--admin", url]) == 2
-    assert capsys.readouterr().err.startswith(f"hitherto: --admin {url}: it is no URL: write http://HOST:PORT")
+    assert "it is no URL: write http://HOST:PORT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -183,8 +125,8 @@ def test_what_is_no_url_is_no_gateway(empty_folder, capsys, url):
             b"HTTP/1.1 500 No\r\nContent-Length: 99\r\n\r\n{",
             "what answers there, with status 500, is no gateway's admin side",
         ),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "its answer breaks off"),
-        (b"", "it closes the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "something else answers there"),
+        (b"", "something else answers there"),
     ],
 )
 def test_an_answer_that_is_no_gateways_is_told_in_words(empty_folder, capsys, reply, said):
@@ -203,7 +145,7 @@ def test_an_answer_that_is_no_gateways_is_told_in_words(empty_folder, capsys, re
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert cli.main(["explain", "body.json", "--admin", url]) == 2
         thread.join()
-    assert capsys.readouterr().err.startswith(f"hitherto: --admin {url}: {said}. Give the admin side's URL")
+    assert capsys.readouterr().err.startswith(f"hitherto: no gateway answers at {url} ({said}). Start one")
 
 
 async def test_without_a_gateway_it_says_what_to_do(empty_folder, capsys, unused_tcp_port):
@@ -238,27 +180,3 @@ async def test_a_path_that_is_no_text_is_the_gateways_to_refuse(listen, empty_fo
     (empty_folder / "body.json").write_bytes(CHAT)
     assert await in_thread("body.json", "--admin", url, "--path", "/\udcff") == 1
     assert "no such path" in capsys.readouterr().err
-
-
-def test_model_names_are_resolved_or_refused(tmp_path):
-    assert model_dir("sim") == sim_model_dir()
-    assert model_dir(str(tmp_path)) == tmp_path
-    with pytest.raises(ConfigError, match="no directory /nowhere/at/all"):
-        model_dir("/nowhere/at/all")
-    with pytest.raises(ConfigError, match="Give --model NAME_OR_FOLDER"):
-        model_dir(None)
-
-
-def test_refusals_of_other_servers_are_not_taken_for_the_gateways():
-    import io
-    import urllib.error
-    from email.message import Message
-
-    headers = Message()
-    headers[ADMIN_SIDE] = "0"
-    page = urllib.error.HTTPError("u", 500, "x", headers, io.BytesIO(b"<html>"))
-    assert isinstance(explain._refusal(page, "http://a"), explain.Unanswered)
-    told = b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}'
-    ours = urllib.error.HTTPError("u", 404, "x", headers, io.BytesIO(told))
-    wrong = explain._refusal(ours, "http://a")
-    assert isinstance(wrong, ApiError) and (wrong.status, wrong.message, wrong.code) == (404, "m", "c")

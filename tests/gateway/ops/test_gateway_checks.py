@@ -5,7 +5,6 @@ import socketserver
 import threading
 
 import pytest
-from aiohttp import web
 
 from gateway import cli
 from gateway.ops import gateway_checks, trial
@@ -17,19 +16,8 @@ from replicas.engines.dialect import Told
 from replicas.lifecycle import State
 from replicas.problems import Problem, block_size_set
 
-from .examined import (
-    BAD_KEYS,
-    TRIED,
-    an_engine,
-    checked,
-    doctor_lines,
-    examine,
-    found_in,
-    free_port,
-    redis_trouble,
-    status,
-    told_by,
-)
+from . import examined
+from .examined import TRIED, an_engine, doctor_lines, examine, found_in, free_port, status, told_by
 from .test_admin import Gateway
 
 pytestmark = pytest.mark.usefixtures("settings")
@@ -40,7 +28,7 @@ def config(*flags):
 
 
 def told(running, *flags) -> list[Finding]:
-    return found_in(gateway_checks.Gateway(config(*flags), running))
+    return found_in(gateway_checks.Gateway(config(*flags), status=running))
 
 
 def test_what_a_running_gateway_says_of_itself():
@@ -69,23 +57,6 @@ def test_a_replica_whose_events_are_not_followed_is_a_failure():
     assert (gap.level, gap.subject) == ("fail", "events a:1") and gap.text.endswith("(7 were lost)")
 
 
-def test_settings_that_the_running_gateway_does_not_have_are_named(capsys, fake):
-    def given(*flags):
-        return gateway_checks.not_in_force(config(*flags), status())
-
-    assert given() == given("--policy", "least_time", "--replica-url", "http://a:1") == []
-    assert given("--policy", "random", "--replica-url", "http://a:1", "http://c:1") == [
-        "--policy random",
-        "--replica-url http://c:1",
-    ]
-    port = fake({"/status": status(replicas=[])}).rpartition(":")[2]
-    code, found = examine(capsys, "--admin-port", port, "--policy", "random")
-    level, said = found["gateway settings"]
-    assert level == "warn" and said.startswith(
-        "the gateway runs with its own settings: --policy random does not count examine it with"
-    )
-
-
 @pytest.mark.parametrize("given, level", [(24, "fail"), (32, "warn")])
 def test_a_block_size_that_does_not_fit_is_said_once(given, level):
     """By the gateway where one runs, and else by the doctor, with the same remedy."""
@@ -107,12 +78,12 @@ def test_another_server_at_the_admin_port_is_called_so(capsys, fake, speaks_http
         port = fake({}).rpartition(":")[2] if speaks_http else str(closing.server_address[1])
         code, found = examine(capsys, "--launch", "1", "--admin-port", port)
         closing.shutdown()
+    there = (
+        "what answers there, with status 404, is no gateway's admin side" if speaks_http else "something else answers"
+    )
     level, said = found["admin_port"]
-    assert (code, level) == (1, "fail") and "Address already in use" in said
-    assert ("another server, not a gateway, answers there with 404 to /status (BaseHTTP" in said) is speaks_http
-    assert ("what is there is no gateway: it does not speak HTTP" in said) is not speaks_http
+    assert (code, level) == (1, "fail") and "Address already in use" in said and there in said
     assert said.endswith(" stop what holds the port, or give another with --admin-port (and --admin-host)")
-    there = "another server, not a gateway, answers" if speaks_http else "what is there is no gateway: "
     level, said = found["gateway"]
     assert level == "warn" and said.startswith(f"none runs with these settings at http://127.0.0.1:{port} ({there}")
 
@@ -124,46 +95,26 @@ class Closing(socketserver.BaseRequestHandler):
         self.request.sendall(b"-ERR unknown command\r\n")
 
 
-async def test_another_servers_refusal_at_the_admin_port_is_no_gateways():
-    async def refuse(request):
-        return web.json_response({"error": {"message": "an API key is needed"}}, status=401)
-
-    app = web.Application()
-    app.add_routes([web.get("/status", refuse)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        found = await gateway_checks.find_gateway(config("--admin-port", str(runner.addresses[0][1])))
-        assert (found.status, found.withheld) == ({}, None) and "not a gateway, answers there with 401" in found.other
-    finally:
-        await runner.cleanup()
+def test_a_gateway_that_is_named_has_to_run(capsys, fake, engines):
+    url = f"http://127.0.0.1:{free_port()}"
+    code, found = examine(capsys, "--replica-url", engines[0].url, "--admin", url)
+    assert (code, found["gateway"][0]) == (1, "fail") and f"at {url} (nothing listens there)" in found["gateway"][1]
+    assert cli.main(["doctor", "--admin", "gw:1"]) == 2
+    code, found = examine(capsys, "--replica-url", engines[0].url, "--admin", fake({"/status": status(replicas=[])}))
+    assert (code, found["gateway"][0]) == (0, "ok") and "port" not in found
 
 
 def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
     redis = {"ledger_joined": True, "ledger_reason": "joined", "trouble": ""}
     assert [finding.level for finding in told(status(map={"redis": redis}, background_failures={}))] == ["ok"]
-    _, map_, ledger = told(
-        status(
-            map={
-                "redis": redis
-                | {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": redis_trouble("NOPERM")}
-            }
-        )
-    )
+    away = {"ledger_joined": False, "ledger_reason": "READONLY", "trouble": examined.redis_trouble("NOPERM")}
+    _, map_, ledger = told(status(map={"redis": redis | away}))
     assert (map_.level, map_.subject) == ("fail", "redis: map") and "NOPERM" in map_.text
     assert (ledger.level, ledger.subject) == ("fail", "redis: ledger") and "READONLY" in ledger.text
-    _, failed = told(
-        status(background_failures={"shared map: publish": {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}})
-    )
-    assert (
-        failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError: 7" in failed.text
-    )
-    _, failed = told(
-        status(
-            policy_failures={"./mine.py:Mine": {"failures": 3, "last": "line 7 failed: KeyError", "seconds_ago": 2.0}}
-        )
-    )
+    failures = {"failures": 3, "last": "KeyError: 7", "seconds_ago": 2.0}
+    _, failed = told(status(background_failures={"shared map: publish": failures}))
+    assert failed.level == "fail" and "shared map: publish failed 3 times" in failed.text and "KeyError" in failed.text
+    _, failed = told(status(policy_failures={"./mine.py:Mine": failures | {"last": "line 7 failed: KeyError"}}))
     assert (failed.level, failed.subject) == ("fail", "policy") and "restart the gateway" in failed.remedy
     assert failed.text == "./mine.py:Mine failed 3 times, 2 s ago: line 7 failed: KeyError"
 
@@ -173,7 +124,7 @@ async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gatew
     replica = gateway.fleet.add("http://a:1")
 
     async def seen():
-        return await checked(an_engine("http://a:1", status=gateway.status()), "replica")
+        return await examined.checked(an_engine("http://a:1", status=gateway.status()), "replica")
 
     replica.state, replica.reason, replica.fault = State.FAILED, "no answer for 15 s", "timeout"
     (kept_out,) = await seen()
@@ -193,9 +144,8 @@ async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gatew
     assert kept_out.remedy.startswith("the gateway starts it by itself, and again whenever it ends: ")
     for replica.state in (State.LEAVING, State.DRAINING):  # its port may be closed, and it is not to be started
         (kept_out,) = await seen()
-        assert kept_out.level == "warn" and kept_out.remedy.startswith(
-            "nothing, it finishes the 0 requests that it has"
-        )
+        assert kept_out.level == "warn"
+        assert kept_out.remedy.startswith("nothing, it finishes the 0 requests that it has")
         assert ("hitherto replicas add http://a:1" in kept_out.remedy) == (replica.state == State.DRAINING)
     replica.state = State.LEAVING
     assert gateway.status()["replicas"][0]["problems"][0].startswith("its engine ends: ")
@@ -223,32 +173,11 @@ def test_an_engine_of_two_names_is_told_by_the_gateway_that_knows_it():
     assert not found_in(Engines(engines[0].settings, engines), "twice")
 
 
-@pytest.mark.parametrize("continues", (False, True))
-def test_variants_that_do_not_go_on_with_each_others_streams_are_named(continues):
-    space = {"models": ["m"], "directory": None, "block_size": 16, "max_model_len": None, "versions": [], "variants": 2}
-    running = status(spaces=[{**space, "replicas": ["a:1"]}, {**space, "replicas": ["b:1"], "block_size": 32}])
-    flags = ["--continue-streams", "exact" if continues else "never"]
-    [finding] = [one for one in told(running, *flags) if one.subject == "variants m"]
-    assert "a:1 (blocks of 16" in finding.text and "b:1 (blocks of 32" in finding.text
-    assert ("by a replica of its own variant alone" in finding.text) is continues
-    assert "two legs" not in finding.text
-    running["replicas"] = [{"id": "a:1", "role": "both"}, {"id": "b:1", "role": "decode"}]
-    [finding] = [one for one in told(running, *flags) if one.subject == "variants m"]
-    assert "both legs of a request use replicas of one variant" in finding.text
-
-
 def test_what_the_gateway_says_of_a_replica_is_printed_in_its_words():
     """And what the engine says of itself is not, as the gateway has read it too."""
-    facts, slow = (
-        Facts(serving=True, problems={"role": Problem("it is for one leg alone", "")}),
-        {"text": "takes 8 x as long"},
-    )
-    page = {
-        "id": "a:1",
-        "url": "http://a:1",
-        "problems": ["12 KV events were passed over (unknown type 'X')"],
-        "slow": slow,
-    }
+    facts = Facts(serving=True, problems={"role": Problem("it is for one leg alone", "")})
+    slow, problem = {"text": "takes 8 x as long"}, "12 KV events were passed over (unknown type 'X')"
+    page = {"id": "a:1", "url": "http://a:1", "problems": [problem], "slow": slow}
     found = found_in(an_engine("http://a:1", facts, status(replicas=[page])), "problems")
     assert [(one.level, one.subject) for one in found] == [("warn", "traffic a:1")] * 2
     assert [one.text for one in found] == [slow["text"], *page["problems"]]
@@ -260,14 +189,7 @@ def test_what_the_gateway_says_of_a_replica_is_printed_in_its_words():
 
 def test_replicas_that_were_added_to_the_running_gateway_are_looked_at_as_well(capsys, engines, gateway):
     added = f"127.0.0.1:{free_port()}"
-    away = {
-        "id": added,
-        "url": f"http://{added}",
-        "events": "off",
-        "state": "failed",
-        "reason": "nothing listens there",
-    }
-
+    away = {"id": added, "url": f"http://{added}", "state": "failed", "reason": "nothing listens there"}
     gateway(status(replicas=[{"id": "x", "url": engines[0].url, "events": "live"}, away]))
     code, out = doctor_lines(capsys, "--replica-url", engines[0].url)
     assert code == 1 and out.count(f"replica 127.0.0.1:{engines[0].port} ") == 1
@@ -277,22 +199,16 @@ def test_replicas_that_were_added_to_the_running_gateway_are_looked_at_as_well(c
 def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, gateway, monkeypatch):
     """An older engine does not say where its events are: their address stands in the gateway's flags."""
     published = told_by(engines[0].url + "/kv_event_sources")["0"]
-    source = {
-        "endpoint": published["endpoint"].replace("*", "127.0.0.1"),
-        "replay": published["replay_endpoint"].replace("*", "127.0.0.1"),
-        "topic": "",
-    }
+    ends = {"endpoint": published["endpoint"], "replay": published["replay_endpoint"]}
+    source = {name: end.replace("*", "127.0.0.1") for name, end in ends.items()} | {"topic": ""}
     url = fake({**TRIED, "/kv_event_sources": 404})
     replica = {"id": "x", "url": url, "rank": None, "events": "live", "event_source": source}
     gateway(status(replicas=[replica]))
     monkeypatch.setattr(trial, "EVENT_SECONDS", 0.1)
     _, found = examine(capsys)
     assert source["endpoint"] in found["events"][1], found  # listened to; this fake publishes nothing there
-    replica |= {
-        "event_source": None,
-        "events": "off",
-        "problems": ["its KV events are unknown: URL#events=tcp://HOST:PORT"],
-    }
+    unknown = "its KV events are unknown: URL#events=tcp://HOST:PORT"
+    replica |= {"event_source": None, "events": "off", "problems": [unknown]}
     gateway(status(replicas=[replica]))
     _, found = examine(capsys)
     assert found["traffic x"] == ("warn", replica["problems"][0]) and "events" not in found, "said once"
@@ -308,7 +224,7 @@ def test_a_port_that_somebody_holds(capsys):
 
 
 def test_what_the_running_gateway_says_of_a_file_is_not_said_twice(capsys, gateway, tmp_path):
-    (tmp_path / "keys.yaml").write_text(BAD_KEYS)
+    (tmp_path / "keys.yaml").write_text(examined.BAD_KEYS)
     problem = "keys.yaml:1: name: 'team a!' is no name: it has 1 to 64 letters, digits, '.', '_' and '-'"
     gateway(status(api_keys={"problem": problem}, replicas=[]))
     _, out = doctor_lines(capsys, "--api-keys", "keys.yaml")
@@ -321,21 +237,9 @@ def test_what_the_gateway_says_of_a_replica_comes_before_one_look_at_what_answer
     capsys, fake, gateway, monkeypatch
 ):
     monkeypatch.delenv("HITHERTO_MODEL")
-    url = fake(
-        {"/health": "", "/v1/models": "<html>", "/version": "<html>", "/metrics": "<html>", "/tokenize": "<html>"}
-    )
-    name, reason = (
-        url.removeprefix("http://"),
-        "something else than the engine answers there: /v1/models lists no models",
-    )
-    one = {
-        "id": name,
-        "url": url,
-        "events": "off",
-        "state": "warming",
-        "reason": reason,
-        "problems": ["KV events are off"],
-    }
+    url = fake({"/health": ""} | dict.fromkeys(("/v1/models", "/version", "/metrics", "/tokenize"), "<html>"))
+    name, reason = url.removeprefix("http://"), "something else than the engine answers there"
+    one = {"id": name, "url": url, "state": "warming", "reason": reason, "problems": ["KV events are off"]}
     gateway(status(ready=False, why_not=f"no replica is ready: {name} is warming ({reason})", replicas=[one]))
     code, found = examine(capsys, "--replica-url", url)
     assert code == 1 and found["replica"][0] == "fail" and f"warming: {reason}" in found["replica"][1]

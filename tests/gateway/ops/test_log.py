@@ -72,14 +72,6 @@ def test_a_value_reads_back(text):
         assert shlex.split(shown, comments=False) == [shown]
 
 
-def test_below_the_level_nothing_is_made(logger):
-    stream = io.StringIO()
-    outbox = attach(logger, stream)
-    log.event(logger, logging.DEBUG, "quiet", a=1)
-    outbox.close()
-    assert stream.getvalue() == ""
-
-
 class StuckPipe(io.StringIO):
     def __init__(self) -> None:
         super().__init__()

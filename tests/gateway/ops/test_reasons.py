@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gateway.ops.reasons import TERMS, sentence, span
-from policies import Choice, CostGroup, Load
+from gateway.ops.reasons import sentence, span
+from policies import CostGroup, Load
 from policies.rules import least_time
 
 from .decided import BUSY, decided, replica
@@ -165,17 +165,3 @@ def test_legs_that_were_not_taken_are_named_with_their_price():
     assert sentence(told).endswith(
         " Apart, with the prompt on p:1 and the answer on d:1, it would cost 500 ms with 2,048 tokens moved."
     )
-
-
-def test_every_term_has_a_meaning():
-    assert {*TERMS} == {*least_time.TERMS}
-
-
-def test_a_policy_that_gives_no_reason_is_no_fault():
-    class Mute:
-        name = "mute"
-
-        def choose(self, demand, candidates, explain=False):
-            return Choice(0)
-
-    assert "by mute (no reason given)" in sentence(decided(Mute(), replica("a:1"), replica("b:1")))

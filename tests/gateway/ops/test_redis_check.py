@@ -2,22 +2,18 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from gateway.ops.gateway_checks import REDIS_COMMANDS, redis_servers
+from gateway.ops.gateway_checks import REDIS_COMMANDS, redis
 from tests.redis_server import Cluster, Proxy, running
-
-from .examined import checked
 
 
 async def findings(url):
     """A machine that is busy with other tests is no matter here: see the test of one that is far."""
-    return [
-        ("ok" if "answers in" in one.text else one.level, one.text, one.remedy)
-        async for server in redis_servers(url, "prod")
-        for one in await checked(server)
-    ]
+    config = SimpleNamespace(settings=SimpleNamespace(redis_url=url, deployment="prod"))
+    return [("ok" if "answers in" in one.text else one.level, one.text, one.remedy) async for one in redis(config)]
 
 
 async def test_a_good_one(start_redis, redis_binary):
@@ -54,8 +50,8 @@ async def test_one_that_is_far(redis_server):
 
 async def test_each_shard_of_a_cluster(tmp_path):
     with running(Cluster(tmp_path)) as cluster:
-        ((level, said, _),) = await findings(f"redis://127.0.0.1:{cluster.nodes[0].port}")
-        assert level == "fail" and "write redis+cluster://" in said
+        ((level, said, remedy),) = await findings(f"redis://127.0.0.1:{cluster.nodes[0].port}")
+        assert level == "fail" and "it is a Cluster" in said and "write redis+cluster://" in remedy
         cluster.nodes[1].kill()
         levels = [level for level, *_ in await findings(cluster.url)]
         assert levels == ["ok"] * 4 + ["fail"] + ["ok"] * 4

@@ -1,9 +1,7 @@
 """What `hitherto doctor` finds in the replicas' own words, each alone and beside the others."""
 
 import pytest
-from aiohttp import web
 
-from gateway.ops import replica_checks
 from gateway.ops.findings import Finding
 from gateway.ops.replica_checks import Engine, Engines, Model, by_model
 from replicas import Replica, pairing
@@ -11,7 +9,7 @@ from replicas.adopt import IS_GATEWAY, Facts
 from replicas.duplicates import Name, duplicate
 from replicas.problems import Problem
 
-from .examined import an_engine, checked, found_in
+from .examined import an_engine, found_in
 
 
 def test_what_an_engine_tells_of_itself_is_said_with_its_remedy():
@@ -115,25 +113,3 @@ def test_a_gateway_that_is_given_as_a_replica_is_not_to_be_started():
     assert found.level == "fail" and "engines behind that gateway" in found.remedy and "start it" not in found.remedy
     [found] = found_in(an_engine("http://a:1", Facts(fault="connect", error="nothing listens")), "replica")
     assert "start it" in found.remedy
-
-
-async def test_clocks_that_differ(monkeypatch):
-    async def health(request):
-        return web.Response(headers={"Date": "Thu, 01 Jan 2026 00:00:00 GMT"})
-
-    app = web.Application()
-    app.add_routes([web.get("/health", health)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = an_engine(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    moment = 1767225600.0  # the same in seconds since 1970
-    try:
-        for offset, level in ((0.5, "ok"), (-1.5, "ok"), (60.0, "warn"), (-60.0, "warn")):
-            monkeypatch.setattr(replica_checks.time, "time", lambda offset=offset: moment + offset)
-            [finding] = await checked(Engines(engine.settings, [engine]), "clock")
-            assert finding.level == level, offset
-    finally:
-        await engine.way.close()
-    assert "60 s" in finding.text and "NTP" in finding.remedy
-    await runner.cleanup()

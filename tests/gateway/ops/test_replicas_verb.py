@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gateway import cli
-from gateway.ops import replicas_verb
+from gateway.ops import admin_client, replicas_verb
 from gateway.ops.admin import Admin
 from gateway.ops.guard import Guard
 from replicas import Fleet, State
@@ -119,7 +119,7 @@ async def test_what_cannot_be_done_is_said_with_its_reason(admin, capsys):
 
 def test_a_gateway_that_was_stopped_is_not_to_be_started_a_second_time(capsys, monkeypatch):
     """The kernel takes its connections, and nobody answers."""
-    monkeypatch.setattr(replicas_verb, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(admin_client, "ANSWER_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         assert cli.main(["replicas", "--admin", f"http://127.0.0.1:{frozen.getsockname()[1]}"]) == 2
     err = capsys.readouterr().err

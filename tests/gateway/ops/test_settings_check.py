@@ -53,7 +53,7 @@ def test_a_profile_or_a_file_of_replicas_that_cannot_be_used_keeps_nothing_from_
 def test_a_redis_for_workers(capsys, engines, monkeypatch):
     flags = ("--replica-url", engines[0].url, "--workers", "2")
     assert examine(capsys, *flags)[1]["workers"][0] == "ok"
-    monkeypatch.setattr("gateway.workers.private_redis._installed", list)
+    monkeypatch.setattr("gateway.workers.private_redis.shutil.which", lambda name: None)
     code, found = examine(capsys, *flags)
     assert code == 1 and found["workers"][0] == "fail" and "pip install 'hitherto[redis-server]'" in found["workers"][1]
 
@@ -91,7 +91,7 @@ def test_traces_that_arrive_and_that_do_not(capsys, engines, monkeypatch):
 @pytest.mark.parametrize(("most", "warns"), [(1024, True), (4096, False), (resource.RLIM_INFINITY, False)])
 def test_too_few_open_files_are_said_before_clients_see_it(monkeypatch, most, warns):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, most))
-    here, running = (found_in(Gateway(None, status), "open files") for status in ({}, {"most_open_files": most}))
+    here, running = (found_in(Gateway(None, status=status), "open files") for status in ({}, {"most_open_files": most}))
     assert (len(here) == 1) is warns and here == running, "here, or of a gateway that runs"
     for found in here:
         assert found.level == "warn" and "1024 at most, which are about 369 streams" in found.text

@@ -14,7 +14,7 @@ class ScriptedWorker:
 
     def __init__(self, index: int, *urls: str, **answers):
         self.index, self.process = index, SimpleNamespace(pid=index)
-        self.serves = self.hears_changes = True
+        self.serves, self.missed = True, []
         self.unanswered, self.begun, self.loads = 0, 0.0, {}
         self.replicas = {url.removeprefix("http://"): "ready" for url in urls}
         self.answers = answers  # to questions of the supervisor's own, by the last part of their path
@@ -29,7 +29,8 @@ class ScriptedWorker:
         if self.gone or self.killed or not self.serves:
             return None
         urls = {id: f"http://{id}" for id in self.replicas}
-        known = {"loads": {}, "replicas": {"urls": urls, "pods": [], "left_out": [], "drained": [], "names": None}}
+        begins_with = {"urls": urls, "pods": [], "left_out": [], "drained": [], "names": None, "costs": None}
+        known = {"loads": {}, "known": begins_with}
         return orjson.dumps({**known, **self.answers}[name])
 
     async def ask(self, method, path, headers, body, seconds) -> Answer:
@@ -58,4 +59,4 @@ class ScriptedWorker:
         return -9
 
     def kill(self) -> None:
-        self.killed, self.serves, self.hears_changes = True, False, False
+        self.killed, self.serves = True, False

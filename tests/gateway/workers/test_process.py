@@ -3,8 +3,6 @@
 import asyncio
 import shutil
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -21,29 +19,24 @@ NO_SETTINGS = {"settings": {"log_level": "info"}}  # of which a worker ends once
 
 async def failure_of(tmp_path, hello=NO_SETTINGS) -> str:
     """Why a worker that is told this does not start."""
-    worker = await WorkerProcess.start(0, tmp_path / "socket", hello, {})
+    worker = await WorkerProcess.start(0, tmp_path / "socket", {})
+    worker.tell(index=0, socket=str(tmp_path / "socket"), patience=0.0, **hello)
     with pytest.raises(ConfigError) as failed:
-        await worker.admin_open()
-    await worker.ended()
-    assert not worker.serves and not worker.hears_changes
+        await worker.opened(60.0)
+    assert not worker.serves
     with pytest.raises(GONE):  # for whoever asks it a moment later
-        await worker.ask("GET", "/worker/costs", [], b"", 1.0)
-    assert await worker.query("/worker/costs") is None
+        await worker.ask("GET", "/worker/known", [], b"", 1.0)
+    assert await worker.query("/worker/known") is None
     return str(failed.value)
 
 
 async def test_a_worker_that_cannot_start_is_said_at_once(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(7)\n")
+    (tmp_path / "sitecustomize.py").write_text("import os\nprint('hello', flush=True)\nos._exit(7)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert "a worker ended with exit code 7 while it started" in await failure_of(tmp_path)
 
 
-async def test_workers_are_of_the_supervisors_own_package_and_a_signal_to_the_whole_group_ends_none_that_starts(
-    tmp_path, monkeypatch
-):
-    """As a service manager sends it, while a worker's interpreter comes up."""
-    (tmp_path / "sitecustomize.py").write_text("import os\nos.kill(os.getpid(), 15)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+async def test_workers_are_of_the_supervisors_own_package(tmp_path, monkeypatch):
     (tmp_path / "gateway").mkdir()
     (tmp_path / "gateway/__init__.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
@@ -54,7 +47,8 @@ async def test_a_setting_that_only_workers_can_judge_is_said_as_by_one_gateway(t
     model = shutil.copytree(sim_model_dir(), tmp_path / "model")
     (model / "tokenizer_config.json").write_text("{")
     settings = load({"workers": 2, "model": str(model)}, {}).settings
-    hello = {"settings": one_workers_settings(settings, 0, "unix:///nowhere"), "secrets": (None, None), "costs": None}
+    known = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None, "costs": None}
+    hello = {"settings": one_workers_settings(settings, 0, "unix:///nowhere"), "secrets": (None, None), "known": known}
     with pytest.raises(ConfigError) as alone:
         Gateway(settings)
     assert await failure_of(tmp_path, hello) == str(alone.value) and "tokenizer_config.json" in str(alone.value)
@@ -62,30 +56,13 @@ async def test_a_setting_that_only_workers_can_judge_is_said_as_by_one_gateway(t
 
 async def test_a_worker_that_does_not_answer_is_not_waited_for(tmp_path):
     with socket.socket(socket.AF_UNIX) as stuck:
+        worker = await WorkerProcess.start(0, tmp_path / "socket", {})
         stuck.bind(str(tmp_path / "socket"))
         stuck.listen()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            worker = await started_without_process(tmp_path / "socket", ours)
-            assert await worker.query("/worker/loads", 0.01) is None
-    await worker.ended()
-
-
-async def test_a_worker_whose_first_line_is_too_long_is_ended_at_once(tmp_path):
-    ours, theirs = socket.socketpair()
-    with theirs:
-        theirs.sendall(100_000 * b"x")
-        worker = await started_without_process(tmp_path / "socket", ours)
-        with pytest.raises(ConfigError, match="while it started"):
-            await worker.admin_open()
-    await worker.ended()
-
-
-async def started_without_process(path, end) -> WorkerProcess:
-    """A worker whose process is a child that waits for its standard input to end, and `end` the supervisor's end of
-    their socket."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return WorkerProcess(0, process, *await asyncio.open_connection(sock=end), path, {})
+        assert await worker.query("/worker/loads", 0.01) is None
+        with pytest.raises(ConfigError, match="not ready within 0.01 s"):
+            await worker.opened(0.01)
+        assert await worker.ended() == -9
 
 
 async def test_a_worker_that_leaves_too_many_looks_in_a_row_unanswered_is_killed():

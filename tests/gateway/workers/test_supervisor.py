@@ -69,8 +69,8 @@ async def test_a_place_that_nobody_looks_after_any_more_is_looked_after_again(mo
     await workers.stop(0)
 
 
-async def test_no_engine_is_started_for_settings_that_a_worker_refuses(monkeypatch):
-    """Nor is a worker that was started left behind, or the port."""
+async def test_nothing_is_left_of_a_start_that_a_worker_refuses(monkeypatch):
+    """Neither another worker, nor the port."""
     other = ScriptedWorker(1)
 
     async def start_worker(self, index):
@@ -79,31 +79,49 @@ async def test_no_engine_is_started_for_settings_that_a_worker_refuses(monkeypat
         self.places.workers[index] = other
 
     monkeypatch.setattr(Workers, "_start_worker", start_worker)
-    given = {"workers": 2, "launch": 1, "redis_url": "unix:///nowhere", "host": "127.0.0.1", "port": 0, "admin_port": 0}
+    given = {"workers": 2, "redis_url": "unix:///nowhere", "host": "127.0.0.1", "port": 0, "admin_port": 0}
     workers = Workers(load(given, {}).settings)
     other.serves = False
     with pytest.raises(ConfigError, match="a worker says so"):
         await workers.start()
-    assert not workers.fleet.engines and other.killed
+    assert other.killed
     with socket.socket() as free:
         free.bind(("127.0.0.1", workers.port))
 
 
-async def test_a_worker_begins_with_the_costs_that_a_sibling_has_learned(monkeypatch):
+class Starting(ScriptedWorker):
+    """A worker that serves once it is told what it begins with, and is told of a change meanwhile."""
+
+    def tell(self, **message):
+        self.told = message
+
+    async def opened(self, seconds):
+        self.missed.append(("DELETE", "/replicas/10.0.0.8:8000", [], b""))
+
+
+async def test_a_worker_begins_with_what_a_sibling_knows_and_makes_the_changes_that_it_missed(monkeypatch):
     """And with the secrets that the supervisor read at the start."""
-    told = []
-
-    async def start(index, path, hello, headers):
-        told.append(hello)
-        raise OSError(errno.EAGAIN, "no process can be had")
-
-    monkeypatch.setattr(WorkerProcess, "start", start)
     workers = Workers(load({"workers": 2}, {"HITHERTO_ADMIN_TOKEN": "a-secret-of-the-admin-side"}).settings)
     workers._each = {}
-    workers.places.workers[0] = ScriptedWorker(0, costs={"learned": 1})
+    known = {"urls": {"10.0.0.8:8000": "http://10.0.0.8:8000"}, "costs": {"learned": 1}}
+    workers.places.workers[0] = ScriptedWorker(0, known=known)
+    starting = Starting(1, "http://10.0.0.8:8000")
+    starting.serves = False
+
+    async def start(index, path, headers):
+        return starting
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    await workers._start_worker(1)
+    assert (starting.told["known"], starting.told["secrets"]) == (known, ["a-secret-of-the-admin-side", None])
+    assert starting.serves and starting.replicas == {}
+
+    async def fail(index, path, headers):
+        raise OSError(errno.EAGAIN, "no process can be had")
+
+    monkeypatch.setattr(WorkerProcess, "start", fail)
     with pytest.raises(ConfigError, match="worker 1 cannot be started: no process can be had"):
         await workers._start_worker(1)
-    assert [(one["costs"], one["secrets"]) for one in told] == [({"learned": 1}, ["a-secret-of-the-admin-side", None])]
     workers.places.workers.clear()
     await workers.stop(0)
 

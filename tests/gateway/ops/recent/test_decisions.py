@@ -6,7 +6,7 @@ from time import monotonic
 import pytest
 
 from gateway.ops.recent import decisions
-from gateway.ops.recent.decisions import MOST_BYTES, SPAN, Sample, Sampler
+from gateway.ops.recent.decisions import MOST_BYTES, SPAN, Sampler
 from gateway.prompt.pipeline import Pipeline
 from replicas.simulated.model import sim_model_dir
 
@@ -151,7 +151,3 @@ async def test_samples_are_bounded_in_bytes_and_in_time(pipeline):
 )  # fmt: skip
 def test_the_beginning_of_a_prompt_is_found_where_apis_have_it(body, text):
     assert decisions.text_in(body) == text
-
-
-def test_the_size_of_a_sample_is_not_less_than_it_takes():
-    assert Sample(0.0, 1, "m", 16, decisions.array("Q", [1] * 100), "text").size > 800

@@ -1,6 +1,6 @@
 """What happened: said once, counted when it happens again, bounded."""
 
-from gateway.ops.recent.journal import AGAIN_SECONDS, MOST_CHARS, MOST_ENTRIES, Journal, Look
+from gateway.ops.recent.journal import AGAIN_SECONDS, MOST_CHARS, MOST_ENTRIES, Journal
 
 
 def test_the_newest_comes_first_and_what_repeats_is_counted():
@@ -42,11 +42,3 @@ def test_why_a_replica_is_down_is_kept_before_the_requests_that_failed_for_it():
         assert (last.at, last.why) == (at, "killed by SIGKILL; then connect"), "the last one, and why"
     journal.failed(4.0 + AGAIN_SECONDS, "a:1", "closed", of_request=True)
     assert journal.failures["a:1"].why == "closed"
-
-
-def test_a_look_tells_what_grew_and_what_changed():
-    look = Look()
-    assert look.grown({"a": 2.0}) == {"a": 2.0} and look.grown({"a": 2.0, "b": 0.0}) == {}
-    assert look.grown({"a": 5.0}) == {"a": 3.0} and look.grown({}) == {} and look.grown({"a": 1.0}) == {"a": 1.0}
-    assert look.changed({"x": "1"}) == {"x": None} and look.changed({"x": "1"}) == {}
-    assert look.changed({"x": "2"}) == {"x": "1"} and look.changed({}) == {}

@@ -78,9 +78,8 @@ class View:
         self.started = time.monotonic()
         self.draining = False
         self.models: Models | None = None  # what is known of each model
-        self.served_by: Callable[[str], frozenset[str]] = lambda id: (
-            frozenset()
-        )  # names of the models that a replica reported last, also while it is down
+        # Names of the models that a replica reported last, also while it is down.
+        self.served_by: Callable[[str], frozenset[str]] = lambda id: frozenset()
         self.expected_back: Callable[[], Mapping[str, float]] = dict  # model -> seconds since a pod that served it went
         self.gone: Callable[[], Iterable[str]] = tuple  # models that no replica has served since a pod of them went
         self.slow: Callable[[str], dict[str, Any] | None] = lambda id: None  # a replica's entry from `recent.pace`
@@ -107,9 +106,8 @@ class View:
             return f"no pod is a replica yet: {self.discovery.problem or 'none has the labels of discover.selector'}"
         if not self.replicas:
             return "there is no replica; add one with hitherto replicas add http://HOST:PORT"
-        return "no replica is ready: " + "; ".join(
-            f"{one.id} is {one.state} ({one.reason})" for one in self.replicas.values()
-        )
+        states = (f"{one.id} is {one.state} ({one.reason})" for one in self.replicas.values())
+        return f"no replica is ready: {'; '.join(states)}"
 
     def status(self) -> dict[str, Any]:
         """Return the state as JSON data, for `GET /status`."""
@@ -133,10 +131,8 @@ class View:
             "expected_back": {name: round(seconds, 3) for name, seconds in self.expected_back().items()},
             **counted(metrics, self.settings.shadow, replicas, self.waiting()),
             "map": {
-                "blocks": stats["blocks"],
-                "bytes": stats["bytes"],
+                **{name: stats[name] for name in ("blocks", "bytes", "evicted")},
                 "budget_bytes": self.settings.cache_budget,
-                "evicted": stats["evicted"],
                 **self._sharing(),
             },
             "control": self.control.status() if self.control is not None else None,
@@ -159,7 +155,7 @@ class View:
         return sorted(known - {name for replica in taking for name in replica.models})
 
     def _replica(self, replica: Replica, blocks: Mapping[int, int]) -> dict[str, Any]:
-        load, intake = self._load(replica.id), self._intake(replica)
+        load, intake, given = self._load(replica.id), self._intake(replica), self.settings.block_size
         return {
             **{name: getattr(replica, name) for name in _COPIED},
             **{name: getattr(replica.scrape, name, None) for name in ("running", "waiting", "kv_usage")},
@@ -176,11 +172,7 @@ class View:
             "served_models": sorted(self.served_by(replica.id) or replica.models),
             "adapters": {name: parent for name, parent in replica.models.items() if parent},
             "block_size": replica.stored_size or replica.block_size,
-            "problems": [
-                *replica.problems,
-                *_seen(replica, intake, self.settings.block_size),
-                *self._of_template(replica),
-            ],
+            "problems": [*replica.problems, *_seen(replica, intake, given), *self._of_template(replica)],
             "slow": self.slow(replica.id),
             "events": intake.state if intake else "off",
             "event_source": replica.events._asdict() if replica.events is not None else None,
@@ -196,9 +188,8 @@ class View:
         if member is None:
             return []
         if why := member.problem or member.space.problem:
-            return [
-                f"its prompts are matched as text, as its model's files cannot be used: {why}. They are looked at again"
-            ]
+            text = "its prompts are matched as text, as its model's files cannot be used"
+            return [f"{text}: {why}. They are looked at again"]
         why = member.space.pipeline.template_exceeds
         return [f"some of its chats are matched as text: {why}"] if why else []
 
@@ -210,19 +201,16 @@ class View:
         """Return the values that are read at each scrape; to be passed to `Metrics.read_from`."""
         ids, stats = list(self.replicas), self.cachemap.stats()
         loads = {id: self._load(id) for id in ids}
+        lags = {id: getattr(self.intakes.get(id), "lag_seconds", None) for id in ids}
         reading: dict[str, Any] = {
             "inflight_requests": {id: load.requests for id, load in loads.items()},
             "reserved_prefill_tokens": {id: load.prefill_tokens for id, load in loads.items()},
             "reserved_context_tokens": {id: load.context_tokens for id, load in loads.items()},
             "reservations": self.ledger.total().requests,
-            "replica_state": {
-                (id, str(state)): float(self.replicas[id].state is state) for id in ids for state in State
-            },
+            "replica_state": {(id, str(one)): float(self.replicas[id].state is one) for id in ids for one in State},
             "model_gone": dict.fromkeys(self.gone(), 1.0),
             "replica_models": {(id, name): 1.0 for id in ids for name in self.replicas[id].models},
-            "event_lag_seconds": {
-                id: lag for id in ids if (lag := getattr(self.intakes.get(id), "lag_seconds", None)) is not None
-            },
+            "event_lag_seconds": {id: lag for id, lag in lags.items() if lag is not None},
             "replica_restarts": {id: self.replicas[id].restarts for id in ids if self.replicas[id].managed},
             "map_blocks": stats["blocks"],
             "map_bytes": stats["bytes"],
@@ -236,10 +224,8 @@ class View:
             "policy_failures": self.policies.counts if self.policies else {},
             **self._shared_reading(),
         }
-        for (
-            name,
-            field,
-        ) in _SCRAPED.items():  # an engine that does not report a figure has no sample, rather than a zero
+        for name, field in _SCRAPED.items():
+            # An engine that does not report a figure has no sample, rather than a zero.
             found = {id: getattr(replica.scrape, field, None) for id, replica in self.replicas.items()}
             reading[name] = {id: number for id, number in found.items() if number is not None}
         for name, attribute in _EVENT_COUNTS.items():
@@ -282,9 +268,8 @@ class View:
 def _why_no_events(replica: Replica) -> str:
     if replica.state not in ENGINE_THERE:
         return f"the replica is {replica.state}: its events are followed when an engine answers there"
-    return (
-        "it is not known where the engine publishes KV events, if it does: its cache is guessed from what is sent there"
-    )
+    unknown = "it is not known where the engine publishes KV events, if it does"
+    return f"{unknown}: its cache is guessed from what is sent there"
 
 
 def _spaces(spaces: Sequence[ModelSpace]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ OPEN = (
 )
 FAILED = b"failed "
 PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`
-START_SECONDS = 60.0  # for a worker's start: it may load a tokenizer on a busy machine
+START_SECONDS = 180.0  # for a worker's start: it may load a tokenizer on a busy machine
 # For queries of the supervisor's own: a worker that is stuck must not delay the others' answers.
 QUERY_SECONDS = 2.0
 LOOK_SECONDS = 1.0  # between two looks at the workers, and for a worker's answer to one

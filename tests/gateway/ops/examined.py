@@ -19,6 +19,7 @@ from gateway.ops.findings import Finding
 from gateway.ops.gateway_checks import Gateway
 from gateway.ops.replica_checks import Engine
 from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.tokens.agreement import Differences
 from gateway.settings import Settings
 from replicas.adopt import Facts
 from replicas.replica import parse_url
@@ -38,8 +39,14 @@ def redis_trouble(answer: str) -> str:
     return shared.trouble
 
 
-# Reading a tokenizer takes a second; the same one is read once for all tests.
-once_read = functools.cache(Pipeline)
+_read = functools.cache(Pipeline)
+
+
+def once_read(*given, **more) -> Pipeline:
+    """Reading a tokenizer takes a second; the same one is read once for all tests, without what others found of it."""
+    pipeline = _read(*given, **more)
+    pipeline.differ(Differences())
+    return pipeline
 
 
 async def checked(fact, *names: str) -> list[Finding]:

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from loadgen.drive import target
 from loadgen.drive.client import Client
-from loadgen.drive.processes import Processes
 from loadgen.drive.records import Record
 from loadgen.drive.run import Asking, Run
 from loadgen.options import INTERRUPTED
@@ -40,15 +39,15 @@ def check(args: argparse.Namespace) -> None:
 
 async def ask(
     args: argparse.Namespace, console: Console, work: Workload, client: Client, asking: Asking, label: str
-) -> Run | Processes:
+) -> Run:
     """Send the whole load and show its progress; Ctrl-C ends it early."""
-    load = target.load_of(args, work, client, asking)
+    load = Run(work.conversations, work.starts, client, asking, args.max_concurrency, args.users)
     with target.stopped_by_interrupt(load):
         await watched(load, console, label)
     return load
 
 
-def figures(args: argparse.Namespace, load: Run | Processes) -> dict[str, object]:
+def figures(args: argparse.Namespace, load: Run) -> dict[str, object]:
     """Return the report of one load."""
     return {**summarise(load, files.slo(args), args.percentiles), "warm_caches": warm(load)}
 

@@ -67,7 +67,13 @@ class Search:
         """Record whether `rate`, any rate between `kept` and `missed`, keeps the SLO."""
         self.steps += 1
         if self.given:
-            return self._tell_given(rate, keeps)
+            if not keeps:
+                self.missed = self.missed or rate
+            elif not self.missed:
+                self.kept = rate
+            if self.steps == len(self.given):
+                self.stopped = "All rates that were asked for have been tried."
+            return
         if keeps:
             self.kept = rate
         else:
@@ -83,14 +89,6 @@ class Search:
             self.stopped = f"Stopped: not even {self.missed:.4g} requests/s keep it."
         elif self.steps >= _MOST_STEPS:
             self.stopped = f"Stopped after {_MOST_STEPS} steps."
-
-    def _tell_given(self, rate: float, keeps: bool) -> None:
-        if not keeps:
-            self.missed = self.missed or rate
-        elif not self.missed:
-            self.kept = rate
-        if self.steps == len(self.given):
-            self.stopped = "All rates that were asked for have been tried."
 
 
 @dataclass(slots=True)
@@ -237,7 +235,7 @@ def hopeless(step: Mapping[str, object]) -> str:
     if not report["completed"]:
         return f"Stopped: no request was answered ({', '.join(report['errors']) or 'none was sent'})."
     if not step["kept"] and report["generator"]["core_was_full"]:
-        return f"Stopped: at {step['rate']:.4g} requests/s the generator's own core was full. Use more --processes."
+        return f"Stopped: at {step['rate']:.4g} requests/s the generator's own core was full."
     return ""
 
 

@@ -1,1 +1,1 @@
-"""Sending a load: an HTTP client that records times, one or several processes, and counters read from servers."""
+"""Sending a load: an HTTP client that records times, and counters read from servers."""

@@ -72,10 +72,10 @@ class Record:
 class Load:
     """A load while it is sent and afterwards, read by live views and `report.summary.summarise`.
 
-    Times are seconds; CPU figures are those of the busiest of its `processes`.
+    Times are seconds.
     """
 
-    processes, connections = 1, 0
+    connections = 0  # opened in all
     replicas: Sequence[str] = ()  # ids of the known replicas, including those that got no request
 
     def __init__(

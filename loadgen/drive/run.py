@@ -77,7 +77,7 @@ class Asking:
 
 
 class Run(Load):
-    """A load against one server, sent by this process."""
+    """A load against one server."""
 
     def __init__(
         self,
@@ -98,15 +98,19 @@ class Run(Load):
     def connections(self) -> int:
         return self.client.opened
 
-    async def go(self, at: float | None = None) -> list[Record]:
-        """Send the load to its end, from now or from the moment `at` (`perf_counter`) on; return the records."""
+    async def go(self) -> list[Record]:
+        """Send the load to its end and return the records."""
         gc.collect()
         gc.freeze()  # prompts are many and long-lived; a full collection during the run would delay sends
-        cpu, self.began = time.process_time(), at or perf_counter()
+        cpu, self.began = time.process_time(), perf_counter()
         watch = asyncio.create_task(self._watch_itself())
         try:
             async with asyncio.TaskGroup() as group:
-                self._spawn(group, self._arrivals(group) if self.users is None else self._closed_loop(group))
+                if self.users is None:
+                    self._spawn(group, self._arrivals(group))
+                waiting = iter(self.conversations)
+                for _ in range(self.users or 0):
+                    self._spawn(group, self._user(group, waiting))
         finally:
             watch.cancel()
             gc.unfreeze()
@@ -136,13 +140,6 @@ class Run(Load):
             if (wait := due - _LEAD_SECONDS - perf_counter()) > 0:
                 await asyncio.sleep(wait)
             self._spawn(group, self._converse(group, conversation, due, []))
-
-    async def _closed_loop(self, group: asyncio.TaskGroup) -> None:
-        if (wait := self.began - perf_counter()) > 0:
-            await asyncio.sleep(wait)
-        waiting = iter(self.conversations)
-        for _ in range(self.users):
-            self._spawn(group, self._user(group, waiting))
 
     async def _user(self, group: asyncio.TaskGroup, waiting: Iterator[Conversation]) -> None:
         for conversation in waiting:

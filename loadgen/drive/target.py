@@ -1,4 +1,4 @@
-"""The target of a load: its flags, its model, the choice of sender, and how Ctrl-C stops it."""
+"""The target of a load: its flags, its model, and how Ctrl-C stops it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from typing import NamedTuple, NoReturn
 import orjson
 
 from loadgen.drive.client import Client, base_url
-from loadgen.drive.processes import Processes, Share
 from loadgen.drive.run import CHAT, COMPLETIONS, Asking, Run
 from loadgen.options import INTERRUPTED, KEY_NEEDED, BadOption, Failed, flags, positive
 from loadgen.workload import datasets
-from loadgen.workload.conversations import Workload
 
 # `timeout -s INT` signals its child and then the whole process group: two signals this close count as one Ctrl-C
 _ONE_INTERRUPT_SECONDS = 0.2
@@ -160,16 +158,8 @@ def asking(args: argparse.Namespace, model: Model) -> Asking:
     return Asking(model.name, endpoint, completions, args.replies == "engine", ignore_eos, args.extra_body, *tokens)
 
 
-def load_of(args: argparse.Namespace, work: Workload, client: Client, asking: Asking) -> Run | Processes:
-    """Return the sender of the load: this process, or as many as the flags ask for."""
-    bounds = args.max_concurrency, args.users
-    if args.processes == 1:
-        return Run(work.conversations, work.starts, client, asking, *bounds)
-    return Processes(Share(work, client.base_url, headers(args), args.timeout, asking, *bounds), args.processes)
-
-
 @contextmanager
-def stopped_by_interrupt(load: Run | Processes) -> Iterator[None]:
+def stopped_by_interrupt(load: Run) -> Iterator[None]:
     """Make Ctrl-C within the block end the load early, so that it is still reported.
 
     A second Ctrl-C, even during the report, ends the program at once.

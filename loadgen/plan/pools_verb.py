@@ -50,18 +50,13 @@ def check(args: argparse.Namespace) -> None:
     """Check the flags of --pools. Raises BadOption."""
     given = [flag for flag in ("link", "chunk_size", "prompt_tokens", "output_tokens", "rate") if getattr(args, flag)]
     refuse((given and not args.pools, f"--{given[0].replace('_', '-') if given else ''} is of --pools: add it"))
-    load = {
-        "--rate": args.rate,
-        "--prompt-tokens": args.prompt_tokens,
-        "--output-tokens": args.output_tokens,
-        "--slo": args.slo,
-    }
+    load = {"--rate": args.rate, "--prompt-tokens": args.prompt_tokens, "--output-tokens": args.output_tokens, "--slo": args.slo}  # fmt: skip
     missing = [flag for flag, value in load.items() if not value]
     if args.pools:
         refuse(
             (args.dataset_name or args.dataset_path or args.request_rate or args.users,
              "--pools takes its load as numbers: --rate 10 --prompt-tokens 4000 --output-tokens 300, without a data set"),
-            (args.html or args.png or args.csv, "--pools has no --html, --png or --csv: --json FILE has all figures"),
+            (args.html or args.csv, "--pools has no --html or --csv: --json FILE has all figures"),
             (missing and (args.rate or args.output_tokens or args.slo), f"the pools of a load also need {', '.join(missing)}, as in "
              "--rate 10 --prompt-tokens 4000 --output-tokens 300 --slo ttft:2s,tpot:50ms"),
         )  # fmt: skip
@@ -122,7 +117,13 @@ def plan_pools(given: Given, console: Console, about: dict[str, object]) -> int:
     console.print()
     console.print(transfer_table(given, moved, step))
     if sizings:
-        console.print(pool_table(sizings))
+        prefill, decode = (sizing.pool for sizing in sizings)
+        pools = table("", "prefill", "decode", title="Pools")
+        pools.add_row("replicas", str(prefill.replicas), str(decode.replicas))
+        pools.add_row("busy (time, streams)", percent(prefill.busy), percent(decode.busy))
+        pools.add_row("TTFT", _ms(prefill.ttft), "")
+        pools.add_row("TPOT", "", _ms(decode.step))
+        console.print(pools)
     weights, fits = sizes(given)
     console.print(size_table(given, weights, fits))
     assumed = assumptions(given, bool(sizings))
@@ -163,10 +164,9 @@ def size_pools(given: Given, main: Transfer) -> tuple[Sizing, Sizing]:
     ttft, tpot = (slo[name] / 1000 if name in slo else None for name in ("ttft", "tpot"))
     load = Load(args.rate, args.prompt_tokens, args.output_tokens, ttft, tpot, args.attainment)
     tokens = args.prompt_tokens + args.output_tokens
+    streams = given.cache_tokens / tokens
     if given.memory:
         streams = (given.space.blocks(given.memory) - 1) / given.space.needed(tokens)
-    else:
-        streams = given.profile.num_blocks * given.profile.block_size / tokens
     engines = Engines(given.profile, main, args.link, streams)
     decode = smallest(lambda number: decode_pool(load, engines, number), args.max_replicas)
     step = decode.pool.step
@@ -174,31 +174,26 @@ def size_pools(given: Given, main: Transfer) -> tuple[Sizing, Sizing]:
 
 
 def pool_answers(given: Given, main: Transfer, prefill: Sizing, decode: Sizing) -> list[str]:
-    args = given.args
+    args, pools = given.args, {"prefill": prefill, "decode": decode}
     load = f"{args.rate:g} requests a second of {args.prompt_tokens:,} + {args.output_tokens:,} tokens"
     limits = f"{show.limits(given.slo or {})} for {percent(args.attainment)} of them"
-    pools = (("prefill", prefill), ("decode", decode))
-    if failed := [
-        f"No {name} pool of up to {args.max_replicas} replicas holds {load} within {limits}: {_why(sizing.pool, given, main)}"
-        for name, sizing in pools
-        if sizing.pool.limits
-    ]:
-        return failed
+    if failed := {name: sizing.pool for name, sizing in pools.items() if sizing.pool.limits}:
+        most = f"pool of up to {args.max_replicas} replicas holds {load} within {limits}"
+        return [f"No {name} {most}: {_why(pool, given, main)}" for name, pool in failed.items()]
     replicas = f"{prefill.pool.replicas} prefill : {decode.pool.replicas} decode replicas"
     gpus = (prefill.pool.replicas + decode.pool.replicas) * args.tensor_parallel_size
-    return [f"{replicas} ({gpus} GPUs) hold {load} within {limits}", *(_one_less(*pool, given, main) for pool in pools)]
-
-
-def _one_less(name: str, sizing: Sizing, given: Given, main: Transfer) -> str:
-    if sizing.one_less is None:
-        return f"{name}: 1 is the fewest"
-    return f"{name}: {sizing.one_less.replicas} would not do, {_why(sizing.one_less, given, main)}"
+    said = [f"{replicas} ({gpus} GPUs) hold {load} within {limits}"]
+    for name, sizing in pools.items():
+        less = sizing.one_less
+        why = f"{less.replicas} would not do, {_why(less, given, main)}" if less else "1 is the fewest"
+        said.append(f"{name}: {why}")
+    return said
 
 
 def _why(pool: Pool, given: Given, main: Transfer) -> str:
     room = f"{pool.streams:,.1f} streams each" if pool.streams else ""
     said = {
-        "TPOT": f"a decode step of {milliseconds(pool.step * 1000)} with {room} is above TPOT",
+        "TPOT": f"a decode step of {_ms(pool.step)} with {room} is above TPOT",
         "KV cache": f"its KV cache has room for {pool.room:,.1f} requests of this length, and {pool.streams:,.1f} would be there",
         "max_num_seqs": f"max_num_seqs ({given.profile.max_num_seqs}) is full",
         "prefill rate": f"prompts arrive {pool.busy:,.2f} times as fast as they are computed",
@@ -208,25 +203,31 @@ def _why(pool: Pool, given: Given, main: Transfer) -> str:
     return "; ".join(said[limit] for limit in pool.limits)
 
 
-def pool_table(sizings: tuple[Sizing, Sizing]) -> Table:
-    prefill, decode = (sizing.pool for sizing in sizings)
-    shown = table("", "prefill", "decode", title="Pools")
-    rows = (("replicas", str(prefill.replicas), str(decode.replicas)), ("busy (time, streams)", percent(prefill.busy), percent(decode.busy)),
-            ("link busy, each replica", percent(prefill.link_busy), percent(decode.link_busy)), ("wait for the prefill", _ms(prefill.wait), ""),
-            ("TTFT", _ms(prefill.ttft), ""), ("streams, each replica", "", f"{decode.streams:,.1f}"), ("TPOT", "", _ms(decode.step)))  # fmt: skip
-    for row in rows:
-        shown.add_row(*row)
-    return shown
-
-
 # ---- the transfer
 
 
 def transfer_answers(given: Given, main: Transfer, step: float) -> list[str]:
-    said = [f"{main.tokens:,} tokens: {arithmetic(given, main)}"]
+    """Return sentences on the size of the transfer and its buffer, and compare its time with that of recomputing."""
+    space = given.space
+    parts = [
+        f"{layers.count} layers × {space.moved_blocks(layers, main.tokens):,} blocks × {space.layer_block_bytes:,} B"
+        for layers in space.shape.layers
+    ]
+    gpus = f" × {space.tensor_parallel} GPUs = {main.bytes:,} B" if space.tensor_parallel > 1 else ""
+    each = f"({space.token_bytes / 1e6:.3g} MB a token{' and GPU' * bool(gpus)})"
+    said = [f"{main.tokens:,} tokens: {' + '.join(parts)} = {main.bytes_per_gpu:,} B{gpus} {each}"]
     said.append(f"transfer buffer on each GPU: {_gib(main.buffer)} ({_gib(main.bytes_per_gpu)} rounded up to 256 MiB)")
-    if main.seconds is not None:
-        said += seconds_answers(given, main, main.seconds, step)
+    if (seconds := main.seconds) is not None:
+        quick, slow = sorted((seconds, main.compute_seconds))
+        times = f"{slow / quick:.1f} times as"
+        verdict = f"moving pays, {times} quick" if main.pays else f"moving does not pay, it takes {times} long"
+        terms = f"{LATENCY * 1000:.0f} ms + {main.count:,} × {PER_TRANSFER * 1e6:.0f} us"
+        terms += f" + {main.bytes / 1e9:,.2f} GB / {given.args.link / 1e9:g} GB/s"
+        again = f"computed again in {_ms(main.compute_seconds)} at the speed of {given.profile.name}"
+        said.append(f"moved in {_ms(seconds)} ({terms}), {again}: {verdict}")
+        longer = "longer than a step, so the engine must go on decoding while it fetches, as with vLLM's NIXL connector"
+        hidden = longer if seconds > step else "hidden behind one"
+        said.append(f"that is {seconds / step:.1f} decode steps of {_ms(step)}: {hidden}")
     if given.piece < COLLATED:
         fewer = -(-main.tokens // COLLATED)
         said.append(f"Warning: {given.piece} tokens a transfer are {main.count:,} transfers; of {COLLATED} tokens they would be {fewer:,} and take "
@@ -234,42 +235,17 @@ def transfer_answers(given: Given, main: Transfer, step: float) -> list[str]:
     return said
 
 
-def seconds_answers(given: Given, main: Transfer, seconds: float, step: float) -> list[str]:
-    """Return sentences that compare the transfer with recomputing the prompt and with a decode step."""
-    quick, slow = sorted((seconds, main.compute_seconds))
-    times = f"{slow / quick:.1f} times as"
-    verdict = f"moving pays, {times} quick" if main.pays else f"moving does not pay, it takes {times} long"
-    parts = f"{LATENCY * 1000:.0f} ms + {main.count:,} × {PER_TRANSFER * 1e6:.0f} us"
-    parts += f" + {main.bytes / 1e9:,.2f} GB / {given.args.link / 1e9:g} GB/s"
-    beside = "longer than a step, so the engine must go on decoding while it fetches, as with vLLM's NIXL connector"
-    return [
-        f"moved in {_ms(seconds)} ({parts}), computed again in {_ms(main.compute_seconds)} at the speed of {given.profile.name}: {verdict}",
-        f"that is {seconds / step:.1f} decode steps of {_ms(step)}: {beside if seconds > step else 'hidden behind one'}",
-    ]
-
-
-def arithmetic(given: Given, main: Transfer) -> str:
-    """Return the size of the transfer as a product: layers × blocks × bytes of a block, on each GPU."""
-    space = given.space
-    parts = [
-        f"{layers.count} layers × {space.moved_blocks(layers, main.tokens):,} blocks × {space.layer_block_bytes:,} B"
-        for layers in space.shape.layers
-    ]
-    gpus = f" × {space.tensor_parallel} GPUs = {main.bytes:,} B" if space.tensor_parallel > 1 else ""
-    return f"{' + '.join(parts)} = {main.bytes_per_gpu:,} B{gpus} ({space.token_bytes / 1e6:.3g} MB a token{' and GPU' * bool(gpus)})"
-
-
 def transfer_table(given: Given, moved: Sequence[Transfer], step: float) -> Table:
     timed = ("moved", "computed", "steps", "pays") if given.args.link else ("computed",)
     columns = ("prompt", "GiB", "buffer", "pieces", *timed)
     shown = table(*columns, left=(), title="Moving a prompt's cache (buffer on each GPU)")
     for one in moved:
-        timed = [_ms(one.compute_seconds)]
-        if one.seconds is not None:
-            timed = [_ms(one.seconds), *timed, f"{one.seconds / step:,.1f}", "yes" if one.pays else "no"]
-        shown.add_row(
-            f"{one.tokens:,}", f"{one.bytes / GIB:,.2f}", f"{one.buffer / GIB:,.2f}", f"{one.count:,}", *timed
-        )
+        cells = [f"{one.tokens:,}", f"{one.bytes / GIB:,.2f}", f"{one.buffer / GIB:,.2f}", f"{one.count:,}"]
+        if one.seconds is None:
+            shown.add_row(*cells, _ms(one.compute_seconds))
+        else:
+            pays = "yes" if one.pays else "no"
+            shown.add_row(*cells, _ms(one.seconds), _ms(one.compute_seconds), f"{one.seconds / step:,.1f}", pays)
     return shown
 
 
@@ -285,6 +261,13 @@ def sizes(given: Given) -> tuple[dict[str, int] | None, dict[str, dict[str, obje
     args = given.args
     parameters = args.parameters or given.checkpoint.parameters
     weights = {name: form.bytes(parameters) for name, (_, form) in FORMATS.items()} if parameters else None
+
+    def tokens(space: KvSpace, size: int) -> int | None:
+        try:
+            return space.size(space.blocks(memory_beside(args, size)), given.context)
+        except BadModel:
+            return None
+
     found: dict[str, dict[str, object]] = {}
     for name, (dtype, _) in FORMATS.items():
         if given.checkpoint.shape.latent and KV_DTYPES[dtype].scale:
@@ -292,27 +275,21 @@ def sizes(given: Given) -> tuple[dict[str, int] | None, dict[str, dict[str, obje
         space = replace(given.space, dtype=dtype)
         found[name] = {"dtype": dtype, "bytes_per_token": space.token_bytes * space.tensor_parallel}
         if weights and args.gpu_memory:
-            found[name]["tokens"] = {form: _tokens(given, space, size) for form, size in weights.items()}
+            found[name]["tokens"] = {form: tokens(space, size) for form, size in weights.items()}
     return weights, found
 
 
-def _tokens(given: Given, space: KvSpace, weights: int) -> int | None:
-    try:
-        return space.size(space.blocks(memory_beside(given.args, weights)), given.context)
-    except BadModel:
-        return None
-
-
 def size_table(given: Given, weights: dict[str, int] | None, fits: dict[str, dict[str, object]]) -> Table:
-    args = given.args
-    gpus = f"{args.tensor_parallel_size} × {_gib(args.gpu_memory)}" if args.gpu_memory else ""
-    fit = f", and tokens of cache that fit in {gpus}" if gpus and weights else ""
+    gpu = given.args.gpu_memory
+    fit = (
+        f", and tokens of cache that fit in {given.args.tensor_parallel_size} × {_gib(gpu)}" if gpu and weights else ""
+    )
     shown = table("", *(f"KV {name}" for name in fits), title=f"Sizes{fit}")
     shown.add_row("bytes of a token", *(f"{one['bytes_per_token']:,}" for one in fits.values()))
     for name, size in (weights or {}).items():
         tokens = [one["tokens"][name] for one in fits.values() if "tokens" in one]
-        fit = ("no room" if one is None else f"{one / 1000:,.0f} k" for one in tokens)
-        shown.add_row(f"weights {name}, {size / 1e9:,.1f} GB", *fit)
+        cells = ("no room" if one is None else f"{one / 1000:,.0f} k" for one in tokens)
+        shown.add_row(f"weights {name}, {size / 1e9:,.1f} GB", *cells)
     return shown
 
 
@@ -327,17 +304,14 @@ def assumptions(given: Given, load: bool) -> list[str]:
         own = f"a replica's KV cache is the profile's, {given.cache_tokens:,} tokens: --gpu-memory counts the model's"
         said.append(f"a replica's KV cache has room for {given.cache_tokens:,} tokens" if given.memory else own)
         said += [BY_TOKENS] if given.memory and given.own_profile.times_by_share else []
-        left_out = ("unlike prompts and answers", "bursts beyond a Poisson load", "prompts batched together", "transfers that meet on a link",
-                    "room for prompts until they are fetched", "failures", "other work of the decoder while it fetches")  # fmt: skip
-        first = "TTFT is wait + prefill + transfer + the decoder's step that it meets (half of it) and its own, which computes the prompt's last token"
-        alone = "; without --link the transfer counts as 0" * (not args.link)
-        said += [f"left out: {', '.join(left_out)}", first + alone]
+        said += ["left out: unlike prompts and answers, bursts beyond a Poisson load, prompts batched together, transfers that meet on a link, "
+                 "room for prompts until they are fetched, failures, other work of the decoder while it fetches",
+                 "TTFT is wait + prefill + transfer + the decoder's step that it meets (half of it) and its own, which computes the prompt's last "
+                 "token" + "; without --link the transfer counts as 0" * (not args.link)]  # fmt: skip
     if not (args.parameters or given.checkpoint.parameters):
         said.append("the size of the weights is not known: --parameters 70B")
     elif args.gpu_memory:
-        said.append(
-            "weights have all parameters in that format; checkpoints keep embeddings, and often the last layer, in 16 bits"
-        )
+        said.append("weights have all parameters in that format; checkpoints often keep embeddings in 16 bits")
     return said
 
 

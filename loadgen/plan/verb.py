@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -18,14 +17,14 @@ from rich.table import Table
 
 import policies
 from loadgen import options
-from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flags, number, refuse, whole_to
+from loadgen.options import ATTAINMENT, INTERRUPTED, BadOption, attainment, flags, refuse, whole_to
 from loadgen.plan import checkpoints, pools_verb, units
 from loadgen.plan.checkpoints import Checkpoint
 from loadgen.plan.fleet_size import BY_TOKENS, Fleet, Point, Size, TooShort, by_tokens, search
 from loadgen.plan.pools_verb import GIB
 from loadgen.report import files, rates, show
 from loadgen.report.show import count, percent
-from loadgen.report.summary import Report, setting
+from loadgen.report.summary import setting
 from loadgen.report.tables import table as report_table
 from loadgen.simulate import Setting, rules
 from loadgen.simulate.verb import asked, interruptible
@@ -39,10 +38,6 @@ MOST_REQUESTS = 200_000  # in a load that is lengthened until it holds its rate
 BLOCK = 16  # tokens; vLLM's default on GPUs
 
 
-def utilization(text: str) -> float:
-    return number(text, lambda value: 0 < value <= 1, "not a share above 0 and up to 1: it reads 0.9 for 90 %")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and GPU")
     flags(
@@ -53,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--head-dim", whole_to(100_000), "N", None, "and the size of a head"),
         ("--parameters", units.parameters, "N", None, "of the model, e.g. 70B (default: by its files' size, in 16 bits)"),
         ("--gpu-memory", units.size, "SIZE", None, "memory of one GPU, e.g. 80GiB"),
-        ("--gpu-memory-utilization", utilization, "R", UTILIZATION, "share of it that the engine takes (default %(default)g, vLLM's)"),
+        ("--gpu-memory-utilization", attainment, "R", UTILIZATION, "share of it that the engine takes (default %(default)g, vLLM's)"),
         ("--weights", units.size, "SIZE", None, "of the whole model (default: its safetensors files)"),
         ("--kv-cache-memory-bytes", units.size, "SIZE", None, 'for the cache on each GPU, instead of these three: "Available KV cache memory" in vLLM\'s log'),
         ("--tensor-parallel-size -tp", whole_to(10_000), "N", 1, "GPUs of a replica (default 1)"),
@@ -62,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--block-size", whole_to(4096), "N", None, f"tokens (default {BLOCK}, and the profile's)"),
         ("--max-model-len", whole_to(MOST_TOKENS), "N", None, "longest request (default: the model's)"),
     )  # fmt: skip
-    parser.set_defaults(backend="openai-chat")  # no HTTP is involved, so any load and any kind of reply will do
     fleet = parser.add_argument_group("fleet", "with --slo: the fewest replicas that keep it for the load below")
     flags(
         fleet,
@@ -73,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--policy", partial(options.policy, known=rules.NAMES, hint=rules.HINT), "NAME", policies.DEFAULT, "how requests are routed (default %(default)s)"),
     )  # fmt: skip
     pools_verb.add_arguments(parser)
-    datasets.add_workload(parser)
+    datasets.add_workload(parser, simulated=True)
     files.add_report(parser)
 
 
@@ -86,34 +80,28 @@ async def plan_verb(args: argparse.Namespace, console: Console) -> int:
     about: dict[str, object] = {"setting": setting(["loadgen", *asked(sys.argv[1:])], args.seed)}
     found = checkpoint = None
     if args.model or args.layers:
-        checkpoint = checkpoint_of(args)
+        numbers = (args.layers, args.kv_heads, args.head_dim, args.max_model_len, args.parameters)
+        checkpoint = checkpoints.find(args.model) if args.model else checkpoints.of_numbers(*numbers)
         show.print_notes(console, checkpoint.shape.notes)
         about |= {"model": checkpoint.name, "notes": list(checkpoint.shape.notes)}
     if checkpoint and args.pools:
-        code = pools_verb.plan_pools(pools_of(args, checkpoint), console, about)
+        memory = memory_of(args, checkpoint) if args.rate else None
+        space, profile = space_of(args, checkpoint, args.kv_cache_dtype), profile_of(args, checkpoint)
+        given = pools_verb.Given(args, checkpoint, space, memory, profile, files.slo(args))
+        code = pools_verb.plan_pools(given, console, about)
         files.write_json(args.json, about, console)
         return code
     if checkpoint:
-        about["kv_space"] = found = arithmetic(args, checkpoint)
+        memory, other = memory_of(args, checkpoint), "auto" if args.kv_cache_dtype.startswith("fp8") else "fp8"
+        spaces = {dtype: space_of(args, checkpoint, dtype) for dtype in (args.kv_cache_dtype, other)}
+        about["kv_space"] = found = {
+            dtype: figures(space, args.max_model_len, memory) for dtype, space in spaces.items()
+        }
         console.print(table(args, found))
     if args.slo:
         return plan_fleet(args, console, checkpoint, found, about)
     files.write_json(args.json, about, console)
     return 0
-
-
-def checkpoint_of(args: argparse.Namespace) -> Checkpoint:
-    """Return the model of the flags. Raises BadModel."""
-    if args.model:
-        return checkpoints.find(args.model)
-    return checkpoints.of_numbers(args.layers, args.kv_heads, args.head_dim, args.max_model_len, args.parameters)
-
-
-def pools_of(args: argparse.Namespace, checkpoint: Checkpoint) -> pools_verb.Given:
-    """Return the inputs of `--pools`. Raises BadModel, BadOption."""
-    memory = memory_of(args, checkpoint) if args.rate else None
-    space = space_of(args, checkpoint, args.kv_cache_dtype)
-    return pools_verb.Given(args, checkpoint, space, memory, profile_of(args, checkpoint), files.slo(args))
 
 
 def check(args: argparse.Namespace) -> None:
@@ -123,30 +111,19 @@ def check(args: argparse.Namespace) -> None:
     pools_verb.check(args)
     numbers = {"--layers": args.layers, "--kv-heads": args.kv_heads, "--head-dim": args.head_dim}
     missing = [flag for flag, value in numbers.items() if value is None]
-    numbers_too = 0 < len(missing) < 3
     refuse(
         (args.model and len(missing) < 3, "--layers, --kv-heads and --head-dim stand for a model without files: leave --model out, or them"),
-        (numbers_too, f"a model in numbers also needs {' and '.join(missing)}, as in --layers 80 --kv-heads 8 --head-dim 128"),
+        (0 < len(missing) < 3, f"a model in numbers also needs {' and '.join(missing)}, as in --layers 80 --kv-heads 8 --head-dim 128"),
         (args.pools and not args.model and missing, "--pools needs a model: --model FOLDER, or --layers 80 --kv-heads 8 --head-dim 128"),
         (not args.slo and (args.dataset_name or args.dataset_path),
          "a load is planned for an SLO: say what would be good enough, as in --slo ttft:1s,tpot:50ms"),
         (not args.slo and args.model is None and missing,
          "there is nothing to plan: --model FOLDER for its KV cache, --slo ttft:1s and a load for the replicas it needs"),
-        (not args.slo and (args.html or args.png or args.csv), "--html, --png and --csv show how a fleet does; give --slo and a load"),
+        (not args.slo and (args.html or args.csv), "--html and --csv show how a fleet does; give --slo and a load"),
     )  # fmt: skip
 
 
 # ---- the arithmetic
-
-
-def arithmetic(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, dict[str, object]]:
-    """Return the figures of the KV cache by its dtype: the requested dtype, and fp8 or auto for comparison.
-
-    Raises BadModel, BadOption.
-    """
-    asked, memory = args.kv_cache_dtype, memory_of(args, checkpoint)
-    others = ["auto"] if asked.startswith("fp8") else ["fp8"]
-    return {dtype: figures(space_of(args, checkpoint, dtype), args.max_model_len, memory) for dtype in (asked, *others)}
 
 
 def space_of(args: argparse.Namespace, checkpoint: Checkpoint, dtype: str) -> KvSpace:
@@ -236,15 +213,13 @@ def plan_fleet(
     plan = {"slo_ms": fleet.slo, "attainment": args.attainment, "policy": args.policy, "profile": profile.name,
             "replicas": {str(size.tokens): size.kept for size in tried}, "answers": answers, "assumed": assumed, "points": points}  # fmt: skip
     about |= {"workload": datasets.describe(args, work), "plan": plan}
-    reports = {named(size): size.found.report for size in tried}
-    records = {named(size): size.records for size in tried}
-    shown = show.tried(("KV tokens each", "replicas"), map(tried_in_words, points))
+    names = [f"{size.found.replicas} × {size.tokens:,} tokens" for size in tried]
+    reports = {name: size.found.report for name, size in zip(names, tried)}
+    records = {name: size.records for name, size in zip(names, tried)}
+    rows = [((count(one["tokens"]), str(one["replicas"])), one["report"], one["kept"]) for one in points]
+    shown = show.tried(("KV tokens each", "replicas"), rows)
     files.write(args, about, reports, records, console, {**about, "tried": shown})
     return 0 if any(size.kept for size in tried) else 1
-
-
-def tried_in_words(point: Mapping[str, object]) -> tuple[tuple[str, str], Report, bool]:
-    return (count(point["tokens"]), str(point["replicas"])), point["report"], point["kept"]
 
 
 def load_of(args: argparse.Namespace, rate: float | None) -> Workload:
@@ -303,10 +278,6 @@ def tokens_of(args: argparse.Namespace, profile: Profile, found: dict | None) ->
     return tried
 
 
-def named(size: Size) -> str:
-    return f"{size.found.replicas} × {size.tokens:,} tokens"
-
-
 def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
     limits = show.limits(fleet.slo)
     if size.kept is None:
@@ -340,25 +311,20 @@ def refused(point: Point) -> str:
 
 def curve(tried: list[Size]) -> Table:
     """Return a table of attainment, hit rate and throughput: a row per number of replicas, a column per cache size."""
-    title = f"Requests within the SLO, hit rate, and requests/s answered{_offered(tried)}"
+    rate = next((point.report["offered"]["rate"] for size in tried for point in size.points.values()), None)
+    offered = "" if rate is None else f" of {rate:.2f} offered"  # the same for every fleet; none in a closed loop
+    title = f"Requests within the SLO, hit rate, and requests/s answered{offered}"
     shown = report_table("replicas", *(f"{size.tokens:,} tokens" for size in tried), left=(), title=title, wrap=True)
     for replicas in sorted({replicas for size in tried for replicas in size.points}):
-        shown.add_row(str(replicas), *(_cell(size.points.get(replicas), replicas == size.kept) for size in tried))
+        cells = [str(replicas)]
+        for size in tried:
+            text = ""
+            if point := size.points.get(replicas):
+                hits, answered = percent(point.report["cache"]["hit_rate"]), point.report["request_throughput"]
+                text = f"{percent(point.share)}  {hits:>7}  {answered:.2f} /s"
+            cells.append(f"[bold green]{text}[/]" if replicas == size.kept else text)
+        shown.add_row(*cells)
     return shown
-
-
-def _offered(tried: list[Size]) -> str:
-    """Return the offered rate of the load, the same for every fleet; "" in a closed loop."""
-    rate = next((point.report["offered"]["rate"] for size in tried for point in size.points.values()), None)
-    return "" if rate is None else f" of {rate:.2f} offered"
-
-
-def _cell(point: Point | None, chosen: bool) -> str:
-    if point is None:
-        return ""
-    hits = percent(point.report["cache"]["hit_rate"])
-    text = f"{percent(point.share)}  {hits:>7}  {point.report['request_throughput']:.2f} /s"
-    return f"[bold green]{text}[/]" if chosen else text
 
 
 def assumptions(

@@ -1,8 +1,7 @@
-"""Report files and their flags: JSON figures, an HTML page, plots, and a CSV line per request.
+"""Report files and their flags: JSON figures, an HTML page, and a CSV line per request.
 
 All files are made from two dictionaries by target or policy: reports (`summary.summarise`) and records of requests,
-measured or simulated. matplotlib, an optional dependency, is imported only to draw; without it the page has only its
-tables.
+measured or simulated.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import argparse
 import csv
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import orjson
 from rich.console import Console
 
 from loadgen.options import BadOption, flags, percentiles
-from loadgen.report import comparison, seeds
+from loadgen.report import comparison
 from loadgen.report.summary import PERCENTILES, Records, Reports, began, parse_slo
 
 COLUMNS = tuple(
@@ -43,7 +41,6 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         ("--percentiles --metric-percentiles", percentiles, "P,P", list(PERCENTILES), "percentiles of the latencies in tables (default 50,90,99)"),
         ("--json --result-filename", Path, "FILE", None, "write all figures (- for stdout)"),
         ("--html", Path, "FILE", None, "write a page with tables, and with plots where there is matplotlib (pip install 'hitherto[plots]')"),
-        ("--png", Path, "FILE", None, "write the plots alone"),
         ("--csv", Path, "FILE", None, "write a line per request"),
     )  # fmt: skip
 
@@ -51,10 +48,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Check the flags before a run. Raises BadOption."""
     slo(args)
-    for kind in ("json", "html", "png", "csv"):
+    for kind in ("json", "html", "csv"):
         check_writable(getattr(args, kind), f"--{kind}")
-    if args.png and not can_draw():
-        raise BadOption("--png needs matplotlib: pip install 'hitherto[plots]'. --html writes the tables without it")
 
 
 def slo(args: argparse.Namespace) -> dict[str, float] | None:
@@ -99,11 +94,13 @@ def write(
     `about`: the `setting` and the `workload`, where the reports do not have them.
     """
     write_json(args.json, figures, console)
-    if args.html or args.png:
-        draw(reports, records, about or {}, args.html, args.png)
+    if args.html:
+        from loadgen.report.page import page  # only a page needs Jinja
+
+        args.html.write_text(page(reports, records, about or {}), encoding="utf-8")
     if args.csv:
         write_csv(args.csv, records)
-    for what, path in (("page", args.html), ("plots", args.png), ("requests", args.csv)):
+    for what, path in (("page", args.html), ("requests", args.csv)):
         if path:
             console.print(f"[dim]{what} written to {path}[/]")
 
@@ -115,47 +112,6 @@ def conclude(
     comparison.print_comparison(console, reports)
     about = {"void": comparison.void_because(reports), **about}
     write(args, {"targets": reports, **about}, reports, records, console, about)
-
-
-def can_draw() -> bool:
-    return find_spec("matplotlib") is not None
-
-
-def draw(reports: Reports, records: Records, about: Mapping[str, object], html: Path | None, png: Path | None) -> None:
-    """Write the page, the sheet of plots, or both.
-
-    `about`: the `setting` and the `workload` (default: those of the first report); the `sweep` of `loadgen sweep` or
-    the `plan` of `hitherto plan`.
-    """
-    from loadgen.report import page  # only a page needs Jinja
-
-    about = {key: next(iter(reports.values())).get(key) for key in ("setting", "workload")} | dict(about)
-    sweep, plan = about.get("sweep"), about.get("plan")
-    title, drawable = _title(reports, about), can_draw()
-    drawn: Mapping[str, object] = {}
-    figures: list[object] = []
-    if drawable:
-        from loadgen.report import plots  # matplotlib takes half a second
-
-        drawn = plots.lines(reports, ordered=bool(sweep or plan))
-        figures = plots.of_runs(reports, seeds.first(reports, records, (about["setting"] or {}).get("seed", 0)), drawn)
-        if sweep:
-            figures = plots.of_sweep(sweep) + figures[:1]
-        if plan:
-            figures = plots.of_plan(plan, drawn) + figures
-        if png:
-            plots.png(png, figures, drawn, title)
-    if html:
-        html.write_text(page.page(title, reports, drawn, figures, about, drawable), encoding="utf-8")
-
-
-def _title(reports: Reports, about: Mapping[str, object]) -> str:
-    load = (about.get("workload") or {}).get("dataset_name") or "load"
-    if about.get("sweep"):
-        return f"{load}: the highest rate that keeps the SLO"
-    if about.get("plan"):
-        return f"{load}: how many replicas keep the SLO"
-    return f"{load}: {' against '.join(reports)}" if len(reports) < 3 else f"{load}: {len(reports)} side by side"
 
 
 def write_csv(path: Path, records: Records) -> None:

@@ -1,14 +1,18 @@
-"""The report as one self-contained HTML file: tables, plots, and how it was made."""
+"""The report as one self-contained HTML file: tables, plots, and how it was made.
+
+matplotlib, an optional dependency, is imported only to draw; without it the page has only its tables.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import jinja2
 
-from loadgen.report import comparison, rates, show
-from loadgen.report.summary import Reports
+from loadgen.report import comparison, rates, seeds, show
+from loadgen.report.summary import Records, Reports
 from loadgen.report.tables import Cell, Grid
 
 _MOST_REPLICAS = 24  # more are listed only on demand
@@ -17,40 +21,57 @@ _ENVIRONMENT = jinja2.Environment(
 )
 
 
-def page(
-    title: str,
-    reports: Reports,
-    drawn: Mapping[str, object],
-    figures: Sequence[object],
-    about: Mapping[str, object],
-    drawable: bool,
-) -> str:
-    """Return the page as HTML.
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
 
-    `drawn`: the `plots.Line` of each target; `figures`: `plots.Plot`s. Both are empty where plots are not `drawable`,
-    and the page then explains how to get them. `about`: setting, workload, and a sweep or plan (see `files.draw`).
+
+def page(reports: Reports, records: Records, about: Mapping[str, object]) -> str:
+    """Return the page of `reports`, with plots of `records`, both by target or policy.
+
+    `about`: the `setting` and the `workload` (default: those of the first report); the `sweep` of `loadgen sweep` or
+    the `plan` of `hitherto plan`, with the table of what was `tried`.
     """
     (name, report), *others = reports.items()
-    swept = "sweep" in about
-    known = {**(about.get("workload") or {}), **(about.get("fleet") or {})}
+    about = {key: report.get(key) for key in ("setting", "workload")} | dict(about)
+    sweep, plan = about.get("sweep"), about.get("plan")
+    known = {**(about["workload"] or {}), **(about.get("fleet") or {})}
+    drawn, figures = {}, []
+    if drawable := can_draw():
+        from loadgen.report import plots  # matplotlib takes half a second
+
+        drawn = plots.lines(reports, ordered=bool(sweep or plan))
+        figures = plots.of_runs(reports, seeds.first(reports, records, (about["setting"] or {}).get("seed", 0)), drawn)
+        if sweep:
+            figures = plots.of_sweep(sweep) + figures[:1]
+        if plan:
+            figures = plots.of_plan(plan, drawn) + figures
     return _ENVIRONMENT.get_template("page.html").render(
-        title=title,
+        title=_title(reports, about),
         lines=drawn,
         plots=figures,
         about=about,
         drawable=drawable,
-        single=None if others or swept else {"head": show.head(report).plain, "facts": show.facts(report)},
-        latencies=None if others or swept else show.latencies(report, "max"),
-        figures=show.compared(reports, most=_MOST_REPLICAS) if others and not swept else None,
-        replicas=[] if swept else list(_replicas(reports)),
-        rates=[f"{one}: {rates.rates(reports[one])}" for one in reports] if others and not swept else [],
+        single=None if others or sweep else {"head": show.head(report).plain, "facts": show.facts(report)},
+        latencies=None if others or sweep else show.latencies(report, "max"),
+        figures=show.compared(reports, most=_MOST_REPLICAS) if others and not sweep else None,
+        replicas=[] if sweep else list(_replicas(reports)),
+        rates=[f"{one}: {rates.rates(reports[one])}" for one in reports] if others and not sweep else [],
         troubles=[(one if others else "", said.plain) for one in reports for said in show.troubles(reports[one])],
         sentences=[]
-        if swept or "plan" in about or len(others) > 2
+        if sweep or plan or len(others) > 2
         else [comparison.comparison(one, other, name, report) for one, other in others],
         how_sure=comparison.how_sure(reports),
         made={key: value for key, value in known.items() if value not in (None, [], "") and key != "notes"},
     )
+
+
+def _title(reports: Reports, about: Mapping[str, object]) -> str:
+    load = (about.get("workload") or {}).get("dataset_name") or "load"
+    if about.get("sweep"):
+        return f"{load}: the highest rate that keeps the SLO"
+    if about.get("plan"):
+        return f"{load}: how many replicas keep the SLO"
+    return f"{load}: {' against '.join(reports)}" if len(reports) < 3 else f"{load}: {len(reports)} side by side"
 
 
 def _replicas(reports: Reports) -> Iterator[tuple[str, Grid, bool]]:

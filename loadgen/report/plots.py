@@ -1,4 +1,4 @@
-"""The plots of a report, drawn for the page (SVG in the colours of the page) and for `--png`.
+"""The plots of the page, as SVG in the colours of the page.
 
 Every plot is a set of named curves. A target or policy has the same colour in all plots. Times count from when the
 first request of a run was due.
@@ -7,17 +7,14 @@ first request of a run was due.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -50,16 +47,8 @@ _LOOK = {
 }
 
 
-class Ink(NamedTuple):
-    """Colours of text, labels and axes."""
-
-    text: str
-    soft: str
-    line: str
-
-
-_PAPER = Ink("#17201e", "#66716e", "#dfe3dd")
-_PAGE = Ink("#010203", "#010204", "#010205")  # unique placeholders, replaced by the page's colours
+# Placeholders for colours of the page, which `Plot.svg` replaces by the CSS variables of these names.
+_INK = {"text": "#010203", "soft": "#010204", "line": "#010205"}
 
 
 class Line(NamedTuple):
@@ -110,47 +99,43 @@ class Plot:
     mark: float | None = None  # of x, where a dashed line stands
     label: str = ""  # of the x axis; only plots that have one name their curves in a legend of their own
 
-    def draw(self, axes: Axes, ink: Ink) -> None:
-        axes.grid(axis="y", color=ink.line, linewidth=0.7)
-        axes.tick_params(colors=ink.soft, which="both")
-        axes.spines["bottom"].set_color(ink.line)
-        for name, curve in self.curves.items():
-            colour, dash = self.drawn[name]
-            if curve.band is not None:
-                axes.fill_between(curve.x, curve.y, curve.band, color=colour, alpha=0.16, linewidth=0)
-            marker = "o" if len(curve.x) < 10 else None
-            axes.plot(curve.x, curve.y, color=colour, linestyle=dash, marker=marker, label=name)
-        if self.limit:
-            axes.axhline(self.limit, color=ink.soft, linewidth=1, linestyle=_DASHED)
-        if self.mark:
-            axes.axvline(self.mark, color=ink.soft, linewidth=1, linestyle=_DASHED)
-        for axis, form, limit in ((axes.xaxis, self.across, self.mark), (axes.yaxis, self.up, self.limit)):
-            ends = ("x",) if axis is axes.xaxis else ("y", "band")
-            parts = [
-                part for curve in self.curves.values() for end in ends if (part := getattr(curve, end)) is not None
-            ]
-            _scale(axis, form, np.concatenate(parts), limit or 0.0)
-        if self.label:
-            axes.set_xlabel(self.label, color=ink.soft)
-        if self.label and len(self.curves) > 1:
-            axes.legend(loc="best", labelcolor=ink.text, fontsize=9.5, handlelength=1.2)
-
     def svg(self) -> str:
         """Return the plot as an SVG element for the page."""
         with matplotlib.rc_context({**_LOOK, "svg.hashsalt": self.title}):
             figure = Figure(_SIZE, layout="constrained")
-            self.draw(figure.add_subplot(), _PAGE)
+            axes = figure.add_subplot()
+            axes.grid(axis="y", color=_INK["line"], linewidth=0.7)
+            axes.tick_params(colors=_INK["soft"], which="both")
+            axes.spines["bottom"].set_color(_INK["line"])
+            for name, curve in self.curves.items():
+                colour, dash = self.drawn[name]
+                if curve.band is not None:
+                    axes.fill_between(curve.x, curve.y, curve.band, color=colour, alpha=0.16, linewidth=0)
+                marker = "o" if len(curve.x) < 10 else None
+                axes.plot(curve.x, curve.y, color=colour, linestyle=dash, marker=marker, label=name)
+            for value, line in ((self.limit, axes.axhline), (self.mark, axes.axvline)):
+                if value:
+                    line(value, color=_INK["soft"], linewidth=1, linestyle=_DASHED)
+            curves = self.curves.values()
+            _scale(axes.xaxis, self.across, [curve.x for curve in curves], self.mark)
+            values = [part for curve in curves for part in (curve.y, curve.band) if part is not None]
+            _scale(axes.yaxis, self.up, values, self.limit)
+            if self.label:
+                axes.set_xlabel(self.label, color=_INK["soft"])
+            if self.label and len(self.curves) > 1:
+                axes.legend(loc="best", labelcolor=_INK["text"], fontsize=9.5, handlelength=1.2)
             out = io.StringIO()
             figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         text = out.getvalue()
-        for name, colour in _PAGE._asdict().items():
+        for name, colour in _INK.items():
             text = text.replace(colour, f"var(--{name})")
         return text[text.index("<svg") :]
 
 
-def _scale(axis, form: Callable[[float, object], str], values: np.ndarray, limit: float) -> None:
-    """Scale and label an axis; the wider a logarithmic axis, the fewer labels it has per decade."""
-    low, high = np.nanmin(values), max(np.nanmax(values), limit)
+def _scale(axis, form: Callable[[float, object], str], parts: list[Sequence[float]], limit: float | None) -> None:
+    """Scale and label an axis for all values in `parts`; a wide logarithmic axis has fewer labels per decade."""
+    values = np.concatenate(parts)
+    low, high = np.nanmin(values), max(np.nanmax(values), limit or 0.0)
     if form is _milliseconds:
         low, high = max(low, np.nanmax(values) / 1e4) / 1.15, max(high, low * 2) * 1.15
         axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
@@ -179,55 +164,32 @@ def lines(names: Iterable[str], ordered: bool = False) -> dict[str, Line]:
 
 
 def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> list[Plot]:
-    """Return the plots of latencies, hit rate and load for which these runs have data; `drawn`: their styles."""
+    """Return the plots of latencies and hit rate for which these runs have data; `drawn`: their styles."""
     slo = next((report["goodput"]["slo_ms"] for report in reports.values() if report.get("goodput")), {})
-    few = len(records) < _MANY
-    band = "; the band above reaches to p99" if few else ""
+    windows, tail = (_MOST_WINDOWS, 99) if len(records) < _MANY else (_FEWER_WINDOWS, None)
+    good = {name: [record for record in done if record.error is None] for name, done in records.items()}
+    plots = []
 
-    def plot(title: str, caption: str, keep, curve: Callable[[str, list[Record]], Curve | None], **axes) -> Plot | None:
-        kept = {name: [record for record in done if keep(record)] for name, done in records.items()}
-        curves = {name: found for name, done in kept.items() if done and (found := curve(name, done))}
-        return Plot(title, caption, curves, drawn, **axes) if curves else None
+    def add(title: str, caption: str, curve: Callable[[list[Record]], Curve | None], **axes) -> None:
+        curves = {name: found for name, done in good.items() if (found := curve(done))}
+        if curves:
+            plots.append(Plot(title, caption, curves, drawn, **axes))
 
-    def good(record: Record) -> bool:
-        return record.error is None
+    def hits(done: list[Record]) -> Curve | None:
+        told = [record for record in done if record.prompt_tokens and record.cached_tokens is not None]
+        return _over_time(told, _hit_rate, windows)
 
-    def over_time(figure, name: str, done: list[Record]) -> Curve | None:
-        return _over_time(done, figure, _MOST_WINDOWS if few else _FEWER_WINDOWS)
-
-    found = []
     for what, (key, read) in _LATENCIES.items():
         caption = f"Share of {'gaps between chunks' if what == 'ITL' else 'requests'} with at most this {what}."
         caption += " The dashed line is the SLO." if slo.get(key) else ""
-        axes = {"across": _milliseconds, "up": _percent, "mark": slo.get(key)}
-        found.append(plot(f"{what} distribution", caption, good, partial(_distribution, read), **axes))
-    found += [
-        plot(
-            "TTFT over time",
-            f"Median of the requests sent in each window of time{band}.",
-            good,
-            partial(over_time, partial(_ttft, 99 if few else None)),
-            across=_clock,
-            up=_milliseconds,
-        ),
-        plot(
-            "Hit rate over time",
-            "Cached tokens over prompt tokens, as engines report them, by when requests were sent.",
-            lambda record: good(record) and record.prompt_tokens and record.cached_tokens is not None,
-            partial(over_time, _hit_rate),
-            across=_clock,
-            up=_percent,
-        ),
-        plot(
-            "Load of the busiest replica over time",
-            f"Requests in flight on it{'; the band reaches down to the least busy replica' if few else ''}.",
-            lambda record: record.replica is not None,
-            lambda name, done: _load(done, reports[name]["replicas"], few),
-            across=_clock,
-            up=_number,
-        ),
-    ]
-    return [one for one in found if one]
+        curve = partial(_distribution, read)
+        add(f"{what} distribution", caption, curve, across=_milliseconds, up=_percent, mark=slo.get(key))
+    caption = f"Median of the requests sent in each window of time{'; the band above reaches to p99' if tail else ''}."
+    ttft = partial(_over_time, figure=partial(_ttft, tail), most=windows)
+    add("TTFT over time", caption, ttft, across=_clock, up=_milliseconds)
+    caption = "Cached tokens over prompt tokens, as engines report them, by when requests were sent."
+    add("Hit rate over time", caption, hits, across=_clock, up=_percent)
+    return plots
 
 
 _LATENCIES: dict[str, tuple[str, Callable[[Record], Iterable[float | None]]]] = {
@@ -238,7 +200,7 @@ _LATENCIES: dict[str, tuple[str, Callable[[Record], Iterable[float | None]]]] = 
 }
 
 
-def _distribution(read: Callable[[Record], Iterable[float | None]], name: str, done: list[Record]) -> Curve | None:
+def _distribution(read: Callable[[Record], Iterable[float | None]], done: list[Record]) -> Curve | None:
     times = np.sort([max(1000 * one, _LEAST_MS) for record in done for one in read(record) if one is not None])
     ranks = np.unique(np.linspace(1, times.size, min(times.size, _MOST_STEPS), dtype=int))
     return Curve(times[ranks - 1], ranks / times.size) if times.size else None
@@ -259,6 +221,8 @@ def _over_time(done: Sequence[Record], figure: Callable, most: int) -> Curve | N
 
     `figure`: takes the requests that were sent in a window and returns (value, end of the band or None).
     """
+    if len(done) < 2:
+        return None
     zero = began(done)
     sent = np.array([record.sent - zero for record in done])
     number = min(max(len(done) // _WINDOW_REQUESTS, 4), most)
@@ -268,44 +232,16 @@ def _over_time(done: Sequence[Record], figure: Callable, most: int) -> Curve | N
         windows[window].append(record)
     y, band = zip(*(figure(window) if window else (np.nan, np.nan) for window in windows))
     x = (edges[1:] + edges[:-1]) / 2
-    return Curve(x, y, None if None in band else band) if len(done) > 1 and not np.isnan(y).all() else None
-
-
-def in_flight(records: Sequence[Record], edges: np.ndarray, zero: float) -> np.ndarray:
-    """Return the mean number of requests in flight between neighbouring `edges` (seconds from `zero`)."""
-
-    def spent(moments: Iterable[float]) -> np.ndarray:
-        """Return, at each edge, the sum of the seconds since each earlier moment."""
-        moments = np.sort([moment - zero for moment in moments])
-        before = np.searchsorted(moments, edges)
-        return before * edges - np.concatenate(([0.0], np.cumsum(moments)))[before]
-
-    gone = spent(record.sent for record in records) - spent(record.last for record in records)
-    return np.diff(gone) / np.diff(edges)
-
-
-def _load(done: Sequence[Record], replicas: Iterable[str], band: bool) -> Curve:
-    """Return the mean requests in flight on the busiest replica, with a band to the least busy one."""
-    zero = began(done)
-    edges = np.linspace(0, max(max(record.last for record in done) - zero, 1e-9), 41)
-    by_replica: dict[str, list[Record]] = {one: [] for one in replicas}
-    for record in done:
-        by_replica[record.replica].append(record)
-    rows = np.array([in_flight(one, edges, zero) for one in by_replica.values()])
-    return Curve((edges[1:] + edges[:-1]) / 2, rows.max(0), rows.min(0) if band else None)
+    return Curve(x, y, None if None in band else band) if not np.isnan(y).all() else None
 
 
 Point = Mapping[str, object]  # a rate or a fleet that was tried: its `report`, and the `share` within the SLO
 
 
 def of_sweep(sweep: Mapping[str, object]) -> list[Plot]:
-    """Return the plots of latency, throughput, attainment and hit rate against the request rate.
-
-    `sweep`: as made by `Sweep.figures` in `loadgen.sweep`.
-    """
-    points = sorted(sweep["steps"], key=lambda step: step["rate"])
-    across = {"rate": "requests a second, offered"}
-    plots = []
+    """Return the plots of latency and attainment against the request rate; `sweep`: as `Sweep.figures` makes it."""
+    points = {"": sorted(sweep["steps"], key=lambda step: step["rate"])}
+    across, plots = ("rate", "requests a second, offered"), []
     for what, about in (("TTFT", "to the first token"), ("TPOT", "per token after the first")):
         key, limit = f"{what.lower()}_ms", sweep["slo_ms"].get(what.lower())
         reads = {
@@ -313,39 +249,33 @@ def of_sweep(sweep: Mapping[str, object]) -> list[Plot]:
             for name in ("p50", "p90", "p99")
         }
         caption = f"Time {about}. Dashed: {'the SLO, and ' if limit else ''}the rate that was found, if one was."
-        plots += _against(
-            f"{what} against load", caption, {"": points}, across, reads, up=_milliseconds, limit=limit, mark=sweep["rate"]
-        )  # fmt: skip
-    answered = {"answered": lambda point: point["report"]["request_throughput"]}
-    plots += _against("Answered against offered", "Requests a second.", {"": points}, across, answered, up=_number)
-    return plots + _kept_and_hits({"": points}, across, sweep["attainment"])
+        marks = {"limit": limit, "mark": sweep["rate"]}
+        plots += _against(f"{what} against load", caption, points, across, reads, up=_milliseconds, **marks)
+    return plots + _within_the_slo(points, across, sweep["attainment"])
 
 
 def of_plan(plan: Mapping[str, object], drawn: Mapping[str, Line]) -> list[Plot]:
-    """Return the plots of attainment and hit rate against the number of replicas, one line per cache size.
+    """Return the plot of attainment against the number of replicas, one line per cache size.
 
     `plan`: what `hitherto plan --json` writes under "plan"; `drawn`: a line style per size, in the order of the sizes.
     """
     points = sorted(plan["points"], key=lambda point: (point["tokens"], point["replicas"]))
     sizes = {f"{tokens:,} tokens": list(some) for tokens, some in groupby(points, lambda point: point["tokens"])}
     styles = dict(zip(sizes, drawn.values(), strict=True))
-    return _kept_and_hits(sizes, {"replicas": "replicas"}, plan["attainment"], styles)
+    return _within_the_slo(sizes, ("replicas", "replicas"), plan["attainment"], styles)
 
 
-def _kept_and_hits(series, across, attainment: float, drawn: Mapping[str, Line] | None = None) -> list[Plot]:
-    kept = f"Share of the requests; dashed: the {attainment * 100:g} % asked for."
-    hits = "Cached tokens over prompt tokens, as engines report them."
-    return [
-        *_against("Within the SLO", kept, series, across, {"": lambda point: point["share"]}, drawn, limit=attainment),
-        *_against("Hit rate", hits, series, across, {"": lambda point: point["report"]["cache"]["hit_rate"]}, drawn),
-    ]
+def _within_the_slo(series, across, attainment: float, drawn: Mapping[str, Line] | None = None) -> list[Plot]:
+    caption = f"Share of the requests; dashed: the {attainment * 100:g} % asked for."
+    reads = {"": lambda point: point["share"]}
+    return _against("Within the SLO", caption, series, across, reads, drawn, limit=attainment)
 
 
 def _against(
     title: str,
     caption: str,
     series: Mapping[str, Sequence[Point]],
-    across: Mapping[str, str],
+    across: tuple[str, str],
     reads: Mapping[str, Callable[[Point], float | None]],
     drawn: Mapping[str, Line] | None = None,
     up: Callable[[float, object], str] = _percent,
@@ -353,10 +283,10 @@ def _against(
 ) -> list[Plot]:
     """Return one plot with a curve per series and figure, or none where no figure is known.
 
-    `across`: {key of a point's value for the x axis: label of the axis}; `reads`: functions that take a point's figures
-    for the y axis, by name; `marks`: `limit` and `mark` of the plot.
+    `across`: the key of a point's value for the x axis, and the label of the axis; `reads`: functions that take a
+    point's figures for the y axis, by name; `marks`: `limit` and `mark` of the plot.
     """
-    [(key, label)] = across.items()
+    key, label = across
     least = _LEAST_MS if up is _milliseconds else 0.0
     curves = {}
     for one, points in series.items():
@@ -366,23 +296,3 @@ def _against(
     if np.isnan(np.concatenate([curve.y for curve in curves.values()])).all():
         return []
     return [Plot(title, caption, curves, drawn or lines(curves), _number, up, **marks, label=label)]
-
-
-def png(path: Path, plots: Sequence[Plot], drawn: Mapping[str, Line], title: str) -> None:
-    """Write all plots on one sheet."""
-    with matplotlib.rc_context(_LOOK):
-        across = 2 if len(plots) in (1, 2, 4) else 3
-        down = math.ceil(len(plots) / across)
-        size = _SIZE[0] * across, (_SIZE[1] + 0.45) * down + 0.5 + 0.25 * math.ceil(len(drawn) / 6)
-        figure = Figure(size, layout="constrained", facecolor="white")
-        figure.get_layout_engine().set(w_pad=0.18, h_pad=0.14)
-        figure.suptitle(title, fontsize=13, fontweight="bold", color=_PAPER.text, x=0.012, ha="left")
-        for number, plot in enumerate(plots, 1):
-            axes = figure.add_subplot(down, across, number)
-            plot.draw(axes, _PAPER)
-            axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold", color=_PAPER.text)
-        if len(drawn) > 1:
-            marks = [matplotlib.lines.Line2D([], [], color=colour, linestyle=dash) for colour, dash in drawn.values()]
-            names = [name if len(name) <= 40 else f"{name[:39]}…" for name in drawn]
-            figure.legend(marks, names, loc="outside lower left", ncols=min(len(drawn), 6), labelcolor=_PAPER.text)
-        figure.savefig(path, dpi=110, format="png", metadata={"Software": None})

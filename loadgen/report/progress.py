@@ -13,7 +13,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.drive.processes import Processes
 from loadgen.drive.records import Record
 from loadgen.drive.run import Run
 from loadgen.report import show
@@ -25,7 +24,7 @@ _MOST_ROWS = _MOST_DOTS = 16
 
 
 async def watched(
-    run: Run | Processes, console: Console, label: str, view: View | None = None, every: float | None = None
+    run: Run, console: Console, label: str, view: View | None = None, every: float | None = None
 ) -> list[Record]:
     """Run the load to its end while showing its progress; return its records."""
     view = view or View(run, label)
@@ -60,7 +59,7 @@ async def watch_lines(view: View, console: Console) -> None:
 class View:
     """The live view of a run; it keeps running sums, so that a redraw costs only the new records."""
 
-    def __init__(self, run: Run | Processes, label: str):
+    def __init__(self, run: Run, label: str):
         self.run, self.label = run, label
         self.counted = self.failed = 0
         self.requests: Counter[str] = Counter()  # these three are counted by replica
@@ -117,9 +116,7 @@ class View:
 
     def replicas(self, title: str, busy_title: str) -> Table:
         """Return a table with a row per replica: requests, hit rate, and a dot per request in flight, if known."""
-        # other processes report only how many
-        inflight = self.run.inflight.values() if isinstance(self.run.inflight, dict) else ()
-        busy = Counter(record.replica for record in inflight if record.replica)
+        busy = Counter(record.replica for record in self.run.inflight.values() if record.replica)
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         for heading, justify in ((title, "left"), ("requests", "right"), ("from its cache", "left"), ("", "right")):
             table.add_column(heading, justify=justify, no_wrap=True)

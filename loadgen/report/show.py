@@ -116,11 +116,8 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         loop = {"closed": f"closed loop of {generator['users']}", "open": "open loop", "bounded": bounded}
         yield (
             "generator",
-            (
-                f"{loop[generator['loop']]}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
-                f"used {generator['cpu_share'] * 100:.0f} % of a core"
-                + (f" in the busiest of {generator['processes']} processes" if generator["processes"] > 1 else "")
-            ),
+            f"{loop[generator['loop']]}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
+            f"used {generator['cpu_share'] * 100:.0f} % of a core",
         )
 
 
@@ -158,7 +155,7 @@ def _caution(generator: Mapping[str, object]) -> Iterator[str]:
     if generator["core_was_full"]:
         why = (
             f"Its core was full ({generator['cpu_busiest_second'] * 100:.0f} % in the busiest second): "
-            f"use --processes {generator['processes'] * 2} or a lower rate."
+            "lower the rate, or send a share of it from a second loadgen."
         )
     yield f"The generator itself was late or busy: these figures describe it as much as the server. {why}"
 

@@ -204,7 +204,7 @@ def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str
 def _generator(run: Load, seconds: float) -> dict[str, object]:
     """Return how late and how busy the generator was, and whether it, not the server, was the limit.
 
-    CPU figures are those of the busiest process. A run under a second has only its average CPU share.
+    A run under a second has only its average CPU share.
     """
     late = spread(record.lateness for record in run.done)
     busy = run.cpu_seconds / seconds
@@ -219,7 +219,6 @@ def _generator(run: Load, seconds: float) -> dict[str, object]:
         "lateness_ms": late,
         "cpu_share": round(busy, 3),
         "cpu_busiest_second": round(max(busy, run.busiest_second), 3),
-        "processes": run.processes,
         "connections": run.connections,
         "was_the_limit": busy > BUSY_CORE or bool(matters),
         "core_was_full": full,

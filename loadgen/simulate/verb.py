@@ -33,11 +33,10 @@ from .run import Outcome, simulate
 from .setting import Outage, Setting
 
 _REPLICAS = 8
-_WRITTEN = ("--json", "--result-filename", "--html", "--png", "--csv")
+_WRITTEN = ("--json", "--result-filename", "--html", "--csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(backend="openai-chat")  # no HTTP is involved, so any load and any kind of reply will do
     group = parser.add_argument_group("fleet")
     options.flags(
         group,
@@ -75,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
          "the max_tokens that gateways see: none, exactly each reply's length, as `loadgen run` sends it, or what clients send: a third each none, "
          "a round number above all, a bound near their own replies (default %(default)s)"),
     )  # fmt: skip
-    datasets.add_workload(parser)
+    datasets.add_workload(parser, simulated=True)
     datasets.add_seeds(parser)
     files.add_report(parser)
 

@@ -78,10 +78,6 @@ class Workload:
     def requests(self) -> int:
         return sum(conversation.requests for conversation in self.conversations)
 
-    def share(self, index: int, of: int) -> Workload:
-        """Return every `of`-th conversation, for one process of several."""
-        return Workload(self.conversations[index::of], self.starts[index::of])
-
 
 @dataclass(frozen=True, slots=True)
 class Offer:

@@ -109,7 +109,11 @@ def of_seeds(args: argparse.Namespace) -> list[argparse.Namespace]:
     return [argparse.Namespace(**{**vars(args), "seed": args.seed + number}) for number in range(args.seeds)]
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
+def add_workload(parser: argparse.ArgumentParser, simulated: bool = False) -> None:
+    """Add the flags of a load; a `simulated` one involves no HTTP, so any load and any kind of reply will do for it."""
+    if simulated:
+        parser.set_defaults(backend="openai-chat")
+        flags(parser, ("--processes", whole, "N", 1, "simulate several fleets at once, in N processes (default 1)"))
     group = parser.add_argument_group("workload")
     flags(
         group,
@@ -138,7 +142,6 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> None:
         ("--ramp-up-end-rps", positive, "R", None, "and at its end"),
         ("--users", whole, "N", None, "closed loop: N users, each with one conversation at a time"),
         ("--max-concurrency", whole, "N", None, "never more requests in flight; the wait shows up as lateness"),
-        ("--processes", whole, "N", 1, "spread the generator over N processes (default 1)"),
         ("--trace-start", seconds, "S", None, "traces: leave out what comes before this second"),
         ("--trace-seconds", positive, "S", None, "traces: and play so many seconds of it"),
         ("--trace-speed", positive, "X", None, "traces: play it X times as fast (default 1)"),
@@ -288,7 +291,7 @@ def describe(args: argparse.Namespace, load: Workload) -> dict[str, object]:
     """Return all settings of the load, defaults included, for the report."""
     name = dataset(args)
     names = ("num_prompts", "request_rate", "burstiness", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "users",
-             "max_concurrency", "processes", "seed", "replies")  # fmt: skip
+             "max_concurrency", "seed", "replies")  # fmt: skip
     return {
         "dataset_name": name,
         **{key: getattr(args, key) for key in names},

@@ -1,6 +1,5 @@
 import asyncio
 import random
-from time import perf_counter
 
 import pytest
 
@@ -220,15 +219,3 @@ async def test_a_closed_loop_begins_a_conversation_when_a_user_is_free(engine, w
         ended = sorted(record.last for record in run.done)
         later = sorted(record.due for record in run.done)[3:]
         assert all(due >= end for due, end in zip(later, ended))
-
-
-async def test_a_run_may_begin_later(engine, wire):
-    async with engine(wire.answer()) as server:
-        run = Run(singles(2), [0.0, 0.02], Client(server.url), Asking("m"))
-        at = perf_counter() + 0.1
-        async with asyncio.timeout(10):
-            await run.go(at)
-        run.client.close()
-        assert [record.due for record in run.done] == [at, at + 0.02] and all(
-            record.sent >= record.due for record in run.done
-        )

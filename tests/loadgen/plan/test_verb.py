@@ -133,12 +133,12 @@ def test_an_overload_that_its_slo_does_not_see_is_no_fleet_that_keeps_it(capfd):
 
 
 def test_the_page_of_a_plan(capsys, tmp_path):
-    page, sheet, table = (tmp_path / name for name in ("plan.html", "plan.png", "plan.csv"))
+    page, table = tmp_path / "plan.html", tmp_path / "plan.csv"
     flags = (
         *"--slo ttft:60ms --kv-tokens 512,64000 --attainment 0.8 --max-replicas 4 --json".split(),
         str(tmp_path / "plan.json"),
     )
-    assert main(["plan", *LOAD, *flags, "--html", str(page), "--png", str(sheet), "--csv", str(table)]) == 0
+    assert main(["plan", *LOAD, *flags, "--html", str(page), "--csv", str(table)]) == 0
     plan, text = json.loads((tmp_path / "plan.json").read_text())["plan"], page.read_text()
     for said in (*plan["answers"], *plan["assumed"]):
         assert str(escape(said)) in text
@@ -150,7 +150,6 @@ def test_the_page_of_a_plan(capsys, tmp_path):
         if point["replicas"] == (plan["replicas"][str(point["tokens"])] or 4)
     }
     assert len(table.read_text().splitlines()) == 1 + shown[512] + shown[64_000]
-    assert sheet.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_models_own_cache_half_of_it_and_twice(capfd, model):
@@ -182,7 +181,7 @@ def test_requests_longer_than_a_replica_takes_are_named(capsys):
     (["--slo", "ttft:1s", "--kv-tokens", "16"], "a KV cache of 16 tokens is none: at least 32"),
     (["--slo", "ttft:fast"], "an SLO reads ttft:500ms"),
     (["--slo", "ttft:1s", "--profile", "gpu-9b"], "--profile: no profile 'gpu-9b'"),
-    (["--model", "MODEL", "--png", "plan.png"], "--html, --png and --csv show how a fleet does"),
+    (["--model", "MODEL", "--html", "plan.html"], "--html and --csv show how a fleet does"),
     ([], "there is nothing to plan: --model FOLDER"),
     (["--model", "/nowhere"], "there is no such folder"),
     (["--model", "MODEL", "--gpu-memory", "80GiB"], "give --weights 16GiB, --parameters 8B, or --kv-cache-memory-bytes"),
@@ -242,7 +241,7 @@ def test_bad_values_of_flags(capsys, flag, value, said):
     with pytest.raises(SystemExit) as caught:
         main(["plan", "--model", "m", flag, value])
     told = capsys.readouterr().err
-    assert caught.value.code == 2 and told.startswith(f"loadgen plan: flag {flag}: ")
+    assert caught.value.code == 2 and re.match(rf"loadgen plan: flag (\S+/)?{flag}: ", told)
     assert said in told and value.rpartition(",")[2] in told and told.count("\n") == 1
 
 

@@ -26,7 +26,7 @@ def made(number: int, seed: int = 0, **fields) -> list[Record]:
 def run_of(records: list[Record], began: float, ended: float, **fields) -> types.SimpleNamespace:
     """A load that was sent from `began` to `ended`, as `summarise` reads it."""
     none = dict.fromkeys(("interrupted", "not_sent", "busiest_second"), 0) | dict.fromkeys(("max_concurrency", "users"))
-    known = {"cpu_seconds": 0.5, "conversations": [1], "connections": 1, "processes": 1, "replicas": ()}
+    known = {"cpu_seconds": 0.5, "conversations": [1], "connections": 1, "replicas": ()}
     offered = Offer(4.0, 10.0, 0, 0.0)
     made = {"done": records, "began": began, "ended": ended, "offered": offered, **none, **known, **fields}
     return types.SimpleNamespace(**made)

@@ -4,8 +4,10 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from loadgen.report import files, show
+from loadgen.report import page, plots, show
 from loadgen.report.summary import setting
 
 ABOUT = {
@@ -15,14 +17,13 @@ ABOUT = {
 }
 
 
-def page_of(tmp_path, both, about=ABOUT) -> str:
-    files.draw(*both, about, tmp_path / "p.html", None)
-    return (tmp_path / "p.html").read_text()
+def page_of(both, about=ABOUT) -> str:
+    return page.page(*both, about)
 
 
 @pytest.fixture
 def no_plots(monkeypatch):
-    monkeypatch.setattr(files, "can_draw", lambda: False)
+    monkeypatch.setattr(page, "can_draw", lambda: False)
 
 
 class Tags(HTMLParser):
@@ -36,8 +37,8 @@ class Tags(HTMLParser):
         self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "action")]
 
 
-def test_a_page_needs_nothing_else_and_its_plots_take_its_colours(tmp_path, runs):
-    text = page_of(tmp_path, runs(["one", "two"]))
+def test_a_page_needs_nothing_else_and_its_plots_take_its_colours(runs):
+    text = page_of(runs(["one", "two"]))
     tags = Tags(text)
     assert all(link.startswith(("#", "data:")) for link in tags.loads) and tags.loads
     assert not {"script", "link", "iframe"} & set(tags.found)
@@ -48,8 +49,8 @@ def test_a_page_needs_nothing_else_and_its_plots_take_its_colours(tmp_path, runs
     assert "fill: var(--soft)" in svgs and "#01020" not in svgs and "#000000" not in svgs.lower()
 
 
-def test_a_page_says_where_its_figures_come_from(tmp_path, runs, no_plots):
-    text = page_of(tmp_path, runs(["one"], slo={"ttft": 100.0}))
+def test_a_page_says_where_its_figures_come_from(runs, no_plots):
+    text = page_of(runs(["one"], slo={"ttft": 100.0}))
     made = ABOUT["setting"]
     for part in (
         made["machine"],
@@ -68,16 +69,16 @@ def test_a_page_says_where_its_figures_come_from(tmp_path, runs, no_plots):
     assert "users" not in text and "outages" not in text  # what was not set is not listed
 
 
-def test_names_are_text_and_nothing_else(tmp_path, runs):
+def test_names_are_text_and_nothing_else(runs):
     name = "<script>alert(1)</script> & $x_1$"
-    text = page_of(tmp_path, runs([name, "b"], replica=name))
+    text = page_of(runs([name, "b"], replica=name))
     assert "<script" not in text and text.count("&lt;script&gt;") > 3
 
 
 @pytest.mark.parametrize(
     "lacking", [{"output_tokens": 1, "gaps": []}, {"error": "connect", "first": None}], ids=["no TPOT", "no TTFT"]
 )
-def test_the_tables_of_rates_and_of_fleets_survive_a_latency_that_is_missing(tmp_path, runs, lacking):
+def test_the_tables_of_rates_and_of_fleets_survive_a_latency_that_is_missing(runs, lacking):
     both = runs(["4/s"], slo={"ttft": 100.0}, **lacking)
     point = {"rate": 4.0, "tokens": 1000, "replicas": 2, "share": 0.0, "kept": False, "report": both[0]["4/s"]}
     sweep = {
@@ -91,13 +92,13 @@ def test_the_tables_of_rates_and_of_fleets_survive_a_latency_that_is_missing(tmp
     plan = {"answers": ["no fleet"], "assumed": ["nothing"], "attainment": 0.9, "points": [point]}
     tried = show.tried(("replicas",), [(("2",), point["report"], False)])
     for about in ({"sweep": sweep}, {"plan": plan}):
-        text = page_of(tmp_path, both, {**ABOUT, **about, "tried": tried})
+        text = page_of(both, {**ABOUT, **about, "tried": tried})
         assert "<td>–" in text and '<td class="no">' in text and "that was tried" in text
 
 
-def test_targets_side_by_side_with_the_best_marked(tmp_path, runs):
+def test_targets_side_by_side_with_the_best_marked(runs):
     both = runs(["one", "two", "three"])
-    text = page_of(tmp_path, both)
+    text = page_of(both)
     best = min(both[0], key=lambda name: both[0][name]["ttft_ms"]["mean"])
     assert re.findall(r'<th class="id"><svg.*?</svg>(\w+)', text, re.S) == ["one", "two", "three"]
     rows = {row[0]: row[1] for row in re.findall(r"<tr><td>([^<]+)(.*?)</tr>", text, re.S)}
@@ -115,40 +116,46 @@ def test_targets_side_by_side_with_the_best_marked(tmp_path, runs):
     "number, lacking, known",
     [
         (7, {"replica": None}, {"hits"}),
-        (7, {"prompt_tokens": None}, {"load"}),
-        (7, {"cached_tokens": None, "predicted_tokens": None}, {"load"}),
-        (7, {"error": "connect", "first": None}, {"load", "errors"}),
-        (7, {"output_tokens": 1, "gaps": []}, {"load", "hits"}),
-        (7, {"first": 150.0, "last": 150.0, "sent": 150.0, "due": 150.0}, {"load", "hits"}),
-        (7, {"cached_tokens": 0, "predicted_tokens": 0}, {"load", "hits"}),
-        (1, {"cached_tokens": 0}, {"load"}),
-        (1, {"error": "connect", "first": None}, {"load", "errors"}),
+        (7, {"prompt_tokens": None}, set()),
+        (7, {"cached_tokens": None, "predicted_tokens": None}, set()),
+        (7, {"error": "connect", "first": None}, {"errors"}),
+        (7, {"output_tokens": 1, "gaps": []}, {"hits"}),
+        (7, {"first": 150.0, "last": 150.0, "sent": 150.0, "due": 150.0}, {"hits"}),
+        (7, {"cached_tokens": 0, "predicted_tokens": 0}, {"hits"}),
+        (1, {"cached_tokens": 0}, set()),
+        (1, {"error": "connect", "first": None}, {"errors"}),
     ],
 )
-def test_what_is_missing_is_left_out(tmp_path, runs, number, lacking, known):
-    text = page_of(tmp_path, runs(["one", "two"], number, **lacking))
+def test_what_is_missing_is_left_out(runs, number, lacking, known):
+    text = page_of(runs(["one", "two"], number, **lacking))
     assert text.count("<figure") == text.count("<svg xmlns:xlink")
-    signs = {"load": "Load of the busiest replica", "hits": "Hit rate over time", "errors": f"{number} × connect"}
+    signs = {"hits": "Hit rate over time", "errors": f"{number} × connect"}
     assert {what for what, sign in signs.items() if sign in text} == known
 
 
-def test_a_run_without_requests_is_a_page_too(tmp_path, runs):
-    assert "<figure" not in page_of(tmp_path, runs(["one"], 0))
+def test_a_run_without_requests_is_a_page_too(runs):
+    assert "<figure" not in page_of(runs(["one"], 0))
 
 
-def test_the_same_figures_make_the_same_files(tmp_path, runs):
-    first = page_of(tmp_path, runs(["one", "two"]))
-    assert page_of(tmp_path, runs(["one", "two"])) == first
+def test_the_same_figures_make_the_same_files(runs):
+    first = page_of(runs(["one", "two"]))
+    assert page_of(runs(["one", "two"])) == first
 
 
-def test_the_head_says_when_and_how(tmp_path, runs, no_plots):
+def test_the_head_says_when_and_how(runs, no_plots):
     dated = {**ABOUT, "setting": {**ABOUT["setting"], "date": "2026-11-23 22:00:00+00:00"}}
-    head = page_of(tmp_path, runs(["one"]), dated).split("<pre")[0]
+    head = page_of(runs(["one"]), dated).split("<pre")[0]
     assert "2026-11-23 22:00:00+00:00" in head
-    assert "virtual time" in page_of(tmp_path, runs(["one"])).split("<pre")[0]  # which has no date
+    assert "virtual time" in page_of(runs(["one"])).split("<pre")[0]  # which has no date
 
 
-def test_without_matplotlib_there_are_the_tables(tmp_path, runs, no_plots):
+def test_without_matplotlib_there_are_the_tables(runs, no_plots):
     for names in (["one"], ["one", "two"]):
-        text = page_of(tmp_path, runs(names))
+        text = page_of(runs(names))
         assert "No plots: they need matplotlib" in text and "<figure" not in text and "TTFT" in text
+
+
+@given(st.integers(1, 70))
+def test_no_two_targets_look_alike_before_there_are_more_than_32(number):
+    drawn = plots.lines(map(str, range(number)))
+    assert len({(line.colour, str(line.dash)) for line in drawn.values()}) == min(number, 32)

@@ -79,10 +79,6 @@ def test_many_replicas_are_cut_and_none_named_are_left_out():
     assert "replica" not in drawn(progress.View(run_of([answered(101, replica=None)]), "fleet"), 102.0)
 
 
-def test_in_flight_in_other_processes_is_a_number():
-    assert "7 in flight" in drawn(progress.View(run_of([answered(101)], range(7)), "fleet"), 102.0)
-
-
 def test_failures_count_and_spoil_no_latency():
     text = drawn(progress.View(run_of([answered(101), answered(102, 9.0, error="closed")]), "fleet"), 110.0)
     assert "1 failed" in text and rows(text)["TTFT p99"][2:] == ["250", "ms"]

@@ -140,7 +140,7 @@ def test_engines_with_several_cache_groups_are_refused(tmp_path, capsys):
 
 
 def test_where_results_are_written_is_no_part_of_the_command():
-    written = ["--json", "a", "--html=b", "--csv", "c", "--png", "d"]
+    written = ["--json", "a", "--html=b", "--csv", "c"]
     assert asked(["simulate", *written, "--seed", "1"]) == ["simulate", "--seed", "1"]
 
 

@@ -122,9 +122,9 @@ def hitherto_plan(argv: list[str]) -> int:
 def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description="Load tests for OpenAI endpoints.")
     verbs = parser.add_subparsers(title="commands", dest="verb", required=True, metavar="COMMAND", parser_class=Parser)
-    for verb, add_arguments, act, about in VERBS:
-        one = verbs.add_parser(verb, help=about, description=DESCRIPTIONS[verb])
-        add_arguments(one)
+    for verb, module, act, about in VERBS:
+        one = verbs.add_parser(verb, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        module.add_arguments(one)
         one.set_defaults(act=act)
     verbs.add_parser("version", help="print the version", description="Print the version.")
     completion = verbs.add_parser(
@@ -140,44 +140,32 @@ def _version(prog: str) -> str:
     return f"{prog} {version('hitherto')}"
 
 
+# Each command with its module, its function, and what it does: a line in the help of all, the first of its own.
 VERBS = (
-    ("run", run.add_arguments, run.run_verb, "one load against one OpenAI endpoint"),
-    ("compare", compare.add_arguments, compare.compare_verb, "the same load against several endpoints or policies"),
+    ("run", run, run.run_verb, "send a load to an OpenAI endpoint and report latencies, rates, hit rates and errors"),
+    (
+        "compare",
+        compare,
+        compare.compare_verb,
+        "send the same load to several endpoints, or to fresh engines per policy",
+    ),
     (
         "plan",
-        plan.add_arguments,
+        plan,
         plan.plan_verb,
-        "what a model's KV cache holds, and the replicas that a load needs to keep an SLO",
+        "compute what a model's KV cache holds, and the replicas that keep an SLO under a load",
     ),
     (
         "simulate",
-        simulate.add_arguments,
+        simulate,
         simulate.simulate_verb,
-        "the same load in virtual time: any number of engines, gateways and policies",
+        "play a load in virtual time, without servers, and compare policies",
     ),
-    ("sweep", sweep.add_arguments, sweep.sweep_verb, "the highest request rate at which an SLO is kept"),
-    ("diff", diff.add_arguments, diff.diff_verb, "what got better and what got worse between two files of --json"),
-    (
-        "calibrate",
-        calibrate.add_arguments,
-        calibrate.calibrate_verb,
-        "measure an engine, for simulated ones as fast as it",
-    ),
-    ("demo", demo.add_arguments, demo.demo_verb, "two policies side by side, live, in about two minutes"),
+    ("sweep", sweep, sweep.sweep_verb, "find the highest request rate at which an SLO is kept"),
+    ("diff", diff, diff.diff_verb, "compare two files of --json and exit with 1 if anything got worse"),
+    ("calibrate", calibrate, calibrate.calibrate_verb, "measure an engine, for simulated ones as fast as it"),
+    ("demo", demo, demo.demo_verb, "play the same conversations under two policies, side by side, in two minutes"),
 )
-
-DESCRIPTIONS = {
-    "run": "Send a load to an OpenAI endpoint and report latencies, rates, hit rates and errors.",
-    "compare": "Send the same load to several endpoints, or to a gateway with fresh engines under each of several policies, "
-    "and say what is better and what is worse.",
-    "plan": "Compute what a model's KV cache holds, and find by simulation how many replicas keep an SLO under a load.",
-    "simulate": "Play a load in virtual time, without servers, and compare policies as `compare` does.",
-    "sweep": "Send a load at rising rates and find the highest one at which an SLO is kept.",
-    "diff": "Compare two files of --json and exit with 1 if anything got worse.",
-    "calibrate": calibrate.DESCRIPTION,
-    "demo": "Play the same conversations under round_robin and under least_time, on engines of its own, and compare them.",
-}
-
 COMMANDS = [*(verb for verb, *_ in VERBS), "version", "completion"]
 
 

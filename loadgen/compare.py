@@ -73,7 +73,7 @@ async def compare_verb(args: argparse.Namespace, console: Console) -> int:
             if url := urls[name]:
                 await measure(one, console, found[name], url, None, seed)
             else:
-                console.print(f"[dim]{name}: starting {engines_in_words(args.launch)} and a gateway …[/]")
+                console.print(f"[dim]{name}: starting {args.launch} engine{'s' * (args.launch > 1)} and a gateway …[/]")
                 async with Stack(name, args.launch, args.profile) as stack:
                     await measure(one, console, found[name], stack.base_url, stack.admin, seed)
             if found[name].interrupted:
@@ -88,10 +88,6 @@ async def compare_verb(args: argparse.Namespace, console: Console) -> int:
     records = {label: done for one in found.values() for label, done in one.records.items()}
     files.conclude(args, reports, records, console, about)
     return exit_code(reports.values(), sum(len(one.reports) for one in found.values()) == len(urls) * args.seeds)
-
-
-def engines_in_words(count: int) -> str:
-    return "an engine" if count == 1 else f"{count} engines"
 
 
 async def measure(

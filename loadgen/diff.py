@@ -33,10 +33,9 @@ def read(path: Path) -> Mapping[str, object]:
     """Return the figures in the file. Raises BadInput."""
     try:
         figures = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise BadInput(f"{path}: {error.strerror}. Name two files that --json wrote") from None
-    except orjson.JSONDecodeError as error:
-        raise BadInput(f"{path}: not JSON: {error}. Name two files that --json wrote") from None
+    except (OSError, orjson.JSONDecodeError) as error:
+        why = getattr(error, "strerror", None) or f"not JSON: {error}"
+        raise BadInput(f"{path}: {why}. Name two files that --json wrote") from None
     if not isinstance(figures, dict) or not reports_of(figures):
         raise BadInput(
             f"{path}: it has no figures of `loadgen run`, `compare`, `simulate` or `sweep`. Name two files that --json wrote"

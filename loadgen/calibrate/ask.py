@@ -74,39 +74,33 @@ class Known:
     limits: Limits
 
 
-@dataclass(slots=True)
-class Reply:
-    """A streamed completion; times are those of `perf_counter`."""
+class Reply(sse.Reply):
+    """A streamed completion of `tokens` tokens; its `record` has what the engine counted.
 
-    sent: float
-    tokens: int  # output tokens requested
-    # arrival of each chunk with a choice, even if its text is empty (as for part of a character)
-    times: list[float] = field(default_factory=list)
-    prompt: int | None = None  # prompt tokens, as the engine counts them
-    cached: int | None = None  # prompt tokens that the engine found in its cache
+    `times`: arrival of each chunk with a choice (`perf_counter`), even if its text is empty, as for part of a
+    character; `seen`: called at each of these chunks.
+    """
+
+    def __init__(self, tokens: int, seen: Callable[[Reply], None] | None = None, times: list[float] | None = None):
+        super().__init__(Record("", 0, perf_counter()))
+        self.tokens, self.seen, self.times = tokens, seen, times or []
 
     @property
     def ttft(self) -> float:
-        return self.times[0] - self.sent
-
-
-class _Stream(sse.Reply):
-    def __init__(self, reply: Reply, seen: Callable[[Reply], None] | None):
-        super().__init__(Record("", 0, reply.sent))
-        self.reply, self.seen = reply, seen
+        return self.times[0] - self.record.sent
 
     def _choice(self, choice: dict, now: float) -> None:
         super()._choice(choice, now)
-        self.reply.times.append(now)
+        self.times.append(now)
         if self.seen is not None:
-            self.seen(self.reply)
+            self.seen(self)
 
 
 class Client(client.Client):
     """A client of the engine to measure, used as `async with Client(url) as client`.
 
     `learn` must come before `complete`. `requests`, `prompt_tokens` and `output_tokens` count what was sent and asked
-    for so far. Raises BadURL.
+    for so far; the tokens of a text are those that the engine counts, none where it does not. Raises BadURL.
     """
 
     def __init__(self, url: str, api_key: str | None = None, seed: int | None = None):
@@ -142,13 +136,11 @@ class Client(client.Client):
             path, asked = CHAT, {"messages": [{"role": "user", "content": prompt}]}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": self.model, "max_tokens": tokens, "ignore_eos": True, **stream, **asked}
-        self.requests, self.prompt_tokens = self.requests + 1, self.prompt_tokens + len(prompt)
-        self.output_tokens += tokens
-        reply = Reply(perf_counter(), tokens)
-        streamed = _Stream(reply, seen)
-        await self._exchange(self._request("POST", path, orjson.dumps(body)), streamed)
-        record = streamed.record
-        reply.sent, reply.prompt, reply.cached = record.sent, record.prompt_tokens, record.cached_tokens
+        reply = Reply(tokens, seen)
+        await self._exchange(self._request("POST", path, orjson.dumps(body)), reply)
+        record = reply.record
+        self.requests, self.output_tokens = self.requests + 1, self.output_tokens + tokens
+        self.prompt_tokens += record.prompt_tokens or (0 if isinstance(prompt, str) else len(prompt))
         if record.status not in (0, 200):
             why = KEY_NEEDED if record.status in (401, 403) else " ".join(record.detail.split())
             raise Refused(f"{path} answers {record.status}: {why}")

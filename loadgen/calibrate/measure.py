@@ -206,10 +206,9 @@ class Meter:
                 reply = await client.complete(text)
             except Refused:
                 return []  # no chat template, or more tokens than the engine takes
-            if reply.prompt is None:
+            if (counted := reply.record.prompt_tokens) is None:
                 return []
-            cached = self._cached(reply, reply.prompt - 1)
-            return [prompt_sample(region, reply.ttft, reply.prompt, cached, budget)]
+            return [prompt_sample(region, reply.ttft, counted, self._cached(reply, counted - 1), budget)]
         prompts = [client.ids(size) for _ in range(question.count)]
         replies = [await client.complete(ids) for ids in prompts]
         if region == NEW:
@@ -219,7 +218,7 @@ class Meter:
             return [prompt_sample(region, reply.ttft, size + question.extra, self._cached(reply, size), budget)]
         replies = await _together(*(client.complete(ids, question.output) for ids in prompts))
         if region == BURST:
-            last = max(reply.times[0] for reply in replies) - min(reply.sent for reply in replies)
+            last = max(reply.times[0] for reply in replies) - min(reply.record.sent for reply in replies)
             return [burst_sample(last, question.count, size, self._cached(replies[0], size - 1), budget)]
         seconds, tokens = step_seconds(replies)
         context = question.count * (size + tokens)
@@ -242,7 +241,8 @@ class Meter:
 
     def _cached(self, reply: Reply, at_most: int) -> int:
         """Return the cached tokens as the engine reports them, else the full blocks of `at_most` tokens."""
-        return reply.cached if reply.cached is not None else at_most // self.limits.block_size * self.limits.block_size
+        cached, block = reply.record.cached_tokens, self.limits.block_size
+        return cached if cached is not None else at_most // block * block
 
 
 async def _together(*questions) -> list[Reply]:

@@ -33,7 +33,7 @@ ENOUGH_SECONDS = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.set_defaults(json=None)
     flags(
         parser,
@@ -94,7 +94,12 @@ async def calibrate(args: argparse.Namespace, console: Console) -> str:
             "longer change"
         )
         began, before, sent = monotonic(), await client.counters(), client.prompt_tokens
-        seen = await meter.run(work, args.seconds, lambda done, found: say(_progress(done, found)), args.busy)
+
+        def progress(done: int, found: Fit) -> None:
+            region, worst = max(found.residuals.items(), key=lambda item: item[1].typical)
+            say(f"  round {done}: typical error of the fit at most {worst.typical * 100:.0f} % ({region})")
+
+        seen = await meter.run(work, args.seconds, progress, args.busy)
         after, sent = await client.counters(), client.prompt_tokens - sent
         if before and after and None not in (before.prefix_queries, after.prefix_queries):
             looked_up = after.prefix_queries - before.prefix_queries
@@ -127,11 +132,6 @@ async def _limits(meter: measure.Meter, found: Fit, seconds: float) -> Limits:
             value, source = await see()
             limits = replace(limits, **{name: value}, told=limits.told | {name: source})
     return replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
-
-
-def _progress(done: int, found: Fit) -> str:
-    worst = max(found.residuals.items(), key=lambda item: item[1].typical)
-    return f"  round {done}: typical error of the fit at most {worst[1].typical * 100:.0f} % ({worst[0]})"
 
 
 def _caution(result: Fit, seconds: float) -> str:

@@ -78,12 +78,9 @@ class Stack:
         try:
             await self._until_ready()
         except BaseException:
-            await self._stop()
+            await self.__aexit__()
             raise
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stop()
 
     async def _until_ready(self) -> None:
         deadline = perf_counter() + self.ready_seconds
@@ -99,7 +96,7 @@ class Stack:
             await asyncio.sleep(_POLL_SECONDS)
         raise StackFailed(f"{self.launch} replicas were not ready within {self.ready_seconds:g} s:\n{self._tail()}")
 
-    async def _stop(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.admin.close()
         process = self._process
         if process is not None and process.returncode is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import orjson
 
@@ -173,7 +173,9 @@ def stopped_by_interrupt(load: Run) -> Iterator[None]:
             stopped = perf_counter()
             load.stop()
         elif perf_counter() - stopped > _ONE_INTERRUPT_SECONDS:
-            _end()
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the cursor, which the live view hides
+            os._exit(INTERRUPTED)  # engines that were started end with this process (`stack.die_with_parent`)
 
     loop.add_signal_handler(signal.SIGINT, interrupted)
     try:
@@ -181,10 +183,3 @@ def stopped_by_interrupt(load: Run) -> Iterator[None]:
     finally:
         loop.remove_signal_handler(signal.SIGINT)
         signal.signal(signal.SIGINT, before if stopped is None else interrupted)
-
-
-def _end() -> NoReturn:
-    """Exit at once; engines that were started end with this process (`stack.die_with_parent`)."""
-    if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the cursor, which the live view hides
-    os._exit(INTERRUPTED)

@@ -35,17 +35,6 @@ def of_share(value: float, report: Report) -> float:
     return SAME_SHARE
 
 
-def of_requests(value: float, report: Report) -> float:
-    """Return the difference that counts as noise for a number of requests."""
-    return SAME_SHARE * report["requests"]
-
-
-def of_latency(name: str) -> Callable[[float, Report], float]:
-    """Return a function like `of_itself` for a latency figure, by its `name`: mean, p50, p99 ..."""
-    tail = name.startswith("p") and float(name[1:]) >= 90
-    return lambda value, report: (SAME_TAIL if tail else SAME) * value
-
-
 class Row(NamedTuple):
     """A figure in a comparison: a row of its table."""
 

@@ -39,7 +39,7 @@ def page(reports: Reports, records: Records, about: Mapping[str, object]) -> str
     if drawable := can_draw():
         from loadgen.report import plots  # matplotlib takes half a second
 
-        drawn = plots.lines(reports, ordered=bool(sweep or plan))
+        drawn = plots.lines(reports)
         figures = plots.of_runs(reports, seeds.first(reports, records, (about["setting"] or {}).get("seed", 0)), drawn)
         if sweep:
             figures = plots.of_sweep(sweep) + figures[:1]

@@ -151,12 +151,8 @@ def _scale(axis, form: Callable[[float, object], str], parts: list[Sequence[floa
     axis.set_major_formatter(FuncFormatter(form))
 
 
-def lines(names: Iterable[str], ordered: bool = False) -> dict[str, Line]:
-    """Return a line style per name; where names are `ordered`, colours go from light to dark."""
-    names = list(names)
-    if ordered:
-        shades = matplotlib.colormaps["viridis_r"](np.linspace(0.12, 0.76, max(len(names), 2)))
-        return {name: Line(matplotlib.colors.to_hex(shade), "-") for name, shade in zip(names, shades)}
+def lines(names: Iterable[str]) -> dict[str, Line]:
+    """Return a line style per name."""
     return {
         name: Line(_COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)])
         for number, name in enumerate(names)

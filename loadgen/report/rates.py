@@ -53,7 +53,10 @@ def answered(report: Report) -> str:
     """Return how many requests per second were answered, and why fewer than offered."""
     offered, answered = report["offered"]["rate"], report["request_throughput"]
     if offered is None:
-        return f"{answered:,.2f} requests/s answered; {_no_rate(report)}"
+        why = "all conversations began at once, so no rate was offered"
+        if users := report["generator"]["users"]:
+            why = f"none offered, since each of {users} users sends when the last answer has come"
+        return f"{answered:,.2f} requests/s answered; {why}"
     line = f"{answered:,.2f} answered"
     if answered >= offered or f"{answered:.2f}" == f"{offered:.2f}":
         return f"{line}: {_STOPPED}; what is offered is the whole load's rate" if report["interrupted"] else line
@@ -83,12 +86,6 @@ def never_reached(report: Report) -> str:
         return ""
     why = "later turns wait for a reply, and " if report["offered"]["later_turns"] else ""
     return f"of {offered:,.2f} requests/s offered {answered:,.2f} were answered, since {why}the load ends before its rate is reached"
-
-
-def _no_rate(report: Report) -> str:
-    if users := report["generator"]["users"]:
-        return f"none offered, since each of {users} users sends when the last answer has come"
-    return "all conversations began at once, so no rate was offered"
 
 
 def reasons(report: Report) -> Iterator[str]:

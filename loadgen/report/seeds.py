@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 
 from loadgen.report.summary import Records, Report, Reports
 
-_ADDED = ("errors",)  # summed over the seeds
-
 
 def merged(reports: Sequence[Report]) -> Report:
-    """Return one report of means, with the original reports under `by_seed`; a single report is returned as it is."""
+    """Return one report of means and summed errors, with the original reports under `by_seed`.
+
+    A single report is returned as it is.
+    """
     if len(reports) == 1:
         return reports[0]
-    made = _mean(reports)
-    for key in _ADDED:
-        made[key] = dict(sum((Counter(report[key]) for report in reports), Counter()))
-    return {**made, "by_seed": list(reports)}
+    errors = dict(sum((Counter(report["errors"]) for report in reports), Counter()))
+    return {**_mean(reports), "errors": errors, "by_seed": list(reports)}
 
 
 def _mean(values: Sequence[object]) -> object:

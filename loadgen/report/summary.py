@@ -19,7 +19,6 @@ import numpy as np
 from loadgen.drive.records import Load, Record
 from loadgen.options import INTERRUPTED, BadOption
 from loadgen.report.shares import share
-from loadgen.workload.conversations import Offer
 
 # The generator was the limit when it kept a core busier than BUSY_CORE, or when its lateness at p50, p90 or p99 was
 # more than LATE_MS and more than LATE_SHARE of the TTFT at the same percentile. p99 counts from ENOUGH_FOR_P99 requests
@@ -103,6 +102,11 @@ def summarise(
     seconds = max(run.ended - run.began, 1e-9)
     examples = {record.error: record.detail for record in reversed(run.done) if record.error}
     output = sum(record.outputs for record in good)
+    goodput = None
+    if slo:  # a request that failed, or was never sent because the turn before it failed, counts as missed
+        met = sum(meets(record, slo) for record in good)
+        met_share = share(met, len(run.done) + (0 if run.interrupted else run.not_sent)) or 0.0
+        goodput = {"slo_ms": dict(slo), "met": met, "share": met_share, "request_goodput": round(met / seconds, 3)}
     return {
         "duration_s": round(seconds, 3),
         "interrupted": run.interrupted,
@@ -111,7 +115,12 @@ def summarise(
         "failed": len(run.done) - len(good),
         "not_sent": run.not_sent,
         "conversations": len(run.conversations),
-        "offered": _offered(run.offered),
+        "offered": {
+            "rate": run.offered.rate and round(run.offered.rate, 3),
+            "seconds": round(run.offered.seconds, 3),
+            "later_turns": run.offered.later,
+            "think_s": round(run.offered.think, 3),
+        },
         "percentiles": [percentile_name(one) for one in percentiles],
         "errors": dict(Counter(record.error for record in run.done if record.error)),
         "error_examples": examples,
@@ -125,38 +134,10 @@ def summarise(
         "ttft_from_due_ms": spread(
             (record.ttft + record.lateness for record in good if record.first is not None), percentiles
         ),
-        "goodput": _goodput(good, len(run.done) + (0 if run.interrupted else run.not_sent), slo, seconds),
+        "goodput": goodput,
         "cache": cache_figures(good),
         "replicas": _replicas(run.done, run.replicas),
         "generator": _generator(run, seconds),
-    }
-
-
-def _offered(offer: Offer) -> dict[str, object]:
-    return {
-        "rate": offer.rate and round(offer.rate, 3),
-        "seconds": round(offer.seconds, 3),
-        "later_turns": offer.later,
-        "think_s": round(offer.think, 3),
-    }
-
-
-def _goodput(
-    good: list[Record], requests: int, slo: Mapping[str, float] | None, seconds: float
-) -> dict[str, object] | None:
-    """Return how many requests met the SLO, or None without an SLO.
-
-    The share is that of all `requests`: a request that failed, or was never sent because the turn before it failed,
-    counts as missed.
-    """
-    if not slo:
-        return None
-    met = sum(meets(record, slo) for record in good)
-    return {
-        "slo_ms": dict(slo),
-        "met": met,
-        "share": share(met, requests) or 0.0,
-        "request_goodput": round(met / seconds, 3),
     }
 
 

@@ -254,15 +254,10 @@ def workload(args: argparse.Namespace) -> Workload:
     with _naming_the_flag(args):
         load = DATASETS[name](rng, args.num_prompts, **given)
     if not load.starts or args.users or args.request_rate or args.ramp_up_strategy:
-        load.starts = _starts(load.conversations, args, rng)
+        turns = [conversation.requests for conversation in load.conversations]
+        rate = math.inf if args.users else args.request_rate or RATE  # users begin at once
+        load.starts = conversation_starts(turns, rate, rng, args.burstiness, _ramp(args))
     return load
-
-
-def _starts(conversations: list[Conversation], args: argparse.Namespace, rng: random.Random) -> list[float]:
-    if args.users:
-        return [0.0] * len(conversations)
-    turns = [conversation.requests for conversation in conversations]
-    return conversation_starts(turns, args.request_rate or RATE, rng, args.burstiness, _ramp(args))
 
 
 def drawn_for(args: argparse.Namespace) -> dict[str, object] | None:

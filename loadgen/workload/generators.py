@@ -193,19 +193,13 @@ def rollouts(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[
     while length := next(lengths, 0):
         opening = [say("system", kind()), say("user", make.span(shape.suffix_len))]
         for sample in range(shape.best_of):
-            name = f"task-{len(conversations) // shape.best_of}-{sample}"
-            conversations.append(Conversation(name, _trajectory(make, opening, length)))
+            made = []
+            for number in range(length):  # each turn but the first has, after a pause, a tool's result
+                reply = span(next(make.names), max(1, round(make.tailed(shape.output_len))))
+                messages = [say("user", make.span(shape.suffix_len))] if number else opening
+                pause = make.tailed(shape.think_time) if number else 0.0
+                made.append(Turn(list(messages), reply.length, say("assistant", reply), pause))
+            conversations.append(Conversation(f"task-{len(conversations) // shape.best_of}-{sample}", made))
             if sample + 1 < shape.best_of and not (length := next(lengths, 0)):
                 break
     return conversations
-
-
-def _trajectory(make: _Maker, opening: list[Message], length: int) -> list[Turn]:
-    """Return `length` turns: the first begins with `opening`, each further one, after a pause, has a tool's result."""
-    made, shape = [], make.shape
-    for number in range(length):
-        reply = span(next(make.names), max(1, round(make.tailed(shape.output_len))))
-        messages = [say("user", make.span(shape.suffix_len))] if number else opening
-        pause = make.tailed(shape.think_time) if number else 0.0
-        made.append(Turn(list(messages), reply.length, say("assistant", reply), pause))
-    return made

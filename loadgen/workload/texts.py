@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from loadgen.workload.conversations import Conversation, Message, Turn
+from loadgen.workload.conversations import Conversation, Turn
 from loadgen.workload.documents import Document
 
 CHARS_PER_TOKEN = 4
@@ -46,24 +46,23 @@ def multi_turn(
         if not order:
             order = rng.sample(range(len(documents)), len(documents))
         index = order.pop()
+        document, topics = documents[index], documents[index].topics
         length = min(left, rng.randint(max(1, turns // 2), turns + turns // 2))
         left -= length
         asked = [
             Turn(
-                [{"role": "user", "content": _question(documents[index], rng)}],
+                [
+                    {
+                        "role": "user",
+                        "content": rng.choice(_QUESTIONS).format(topic=rng.choice(topics), other=rng.choice(topics)),
+                    }
+                ],
                 max(1, rng.randint(output_tokens // 2, output_tokens * 3 // 2)),
                 think=rng.expovariate(1 / think) if think else 0.0,
             )
             for _ in range(length)
         ]
-        asked[0].messages.insert(0, _system(documents[index], index))
-        conversations.append(Conversation(f"{documents[index].title}-{len(conversations)}", asked))
+        system = f"{_GUIDE}\n\n[Text {index + 1}: {document.title}]\n\n{document.text}"
+        asked[0].messages.insert(0, {"role": "system", "content": system})
+        conversations.append(Conversation(f"{document.title}-{len(conversations)}", asked))
     return conversations
-
-
-def _system(document: Document, index: int) -> Message:
-    return {"role": "system", "content": f"{_GUIDE}\n\n[Text {index + 1}: {document.title}]\n\n{document.text}"}
-
-
-def _question(document: Document, rng: random.Random) -> str:
-    return rng.choice(_QUESTIONS).format(topic=rng.choice(document.topics), other=rng.choice(document.topics))

@@ -12,7 +12,6 @@ import sys
 
 import pytest
 
-from loadgen import compare
 from loadgen.cli import COMMANDS, act, build_parser, main
 from loadgen.report import comparison, seeds
 
@@ -79,27 +78,11 @@ async def test_the_same_seed_sends_the_same_bodies(loadgen, engine, wire):
     assert bodies[0] == bodies[1] and len(bodies[0]) == 7
 
 
-async def test_completions(loadgen, engine, wire):
-    async with engine(openai(wire)) as server:
-        code, _, _ = await loadgen(f"run --base-url {server.url} --backend openai --num-prompts 1 --model m")
-        assert code == 0
-        (request,) = [one for one in server.requests if one.path != "/v1/models"]
-        assert request.path == "/v1/completions" and isinstance(request.json["prompt"], str)
-
-
 async def test_a_file_of_conversations(loadgen, engine, wire, tmp_path):
     path = tmp_path / "c.jsonl"
-    path.write_text(
-        json.dumps(
-            {
-                "messages": [
-                    {"role": "user", "content": "hi"},
-                    {"role": "assistant", "content": "ho"},
-                    {"role": "user", "content": "bye"},
-                ]
-            }
-        )
-    )
+    said = {"user": "hi", "assistant": "ho"}, {"user": "bye"}
+    messages = [{"role": role, "content": text} for part in said for role, text in part.items()]
+    path.write_text(json.dumps({"messages": messages}))
     async with engine(openai(wire)) as server:
         code, out, _ = await loadgen(f"run --base-url {server.url} --dataset-path {path} --think-time 0")
         assert code == 0 and "2 of 2 requests answered" in out
@@ -118,30 +101,17 @@ async def test_a_trace_with_a_bad_line_left_out(loadgen, engine, wire, tmp_path)
     flags = ("--dataset-name", "bailian", "--dataset-path", str(path), "--trace-speed", "50")
     async with engine(openai(wire)) as server:
         code, _, err = await loadgen(f"run --base-url {server.url}", *flags)
-        assert (
-            code == 2
-            and err.startswith(f"loadgen run: --dataset-path {path}, line 7: not JSON")
-            and server.requests == []
-        )
-        code, out, err = await loadgen(
-            f"run --base-url {server.url}",
-            *flags,
-            f"--bad-lines skip --json {tmp_path / 'r.json'}",
-        )
+        assert code == 2 and err.startswith(f"loadgen run: --dataset-path {path}, line 7: not JSON")
+        assert server.requests == []
+        skip = f"--bad-lines skip --json {tmp_path / 'r.json'}"
+        code, out, err = await loadgen(f"run --base-url {server.url}", *flags, skip)
         assert (code, err) == (0, "")
         assert "1 of 7 entries left out" in out and "line 7: not JSON" in out and "6 of 6 requests answered" in out
-        prompts = [request.json["prompt"] for request in server.requests if request.path == "/v1/completions"]
-        assert (
-            len(prompts) == 6
-            and len({tuple(prompt[:32]) for prompt in prompts}) == 1
-            and len({tuple(prompt) for prompt in prompts}) == 6
-        )
+        prompts = [tuple(one.json["prompt"]) for one in server.requests if one.path == "/v1/completions"]
+        assert len(prompts) == len(set(prompts)) == 6 and len({prompt[:32] for prompt in prompts}) == 1
     report = json.loads((tmp_path / "r.json").read_text())
-    assert (
-        report["workload"]["trace_speed"] == 50
-        and report["workload"]["notes"][1].startswith("line 7: ")
-        and report["generator"]["loop"] == "open"
-    )
+    assert report["workload"]["trace_speed"] == 50 and report["generator"]["loop"] == "open"
+    assert report["workload"]["notes"][1].startswith("line 7: ")
 
 
 async def test_a_closed_loop_is_called_one(loadgen, engine, wire):
@@ -307,15 +277,16 @@ async def test_all_requests_failed_is_exit_code_1(loadgen, engine, wire):
         assert code == 1 and "× http_500" in out
 
 
-async def test_a_server_that_is_not_there(loadgen):
-    code, out, err = await loadgen("run", "--base-url", "http://127.0.0.1:1")
-    assert code == 1 and out == ""
-    assert err.startswith("loadgen run: http://127.0.0.1:1 does not answer (connect: nothing listens there)")
-
-
-async def test_a_name_that_does_not_resolve(loadgen):
-    code, _, err = await loadgen("run", "--base-url", "http://nowhere.invalid")
-    assert code == 1 and "host name 'nowhere.invalid' does not resolve" in err
+@pytest.mark.parametrize(
+    "url, why",
+    [
+        ("http://127.0.0.1:1", "nothing listens there"),
+        ("http://nowhere.invalid", "host name 'nowhere.invalid' does not resolve"),
+    ],
+)
+async def test_a_server_that_is_not_there(loadgen, url, why):
+    code, out, err = await loadgen("run", "--base-url", url)
+    assert (code, out) == (1, "") and err.startswith(f"loadgen run: {url} does not answer (connect: {why})")
 
 
 async def test_a_server_that_lists_no_model(loadgen, engine, wire):
@@ -329,13 +300,10 @@ async def test_a_server_that_lists_no_model(loadgen, engine, wire):
     [
         (("run", "--num-prompts", "0"), "flag --num-prompts/--requests: '0' is not a whole number above zero"),
         (("run", "--request-rate", "-1"), "--request-rate: -1 is not above zero"),
-        (("run", "--request-rate", "fast"), "'fast' is not a number"),
         (("run", "--think-time", "-1"), "--think-time: -1 is not zero or above"),
-        (("run", "--timeout", "inf"), "--timeout: inf is not above zero and finite"),
         (("run", "--slo", "ttft:soon"), "--slo: 'ttft:soon': an SLO reads"),
         (("run", "--endpoint", "v1/x"), "--endpoint: 'v1/x' is no path; write /v1/x."),
         (("run", "--endpoint", "http://gw/v1/x"), "'http://gw/v1/x' is no path; write one like /v1/completions"),
-        (("run", "--endpoint", "/v1 x"), "'/v1 x' is no path; write one like /v1/completions"),
         (("run", "--extra-body", "{"), "--extra-body: not JSON"),
         (("run", "--extra-body", "3"), "expected a JSON object"),
         (("run", "--header", "nonsense"), "expected NAME=VALUE"),
@@ -343,7 +311,6 @@ async def test_a_server_that_lists_no_model(loadgen, engine, wire):
             ("run", "--base-url", "ftp://x"),
             "flag --base-url: 'ftp://x' is not an http:// or https:// URL; write http://HOST:PORT",
         ),
-        (("run", "--dataset-path", "/nonexistent.jsonl"), "--dataset-path /nonexistent.jsonl: No such file"),
         (
             ("run", "--dataset-path", "/nonexistent"),
             "No such file or directory; name a trace, a file of conversations or",
@@ -353,47 +320,32 @@ async def test_a_server_that_lists_no_model(loadgen, engine, wire):
             ("run", "--dataset-path", "/dev/null", "--dataset-name", "conversations"),
             "--dataset-path /dev/null: no conversation in it has a message to answer; name a trace, ",
         ),
-        (("sweep", "--base-url", "ftp://x"), "flag --base-url: 'ftp://x' is not"),
         (
             ("compare", "--target", "a=ftp://x"),
             "--target a: 'ftp://x' is not an http:// or https:// URL; write http://",
         ),
-        (("run", "--dataset-path", "/nonexistent.txt"), "--dataset-path /nonexistent.txt: No such file"),
         (("run", "--dataset-name", "conversations"), "needs --dataset-path"),
-        (("run", "--dataset-name", "sonnet"), "'sonnet' is none of multi-turn, "),
         (("run", "--dataset-name", "chta"), "Did you mean 'chat'?"),
         (("run", "--seed", "x"), "--seed: invalid int value: 'x'"),
         (("run", "--base-url", "http://a b"), "there is a space or a control character in it"),
         (("run", "--base-url", "http://h:99999"), "Port out of range 0-65535; write http://HOST:PORT"),
-        (("run", "--base-url", "http://[::1"), "Invalid IPv6 URL; write http://HOST:PORT"),
         (("run", "--base-url", "http://h/v1?x=1"), "a base URL has neither ? nor #"),
         (("run", "nonsense"), "unknown argument 'nonsense'. `loadgen run --help` lists what there is"),
         (("--seed", "3"), "unknown argument '--seed': a command comes first"),
         (("sweep", "--attainment", "90"), "--attainment: 90 is not a share above 0 and up to 1: it reads 0.9 for 90 %"),
         (("demo", "--vllm", "/nonexistent"), "--vllm /nonexistent: /nonexistent/bin/vllm is not there"),
-        (("plan", "--gpu-memory", "80"), "'80' has no unit: 80GiB, or 80B for bytes?"),
-        (("plan", "--weights", "15"), "'15' has no unit: 15GiB, or 15B for bytes?"),
-        (("plan", "--kv-cache-memory-bytes", "20"), "'20' has no unit: 20GiB, or 20B for bytes?"),
         (("run", "--replies", "file"), "needs a file of conversations"),
         (("run", "--json", "/nonexistent/x.json"), "can't be written"),
         (("compare",), "one of the arguments --target --policies/--policy is required"),
         (("compare", "--polices", "random"), "unknown argument '--polices'. Did you mean '--policies'?"),
         (("compare", "--seed", "3", "--replicas=2"), "unknown argument '--replicas'. Did you mean '--launch'?"),
-        (("compare", "--policies", "random", "--replicas", "2"), "'--replicas'. Did you mean '--launch'?"),
         (("simulate", "--launch", "2"), "'--launch'. Did you mean '--replicas'?"),
-        (("diff", "--jsno", "x"), "unknown argument '--jsno'. Did you mean '--json'?"),
-        (("run", "--nonsense", "3"), "unknown argument '--nonsense'. `loadgen run --help`"),
         (("compare", "--target", "x"), "expected NAME=URL"),
         (("compare", "--target", "a=http://h", "a=http://h"), "'a' is given twice"),
         (("compare", "--policies", "least_tme"), "there is no policy 'least_tme'"),
         (("compare", "--policies", "random,random"), "name each policy once"),
-        (("demo", "--file", "/nonexistent"), "--file /nonexistent: No such file or directory; name a UTF-8 text"),
-        (("srve",), "loadgen: unknown command 'srve'"),
         (("runn",), "loadgen: unknown command 'runn'. Did you mean 'run'?"),
-        (("simulate", "--reqests", "3"), "loadgen simulate: unknown argument '--reqests'. Did you mean"),
-        (("compare", "--traget", "a=http://h"), "unknown argument '--traget'. Did you mean '--target'?"),
         (("run", "--rate", "20"), "loadgen run: unknown argument '--rate'. Did you mean '--request-rate'?"),
-        (("completion", "--hlp", "x"), "loadgen completion: unknown argument '--hlp'. Did you mean '--help'?"),
     ],
 )
 def test_a_wrong_flag_gets_one_line_and_exit_code_2(args, said, capsys):
@@ -411,20 +363,14 @@ def test_the_command_alone_helps_and_tells_its_version(capsys):
     assert "usage: loadgen" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         main(["-V"])
-    assert stopped.value.code == 0 and capsys.readouterr().out.startswith("loadgen ")
+    printed = capsys.readouterr().out
+    assert stopped.value.code == 0 and printed.startswith("loadgen ")
+    assert main(["version"]) == 0 and capsys.readouterr().out == printed
 
 
 def test_a_shell_completes_commands_and_flags(capsys):
     assert main(["completion", "bash"]) == 0
     assert "--num-prompts" in capsys.readouterr().out
-
-
-def test_the_version_is_a_command_too(capsys):
-    assert main(["version"]) == 0
-    printed = capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert printed == capsys.readouterr().out and printed.startswith("loadgen ")
 
 
 @pytest.mark.parametrize("columns, tables, wide", [("", 1, True), ("100", 4, False)])
@@ -452,10 +398,6 @@ def test_a_loop_of_links_is_refused_before_the_load_is_offered(capsys, tmp_path)
     (loop := tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert main(["run", "--json", str(loop)]) == 2
     assert f"--json {loop}: can't be written" in capsys.readouterr().err
-
-
-def test_one_engine_is_no_plural():
-    assert [compare.engines_in_words(count) for count in (1, 2)] == ["an engine", "2 engines"]
 
 
 @pytest.mark.parametrize("verb", COMMANDS)

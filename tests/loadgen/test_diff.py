@@ -18,17 +18,13 @@ def file(tmp_path):
                 "percentiles": ["p50"], "ttft_ms": {"mean": value, "p50": value}, "cache": {"hit_rate": 0.5}, "replicas": {},
             }  # fmt: skip
 
-        targets = {
-            target: {
-                **report(value),
-                **({"by_seed": [report(value + one) for one in range(seeds)]} if seeds > 1 else {}),
-            }
-            for target, value in ttft.items()
-        }
+        targets = {}
+        for target, value in ttft.items():
+            of_seeds = {"by_seed": [report(value + one) for one in range(seeds)]} if seeds > 1 else {}
+            targets[target] = report(value) | of_seeds
+        workload = {"request_rate": 4, **(load or {})}
         path = tmp_path / name
-        path.write_text(
-            json.dumps({"targets": targets, "workload": {"request_rate": 4, **(load or {})}, "setting": {"seed": 0}})
-        )
+        path.write_text(json.dumps({"targets": targets, "workload": workload, "setting": {"seed": 0}}))
         return str(path)
 
     return write

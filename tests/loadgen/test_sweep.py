@@ -17,17 +17,9 @@ RATES = st.floats(0.01, 1e4)
 
 
 def report(met: int, of: int = 100, **fields) -> dict:
-    return {
-        "goodput": {"share": met / of},
-        "requests": of,
-        "completed": of,
-        "errors": {},
-        "e2el_ms": None,
-        "offered": {"rate": None, "later_turns": 0},
-        "request_throughput": 1.0,
-        "generator": {"core_was_full": False},
-        **fields,
-    }
+    counts = {"requests": of, "completed": of, "errors": {}, "request_throughput": 1.0}
+    offered, generator = {"rate": None, "later_turns": 0}, {"core_was_full": False}
+    return {"goodput": {"share": met / of}, **counts, "offered": offered, "generator": generator, **fields}
 
 
 def highest(measure, search: Search, slo: dict) -> Sweep:
@@ -158,11 +150,8 @@ def console():
 
 def openai(wire, **broken):
     async def respond(request, writer):
-        writer.write(
-            wire.whole({"data": [{"id": "tiny"}]})
-            if request.path == "/v1/models"
-            else broken.get("answer") or wire.answer("one two")
-        )
+        models = wire.whole({"data": [{"id": "tiny"}]})
+        writer.write(models if request.path == "/v1/models" else broken.get("answer") or wire.answer("one two"))
 
     return respond
 
@@ -181,11 +170,8 @@ async def test_a_sweep_of_a_live_target(engine, wire, tmp_path, monkeypatch, con
     assert all(step["report"]["completed"] == 20 for step in figures["sweep"]["steps"])
     assert len(set(prompts)) == len(prompts) == 20 * len(rates)  # other tokens in every step
     page = (tmp_path / "s.html").read_text()
-    assert (
-        "TTFT against load" in page
-        and figures["sweep"]["answer"] in page
-        and page.count('<td class="yes">') == len(rates)
-    )
+    assert "TTFT against load" in page and figures["sweep"]["answer"] in page
+    assert page.count('<td class="yes">') == len(rates)
     assert (tmp_path / "s.csv").read_text().count("\n") == 1 + len(prompts)
 
 
@@ -227,18 +213,14 @@ async def test_made_up_tokens_are_the_models_and_an_error_names_the_flag(engine,
         else:
             writer.write(wire.answer("one two") if max(request.json["prompt"]) < limit["is"] else refused)
 
+    flags = "--request-rate 400 --goodput ttft:30s"
     async with engine(respond) as server:
         limit["is"] = 4000
-        assert await sweep.sweep_verb(arguments(server.url, "--request-rate 400 --goodput ttft:30s"), console) == 0
+        assert await sweep.sweep_verb(arguments(server.url, flags), console) == 0
         limit["is"] = 2000
-        assert await sweep.sweep_verb(arguments(server.url, "--request-rate 400 --goodput ttft:30s"), console) == 1
+        assert await sweep.sweep_verb(arguments(server.url, flags), console) == 1
         assert "--vocab-size" in console.export_text()
-        assert (
-            await sweep.sweep_verb(
-                arguments(server.url, "--request-rate 400 --goodput ttft:30s --vocab-size 2000"), console
-            )
-            == 0
-        )
+        assert await sweep.sweep_verb(arguments(server.url, flags, "--vocab-size 2000"), console) == 0
 
 
 def test_given_rates_are_tried_and_no_others():

@@ -12,7 +12,7 @@ import selectors
 import pytest
 
 from loadgen.calibrate import measure as plan
-from loadgen.calibrate.ask import Client, Limits, Reply
+from loadgen.calibrate.ask import LIMITS, Client, Limits, Reply
 from loadgen.calibrate.fit import CACHED, NEW, TEXT, decode_sample, fit, prompt_sample
 from loadgen.calibrate.measure import Meter
 from replicas.simulated.engine import Engine, EngineRequest
@@ -30,9 +30,7 @@ KNOWN = {
         max_model_len=16384),
 }  # fmt: skip
 TOLERANCE = 0.05  # of any time that the profile gives
-TOLD = dict.fromkeys(
-    ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "reported by the engine"
-)
+TOLD = dict.fromkeys(LIMITS, "reported by the engine")
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
@@ -66,7 +64,8 @@ class EngineClient(Client):
         ids = prompt.split() if text else prompt
         size = self.engine.profile.block_size
         keys = [hash(tuple(ids[: n * size])) for n in range(1, len(ids) // size + 1)]
-        reply, done = Reply(loop.time(), tokens, prompt=len(ids)), loop.create_future()
+        reply, done = Reply(tokens), loop.create_future()
+        reply.record.sent, reply.record.prompt_tokens = loop.time(), len(ids)
         self.telling[name] = reply, seen, done
         due = self.front.reaches_engine(loop.time(), len(ids), text, self.engine.running > 0)
         heapq.heappush(self.coming, (due, name, EngineRequest(name, keys, len(ids), tokens)))
@@ -92,7 +91,7 @@ class EngineClient(Client):
             for output in step.outputs:
                 reply, seen, done = self.telling[output.id]
                 reply.times.append(loop.time())
-                reply.cached = output.cached_tokens
+                reply.record.cached_tokens = output.cached_tokens
                 if seen is not None:
                     seen(reply)
                 if output.finished:

@@ -14,7 +14,7 @@ from loadgen.calibrate.measure import changed, full_steps, most_at_once, spread,
 
 
 def reply(first: float, gap: float, chunks: int, tokens: int | None = None) -> Reply:
-    return Reply(0.0, tokens or chunks, [first + gap * n for n in range(chunks)])
+    return Reply(tokens or chunks, times=[first + gap * n for n in range(chunks)])
 
 
 def test_a_step_is_the_gap_while_all_decode():
@@ -102,9 +102,14 @@ async def test_chunks_and_usage(ask):
         "usage": {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}},
     }
     got = await ask(200, events(chunk, chunk, chunk, usage), "text/event-stream")
-    assert (len(got.times), got.prompt, got.cached, got.tokens) == (3, 2, 1, 3) and got.ttft > 0
+    assert (len(got.times), got.record.prompt_tokens, got.record.cached_tokens, got.tokens) == (
+        3,
+        2,
+        1,
+        3,
+    ) and got.ttft > 0
     got = await ask(200, events(chunk), "text/event-stream")
-    assert got.prompt is None and got.cached is None  # an engine that gives no usage
+    assert got.record.prompt_tokens is None and got.record.cached_tokens is None  # an engine that gives no usage
 
 
 @pytest.mark.parametrize("status, text, says", [
@@ -149,3 +154,14 @@ def test_prompts_are_new_each_time_and_inside_any_vocabulary():
     one, other, text = asyncio.run(made())
     assert one != other and all(id in IDS for id in one + other) and IDS.start >= 300 and IDS.stop <= 1000
     assert len(text.split()) == 50 and len(WORDS) > 500
+
+
+async def test_tokens_of_a_text_are_those_that_the_engine_counts(serve):
+    usage = {"choices": [{"index": 0, "delta": {"content": "a"}}], "usage": {"prompt_tokens": 7}}
+
+    async def handler(request):
+        return web.Response(text=events(usage), content_type="text/event-stream")
+
+    async with Client(await serve(handler)) as client:
+        await client.complete("far more letters than tokens")
+        assert client.prompt_tokens == 7

@@ -6,29 +6,14 @@ from loadgen.calibrate import measure as plan
 from loadgen.calibrate.ask import Limits
 from loadgen.calibrate.fit import CACHED, DECODE, NAMES, NEW, TEXT, Fit
 
-MS = dict.fromkeys(NAMES, 0.0) | {
-    "latency": 4.0,
-    "work": 1.5,
-    "base": 2.0,
-    "prefill_token": 0.01,
-    "attention": 1e-5,
-    "decode_sequence": 0.1,
-}
-TOLD = dict.fromkeys(
-    ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"), "reported by the engine"
-)
+STEP = {"base": 2.0, "prefill_token": 0.01, "attention": 1e-5, "decode_sequence": 0.1}
+MS = dict.fromkeys(NAMES, 0.0) | {"latency": 4.0, "work": 1.5} | STEP
 
 
 def limits(**changes) -> Limits:
-    given = {
-        "max_model_len": 16384,
-        "block_size": 16,
-        "num_blocks": 8192,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 2048,
-        **changes,
-    }
-    return Limits(**given, told=TOLD)
+    cache = {"max_model_len": 16384, "block_size": 16, "num_blocks": 8192}
+    given = {**cache, "max_num_seqs": 256, "max_num_batched_tokens": 2048, **changes}
+    return Limits(**given, told=dict.fromkeys(given, "reported by the engine"))
 
 
 def fit(factor: float = 1.0) -> Fit:
@@ -40,12 +25,7 @@ def fit(factor: float = 1.0) -> Fit:
 )
 def test_no_question_is_too_large_for_the_engine(given):
     work = plan.make(given, fit(), 120)
-    assert {question.region for question in work.questions} >= {
-        NEW,
-        CACHED,
-        TEXT,
-        DECODE,
-    }
+    assert {question.region for question in work.questions} >= {NEW, CACHED, TEXT, DECODE}
     for question in work.questions:
         assert question.tokens + question.extra + question.output <= given.max_model_len
         assert question.count <= given.max_num_seqs

@@ -150,9 +150,8 @@ async def test_an_engine_that_compresses_its_figures_is_believed(serve):
 
     async with Client(await serve(handler)) as client:
         limits = (await client.learn(None)).limits
-    assert (limits.block_size, limits.num_blocks) == (32, 1234) and limits.told[
-        "num_blocks"
-    ] == "reported by the engine"
+    assert (limits.block_size, limits.num_blocks) == (32, 1234)
+    assert limits.told["num_blocks"] == "reported by the engine"
 
 
 @pytest.mark.parametrize("paths, says", [

@@ -6,6 +6,8 @@ from loadgen.drive import client as room
 from loadgen.drive.client import BadURL, Client
 from loadgen.drive.records import Record
 
+from ..conftest import DONE, chunked, delta, head
+
 PATH = "/v1/chat/completions"
 
 
@@ -81,26 +83,6 @@ async def test_a_kept_connection_the_server_closed_is_no_failure(engine, wire):
         client.close()
 
 
-async def test_a_fresh_connection_that_is_closed_is_one(engine):
-    async def respond(request, writer):
-        return False
-
-    async with engine(respond) as server:
-        record = await ask(Client(server.url))
-        assert record.error == "closed"
-        assert len(server.requests) == 1
-
-
-async def test_a_stream_that_breaks_is_truncated(engine, wire):
-    async def respond(request, writer):
-        writer.write(wire.head(200, "text/event-stream", "transfer-encoding: chunked") + wire.chunked(wire.delta("a")))
-        return False
-
-    async with engine(respond) as server:
-        record = await ask(Client(server.url))
-        assert (record.error, record.text) == ("truncated", "a")
-
-
 async def test_nobody_listens():
     record = await ask(Client("http://127.0.0.1:1"))
     assert record.error == "connect"
@@ -116,21 +98,6 @@ async def test_a_request_is_given_up(engine):
         record = await ask(client)
         assert record.error == "timeout"
         assert client.idle == []
-
-
-async def test_a_body_that_ends_with_the_connection(engine, wire):
-    async def respond(request, writer):
-        writer.write(wire.head() + wire.delta("a") + wire.DONE)
-        return False
-
-    async with engine(respond) as server:
-        record = await ask(Client(server.url))
-        assert (record.error, record.text) == (None, "a")
-
-
-async def test_garbage_is_a_protocol_error(engine):
-    async with engine(b"SSH-2.0-OpenSSH\r\n\r\n") as server:
-        assert (await ask(Client(server.url))).error == "protocol"
 
 
 async def test_interim_answers_are_passed_over(engine, wire):
@@ -200,3 +167,22 @@ async def test_plain_http_is_not_asked_by_tls():
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(BadURL):
         Client(url)
+
+
+@pytest.mark.parametrize(
+    "sent, error, text",
+    [
+        (b"", "closed", ""),
+        (head(200, "text/event-stream", "transfer-encoding: chunked") + chunked(delta("a")), "truncated", "a"),
+        (head() + delta("a") + DONE, None, "a"),  # the end of the connection is the end of the body
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "protocol", ""),
+    ],
+)
+async def test_a_fresh_connection_that_the_server_closes(engine, sent, error, text):
+    async def respond(request, writer):
+        writer.write(sent)
+        return False
+
+    async with engine(respond) as server:
+        record = await ask(Client(server.url))
+        assert (record.error, record.text, len(server.requests)) == (error, text, 1)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.drive.client import Client
-from loadgen.drive.stack import Stack, StackFailed, free_ports
+from loadgen.drive.stack import Stack, StackFailed
 from loadgen.options import BadOption
 
 GATEWAY = """
@@ -132,11 +131,3 @@ asyncio.run(main())
     process.send_signal(signal.SIGKILL)
     await process.wait()
     await gone(pid)
-
-
-async def test_free_ports_are_free():
-    ports = free_ports(3)
-    assert len(set(ports)) == 3
-    for port in ports:
-        status, _, problem = await Client(f"http://127.0.0.1:{port}").get("/")
-        assert status == 0 and "connect" in problem

@@ -65,17 +65,9 @@ async def test_the_vocabulary_is_that_of_the_folder_the_engine_was_started_with(
         client.close()
 
 
-@pytest.mark.parametrize(
-    "card",
-    [
-        {"id": "tiny"},
-        {"id": "tiny", "root": "/of/another/machine"},
-        {"id": "tiny", "root": "nobody/nothing"},
-        {"id": "tiny", "root": 5},
-    ],
-)
-async def test_of_a_model_that_is_not_at_hand_no_vocabulary_is_known(engine, wire, card):
-    async with engine(wire.whole({"data": [card]})) as server:
+@pytest.mark.parametrize("root", [{}, {"root": "/of/another/machine"}, {"root": "nobody/nothing"}, {"root": 5}])
+async def test_of_a_model_that_is_not_at_hand_no_vocabulary_is_known(engine, wire, root):
+    async with engine(wire.whole({"data": [{"id": "tiny", **root}]})) as server:
         client = Client(server.url)
         assert await model_of(client, None) == Model("tiny")
         client.close()

@@ -108,10 +108,7 @@ def test_pools_of_gpus_with_a_small_cache_are_larger(capfd):
 
 
 def test_a_load_that_no_pool_holds(capsys):
-    flags = (
-        *NUMBERS,
-        *"--prompt-tokens 7500 --output-tokens 300 --rate 20 --slo ttft:100ms --max-replicas 8".split(),
-    )
+    flags = (*NUMBERS, *"--prompt-tokens 7500 --output-tokens 300 --rate 20 --slo ttft:100ms --max-replicas 8".split())
     out = sentences(printed(capsys, *flags, code=1))
     assert "No prefill pool of up to 8 replicas holds 20 requests a second" in out and re.search(
         r"the first token takes \d\d\d ms, of which \d+(\.\d)? ms waiting and 154 ms computing", out
@@ -119,10 +116,7 @@ def test_a_load_that_no_pool_holds(capsys):
 
 
 def test_a_request_that_no_gpu_has_room_for(capsys):
-    flags = (
-        *NUMBERS,
-        *"--prompt-tokens 100000 --output-tokens 1000 --rate 0.1 --slo tpot:1s --max-replicas 4".split(),
-    )
+    flags = (*NUMBERS, *"--prompt-tokens 100000 --output-tokens 1000 --rate 0.1 --slo tpot:1s --max-replicas 4".split())
     out = sentences(printed(capsys, *flags, "--gpu-memory", "24GB", "--weights", "16GB", code=1))
     assert "its KV cache has room for 0.3 requests of this length, and 1.0 would be there" in out
 

@@ -10,22 +10,14 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("80GiB", 80 * GIB),
-        ("80GB", 80 * GIB),
-        ("80Gi", 80 * GIB),
-        ("1.5g", 3 * GIB // 2),
-        ("512M", 512 << 20),
-        ("4096B", 4096),
-    ],
+    ("text", "number"), [("80GiB", 80 * GIB), ("80GB", 80 * GIB), ("1.5g", 3 * GIB // 2), ("4096B", 4096)]
 )
 def test_sizes(text, number):
     assert size(text) == number
 
 
 @pytest.mark.parametrize(("text", "bytes_per_second"), [
-    ("100Gbit/s", 12.5e9), ("100Gb/s", 12.5e9), ("100 Gbps", 12.5e9), ("25GB/s", 25e9), ("25 Gbyte/s", 25e9), ("900GBps", 900e9),
+    ("100Gbit/s", 12.5e9), ("100 Gbps", 12.5e9), ("25GB/s", 25e9), ("25 Gbyte/s", 25e9), ("900GBps", 900e9),
     ("1.6Tbit/s", 2e11), ("10Mbit/s", 1.25e6), ("2GiB/s", 2.0**31), ("8bit/s", 1.0),
 ])  # fmt: skip
 def test_links(text, bytes_per_second):

@@ -31,9 +31,8 @@ def kv_space(capfd, *flags: str) -> dict:
 def test_a_gpus_cache_and_what_fp8_gives(capfd, model):
     found = kv_space(capfd, "--model", model(LLAMA_8B), "--gpu-memory", "80GiB", "--weights", "15GiB")
     assert found["auto"]["memory"] == int(0.92 * 80 * GIB) - 17 * GIB
-    assert (
-        found["auto"] | {"dtype": "bfloat16", "blocks": 28_979, "tokens": 463_664, "longest": 131_072} == found["auto"]
-    )
+    auto = {"dtype": "bfloat16", "blocks": 28_979, "tokens": 463_664, "longest": 131_072}
+    assert found["auto"] | auto == found["auto"]
     assert found["fp8"]["tokens"] == 2 * found["auto"]["tokens"]
 
 
@@ -72,11 +71,7 @@ LOAD = ("--dataset-name", "chat", "--request-rate", "12", "--prefix-len", "256",
 
 
 def test_a_fleet_for_a_load(capsys, tmp_path):
-    flags = (
-        "plan",
-        *LOAD,
-        *"--slo ttft:60ms --kv-tokens 64000,8000 --attainment 0.8 --seed 2 --json".split(),
-    )
+    flags = ("plan", *LOAD, *"--slo ttft:60ms --kv-tokens 64000,8000 --attainment 0.8 --seed 2 --json".split())
     assert main([*flags, str(tmp_path / "a.json")]) == 0
     out = capsys.readouterr().out
     plan = json.loads((tmp_path / "a.json").read_text())["plan"]
@@ -135,8 +130,7 @@ def test_an_overload_that_its_slo_does_not_see_is_no_fleet_that_keeps_it(capfd):
 def test_the_page_of_a_plan(capsys, tmp_path):
     page, table = tmp_path / "plan.html", tmp_path / "plan.csv"
     flags = (
-        *"--slo ttft:60ms --kv-tokens 512,64000 --attainment 0.8 --max-replicas 4 --json".split(),
-        str(tmp_path / "plan.json"),
+        f"--slo ttft:60ms --kv-tokens 512,64000 --attainment 0.8 --max-replicas 4 --json {tmp_path}/plan.json".split()
     )
     assert main(["plan", *LOAD, *flags, "--html", str(page), "--csv", str(table)]) == 0
     plan, text = json.loads((tmp_path / "plan.json").read_text())["plan"], page.read_text()
@@ -205,35 +199,23 @@ SIZE, SHARE = "like 512MiB or 5G", "not a share above 0 and up to 1: it reads 0.
     ("flag", "value", "said"),
     [
         ("--gpu-memory", "80x", f"is not a size; write a number with its unit, {SIZE}"),
-        ("--gpu-memory", "-80GiB", f"is not a size; write a number with its unit, {SIZE}"),
         ("--gpu-memory", "0G", f"is less than a byte; write a size {SIZE}"),
-        ("--gpu-memory", "0", f"is less than a byte; write a size {SIZE}"),
         ("--gpu-memory", "80", "has no unit: 80GiB, or 80B for bytes?"),
         ("--gpu-memory", "99999TiB", f"is more than any machine has; write a size {SIZE}"),
-        ("--gpu-memory", 30 * "9", f"is more than any machine has; write a size {SIZE}"),
-        ("--weights", "-15GiB", f"is not a size; write a number with its unit, {SIZE}"),
         ("--weights", "0.0001KiB", f"is less than a byte; write a size {SIZE}"),
-        ("--kv-cache-memory-bytes", "-1GiB", f"is not a size; write a number with its unit, {SIZE}"),
         ("--parameters", "8", "is no number of parameters: it reads 70B (billions) or 350M"),
-        ("--parameters", "-8B", "is no number of parameters: it reads 70B (billions) or 350M"),
         ("--parameters", "99999T", "is more than any model has: it reads 70B (billions) or 350M"),
         ("--gpu-memory-utilization", "1.2", SHARE),
-        ("--gpu-memory-utilization", "-0.9", SHARE),
         ("--attainment", "0", SHARE),
         ("--layers", "-80x", "is not a whole number from 1 to 10,000"),
-        ("--kv-heads", "0", "is not a whole number from 1 to 10,000"),
         ("--head-dim", 30 * "9", "is not a whole number from 1 to 100,000"),
         ("-tp", "-1", "is not a whole number from 1 to 10,000"),
-        ("-dcp", "0", "is not a whole number from 1 to 10,000"),
         ("--block-size", "5000", "is not a whole number from 1 to 4,096"),
         ("--max-model-len", "0", "is not a whole number from 1 to 1,000,000,000"),
         ("--kv-tokens", "64,-1", "is not a whole number from 1 to 1,000,000,000"),
-        ("--max-replicas", 30 * "9", "is not a whole number from 1 to 10,000"),
         ("--link", "-100Gbit/s", "is no bandwidth: it needs its unit, 100Gbit/s or 100GB/s"),
         ("--link", "9999999TB/s", "is more than any link has: it reads 100Gbit/s or 25GB/s"),
         ("--chunk-size", "0", "is not a whole number from 1 to 1,000,000"),
-        ("--prompt-tokens", "-4000", "is not a whole number from 1 to 1,000,000,000"),
-        ("--output-tokens", "0", "is not a whole number from 1 to 1,000,000,000"),
         ("--rate", "-1", "is not above zero and finite"),
     ],
 )
@@ -247,9 +229,7 @@ def test_bad_values_of_flags(capsys, flag, value, said):
 
 def test_not_one_block_fits(capsys):
     shape = ("--layers", "10000", "--kv-heads", "10000", "--head-dim", "1000")
-    for given, which in (
-        (("--kv-cache-memory-bytes", "1GiB"), "--kv-cache-memory-bytes 1073741824B"),
-        ((), "1 GiB, as no memory is given"),
-    ):
+    memory = "--kv-cache-memory-bytes"
+    for given, which in (((memory, "1GiB"), f"{memory} 1073741824B"), ((), "1 GiB, as no memory is given")):
         assert main(["plan", *shape, *given]) == 2
         assert f"loadgen plan: {which}: not one block fits, which takes" in capsys.readouterr().err

@@ -4,19 +4,10 @@ from loadgen.report.summary import fair_share
 
 
 def figures(**changes):
-    made = {
-        "requests": 100,
-        "completed": 100,
-        "not_sent": 0,
-        "interrupted": False,
-        "errors": {},
-        "percentiles": ["p50", "p99"],
-        "cache": {"hit_rate": 0.4, "prefill_tokens": 60_000},
-        "ttft_ms": {"p50": 100.0, "p99": 900.0},
-        "failed": 0,
-        "replicas": {"a": {"requests": 10}, "b": {"requests": 10}},
-    }
-    return made | changes
+    counts = {"requests": 100, "completed": 100, "not_sent": 0, "failed": 0, "errors": {}, "interrupted": False}
+    cache = {"hit_rate": 0.4, "prefill_tokens": 60_000}
+    times = {"percentiles": ["p50", "p99"], "ttft_ms": {"p50": 100.0, "p99": 900.0}}
+    return {**counts, "cache": cache, **times, "replicas": {"a": {"requests": 10}, "b": {"requests": 10}}, **changes}
 
 
 def test_a_comparison_that_is_void_has_no_better_and_no_worse():

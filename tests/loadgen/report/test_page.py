@@ -67,6 +67,9 @@ def test_a_page_says_where_its_figures_come_from(runs, no_plots):
     ):
         assert part in text, part
     assert "users" not in text and "outages" not in text  # what was not set is not listed
+    assert "virtual time" in text.split("<pre")[0]  # which has no date
+    dated = {**ABOUT, "setting": {**made, "date": "2026-11-23 22:00:00+00:00"}}
+    assert "2026-11-23 22:00:00+00:00" in page_of(runs(["one"]), dated).split("<pre")[0]
 
 
 def test_names_are_text_and_nothing_else(runs):
@@ -81,14 +84,8 @@ def test_names_are_text_and_nothing_else(runs):
 def test_the_tables_of_rates_and_of_fleets_survive_a_latency_that_is_missing(runs, lacking):
     both = runs(["4/s"], slo={"ttft": 100.0}, **lacking)
     point = {"rate": 4.0, "tokens": 1000, "replicas": 2, "share": 0.0, "kept": False, "report": both[0]["4/s"]}
-    sweep = {
-        "answer": "no rate",
-        "stopped": "all tried",
-        "rate": None,
-        "slo_ms": {"ttft": 100.0},
-        "attainment": 0.9,
-        "steps": [point],
-    }
+    asked = {"slo_ms": {"ttft": 100.0}, "attainment": 0.9, "steps": [point]}
+    sweep = {"answer": "no rate", "stopped": "all tried", "rate": None, **asked}
     plan = {"answers": ["no fleet"], "assumed": ["nothing"], "attainment": 0.9, "points": [point]}
     tried = show.tried(("replicas",), [(("2",), point["report"], False)])
     for about in ({"sweep": sweep}, {"plan": plan}):
@@ -122,6 +119,7 @@ def test_targets_side_by_side_with_the_best_marked(runs):
         (7, {"output_tokens": 1, "gaps": []}, {"hits"}),
         (7, {"first": 150.0, "last": 150.0, "sent": 150.0, "due": 150.0}, {"hits"}),
         (7, {"cached_tokens": 0, "predicted_tokens": 0}, {"hits"}),
+        (0, {}, set()),
         (1, {"cached_tokens": 0}, set()),
         (1, {"error": "connect", "first": None}, {"errors"}),
     ],
@@ -133,20 +131,9 @@ def test_what_is_missing_is_left_out(runs, number, lacking, known):
     assert {what for what, sign in signs.items() if sign in text} == known
 
 
-def test_a_run_without_requests_is_a_page_too(runs):
-    assert "<figure" not in page_of(runs(["one"], 0))
-
-
 def test_the_same_figures_make_the_same_files(runs):
     first = page_of(runs(["one", "two"]))
     assert page_of(runs(["one", "two"])) == first
-
-
-def test_the_head_says_when_and_how(runs, no_plots):
-    dated = {**ABOUT, "setting": {**ABOUT["setting"], "date": "2026-11-23 22:00:00+00:00"}}
-    head = page_of(runs(["one"]), dated).split("<pre")[0]
-    assert "2026-11-23 22:00:00+00:00" in head
-    assert "virtual time" in page_of(runs(["one"])).split("<pre")[0]  # which has no date
 
 
 def test_without_matplotlib_there_are_the_tables(runs, no_plots):

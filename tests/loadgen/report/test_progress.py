@@ -17,21 +17,9 @@ def drawn(view: progress.View, now: float, width: int = 92) -> str:
 
 
 def answered(last: float, ttft: float = 0.25, **fields) -> Record:
-    made = Record(
-        "c",
-        0,
-        last - 1,
-        sent=last - 1,
-        first=last - 1 + ttft,
-        last=last,
-        output_tokens=20,
-        prompt_tokens=1000,
-        cached_tokens=500,
-        replica="r0",
-    )
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
+    tokens = {"output_tokens": 20, "prompt_tokens": 1000, "cached_tokens": 500}
+    sent = last - 1
+    return Record("c", 0, sent, sent=sent, first=sent + ttft, last=last, **{**tokens, "replica": "r0", **fields})
 
 
 def run_of(done, inflight=None) -> types.SimpleNamespace:
@@ -60,16 +48,11 @@ def test_figures_are_those_of_the_last_seconds():
 
 def test_replicas_in_their_order_and_what_is_in_flight_there():
     going = {index: answered(0, replica="r2") for index in range(3)}
-    text = drawn(
-        progress.View(run_of([answered(101, replica=name) for name in ("r10", "r2", "r2")], going), "fleet"), 102.0
-    )
+    done = [answered(101, replica=name) for name in ("r10", "r2", "r2")]
+    text = drawn(progress.View(run_of(done, going), "fleet"), 102.0)
     lines = [line for line in text.splitlines() if line.startswith("r") and "requests" not in line]
-    assert (
-        [line.split()[0] for line in lines] == ["r2", "r10"]
-        and lines[0].split()[1] == "2"
-        and "●●●" in lines[0]
-        and "●" not in lines[1]
-    )
+    assert [line.split()[:2] for line in lines] == [["r2", "2"], ["r10", "1"]]
+    assert "●●●" in lines[0] and "●" not in lines[1]
     assert "3 in flight" in text
 
 

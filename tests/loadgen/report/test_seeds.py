@@ -5,29 +5,12 @@ import pytest
 from loadgen.report import seeds, show
 
 
-def test_one_seed_is_its_report():
-    report = {"a": 1}
-    assert seeds.merged([report]) is report
-
-
 def test_means_of_what_is_known():
-    one = {
-        "requests": 4,
-        "interrupted": False,
-        "ttft_ms": {"p50": 10.0},
-        "errors": {"closed": 1},
-        "tpot_ms": None,
-        "model": "m",
-    }
-    two = {
-        "requests": 4,
-        "interrupted": True,
-        "ttft_ms": {"p50": 14.0},
-        "errors": {"closed": 2},
-        "tpot_ms": {"p50": 3.0},
-        "model": "m",
-    }
+    same = {"requests": 4, "model": "m"}
+    one = {**same, "interrupted": False, "ttft_ms": {"p50": 10.0}, "errors": {"closed": 1}, "tpot_ms": None}
+    two = {**same, "interrupted": True, "ttft_ms": {"p50": 14.0}, "errors": {"closed": 2}, "tpot_ms": {"p50": 3.0}}
     made = seeds.merged([one, two])
+    assert seeds.merged([one]) is one
     assert made["ttft_ms"] == {"p50": 12.0} and made["tpot_ms"] == {"p50": 3.0} and made["requests"] == 4
     assert made["errors"] == {"closed": 3} and made["interrupted"] and made["model"] == "m"
     assert made["by_seed"] == [one, two]

@@ -17,15 +17,6 @@ def test_times_begin_at_zero_and_never_go_back(rate, seed):
     assert times == conversation_starts([1] * 50, rate, random.Random(seed))
 
 
-def test_gaps_have_mean_and_deviation_of_an_exponential():
-    times = conversation_starts([1] * 20_000, 8, random.Random(3))
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
-    assert mean == pytest.approx(1 / 8, rel=0.03)
-    assert deviation == pytest.approx(mean, rel=0.05)
-
-
 def test_an_infinite_rate_is_all_at_once():
     assert conversation_starts([1] * 3, math.inf, random.Random(0)) == [0, 0, 0]
 

@@ -39,20 +39,12 @@ def trace(tmp_path):
 
 def test_a_trace_plays_at_its_own_times_unless_told_otherwise(trace):
     assert datasets.workload(given("--dataset-path", trace)).starts == list(range(40))
-    assert datasets.workload(given("--dataset-path", trace, "--trace-speed", 2, "--num-prompts", 3)).starts == [
-        0,
-        0.5,
-        1,
-    ]
+    quick = given("--dataset-path", trace, "--trace-speed", 2, "--num-prompts", 3)
+    assert datasets.workload(quick).starts == [0, 0.5, 1]
     paced = datasets.workload(given("--dataset-path", trace, "--request-rate", 10, "--burstiness", "inf"))
     assert paced.starts == pytest.approx([at / 10 for at in range(40)])
-    ramped = datasets.workload(
-        given(
-            "--dataset-path",
-            trace,
-            *"--burstiness inf --ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 4".split(),
-        )
-    )
+    ramp = "--burstiness inf --ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 4".split()
+    ramped = datasets.workload(given("--dataset-path", trace, *ramp))
     assert ramped.starts[2] - ramped.starts[1] > 2 * (ramped.starts[-1] - ramped.starts[-2])
     assert datasets.workload(given("--dataset-path", trace, "--users", 3)).starts == [0.0] * 40
 

@@ -48,11 +48,8 @@ def test_as_many_requests_as_asked_and_the_same_again(make, requests, seed):
 def test_a_name_always_has_one_length(make):
     lengths = {}
     for turn in turns(make(random.Random(1), 80)):
-        for name, length in [
-            *says(turn),
-            *((span.ids[0], span.length) for span in spans_of([turn.reply] if turn.reply else [])),
-        ]:
-            assert lengths.setdefault(name, length) == length
+        for span in spans_of([*turn.messages, turn.reply or {}]):
+            assert lengths.setdefault(span.ids[0], span.length) == span.length
 
 
 def test_no_sharing_at_all():
@@ -69,10 +66,8 @@ def test_popularity_follows_zipf(zipf, ratio):
 
 
 def test_lengths_vary_as_far_as_asked():
-    lengths = [
-        says(turn)[0][1]
-        for turn in turns(generators.random_tokens(random.Random(0), 500, suffix_len=1000, range_ratio=0.2))
-    ]
+    made = turns(generators.random_tokens(random.Random(0), 500, suffix_len=1000, range_ratio=0.2))
+    lengths = [says(turn)[0][1] for turn in made]
     assert 800 <= min(lengths) < 810 and 1190 < max(lengths) <= 1200
     assert {says(turn)[0][1] for turn in turns(generators.random_tokens(random.Random(0), 9, suffix_len=77))} == {77}
 

@@ -1,7 +1,7 @@
 """Readers for flag values with units: memory sizes, bandwidths and parameter counts.
 
-Memory units are binary, with or without the "i"; units of links and parameters are decimal. A number with an ambiguous
-unit is refused with the possible readings.
+Memory units are binary, with or without the "i"; units of links and parameters are decimal. A number without a unit
+is refused with an example.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from replicas.sizes import LIKE, MOST_BYTES, parse_size
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 MOST_PARAMETERS = 10**15
+_LINK_READS = "it reads 100Gbit/s (bits) or 25GB/s (bytes), per second"
+_PARAMETERS_READ = "it reads 70B (billions) or 350M"
 _PER_SECOND = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]?i?)(bit|byte|b|B)(?:/s|ps)")
 
 
@@ -35,26 +37,17 @@ def link(text: str) -> float:
     found = _PER_SECOND.fullmatch(text.strip())
     scale = {**_DECIMAL, **_BINARY}.get(found[2]) if found else None
     if found is None or scale is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: {_meant(text.strip())}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: {_LINK_READS}")
     if (rate := float(found[1]) * scale / (8 if found[3] in ("bit", "b") else 1)) > MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than any link has: it reads 100Gbit/s or 25GB/s")
+        raise argparse.ArgumentTypeError(f"{text!r} is more than any link has: {_LINK_READS}")
     return rate
-
-
-def _meant(text: str) -> str:
-    """Return the hint for a refused bandwidth."""
-    number = re.match(r"[1-9]\d*(?:\.\d+)?", text)
-    amount = number[0] if number else "100"
-    if number is None or re.fullmatch(r"[\d.]+", text):
-        return f"it needs its unit, {amount}Gbit/s or {amount}GB/s"
-    return f"it reads {amount}Gbit/s (bits) or {amount}GB/s (bytes), per second"
 
 
 def parameters(text: str) -> int:
     """Read `70B` or `350M` as a number of model parameters."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([MBT])", text.strip())
     if not found or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: it reads 70B (billions) or 350M")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: {_PARAMETERS_READ}")
     if (count := float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2]]) > MOST_PARAMETERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than any model has: it reads 70B (billions) or 350M")
+        raise argparse.ArgumentTypeError(f"{text!r} is more than any model has: {_PARAMETERS_READ}")
     return int(count)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from contextlib import asynccontextmanager
 
 import pytest
@@ -139,16 +140,4 @@ def engine():
 @pytest.fixture
 def wire():
     """The builders of literal replies above."""
-    import types
-
-    return types.SimpleNamespace(
-        event=event,
-        delta=delta,
-        usage=usage,
-        DONE=DONE,
-        chunked=chunked,
-        head=head,
-        stream=stream,
-        whole=whole,
-        answer=answer,
-    )
+    return sys.modules[__name__]

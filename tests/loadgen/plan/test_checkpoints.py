@@ -25,18 +25,6 @@ def test_a_folder_or_its_config(folder, part):
     assert found.shape.layers[0].count == 32 and found.weights is None
 
 
-def test_weights_by_the_index_of_the_shards(folder):
-    (folder / "model-00001-of-00002.safetensors").write_bytes(b"x" * 10)  # the rest is still to be fetched
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 16_060_522_496.0}}))
-    assert checkpoints.find(str(folder)).weights == 16_060_522_496
-
-
-def test_weights_by_the_files(folder):
-    for name, size in (("a.safetensors", 10), ("b.safetensors", 20), ("tokenizer.json", 5)):
-        (folder / name).write_bytes(b"x" * size)
-    assert checkpoints.find(str(folder)).weights == 30
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [("{", "config.json is not JSON"), ("[]", "not a JSON object"), ("{}", "is this a language model's")],
@@ -78,3 +66,11 @@ def test_a_name_that_can_not_be_fetched(monkeypatch, error, said):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", gone)
     with pytest.raises(BadModel, match=said):
         checkpoints.find("meta/llama-8b")
+
+
+def test_weights_by_the_files_or_by_the_index_of_the_shards(folder):
+    for name, size in (("a.safetensors", 10), ("b.safetensors", 20), ("tokenizer.json", 5)):
+        (folder / name).write_bytes(b"x" * size)
+    assert checkpoints.find(str(folder)).weights == 30
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 16_060_522_496.0}}))  # some are still to come
+    assert checkpoints.find(str(folder)).weights == 16_060_522_496

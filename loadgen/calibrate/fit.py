@@ -135,14 +135,14 @@ def fit(samples: Sequence[Sample]) -> Fit:
             break
     off = matrix @ found - 1
     regions = dict.fromkeys(sample.region for sample in samples)
-    residuals = {region: _residual(off[[sample.region == region for sample in samples]]) for region in regions}
+    residuals = {}
+    for region in regions:
+        mine = off[[sample.region == region for sample in samples]]
+        size = np.abs(mine)
+        quantiles = float(np.median(mine)), float(np.median(size)), float(np.quantile(size, 0.9))
+        residuals[region] = Residual(len(mine), *quantiles)
     spreads = [sample.spread for sample in samples if sample.spread is not None]
     return Fit(dict(zip(NAMES, map(float, found))), residuals, float(np.median(spreads)) if spreads else 0.0)
-
-
-def _residual(off: np.ndarray) -> Residual:
-    size = np.abs(off)
-    return Residual(len(off), float(np.median(off)), float(np.median(size)), float(np.quantile(size, 0.9)))
 
 
 def nonnegative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -119,7 +119,7 @@ class Meter:
         `seconds`: duration of the whole measurement, of which the probes take a small part.
         """
         for size in (SMALLEST, 8 * SMALLEST):
-            await self._send(size, 8)
+            await self.client.complete(self.client.ids(size), 8)
         seen: list[Sample] = []
         for size in (size for size in sizes(self.limits.longest, 4) for _ in range(PROBES)):
             if seen and seen[-1].seconds * 16 > seconds / 10 and len(seen) % PROBES == 0:
@@ -155,14 +155,11 @@ class Meter:
 
     async def at_once(self) -> tuple[int, str]:
         """Return max_num_seqs, and in words how it was found; a limit of MOST or more is only assumed."""
-        ran = most_at_once(await _together(*(self._send(SMALLEST, STEPS + 2 * MOST) for _ in range(MOST))))
+        asked = (self.client.complete(self.client.ids(SMALLEST), STEPS + 2 * MOST) for _ in range(MOST))
+        ran = most_at_once(await _together(*asked))
         if ran < MOST:
             return ran, f"seen: of {MOST} requests {ran} ran at once"
         return self.limits.max_num_seqs, f"assumed: a usual default; {MOST} requests ran at once"
-
-    def _send(self, size: int, tokens: int = 1):
-        """Ask for a completion of a new prompt of `size` tokens."""
-        return self.client.complete(self.client.ids(size), tokens)
 
     async def run(
         self, plan: Plan, seconds: float, told: Callable[[int, Fit], None] | None = None, busy: bool = False

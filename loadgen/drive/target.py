@@ -130,23 +130,18 @@ def _vocabulary(models: bytes, name: str) -> int | None:
         origin = str((cards.get(card.get("parent")) or card).get("root") or name)
     except (ValueError, LookupError, TypeError, AttributeError):
         origin = name
+    file = Path(origin) / "config.json"
+    if not file.is_file() and not origin.startswith((".", "/", "~")) and origin.count("/") == 1:
+        from huggingface_hub import try_to_load_from_cache  # a slow import, needed only here
+
+        cached = try_to_load_from_cache(origin, "config.json")
+        file = Path(cached) if isinstance(cached, str) else file
     try:
-        config = json.loads(_config(origin).read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
         size = config.get("vocab_size") or config["text_config"]["vocab_size"]
         return size if isinstance(size, int) and size > 0 else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-def _config(origin: str) -> Path:
-    """Return where the model's config.json is looked for; the file need not exist."""
-    file = Path(origin) / "config.json"
-    if file.is_file() or origin.startswith((".", "/", "~")) or origin.count("/") != 1:
-        return file
-    from huggingface_hub import try_to_load_from_cache  # a slow import, needed only here
-
-    cached = try_to_load_from_cache(origin, "config.json")
-    return Path(cached) if isinstance(cached, str) else file
 
 
 def asking(args: argparse.Namespace, model: Model) -> Asking:

@@ -46,11 +46,9 @@ def notice(report: Report) -> Iterable[str]:
     """Yield a warning with a remedy if the caches were warm."""
     found = report.get("warm_caches")
     if found and found["cached_tokens"] > NOTICED * found["prompt_tokens"]:
-        prompts = (
-            f"of {found['requests']:,.0f} prompts that begin like none before them"
-            if found["requests"] > 1
-            else "of the one prompt that begins like none before it"
-        )
+        prompts = "of the one prompt that begins like none before it"
+        if found["requests"] > 1:
+            prompts = f"of {found['requests']:,.0f} prompts that begin like none before them"
         remedy = "take another --seed"
         if found["is_text"]:
             remedy = (

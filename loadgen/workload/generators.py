@@ -140,17 +140,8 @@ def rag(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conve
     return conversations
 
 
-@shaped(
-    num_prefixes=4,
-    prefix_len=3000,
-    turns=10,
-    suffix_len=300,
-    output_len=80,
-    think_time=1.0,
-    forks=3,
-    zipf=1.0,
-    range_ratio=0.5,
-)
+@shaped(num_prefixes=4, prefix_len=3000, turns=10, suffix_len=300, output_len=80, think_time=1.0, forks=3, zipf=1.0,
+        range_ratio=0.5)  # fmt: skip
 def agents(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conversation]:
     """Generate agents that call a tool, read its result, and so on; every other one forks once.
 

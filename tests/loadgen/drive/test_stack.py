@@ -67,21 +67,15 @@ async def test_a_stack_is_ready_when_all_replicas_are_and_gone_afterwards_whatev
     assert not alive(pid) and not folder.exists()
 
 
-def test_how_the_gateway_is_started():
-    stack = Stack("least_load", 3, "my.yaml")
-    said = " ".join(stack._argv[1:])
-    assert said.startswith("-m gateway serve --host 127.0.0.1 --port ")
-    assert said.endswith("--policy least_load --launch 3 --profile my.yaml")
-    assert "--cached-tokens-header" in said, "what was predicted is in the report, and nobody else is told by default"
-    stack._folder.cleanup()
-
-
-def test_files_are_found_from_the_folder_in_which_they_were_named(tmp_path, monkeypatch):
+def test_the_gateway_is_started_with_files_from_the_folder_in_which_they_were_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file in ("mine.py", "my.yaml"):
         (tmp_path / file).touch()
     stack = Stack("./mine.py:Mine", 3, "my.yaml")
-    assert " ".join(stack._argv).endswith(f"--policy {tmp_path}/mine.py:Mine --launch 3 --profile {tmp_path}/my.yaml")
+    said = " ".join(stack._argv[1:])
+    assert said.startswith("-m gateway serve --host 127.0.0.1 --port ")
+    assert said.endswith(f"--policy {tmp_path}/mine.py:Mine --launch 3 --profile {tmp_path}/my.yaml")
+    assert "--cached-tokens-header" in said, "what was predicted is in the report, and nobody else is told by default"
     stack._folder.cleanup()
 
 

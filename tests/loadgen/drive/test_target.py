@@ -46,10 +46,7 @@ async def test_a_server_that_lists_none_is_told_with_what_to_do(engine, wire, st
     [
         ({"vocab_size": 8192}, 8192),
         ({"text_config": {"vocab_size": 512}}, 512),
-        ({}, None),
-        ([], None),
-        ({"vocab_size": "many"}, None),
-        ({"vocab_size": -1}, None),
+        *((bad, None) for bad in ({}, [], {"vocab_size": "many"}, {"vocab_size": -1})),
     ],
 )
 async def test_the_vocabulary_is_that_of_the_folder_the_engine_was_started_with(engine, wire, tmp_path, config, known):

@@ -29,10 +29,6 @@ def report(answered: float, rate: float | None = 10.0, **fields) -> dict:
             "10.00 requests/s offered, 9.78 answered: the last answer came 0.22 s after the last conversation had begun",
         ),
         (
-            report(5),
-            "10.00 requests/s offered, 5.00 answered: the last answer came 2.0 s after the last conversation had begun",
-        ),
-        (
             report(5, offered={"later_turns": 60, "think_s": 1.5}),
             "60 of 100 requests are later turns, which wait for a reply and 1.5 s to think",
         ),

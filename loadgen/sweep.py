@@ -191,7 +191,7 @@ async def sweep_verb(args: argparse.Namespace, console: Console) -> int:
     client.close()
     about = {
         "target": client.base_url,
-        "model": model.name,
+        "model": model,
         "workload": datasets.describe(args, work),
         "setting": setting(["loadgen", *sys.argv[1:]], args.seed, args.seeds, began),
     }
@@ -207,7 +207,7 @@ async def climb(
     sweep: Sweep,
     works: Sequence[Workload],
     client: Client,
-    model: target.Model,
+    model: str,
     records: dict[str, list[Record]],
 ) -> None:
     """Try one rate after the other with every seed (a load of `works` each); each step and seed has its own tokens."""

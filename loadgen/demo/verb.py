@@ -136,7 +136,7 @@ async def play(
     try:
         conversations, starts = load(planned, requests, seed)
         client = Client(stack.base_url)
-        asking = Asking((await model_of(client, None)).name, engine_replies=True, ignore_eos=scene.model is not None)
+        asking = Asking(await model_of(client, None), engine_replies=True, ignore_eos=scene.model is not None)
         run = Run(conversations, starts, client, asking)
         before = await engines.cache_counts(stack.admin)
         with stopped_by_interrupt(run):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
 import orjson
 
@@ -29,13 +26,6 @@ _PATH = re.compile(r"/[!-~]+")
 
 class Unreachable(Failed):
     """The server cannot be used; the message says why and what to do."""
-
-
-class Model(NamedTuple):
-    """The model a load asks for, and the size of its vocabulary where known."""
-
-    name: str
-    vocabulary: int | None = None
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -96,11 +86,11 @@ def _object(text: str) -> dict[str, object]:
     return value
 
 
-async def model_of(client: Client, asked: str | None) -> Model:
+async def model_of(client: Client, asked: str | None) -> str:
     """Return the model to ask for: `asked`, or the first that the server lists. Raises Unreachable."""
-    status, body, problem = await client.get("/v1/models")
     if asked:
-        return Model(asked, _vocabulary(body, asked))
+        return asked
+    status, body, problem = await client.get("/v1/models")
     if problem:
         raise Unreachable(f"{client.base_url} does not answer ({problem}). Is the server up, and the port right?")
     try:
@@ -109,48 +99,21 @@ async def model_of(client: Client, asked: str | None) -> Model:
         told = orjson.loads(body)
         if status == 503:  # a gateway whose engines are not ready yet names them
             raise Unreachable(f"{client.base_url} answers 503: {told['error']['message']}")
-        name = told["data"][0]["id"]
+        return str(told["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
         raise Unreachable(
             f"{client.base_url} answers {status} to /v1/models and lists no model; name one with --model, "
             "or is this not the clients' port?"
         ) from None
-    return Model(name, _vocabulary(body, name))
 
 
-def _vocabulary(models: bytes, name: str) -> int | None:
-    """Return the vocabulary size of the model, or None if its config.json is not on this machine.
-
-    The config is looked for in the folder from which the engine was started, else in the Hugging Face cache. `models`
-    is the body of the server's /v1/models.
-    """
-    try:
-        cards = {card["id"]: card for card in orjson.loads(models)["data"]}
-        card = cards.get(name, {})
-        origin = str((cards.get(card.get("parent")) or card).get("root") or name)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        origin = name
-    file = Path(origin) / "config.json"
-    if not file.is_file() and not origin.startswith((".", "/", "~")) and origin.count("/") == 1:
-        from huggingface_hub import try_to_load_from_cache  # a slow import, needed only here
-
-        cached = try_to_load_from_cache(origin, "config.json")
-        file = Path(cached) if isinstance(cached, str) else file
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        size = config.get("vocab_size") or config["text_config"]["vocab_size"]
-        return size if isinstance(size, int) and size > 0 else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
-
-
-def asking(args: argparse.Namespace, model: Model) -> Asking:
+def asking(args: argparse.Namespace, model: str) -> Asking:
     """Return the form in which requests of this load go to `model`."""
     completions = datasets.completions(args)
     endpoint = args.endpoint or (COMPLETIONS if completions else CHAT)
     ignore_eos = args.ignore_eos if args.ignore_eos is not None else datasets.has_times(args)
-    tokens = datasets.salt(args), datasets.vocabulary(args, model.vocabulary)
-    return Asking(model.name, endpoint, completions, args.replies == "engine", ignore_eos, args.extra_body, *tokens)
+    tokens = datasets.salt(args), args.vocab_size
+    return Asking(model, endpoint, completions, args.replies == "engine", ignore_eos, args.extra_body, *tokens)
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def plan_fleet(
     work = load_of(args, rate)
     show.print_notes(console, work.notes)
     fleet = Fleet(Setting(args.policy, [], args.seed, engine_replies=args.replies == "engine", salt=datasets.salt(args),
-                          vocabulary=datasets.vocabulary(args), users=args.users, max_concurrency=args.max_concurrency),
+                          vocabulary=args.vocab_size, users=args.users, max_concurrency=args.max_concurrency),
                   profile, files.slo(args), args.attainment, args.percentiles, rate)  # fmt: skip
 
     def said(point: Point) -> None:

@@ -154,7 +154,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
         outages=args.outage,
         engine_replies=args.replies == "engine",
         salt=datasets.salt(args),
-        vocabulary=datasets.vocabulary(args),
+        vocabulary=args.vocab_size,
         slo=_limits(args),
         roles=roles,
         network=Network(args.link_gbit_per_s, args.transfer_latency, args.kv_lease),

@@ -124,8 +124,7 @@ def add_workload(parser: argparse.ArgumentParser, simulated: bool = False) -> No
         ("--seed", int, None, 0, "same seed, same load (default %(default)s)"),
         ("--replies", ("file", "engine"), None, None, "whose replies stay in the conversation (default: the file's where it has them)"),
         ("--bad-lines", ("stop", "skip"), None, None, "what to do about lines of a file that are wrong (default stop)"),
-        ("--vocab-size", whole, "N", None,
-         f"token ids made up are below this (default: what the model has where its config.json is at hand, {VOCABULARY} at most)"),
+        ("--vocab-size", whole, "N", VOCABULARY, "token ids made up are below this; lower it for smaller vocabularies (default %(default)s)"),
         ("--disable-shuffle", None, None, None, "take a file's conversations in their order"),
     )  # fmt: skip
     _add_arrivals(parser.add_argument_group("when"))
@@ -230,14 +229,6 @@ def has_times(args: argparse.Namespace) -> bool:
 def is_a_file(args: argparse.Namespace) -> bool:
     """Return whether the requests come from a file, so that more of them would repeat it."""
     return dataset(args) in _TRACES | _FILES
-
-
-def vocabulary(args: argparse.Namespace, known: int | None = None) -> int:
-    """Return the exclusive upper bound of random token ids; `known`: size of the model's vocabulary.
-
-    Unless a flag says otherwise the bound is at most VOCABULARY, because many vocabularies have special tokens above.
-    """
-    return args.vocab_size or min(known or VOCABULARY, VOCABULARY)
 
 
 def salt(args: argparse.Namespace) -> int:

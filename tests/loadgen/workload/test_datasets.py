@@ -10,7 +10,6 @@ import pytest
 from loadgen.cli import build_parser
 from loadgen.drive import target
 from loadgen.drive.run import CHAT, COMPLETIONS
-from loadgen.drive.target import Model
 from loadgen.options import BadOption
 from loadgen.workload import datasets
 from loadgen.workload.conversations import spans_of
@@ -73,7 +72,7 @@ def test_a_trace_of_another_kind(tmp_path):
 )
 def test_how_is_asked(trace, flags, endpoint, completions, ignore_eos):
     flags = [part for flag in flags for part in (("--dataset-path", trace) if flag == "TRACE" else (flag,))]
-    asking = target.asking(given(*flags), Model("m"))
+    asking = target.asking(given(*flags), "m")
     assert (asking.endpoint, asking.completions, asking.ignore_eos) == (endpoint, completions, ignore_eos)
 
 
@@ -85,8 +84,8 @@ def test_another_seed_load_or_file_has_other_tokens(trace):
         ("--dataset-path", trace),
         ("--dataset-path", trace, "--seed", -1),
     ]
-    salts = [target.asking(given(*one), Model("m")).salt for one in flags]
-    assert len(set(salts)) == len(flags) and salts == [target.asking(given(*one), Model("m")).salt for one in flags]
+    salts = [target.asking(given(*one), "m").salt for one in flags]
+    assert len(set(salts)) == len(flags) and salts == [target.asking(given(*one), "m").salt for one in flags]
 
 
 @pytest.mark.parametrize("name", datasets._GENERATORS)

@@ -79,7 +79,7 @@ async def test_without_the_token_doctor_and_explain_say_what_is_missing(gateway,
     assert "refuses: this is not the admin token" in told.err and "no gateway" not in told.err
     assert await command(gateway, "doctor") == 1
     assert re.search(
-        r"^fail +gateway +one runs, and its admin side refuses the doctor: this is not the admin token.*\n"
+        r"^fail +gateway +one runs, and refuses the doctor: the admin side at \S+ refuses: this is not the admin token.*\n"
         r" +-> run the doctor with the --admin-token",
         capsys.readouterr().out,
         re.M,

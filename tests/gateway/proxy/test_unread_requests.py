@@ -303,8 +303,13 @@ def test_who_ends_tls_in_the_middle_of_a_large_request_is_not_waited_for(run, tm
             (backend,) = s.proxy.backends.values()
             backend.pool = Pool("127.0.0.1", port, believes, "127.0.0.1")
             lost = []
-            monitored = backend.pool.forget
-            backend.pool.forget = lambda one: (lost.append(one.unread), monitored(one))
+
+            class Idle(dict):
+                def pop(self, one, *default):
+                    lost.append(one.unread)
+                    return super().pop(one, *default)
+
+            backend.pool.idle = Idle()
             talk = await s.talk()
             await talk.say(LARGE)
             assert (await talk.response(4))[0] == 503

@@ -209,7 +209,6 @@ SIZE, SHARE = "like 512MiB or 5G", "not a share above 0 and up to 1: it reads 0.
         ("--attainment", "0", SHARE),
         ("--layers", "-80x", "is not a whole number from 1 to 10,000"),
         ("--head-dim", 30 * "9", "is not a whole number from 1 to 100,000"),
-        ("-tp", "-1", "is not a whole number from 1 to 10,000"),
         ("--block-size", "5000", "is not a whole number from 1 to 4,096"),
         ("--max-model-len", "0", "is not a whole number from 1 to 1,000,000,000"),
         ("--kv-tokens", "64,-1", "is not a whole number from 1 to 1,000,000,000"),

@@ -75,7 +75,8 @@ class Decisions:
         finally:
             self._bytes -= len(body)
         prompt.token_ids = b""  # the gateway does not forward this request
-        named = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        # The admin server has decoded them in this way.
+        named = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
         request = Request("POST", path.encode(), named, b"", http10=False, keep_alive=True)
         leased = ExternalRequest(next(self._ids), request, prompt, tried, lease)
         try:

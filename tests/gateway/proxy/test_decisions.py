@@ -54,6 +54,12 @@ async def test_its_reason_names_the_tokens_that_it_says_are_cached():
         assert "96 of 96 prompt tokens held (48 of them in slower tiers)" in told["reason"]
 
 
+@pytest.mark.parametrize("value", [b"Mozilla/5.0 (\xc5\x81\xc3\xb3d\xc5\xba)", b"caf\xe9"], ids=["UTF-8", "Latin-1"])
+async def test_a_clients_header_need_not_be_ascii(value):
+    async with decisions() as (_, d):
+        assert (await d.decide(PATH, chat(), {"user-agent": value.decode("utf-8", "surrogateescape")}))["replica"]
+
+
 steps = st.lists(
     st.tuples(st.sampled_from(["decide", "whole", "first", "done", "expire", "lost", "back"]), st.integers(0, 5)),
     max_size=30,

@@ -53,7 +53,7 @@ class UsageLog:
         self._put = self._written = 0  # bytes; each has one writer
         self._lost = 0  # lines that the disk did not take
         self._told = 0
-        self._torn = False  # the file ends within a line
+        self._torn = False  # the file ends within a line that could not be cut off
         self._logged_at, self._logged = float("-inf"), 0
         self._thread = threading.Thread(target=self._write, name="usage log", daemon=True)
         self._thread.start()
@@ -104,7 +104,13 @@ class UsageLog:
                     end = _end_of_piece(data, written) if is_pipe else len(data)
                     written += os.write(file, memoryview(data)[written:end])
             except OSError as error:
-                self._torn = self._torn or data[written - 1 : written] not in (b"", b"\n")
+                if broken := written - (data.rfind(b"\n", 0, written) + 1):  # the next line may be another process's
+                    self._torn = True
+                    with suppress(OSError):  # it is a pipe, or append-only
+                        end = os.lseek(file, 0, os.SEEK_CUR)
+                        if os.fstat(file).st_size == end:
+                            os.ftruncate(file, end - broken)
+                            self._torn = False
                 self._lose(data.count(b"\n", written), error)
         if self._file is not None:
             os.close(self._file)

@@ -226,8 +226,18 @@ async def test_a_file_that_takes_no_more_loses_lines_which_are_counted_and_no_re
     assert caplog.text.count("were not written") == 1
 
 
-async def test_a_line_that_a_full_disk_broke_off_spoils_no_other(file, keys):
-    """The disk is full within a line; the next one, once there is space again, stands by itself."""
+@pytest.mark.parametrize("left", [0, 50], ids=["cut off", "append-only file"])
+async def test_a_line_that_a_full_disk_broke_off_spoils_no_other(file, keys, left, monkeypatch):
+    """The disk is full within a line; the next one, once there is space again, stands by itself.
+
+    The broken one is cut off where that is possible: the next line may be that of another worker, or after a restart.
+    """
+
+    def refuse(opened, size):
+        raise PermissionError
+
+    if left:
+        monkeypatch.setattr(os, "ftruncate", refuse)
     size, limits = 2**30, resource.getrlimit(resource.RLIMIT_FSIZE)
     file.touch()
     os.truncate(file, size)  # sparse, so that the limit is below no other file of this process
@@ -239,6 +249,7 @@ async def test_a_line_that_a_full_disk_broke_off_spoils_no_other(file, keys):
             for lost in (1, 2):
                 await ask(s)
                 await eventually(lambda: log._lost == lost)
+                assert file.stat().st_size == size + left
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             await ask(s, extra=b"Authorization: Bearer a\r\nx-request-id: next\r\n")
             await ask(s, extra=b"Authorization: Bearer a\r\nx-request-id: last\r\n")
@@ -247,8 +258,8 @@ async def test_a_line_that_a_full_disk_broke_off_spoils_no_other(file, keys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with open(file, "rb") as written:
         written.seek(size)
-        broken, *whole = written.read().splitlines()
-    assert len(broken) == 50 and [json.loads(line)["id"] for line in whole] == ["next", "last"]
+        broken, *whole = written.read().splitlines() if left else [b"", *written.read().splitlines()]
+    assert len(broken) == left and [json.loads(line)["id"] for line in whole] == ["next", "last"]
     assert sum(dropped) == 2
 
 

@@ -2,7 +2,7 @@
 
 Engines take ids in place of a completion's text, and some take them next to a chat's messages, in a field that the
 engine's dialect names; such an engine then neither renders nor tokenizes. The rest of the client's body keeps its
-bytes. `proxy.forwarding` learns what an engine accepts.
+bytes. `proxy.exactness` learns what an engine accepts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def kind_of(path: str, request: dict[str, Any], template: str, roles: Collection
 
     A kind lists what determines the rendering besides the texts: the template (by its name), tools or none, the roles
     and fields of the messages, and the template's variables. Some bodies of a kind are compared with the engine's own
-    tokens, and the result holds for the kind (`proxy.forwarding`). Bodies with unknown content have no kind, which
+    tokens, and the result holds for the kind (`proxy.exactness`). Bodies with unknown content have no kind, which
     keeps kinds within _LONGEST characters. `roles`: those of the messages if each is a role and a text, else None.
     """
     fields = _FIELDS.get(path)

@@ -394,7 +394,7 @@ class Settling:
             whole = record.prompt if attempt.is_continued and record is not None else prompt
             sequences = 1 if exchange.response is not None else MOST_SEQUENCES
             usage = believed(usage, *most_tokens(backend, whole, sequences))
-        # Where the answer to a prompt came in one read, the judge has seen its end.
+        # Where the answer to a prompt came in one read, the conductor has seen its end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         ended = COMPLETE
         if attempt.leg is not None:

@@ -270,7 +270,7 @@ def _counted_hit_rate(report: Report) -> float | None:
     """Return the hit rate from the engines' counters, where the replies do not report it.
 
     The counters include other requests, such as a gateway's checks of an engine's token ids
-    (`gateway.proxy.forwarding`), so they would differ from the replies.
+    (`gateway.proxy.exactness`), so they would differ from the replies.
     """
     return path_of("engines", "hit_rate")(report) if report["cache"]["hit_rate"] is None else None
 

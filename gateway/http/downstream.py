@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
@@ -94,7 +95,7 @@ class Downstream(asyncio.Protocol):
         "clients", "transport", "parser", "closing", "close_at", "close_last", "unsent", "active_at", "reading_paused", "writing_paused", "known", "read",
         # the request being read
         "reading", "read_begun", "head_bytes", "unfinished", "told", "head_done", "target", "headers", "body", "body_bytes",
-        "refused", "expects", "again", "framing", "completed", "rated", "rated_at",
+        "refused", "expects", "again", "framing", "before", "behind", "piece", "completed", "rated", "rated_at",
         # the request being answered, and those behind it
         "exchange", "current", "waiting", "ends_by_close",
         # bytes received after these requests and not parsed yet: those of `rest` from `rest_at` on
@@ -114,6 +115,9 @@ class Downstream(asyncio.Protocol):
         self.unsent = 0  # bytes, when a closing connection was last looked at
         self.active_at = monotonic()
         self.again = b""
+        self.before = bytearray()  # earlier reads that have a part of the unfinished head
+        self.behind = False  # another request ended in the first of them
+        self.piece = b""  # the read that is being parsed
         self.known: KnownHead | None = None  # the last request's head
         self.read: Request | None = None  # parsed from the bytes at hand
         self.told = 0  # bytes of the current read that the parser has reported
@@ -163,7 +167,7 @@ class Downstream(asyncio.Protocol):
         # collector would free, hours later.
         self.parser = None  # type: ignore[assignment]
         self.known = self.read = None
-        self.again = self.rest = b""
+        self.again = self.rest = self.piece = b""
         self._clear()
 
     def pause_writing(self) -> None:
@@ -255,7 +259,7 @@ class Downstream(asyncio.Protocol):
 
     def _parse(self, data: bytes) -> int:
         """Parse `data`; return the offset at which a head that offers to upgrade the connection ends, or 0."""
-        self.told, self.completed = 0, False
+        self.told, self.completed, self.piece = 0, False, data
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -265,7 +269,13 @@ class Downstream(asyncio.Protocol):
             self._failed(error.__context__ or error)
         except httptools.HttpParserError as error:
             self._refuse(400, f"malformed HTTP request: {error}")
+        self.piece = b""
         self._count_untold(len(data) - self.told)
+        if self.reading and not self.head_done:
+            self.behind = self.completed or bool(self.before and self.behind)
+            self.before += data
+        elif self.before:
+            self.before.clear()
         return 0
 
     def _count_untold(self, size: int) -> None:
@@ -323,6 +333,8 @@ class Downstream(asyncio.Protocol):
             self._refuse_connection()
         elif (fault := self.clients.head_fault(version, self.headers)) is not None:
             self._refuse(*fault)
+        elif self._is_foreign():
+            self._refuse(400, "malformed HTTP request: the request line is not METHOD TARGET HTTP/1.1")
         if self.refused or self.parser.should_upgrade():  # an upgrade's head is parsed again, see `_feed`
             return
         for name, value in self.headers:
@@ -335,6 +347,17 @@ class Downstream(asyncio.Protocol):
                 self.expects = version == "1.1"
         if self.expects and not self.refused and self.current is None and not self.waiting:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _is_foreign(self) -> bool:
+        """Return whether the request line is one of RTSP or ICE, which the parser takes as well and does not tell.
+
+        Where another request may come before it in the same reads, such a line anywhere in these counts.
+        """
+        line = b"%b %b" % (self.parser.get_method(), self.target)
+        read = self.before + self.piece if self.before else self.piece
+        if not (self.completed or (self.before and self.behind)) and read.startswith(line + b" HTTP/"):
+            return False
+        return re.search(re.escape(line) + b" +(?:RTSP|ICE)/", read) is not None
 
     def on_body(self, body: bytes) -> None:
         if self.refused:

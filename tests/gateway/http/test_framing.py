@@ -76,6 +76,17 @@ NAMED = (b"Upgrade, HTTP2-Settings, Content-Length", b"Upgrade,content-length", 
         (400, b"GET /a HTTP/1.1\r\nHost: x\r\nBad Name: y\r\n\r\n"),
         (400, b"GET /a HTTP/1.1\r\nHost : x\r\n\r\n"),
         (400, b"GET /a HTTP/1.1\r\nHost: x\r\n folded: y\r\n\r\n"),
+        *(
+            (400, before + line + b"\r\nHost: x\r\n\r\n")
+            for before in (b"", b"\r\n")
+            for line in (
+                b"GET /x RTSP/1.1",
+                b"POST /x  RTSP/1.0",
+                b"SOURCE /x ICE/1.0",
+                b"GET /x RTSP/1.1\r\nX: GET /x HTTP/1.1",
+                b"POST /x RTSP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c",
+            )
+        ),
         (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),  # a TLS hello on the plain port
         # Whoever removed what `Connection` names would take the body for the next request.
         *(

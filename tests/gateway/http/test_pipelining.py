@@ -5,7 +5,7 @@ import pytest
 from gateway.http.downstream import Downstream, Refusal
 from gateway.http.server import Server
 
-from .serving import GET, Echo, served
+from .serving import GET, Echo, Transport, served
 from .talk import eventually
 
 SLOW = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -67,13 +67,15 @@ def understood(*reads: bytes) -> list[str | int]:
     """Return what a connection finds in these reads: requests, by their methods, and the status of a refusal."""
     client = Downstream(Server(Echo()).clients)
     client.writing_paused = True
-    client.connection_made(type("Transport", (), {"pause_reading": lambda self: None})())
+    client.connection_made(Transport())
     for read in reads:
         client.data_received(read)
     return [item.status if isinstance(item, Refusal) else item.method for item in client.waiting]
 
 
 LINE = b"GET /x HTTP/1.1"
+NEXT = LINE + b"\r\nHost: x\r\n\r\n"
+FOREIGN = NEXT.replace(b"HTTP/1.1", b"RTSP/1.1")
 UPLOAD = b"POST /p HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 UPLOADS = {
     "chunk": UPLOAD + b"f\r\n" + LINE + b"\r\n0\r\n\r\n",
@@ -86,10 +88,21 @@ UPLOADS = {
 
 
 @pytest.mark.parametrize("first", UPLOADS.values(), ids=UPLOADS)
-@pytest.mark.parametrize(("behind", "found"), [(LINE + b"\r\nHost: x\r\n\r\n", "GET"), (b"NONSENSE\r\n\r\n", 400)])
+@pytest.mark.parametrize(("behind", "found"), [(NEXT, "GET"), (FOREIGN, 400), (b"NONSENSE\r\n\r\n", 400)])
 def test_a_request_line_is_what_follows_the_request_before_it_wherever_reads_end(first, behind, found):
     """Not what an upload that began in an earlier read has in its text."""
     said = first + behind
     for at in range(1, len(said)):
         assert understood(said[:at], said[at:]) == ["POST", found], at
         assert understood(said[: at - 1], said[at - 1 : at], said[at:]) == ["POST", found], at
+
+
+def test_another_protocols_request_line_is_not_taken_for_the_one_before_it():
+    for at in range(1, len(said := NEXT + FOREIGN)):
+        assert understood(said[:at], said[at:]) == ["GET", 400], at
+
+
+def test_words_of_other_protocols_in_a_request_are_words():
+    head = b"POST /p HTTP/1.1\r\nHost: x\r\nX: POST /p RTSP/1.1\r\nContent-Length: 15\r\n\r\n"
+    for at in range(1, len(said := head + b"GET /y RTSP/1.1" + NEXT)):
+        assert understood(said[:at], said[at:]) == ["POST", "GET"], at

@@ -9,6 +9,7 @@ from gateway import cli
 from gateway.model import launches
 from gateway.ops.doctor import examine
 from gateway.settings import ConfigError, load
+from replicas.launch.command import Ports
 
 from .running import counted, running
 from .test_models import compared, held, other_model
@@ -120,6 +121,20 @@ def test_a_flag_says_in_one_line_what_a_file_says_in_several(connected):
     assert load(flags={}, environ={"HITHERTO_POOLS": text}).settings.pools == given.pools
     with pytest.raises(ConfigError, match="flag --pools: line 1 is not YAML"):
         load(flags={"pools": "{p: {"}, environ={})
+
+
+def test_a_slow_pool_is_launched_as_such(tmp_path):
+    found = planned(tmp_path, "a: {profile: sim, launch: 2}\nb: {profile: sim, launch: 1, spill: true}")
+    assert [(one.count, one.spill) for one in found] == [(2, False), (1, True)]
+
+
+def test_pools_that_pass_caches_on_by_mooncake_need_no_more_than_their_profile(tmp_path):
+    """The gateway knows where each engine is found by those that fetch."""
+    profile, ports = tmp_path / "mooncake.yaml", Ports.run(20_000, 1)
+    profile.write_text("engine: sim\nkv_connector: mooncake\n")
+    pair = f"p: {{profile: {profile}, launch: 2, role: prefill}}\nd: {{profile: {profile}, launch: 1, role: decode}}"
+    for one in planned(tmp_path, pair):
+        assert one.profile.transfer == "mooncake" and one.profile.bootstrap(ports) == ports.side
 
 
 def test_a_role_needs_a_counterpart_of_the_same_model(tmp_path, connected):

@@ -211,6 +211,14 @@ def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path,
     assert "no spaces" in said and "two words" not in said
 
 
+def test_who_only_looks_at_the_settings_makes_no_usage_log(capsys, tmp_path):
+    """It would have the caller's owner and mode, and the gateway's own user might not write there."""
+    log = tmp_path / "usage"
+    assert main(["config", "--usage-log", str(log)]) == 0
+    assert not log.exists()
+    assert main(["config", "--usage-log", str(tmp_path)]) == 2
+
+
 def test_the_engines_key_is_not_shown(capsys, monkeypatch):
     monkeypatch.setenv("HITHERTO_ENGINE_API_KEY", ENGINE_KEY)
     assert main(["config"]) == 0

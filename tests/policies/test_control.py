@@ -567,3 +567,12 @@ def test_of_a_class_in_shadow_mode_nothing_is_taken_nor_said_to_be_but_of_the_ne
     admission, control = gate(1.0, classes=(PREMIUM, STANDARD, watched))
     assert control.taken_from("shed") == {"standard"} and not control.taken_from("tighten") - {"standard"}
     assert ask(admission, watched, ROOM._replace(wait=0.09)).decision == "admitted", "nor is its room less"
+
+
+@given(st.lists(figures, max_size=40))
+def test_no_class_is_shed_or_halved_while_a_lower_one_is_not_shed(windows):
+    control = Control(CLASSES)
+    for ratios in windows:
+        control.ended(ratios)
+        halved, shed = control.taken_from("halve"), control.taken_from("shed")
+        assert "premium" not in halved | shed and ("standard" not in halved or "free" in shed) and shed <= halved

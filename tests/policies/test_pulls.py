@@ -193,6 +193,15 @@ def test_the_next_request_has_no_pull_left_over():
     assert [(one.lower, one.pull) for one in everybody] == [((), None)] * 2
 
 
+def test_many_replicas_pull_as_few_do():
+    held = [1000] + [0] * 19
+    made, everybody = fleet(*held, memory=held)
+    busy(made, everybody[0])
+    assert made.targets(everybody).roster is not None
+    placement = placed(made, everybody)
+    assert placement.pull is not None and placement.pull.source == "r0" and placement.candidate is not everybody[0]
+
+
 def test_of_many_replicas_only_the_few_that_would_cost_least_are_priced_with_pulls():
     """Each price is some microseconds of the event loop, so their count does not grow with the replicas."""
     counts = []

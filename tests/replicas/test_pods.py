@@ -22,6 +22,11 @@ def test_the_role_is_what_the_label_says_as_llm_d_writes_it(label, role):
     assert (found.url, found.role) == ("http://10.0.0.7:8000", role)
 
 
+def test_a_pod_without_the_label_takes_both_parts_and_an_address_of_ipv6_stands_in_brackets():
+    found = parse_url(Discover(selector="a=b", url="http://{ip}:8000#events=tcp://{ip}:5557").url_of("fd00::7", {}))
+    assert (found.id, found.source.endpoint, found.role) == ("[fd00::7]:8000", "tcp://[fd00::7]:5557", "both")
+
+
 def test_the_label_may_have_another_name_and_others_say_more():
     labels = {"role": "role-name", "spill": "tier/slow", "model": "model.name", "transfer": "kv/by"}
     discover = Discover(selector="a=b", labels=labels)

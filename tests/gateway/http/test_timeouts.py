@@ -7,9 +7,11 @@ import time
 import pytest
 import uvloop
 
+from gateway.http.downstream import Downstream
 from gateway.http.messages import Limits
+from gateway.http.server import Server
 
-from .serving import GET, served
+from .serving import GET, Echo, Transport, served
 from .talk import Talker, eventually
 
 
@@ -27,6 +29,17 @@ async def test_a_client_that_waits_for_us_is_not_timed_out():
         assert await talk.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         await talk.say(b"abc")
         assert (await talk.response())[2] == b"POST /p abc"
+
+
+def test_an_idle_connection_is_closed_and_no_other():
+    for data, closed in ((b"", True), (GET, True), (GET.replace(b"/a?b=1", b"/slow"), False)):
+        client = Downstream(Server(Echo(), Limits(keep_alive_seconds=10.0)).clients)
+        client.connection_made(Transport())
+        client.data_received(data)
+        client.check(client.active_at + 9)
+        assert not client.transport.closed
+        client.check(client.active_at + 11)
+        assert client.transport.closed == closed
 
 
 async def test_an_answer_nobody_takes_is_cut_in_the_end():

@@ -14,7 +14,7 @@ from replicas.engines.vllm.versions import version_quirks
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
-from .replies import chunk, post
+from .replies import answers, chunk, post
 from .stack import stack
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -668,3 +668,13 @@ async def test_a_kind_whose_check_is_not_answered_holds_no_other_back(pipeline):
         await confirmed(s)
         await ask(s, request())
         assert engine.sent_ids[-1]
+
+
+async def test_headers_of_a_trace_pass_as_they_are_without_a_receiver():
+    sent, seen = b"traceparent: 00-anything-at-all-01\r\ntraceparent: twice\r\ntracestate: a=1\r\n", []
+    async with stack(answers(seen=seen)) as made:
+        talker = await made.talk()
+        for extra in (sent, b""):
+            await talker.say(post(extra=extra))
+            await talker.response()
+    assert sent in seen[0][0] and b"traceparent" not in seen[1][0]

@@ -167,3 +167,11 @@ def test_which_response_a_request_is_about(target, body, expected):
     request = Request("POST", target, [], body, False, True)
     prompt = Pipeline(None, "m", 16).prepare(request.path, body or b"{}")
     assert (referred_to(request) or prompt.previous_response) == expected
+
+
+def test_of_many_responses_those_made_or_asked_for_last_are_kept(monkeypatch):
+    monkeypatch.setattr(responses, "MOST", 3)
+    kept = responses.Responses()
+    for number in (1, 2, 1, 3, 1, 4, 1):
+        kept.answered("r0", f"resp_{number}", False, b"")
+    assert [*kept._stored] == ["resp_3", "resp_4", "resp_1"]

@@ -6,6 +6,9 @@ from collections import Counter
 
 import pytest
 
+from gateway.prompt.pipeline import Pipeline
+from replicas.simulated.model import sim_model_dir
+
 from ..http.talk import eventually, read_request
 from ..proxy.replies import BODY, EVENT, SSE_HEAD, answers, chunk, reply, silent, streams
 from .test_limits import tenants
@@ -278,6 +281,18 @@ async def test_an_answer_has_at_most_as_many_tokens_as_each_of_its_sequences_may
         await t.ask(body=json.dumps({"model": "m", **fields}).encode(), path=path)
         await eventually(t.stack.idle)
         assert spent(t)[1] <= most and (over or spent(t) == (3, most))
+
+
+@pytest.mark.parametrize(("told", "counted"), [(4096, 4096), (40_000, None)])
+async def test_a_prompt_that_is_known_has_no_more_tokens_than_its_text_may_have(tmp_path, told, counted):
+    """Though the context has room for more. An engine may add a system prompt of its own."""
+    body = json.dumps({"choices": [], "usage": {"prompt_tokens": told, "completion_tokens": 1}}).encode()
+    pipeline = Pipeline(sim_model_dir(), "m", 16)
+    async with tenants(tmp_path, answers(body), a=A_MONTH, pipeline=pipeline) as t:
+        await t.ask()
+        await eventually(t.stack.idle)
+        own = pipeline.prepare("/v1/chat/completions", BODY).tokens
+        assert spent(t)[0] == (counted or own) and own < 100
 
 
 async def test_a_stream_with_more_events_than_tokens_were_asked_for_costs_those(tmp_path):

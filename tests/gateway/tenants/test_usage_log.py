@@ -1,6 +1,7 @@
 """The usage log: a line for each request, whatever became of it, in a file that may be rotated."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -162,6 +163,22 @@ async def test_a_file_that_is_rotated_is_opened_again(file, keys):
     log.close()
 
 
+def test_a_file_that_its_server_has_forgotten_is_opened_again(file, monkeypatch):
+    """As on NFS, once another machine has put another file in its place."""
+    log, fstat = UsageLog(file), os.fstat
+    first = log._file
+
+    def look(opened):
+        if opened == first:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return fstat(opened)
+
+    monkeypatch.setattr(os, "fstat", look)
+    again = log._follow()
+    assert again != first and log._follow() == again
+    log.close()
+
+
 @pytest.fixture
 def pipe(tmp_path):
     """Its path and a reader of it."""
@@ -202,6 +219,22 @@ def test_a_line_that_a_pipe_may_break_up_is_written_all_the_same(pipe, monkeypat
         log(line, "", None)
     log.close()
     assert os.read(reader, 10_000) == b"".join(written)
+
+
+async def test_the_longest_line_fits_into_one_write_to_a_pipe(file, tmp_path):
+    name = "a" * 64
+    (tmp_path / "keys").write_text("- {name: %s, sha256: %s}" % (name, hashlib.sha256(b"a").hexdigest()))
+    log = UsageLog(file)
+    body = json.dumps(json.loads(BODY) | {"model": "\1" * 300}).encode()
+    async with stack(answers(ANSWER), keys=Keys(tmp_path / "keys"), usage_log=log) as s:
+        await ask(s, body, b"Authorization: Bearer a\r\nx-request-id: %b\r\n" % (b'"' * 300))
+        await eventually(lambda: len(lines(file)) == 1)
+    log.close()
+    (line,) = lines(file)
+    assert (line["key"], line["model"]) == (name, "\1" * 200)
+    # as if each character of the names that clients give were written as one of `model` is: \u0001
+    names = sum(len(json.dumps(line[one])) - 2 for one in ("id", "model", "path"))
+    assert file.stat().st_size - names + 3 * 200 * 6 < select.PIPE_BUF
 
 
 async def test_a_file_that_takes_no_more_loses_lines_which_are_counted_and_no_request(file, keys, caplog):

@@ -105,6 +105,11 @@ def test_every_request_ends_on_a_decoder_under_every_rule(policy, legs):
     assert bool(made.transfers) == (legs not in ("seconds", "never") or (policy != "least_time" and legs == "seconds"))
 
 
+def test_the_same_seed_gives_the_same_run():
+    runs = [simulate(work(), Setting("least_time", [PROFILE] * 3, 1, roles=ROLES, legs="over:64")) for _ in range(2)]
+    assert [(r.first, r.last, r.replica) for r in runs[0].done] == [(r.first, r.last, r.replica) for r in runs[1].done]
+
+
 def test_the_lease_holds_the_prefillers_blocks_until_they_are_read():
     made = fleet(network=Network(gbit_per_s=0.1))
     made.send(turn(1000))

@@ -134,7 +134,7 @@ def test_pools_that_pass_caches_on_by_mooncake_need_no_more_than_their_profile(t
     profile.write_text("engine: sim\nkv_connector: mooncake\n")
     pair = f"p: {{profile: {profile}, launch: 2, role: prefill}}\nd: {{profile: {profile}, launch: 1, role: decode}}"
     for one in planned(tmp_path, pair):
-        assert one.profile.transfer == "mooncake" and one.profile.bootstrap(ports) == ports.side
+        assert one.profile.transfer == "mooncake" and one.profile.bootstrap(ports) == ports.http
 
 
 def test_a_role_needs_a_counterpart_of_the_same_model(tmp_path, connected):

@@ -333,3 +333,24 @@ async def test_inside_a_cluster_the_account_of_the_pod_opens_the_api(fleet, unti
     finally:
         task.cancel()
         await cluster.stop()
+
+
+async def test_a_label_that_changes_changes_the_role(cluster, fleet, discover, until):
+    await cluster.create("one", "127.0.1.1", P)
+    discover()
+    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill"})
+    await cluster.watched.wait()
+    await cluster.change("one", D)
+    await until(lambda: roles(fleet) == {"127.0.1.1": "decode"})
+    await cluster.change("one", {"app": "vllm", "llm-d.ai/role": "encode"})
+    await until(lambda: not fleet.replicas)
+
+
+async def test_ever_new_pods_in_a_stream_are_a_problem_and_what_was_known_is_told(cluster, pods, monkeypatch):
+    monkeypatch.setattr(cluster_api, "MOST_KNOWN", 150)
+    monkeypatch.setattr(cluster_api, "TELL_SECONDS", 3600)
+    cluster.changes = lines(("ADDED", {"uid": f"u{number}"}) for number in range(200))
+    told = []
+    with pytest.raises(PodsError, match="more than 150 pods"):
+        await asyncio.wait_for(pods(told).follow(), 30)
+    assert (len(told[0]), len(told[-1])) == (0, 150)

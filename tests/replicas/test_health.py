@@ -171,3 +171,34 @@ def test_an_engine_that_fails_newcomers_and_does_not_end_gets_requests_again():
     health.succeeded(320.0)
     health.asked(322.0, fails=True, computes=True)
     assert verdict(health, 322.0) is LEAVING
+
+
+def test_a_good_probe_does_not_excuse_failing_requests_before_the_hold_ends():
+    health = Health()
+    for _ in range(3):
+        health.failed(10.0, "5xx")
+    for now in (10.5, 11.0, 11.9):
+        health.probed(now)
+        assert verdict(health, now) is TROUBLE
+    health.probed(12.1)
+    assert verdict(health, 12.1) is GOOD
+
+
+def test_a_busy_engine_may_answer_probes_late_while_it_answers_requests():
+    health = Health()
+    for now in range(60):
+        health.probed(now, "timeout", "late")
+        health.succeeded(now + 0.5)
+        assert verdict(health, now + 0.5) is GOOD
+
+
+def test_answers_that_are_told_of_together_count_each():
+    """With --workers: failures come one by one, what was answered a few times a second."""
+    health = Health()
+    health.succeeded(0.0, 100)
+    for _ in range(15):
+        health.failed(0.0, "5xx")
+    assert not health.compare(0.0, 100, 0)
+    for _ in range(15):
+        health.failed(0.0, "5xx")
+    assert health.compare(0.0, 100, 0)

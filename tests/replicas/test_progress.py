@@ -77,3 +77,18 @@ async def test_asking_for_tokens(serve, session):
     assert await computes(session, url, "m", 5)  # it embeds, perhaps: whoever refuses is there
     assert not await computes(session, url, "m", 5)
     assert not await computes(session, "http://127.0.0.1:9", "m", 5)
+
+
+def test_who_answers_after_all_is_well():
+    progress = Progress()
+    now = look(progress, STALLED + 1)
+    progress.answered()
+    assert progress.still(now) == 0
+    progress.look(now, scrape(), 0.0)
+    assert not progress.stalled(now + 1)
+
+
+def test_an_engine_that_counts_no_tokens_is_not_judged():
+    progress = Progress()
+    now = look(progress, 500, generated=None)
+    assert progress.still(now) == 0

@@ -244,3 +244,13 @@ async def test_a_second_launch_takes_other_ports_and_devices(fleet, fake_engine_
     assert asked == [[], ["0", "1"]]
     ports = [port for engine in fleet.engines.values() for port in engine.ports]
     assert len(ports) == len(set(ports)) == 12
+
+
+async def test_ranks_stay_when_a_look_tells_none(fleet, ranked, become, until):
+    ranked.listed = False
+    url = await ranked.start()
+    fleet.add(url)
+    zero, one = await become(names(url, 2))
+    ranked.count = 0  # /metrics has no vllm: series any more
+    await until(lambda: any("no vllm: series" in problem for problem in one.problems))
+    assert await become(names(url, 2)) == [zero, one]

@@ -265,6 +265,13 @@ def test_a_full_queue_sheds_its_lowest_class_for_a_higher_one(rules):
     assert admission.space.requests == 3 and admission.space.bytes == 3000
 
 
+def test_space_is_shared_by_the_fleets_of_a_process():
+    space = Space()
+    one, other = (Admission(CLASSES, Rules(max_requests=1), space) for _ in range(2))
+    assert ask(one, ticket(), FULL).decision == "queued"
+    assert ask(other, ticket(), FULL)[:2] == ("refused", "queue_full")
+
+
 def test_nobody_gives_way_to_a_request_that_would_find_no_space_all_the_same():
     admission, waiting = filled(3, Rules(max_bytes=6000))
     others = [ticket(PREMIUM) for _ in range(3)]

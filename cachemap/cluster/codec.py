@@ -111,7 +111,7 @@ def decode_delta(data: bytes) -> Delta:
         position = Position(told.sequence, told.timestamp)
         (at,) = _TIME.unpack_from(data)
         return Delta(at, told.term, told.flags, position, [*map(_change, told.changes)])
-    except (struct.error, msgspec.DecodeError, ValueError) as error:
+    except (struct.error, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"a delta of {len(data)} bytes cannot be read: {error}") from None
 
 
@@ -193,7 +193,7 @@ def decode_header(piece: bytes) -> Header:
     """Return the header of a snapshot, whatever settings the gateway has that wrote it. Raises Damaged."""
     try:
         return msgspec.json.decode(piece, type=Header)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"the snapshot cannot be read: {error}") from None
 
 

@@ -193,6 +193,7 @@ def test_damage_is_found():
         [pieces[0], b"\1" + pieces[1][1:]],
         [b"{}"],
         [b"[" * 100_000],
+        [b'{"x":' + b"[" * 100_000],
         [b"nothing", b""],
         *([json.dumps(header | odd).encode(), *pieces[1:]] for odd in (
             {"format": 1}, {"n": -1}, {"n": True}, {"n": 1 << 63}, {"sequence": -1}, {"timestamp": "x"}, {"observed": 1},
@@ -206,7 +207,8 @@ def test_damage_is_found():
     assert decode_delta(b"\0" * 8 + good).changes == [Clear()]
     changes = [[9], [0, *store[1:4]], [*store[:4], b"abc"], [*store[:3], store[3] * 2, store[4]], [0, "tape", *store[2:]],
                [*store[:3], bytes(16), store[4]], [*store[:2], b"\2" + bytes(11), *store[3:]], [1, "gpu", b"abc"], 7]  # fmt: skip
-    for broken in (b"", b"\0" * 29, good, b"\0" * 8 + good[:-1], *(
+    deep = b"\0" * 8 + b"\x96" + good[1:] + b"\x91" * 100_000
+    for broken in (b"", deep, b"\0" * 29, good, b"\0" * 8 + good[:-1], *(
         b"\0" * 8 + msgspec.msgpack.encode([1, 0, 3, 1.5, [one]]) for one in changes
     )):  # fmt: skip
         with pytest.raises(Damaged):

@@ -1,6 +1,6 @@
 """The keys in Redis. Their values have only block hashes, tags of engine keys, and counters.
 
-    hitherto:1:DEPLOYMENT:{LANE}:map2:REPLICA:newest              name of the newest incarnation that is led, 9 s
+    hitherto:1:DEPLOYMENT:{LANE}:map2:REPLICA:newest              name of the newest incarnation
     hitherto:1:DEPLOYMENT:{LANE}:map2:REPLICA:INCARNATION:lease   token of the gateway that leads, 3 s
                                                          :head     number of the last delta
                                                          :deltas   stream of changes; entry n-0 is delta n

@@ -6,8 +6,9 @@
 -- server accepts no writes); the number of its last delta; 1 if deltas and snapshot are there; the request (see keys.py),
 -- empty if none; the newest incarnation named, or the refusal.
 --
--- The name of the newest incarnation ends three leases after a gateway last led that incarnation: then the name was a
--- mistake, or the engine's clock was set back when it restarted.
+-- The name of the newest incarnation is renewed as long as a gateway leads that incarnation. Three leases after that an
+-- older one may be led: then the name was a mistake, or the engine's clock was set back when it restarted. The name itself
+-- is kept as long as the incarnation's data, so that the next incarnation's leader finds and drops these.
 local token, lease, keep = ARGV[1], ARGV[2], ARGV[3]
 local DAY = 86400
 local time = call('TIME')
@@ -38,7 +39,7 @@ local function claim(k, mine, base, before)
       end
     end
   end
-  call('SET', KEYS[k + 3], mine, 'PX', 3 * lease)
+  call('SET', KEYS[k + 3], mine, 'EX', keep)
   return 'ours'
 end
 
@@ -59,13 +60,16 @@ local function look(k, wanted, mine, base)
   local before = incarnation_at(KEYS[k + 3])
   if before and before ~= mine and newer(before, mine) then
     local left = call('PTTL', KEYS[k + 3])
-    if left < 0 or left > 3 * lease then call('PEXPIRE', KEYS[k + 3], 3 * lease) end
-    return 'newer'
+    if left < 0 or left > keep * 1000 then
+      call('EXPIRE', KEYS[k + 3], keep)
+      return 'newer'
+    end
+    if left > keep * 1000 - 3 * lease or mine == '-' then return 'newer' end -- '-' takes any name, see UNNAMED in keys.py
   end
   local holder = holder_of(KEYS[k])
   if holder == token then
     call('PEXPIRE', KEYS[k], lease)
-    call('SET', KEYS[k + 3], mine, 'PX', 3 * lease)
+    call('SET', KEYS[k + 3], mine, 'EX', keep)
     return 'ours'
   elseif holder then
     return 'held'

@@ -36,7 +36,7 @@ async def all_hold(hashes, *gateways, name="r", seconds=15.0):
 
 
 async def healed(one, other, name="r"):
-    """One of them leads, the other followers it, and both hold the same."""
+    """One of them leads, the other follows it, and both hold the same."""
     await until(
         lambda: {one.role(name), other.role(name)} == {"leader", "follower"},
         what=lambda: (told(one, name), told(other, name)),

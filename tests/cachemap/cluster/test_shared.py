@@ -1,4 +1,4 @@
-"""One writes, the others follower: what is the same in all maps, and when."""
+"""One leads, the others follow: what is the same in all maps, and when."""
 
 import asyncio
 from array import array
@@ -290,6 +290,20 @@ async def test_a_new_incarnation_starts_from_nothing_and_the_old_one_counts_no_m
         for gateway in (one, late):
             gateway.follow("r", publisher, "200.00")
         await until(lambda: all(gateway.held("r", prompt(2, 5)[1]) == 5 for gateway in (one, other, late)))
+        with redis_server.client() as client:
+            assert not [key for key in client.keys() if b":100.00:" in key]
+
+
+async def test_an_engine_that_was_down_for_long_leaves_nothing_of_its_last_incarnation(redis_server, monkeypatch):
+    monkeypatch.setattr("cachemap.cluster.link.Link.lease_seconds", 0.5)
+    monkeypatch.setattr("cachemap.cluster.link.Link.look_seconds", 0.1)
+    async with publishing() as publisher, gateways(redis_server.url) as (one,):
+        one.follow("r", publisher, "100.00")
+        await led(one, "r", publisher)
+        await one.remove("r")
+        await asyncio.sleep(2)  # four leases; a model is loaded in minutes
+        one.follow("r", publisher, "200.00")
+        await led(one)
         with redis_server.client() as client:
             assert not [key for key in client.keys() if b":100.00:" in key]
 

@@ -97,9 +97,9 @@ def describe(error: BaseException) -> str:
         refused = str(errno.ECONNREFUSED)
         if said and numbers != refused and not said.startswith("Connect call failed"):
             return f"cannot connect to {place}: {in_words(said)}"
-        found = dict.fromkeys(re.findall(r"\[Errno (\d+)\]", numbers) or [refused])
+        found = dict.fromkeys(re.findall(r"\[Errno (\d+)\]", numbers) or re.findall(r"^\d+$", numbers))
         whys = ["nothing listens there" if one == refused else os.strerror(int(one)) for one in found]
-        return f"cannot connect to {place}: {', '.join(whys)}"
+        return f"cannot connect to {place}: {', '.join(whys) or in_words(said or numbers)}"
     return in_words("; ".join([str(error) or "no answer in time", *getattr(error, "__notes__", [])]))
 
 

@@ -227,6 +227,21 @@ async def test_a_server_that_is_not_reached_is_named_with_why(unused_tcp_port, t
     assert await told("redis://redis.example:1") == "cannot connect to redis.example:1: nothing listens there"
 
 
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("Error 113 connecting to r:1. Connect call failed ('10.0.0.1', 1).", "No route to host"),
+        ("Error 111 connecting to r:1. Connect call failed ('10.0.0.1', 1).", "nothing listens there"),
+        ("Error Multiple exceptions: [Errno 111] x ('::1', 1), [Errno 113] x connecting to r:1.",
+         "nothing listens there, No route to host"),
+        ("Error -2 connecting to r:1. Name or service not known.", "Name or service not known"),
+        ("Error Multiple exceptions: odd connecting to r:1.", "Multiple exceptions: odd"),
+    ],
+)  # fmt: skip
+def test_each_reason_why_a_server_is_not_reached_is_told_as_it_is(said, why):
+    assert describe(ConnectionError(said)) == f"cannot connect to r:1: {why}"
+
+
 async def test_what_cannot_be_done_for_one_reason_is_told_with_it_once():
     shared = SharedMap(parse("redis://127.0.0.1:9"), "prod", CacheMap(1 << 20))
     for what, lane, why in (

@@ -45,6 +45,37 @@ async def test_launched_replicas_become_ready_one_state_after_the_other(fleet, f
         assert replica.events.endpoint.startswith(f"tcp://{HOST}:") and replica.incarnation
 
 
+async def test_one_that_dies_of_its_first_tokens_gets_no_traffic_and_has_failed_to_start(
+    fleet, fake_profile, comes, monkeypatch
+):
+    async def computes(session, url, model, deadline):
+        os.kill(fleet.replicas[url.removeprefix("http://")].pid, signal.SIGKILL)
+        return False
+
+    monkeypatch.setattr(watch, "computes", computes)
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, FAILED)
+    await comes(replica, State.STARTING)
+    await comes(replica, FAILED)
+    assert "2 starts in a row failed" in replica.reason and READY not in states(fleet, replica)
+
+
+async def test_an_engine_that_is_stopped_with_the_fleet_is_not_called_failed(fleet, fake_profile, comes):
+    (replica,) = await fleet.launch(1, fake_profile())
+    await comes(replica, READY)
+    supervisor = fleet.engines[replica.id].supervisor
+    stop = supervisor.stop
+
+    async def slowly(grace):
+        """As where another engine takes its time to end: whoever still probed this one would find it gone."""
+        await stop(grace)
+        await asyncio.sleep(0.5)
+
+    supervisor.stop = slowly
+    await fleet.stop()
+    assert states(fleet, replica) == [State.WARMING, READY, STOPPED]
+
+
 async def test_killed_it_fails_with_the_reason_and_comes_back_as_another_incarnation(fleet, fake_profile, comes):
     (replica,) = await fleet.launch(1, fake_profile())
     await comes(replica, READY)
@@ -369,6 +400,21 @@ async def test_a_watcher_survives_its_own_bugs(fleet, engine, comes, monkeypatch
     monkeypatch.setattr(watch.Watch, "tick", buggy)
     await comes(fleet.add(await engine()), READY)
     assert "a bug" in caplog.text
+
+
+async def test_an_engine_that_hung_and_then_was_replaced_is_another_incarnation(fleet, engine, serve, comes, until):
+    """Also where it tells no start time: nobody listened in between."""
+    replica = await comes(fleet.add(await engine(started=None)), READY)
+    assert replica.incarnation == "seen-1"
+    engine.hold.clear()
+    await comes(replica, FAILED)
+    assert "no answer for" in replica.reason and replica.fault == "timeout"
+    await engine.stop()
+    await until(lambda: "nothing listens" in replica.reason, lambda: replica.reason)
+    engine.hold.set()
+    await engine(replica.port, started=None)
+    await comes(replica, READY)
+    assert replica.incarnation == "seen-2"
 
 
 async def test_failing_requests_do_not_make_the_fleet_ask_more_often(fleet, serve, comes):

@@ -114,11 +114,9 @@ def _source(found: Mapping[str, Any], host: str) -> EventSource | None:
         ):
             what = f"KV events go to {endpoint}, which SGLang connects to rather than binds"
             raise ValueError(f"{what}, so nobody can subscribe")
-    if isinstance(told, dict) and told.get("publisher") == "zmq" and _number(told.get("endpoint_port_base")):
-        where, ports = (
-            told.get("endpoint_host"),
-            [_number(told.get(f"{one}endpoint_port_base")) for one in ("", "replay_")],
-        )
+    told = told if isinstance(told, dict) and told.get("publisher") == "zmq" else {}
+    where, ports = told.get("endpoint_host"), [_number(told.get(f"{one}endpoint_port_base")) for one in ("", "replay_")]
+    if isinstance(where, str) and ports[0]:
         endpoint, replay = (f"tcp://{where}:{port}" if port else None for port in ports)
         topic = told.get("topic")
     if endpoint is None:

@@ -83,6 +83,12 @@ def test_a_publisher_that_connects_has_no_subscribers(described):
     assert by_rank == {0: None} and "nobody can subscribe" in problems["events"].what
 
 
+@pytest.mark.parametrize("host", [None, 7, {}])
+def test_a_description_without_a_host_is_no_source(host):
+    by_rank, problems = SGLANG.event_sources(answers({**INFO, "kv_events": EVENTS | {"endpoint_host": host}}), "gpu1")
+    assert by_rank == {0: None} and "--kv-events-config" in problems["events"].remedy
+
+
 @pytest.mark.parametrize(("status", "known"), [(0, None), (503, None), (401, {})])
 def test_one_that_does_not_answer_is_asked_again(status, known):
     by_rank, problems = SGLANG.event_sources(answers(INFO, status=status), "gpu1")

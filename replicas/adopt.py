@@ -256,7 +256,9 @@ def _is_name(value: object) -> TypeGuard[str]:
 
 def _metrics(facts: Facts, answer: Answer) -> None:
     names, remedies, what = facts.dialect.metrics, facts.dialect.remedies, ""
-    remedy = remedies.figures
+    remedy, unknown = remedies.figures, "block size, queue, data-parallel ranks and size"
+    if facts.told.block_size:
+        unknown = "queue and use"
     if answer.status != 200:
         if answer.status == 0 or answer.status >= 500:
             facts.silent.add("metrics")
@@ -269,6 +271,7 @@ def _metrics(facts: Facts, answer: Answer) -> None:
         elif facts.block_size is None:
             what = f"/metrics has no {names.cache_config.decode()} with a block_size"
             remedy = "set block_size in the gateway's config as the engine was started with"
+            unknown = "block size and size"
         elif lacking or facts.num_blocks is None:
             lacking += [names.num_blocks.decode()] * (facts.num_blocks is None)
             facts.problems["metrics"] = Problem(f"/metrics lacks {', '.join(lacking)}: done without", remedies.names)
@@ -276,7 +279,6 @@ def _metrics(facts: Facts, answer: Answer) -> None:
             off = "prefix caching is off: nothing is ever found again, and no KV events come"
             facts.problems["caching"] = Problem(off, remedies.caching)
     if what:
-        unknown = "queue and use" if facts.told.block_size else "block size, queue, data-parallel ranks and size"
         facts.problems["metrics"] = Problem(f"{what}: {unknown} of the cache are unknown", remedy)
 
 

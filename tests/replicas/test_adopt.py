@@ -116,6 +116,7 @@ def sources(**changes) -> dict:
         ({"/metrics": "python_info 1.0\n"}, "metrics", "no vllm: series"),
         ({"/metrics": "python_info 1.0\n"}, "metrics", "--disable-log-stats"),
         ({"/metrics": METRICS.replace("cache_config_info", "kv")}, "metrics", "no vllm:cache_config_info"),
+        ({"/metrics": METRICS.replace("cache_config_info", "kv")}, "metrics", ": block size and size of the cache are"),
         (
             {"/metrics": METRICS.replace("num_requests_waiting", "queued")},
             "metrics",

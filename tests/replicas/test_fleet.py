@@ -282,6 +282,19 @@ async def test_an_engine_that_tells_no_start_time_gets_a_new_incarnation_when_it
     assert replica.incarnation == "seen-2"
 
 
+async def test_a_missing_scrape_does_not_rename_an_incarnation(fleet, engine, comes, until):
+    replica = await comes(fleet.add(await engine()), READY)
+    fleet.seen.clear()
+    page = engine.pages.pop("/metrics")
+    fleet.engines[replica.id].nudge()
+    await until(lambda: any("/metrics cannot be read" in problem for problem in replica.problems))
+    engine.pages["/metrics"] = page
+    fleet.engines[replica.id].nudge()
+    before = replica.scrape.at
+    await until(lambda: replica.scrape.at > before)
+    assert replica.incarnation == "1.00" and not states(fleet, replica)
+
+
 async def test_asked_for_models_the_fleet_knows_a_new_adapter_when_the_call_returns(fleet, engine, comes):
     replica = await comes(fleet.add(await engine()), READY)
     fleet.seen.clear()

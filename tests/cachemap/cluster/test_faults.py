@@ -329,6 +329,25 @@ async def test_that_nobody_reaches_an_engine_is_said_once_by_each_and_in_words(r
         assert all(line.startswith("replica r: ") for line in lines if line.startswith("replica")), lines
 
 
+async def test_a_lease_that_goes_as_its_snapshot_is_begun_keeps_no_other_from_being_written(redis_server, monkeypatch):
+    monkeypatch.setattr("cachemap.cluster.writing.MOST_SNAPSHOTS", 1)
+    async with publishing() as publisher, publishing() as another, gateways(redis_server.url) as (one,):
+        real = one.shared.beside
+
+        def beside(work):
+            real(work)
+            if "_write_snapshot" in work.__qualname__:
+                one.shared.beside = real
+                one.shared.abdicate()
+
+        one.shared.beside = beside
+        one.follow("r", publisher)
+        await until(lambda: one.shared.beside is real and one.role("r") == "standalone")
+        one.follow("s", another)
+        await led(one, "s")
+        assert not any(told["last"] for told in one.shared.background.recent().values())
+
+
 async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, monkeypatch):
     """Somebody wrote it, or the host's clock was set back before the engine was restarted: the one there is is shared
     again."""

@@ -1,7 +1,7 @@
 """Admission: whether a request is sent now, waits in front of the fleet, or is refused, and when it should retry.
 
 A request can be served in one or more *ways*: by one replica, or by a pair that splits prefill and decode. Each way has
-a *estimate*, its predicted TTFT and TPOT (`estimates`). A way has *room* for a request if its replica is idle, or if
+an *estimate*, its predicted TTFT and TPOT (`estimates`). A way has *room* for a request if its replica is idle, or if
 the replica's queue is no longer than `engine_wait` seconds and its streams keep the strictest TPOT limit of all
 classes. A way *meets* a request's limits if its predicted TTFT, plus the time that the request has already waited, and
 its predicted TPOT are within them. `fit` computes both.

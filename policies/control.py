@@ -1,7 +1,7 @@
 """Overload control: what lower classes give up while a higher class misses its limits, or nearly does.
 
 At the end of each window, a fixed time, every class has a *pressure*: its p99 (and p99.9 if it had enough answers) of
-TTFT and TPOT, divided by its limits. SloRatio that the last third of the window no longer shows is over (an engine that
+TTFT and TPOT, divided by its limits. Pressure that the last third of the window no longer shows is over (an engine that
 stalled, or answers that began during a fault and ended after it), and no step is taken for it. The *steps* against a
 class depend on the highest pressure among the classes above it:
 
@@ -249,7 +249,7 @@ class Trial(NamedTuple):
 class Control:
     """The overload control of one fleet, the replicas of one model.
 
-    `level` is the number of `ladder`, from the first, that are taken; `trial`: the present trial, if any.
+    `level` is the number of steps of `ladder`, from the first, that are taken; `trial`: the present trial, if any.
     """
 
     def __init__(self, classes: Sequence[QosClass], observes: Callable[[QosClass], bool] = lambda _: False) -> None:
@@ -272,7 +272,7 @@ class Control:
             for place, one in enumerate(lower)
             for step, share in FROM.items()
         ]
-        self.level = 0  # number of ladder that are taken
+        self.level = 0  # number of steps of `ladder` that are taken
         self.trial: Trial | None = None
         self._unchanged: deque[float] = deque(maxlen=MOST_PATIENCE)  # share of misses in each window without a change
         self._patience = PATIENCE

@@ -9,6 +9,7 @@ caller passes `now` in seconds.
 from __future__ import annotations
 
 from collections import OrderedDict
+from heapq import heapify, heappop, heappush, heapreplace
 from math import exp
 from typing import Any, Literal
 
@@ -107,6 +108,8 @@ class ClassQueue(_Sums):
         # In the order of their turns. A tenant whose requests have all left stays until its turn comes.
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._present = 0  # tenants with a waiting request
+        # By resource a heap of (minus what a tenant had, its name); it may have less by now
+        self._ranked: dict[Resource, list[tuple[int, str]]] = {"count": [], "size": []}
 
     @property
     def is_absent(self) -> bool:
@@ -124,6 +127,11 @@ class ClassQueue(_Sums):
         tenant.requests[request] = None
         tenant.sum(request, 1)
         self.sum(request, 1)
+        for resource, heap in self._ranked.items():
+            heappush(heap, (-getattr(tenant, resource), request.tenant))
+            if len(heap) > 64 + 4 * len(self._tenants):
+                heap[:] = [(-getattr(one, resource), name) for name, one in self._tenants.items() if one.count]
+                heapify(heap)
         request.waits, request.queue = True, self
 
     def head(self) -> QueuedRequest | None:
@@ -191,8 +199,17 @@ class ClassQueue(_Sums):
 
     def _most(self, resource: Resource) -> _Tenant | None:
         """Return the tenant that has most of a resource, of equal ones the first by name; None if nobody waits."""
-        present = [(-getattr(one, resource), name) for name, one in self._tenants.items() if one.count]
-        return self._tenants[min(present)[1]] if present else None
+        heap = self._ranked[resource]
+        while heap:
+            had, name = heap[0]
+            tenant = self._tenants.get(name)
+            if tenant is None or not tenant.count:
+                heappop(heap)
+            elif (has := getattr(tenant, resource)) != -had:
+                heapreplace(heap, (-has, name))
+            else:
+                return tenant
+        return None
 
     def ahead(self, name: str) -> float:
         """Return the prefill seconds that precede a newcomer of this tenant.

@@ -242,12 +242,13 @@ class Pages:
 
     def _revive(self, pages: np.ndarray) -> Generator[None, None, list[Chain]]:
         """Record that known pages are stored again; return the blocks that they complete, each as its own chain."""
-        found = []
-        for page in pages[~self._held.take(pages)].tolist():
-            if self._held.item(page):
+        found, held = [], self._held.data
+        pages = pages[~self._held.take(pages)]
+        self._name(np.unique(self._names.take(pages)))  # a call for each page would take longer than all the rest
+        for page in pages.tolist():
+            if held[page]:
                 continue
-            self._held[page] = True
-            self._name(self._names[page : page + 1])
+            held[page] = True
             for last in (yield from self._ends_through(page)):
                 base = int(self._bases[last])
                 at_start = not self._parents[self._begun(int(self._parents[last]))[0] if self._last else last]

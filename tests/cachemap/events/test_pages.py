@@ -10,6 +10,8 @@ from cachemap.events.apply import EventApplier
 from cachemap.events.pages import MOST_SEARCHED, Pages
 from cachemap.events.records import AGREEING, Cleared, Removed, Stored
 
+from ...calls import counting_calls
+
 BLOCK = 4
 SEED = chain_seed("m", BLOCK)
 
@@ -271,3 +273,26 @@ def test_many_pages_after_one_are_visited_and_forgotten_in_steps():
     result(pages.store(chain_of(1, count)))
     result(pages.remove(range(1, count)))
     assert len(pages) == count and sum(1 for _ in pages.remove([count])) >= 2 and not len(pages)
+
+
+def test_many_pages_that_come_back_together_are_named_together():
+    pages, ids = Pages("m", BLOCK, 1), array("I", range(400))
+    first, again = [
+        Stored(
+            range(start + 1, end + 1),
+            start or None,
+            ids[start:end].tobytes(),
+            1,
+            "gpu",
+            None,
+            None,
+            0,
+            "full_attention",
+        )
+        for start, end in ((0, 400), (40, 360))
+    ]
+    [chain] = result(pages.store(first))
+    result(pages.remove(range(41, 361)))
+    found, calls = counting_calls(lambda: result(pages.store(again)))
+    assert [one.hashes for one in found] == [[block] for block in chain.hashes[10:90]]
+    assert calls < 4 * 320

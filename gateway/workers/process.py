@@ -106,6 +106,8 @@ class WorkerProcess:
             async with asyncio.timeout(seconds):
                 while (line := await self.process.stdout.readline()) and not line.startswith((OPEN, FAILED)):
                     pass  # printed by an import
+                if line.startswith(FAILED):
+                    self.kill()  # it has nothing left to do
                 code = 0 if line == OPEN else await self.ended()
         except TimeoutError:
             self.kill()

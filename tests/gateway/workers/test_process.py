@@ -8,7 +8,7 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.settings import ConfigError, load
-from gateway.workers.process import GONE, HANGS, QUIET, Places, WorkerProcess
+from gateway.workers.process import GONE, HANGS, QUIET, START_SECONDS, Places, WorkerProcess
 from gateway.workers.supervisor import one_workers_settings
 from replicas.simulated.model import sim_model_dir
 
@@ -22,7 +22,7 @@ async def failure_of(tmp_path, hello=NO_SETTINGS) -> str:
     worker = await WorkerProcess.start(0, tmp_path / "socket", {})
     worker.tell(index=0, socket=str(tmp_path / "socket"), patience=0.0, **hello)
     with pytest.raises(ConfigError) as failed:
-        await worker.opened(60.0)
+        await worker.opened(START_SECONDS)
     assert not worker.serves
     with pytest.raises(GONE):  # for whoever asks it a moment later
         await worker.ask("GET", "/worker/known", [], b"", 1.0)

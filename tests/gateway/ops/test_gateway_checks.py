@@ -225,7 +225,7 @@ def test_a_port_that_somebody_holds(capsys):
 
 def test_what_the_running_gateway_says_of_a_file_is_not_said_twice(capsys, gateway, tmp_path):
     (tmp_path / "keys.yaml").write_text(examined.BAD_KEYS)
-    problem = "keys.yaml:1: name: 'team a!' is no name: it has 1 to 64 letters, digits, '.', '_' and '-'"
+    problem = "keys.yaml:1: name: 'team a!' is not a name of 1 to 64 letters, digits, '.', '_' and '-'"
     gateway(status(api_keys={"problem": problem}, replicas=[]))
     _, out = doctor_lines(capsys, "--api-keys", "keys.yaml")
     assert out.count("api keys") == out.count("team a!") == 1 and "the keys read before stay good" in out

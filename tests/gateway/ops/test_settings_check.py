@@ -23,7 +23,7 @@ def test_bad_settings_are_a_line_too_with_exit_code_2(capsys):
 def test_a_file_that_cannot_be_used_is_one_failed_check_and_all_others_are_done(capsys, engines, tmp_path):
     (tmp_path / "keys.yaml").write_text(BAD_KEYS)
     files = {
-        "--api-keys": ("keys.yaml", "api keys", "keys.yaml:1: name: 'team a!' is no name"),
+        "--api-keys": ("keys.yaml", "api keys", "keys.yaml:1: name: 'team a!' is not a name of"),
         "--tls-cert": ("gone.pem", "tls", "gone.pem cannot be read"),
         "--chat-template": ("gone.jinja", "chat template", "gone.jinja cannot be used"),
         "--replica-ca": ("gone-too.pem", "replica ca", "gone-too.pem cannot be used"),

@@ -71,15 +71,16 @@ class FolderThreads:
                     f"{len(self._late)} other folders are being read and do not answer, one of them: {some}"
                 )
             work = _in_thread(f"{_FOLDER} {folder}", partial(function, *args))
-            try:
-                await asyncio.wait({work}, timeout=self._seconds)
-            finally:  # the caller may also have been cancelled
-                if not work.done():
-                    self._late[names] = f"reading {folder} takes longer than {self._seconds:g} s"
-                    work.add_done_callback(lambda ended: self._late.pop(names, None) and ended.exception())
-            if not work.done():
-                raise SlowFolder(self._late[names])
-            return await work
+            # If the caller is cancelled, the thread goes on, and is late once its time is over, not before.
+            return await asyncio.shield(self._in_time(names, folder, work))
+
+    async def _in_time(self, names: frozenset[str], folder: object, work: asyncio.Future[T]) -> T:
+        await asyncio.wait({work}, timeout=self._seconds)
+        if not work.done():
+            self._late[names] = f"reading {folder} takes longer than {self._seconds:g} s"
+            work.add_done_callback(lambda ended: self._late.pop(names, None) and ended.exception())
+            raise SlowFolder(self._late[names])
+        return await work
 
 
 def _in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:

@@ -1,5 +1,6 @@
 """Threads that never come back: the process serves, and ends."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -56,5 +57,19 @@ async def test_a_folder_is_refused_when_too_many_others_do_not_answer(monkeypatc
         ):
             with pytest.raises(threads.SlowFolder, match=why):
                 await few.run(folder, "", gate.wait)
+    finally:
+        gate.set()
+
+
+async def test_work_whose_caller_is_cancelled_is_late_only_once_its_time_is_over():
+    """An engine that restarts while the model is loaded for it must get the model, not a complaint about the folder."""
+    gate, begun, loading = threading.Event(), threading.Event(), threads.FolderThreads(2, 60.0)
+    first = asyncio.create_task(loading.run("folder", "", lambda: begun.set() or gate.wait()))
+    await asyncio.to_thread(begun.wait)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    try:
+        assert await loading.run("folder", "", lambda: "loaded") == "loaded"
     finally:
         gate.set()

@@ -111,9 +111,10 @@ def check_appendable(path: Path) -> None:
     if path.exists() and not path.is_fifo():
         return os.close(open_to_append(path))
     place = path if path.exists() else path.resolve().parent
-    if not place.exists() or not os.access(place, os.W_OK | (os.X_OK if place.is_dir() else 0)):
-        number = errno.EACCES if place.exists() else errno.ENOENT
-        raise OSError(number, os.strerror(number), str(path))
+    if place is not path and not place.is_dir():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if not os.access(place, os.W_OK | (os.X_OK if place.is_dir() else 0)):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def _signature(path: Path) -> Signature:

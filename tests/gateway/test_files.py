@@ -100,3 +100,10 @@ def test_that_a_pipe_can_be_written_to_is_found_without_its_readers_end(pipe):
         os.close(files.open_to_append(pipe))
         assert ends.poll(0) == [(reader, select.EPOLLHUP)]
     os.close(reader)
+
+
+@pytest.mark.parametrize("name", ["gone/log", "file/log", "."])
+def test_a_file_that_cannot_be_made_where_it_is_named_is_found_without_making_it(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        files.check_appendable(tmp_path / name)

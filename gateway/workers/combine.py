@@ -86,7 +86,7 @@ def statuses(
         "expected_back": {name: seconds for names in known("expected_back") for name, seconds in names.items()},
         **counted(metrics, shadows, replicas, waiting),
         "map": _map(known("map")),
-        "control": max(known("control"), key=_taken, default=None),
+        "control": _control(known("control")),
         "tls": _worst(known("tls")),
         "api_keys": _worst(known("api_keys")),
         "replicas": replicas,
@@ -132,9 +132,15 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"blocks": max(one["blocks"] for one in each), **sums, "redis": redis}
 
 
-def _taken(control: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return how much a worker's overload control takes from lower classes: each worker controls its own requests."""
-    return max(((one["wants_more"], one["level"]) for one in control["models"]), default=(False, 0))
+def _control(each: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the state of the overload control over all workers, each of which controls its own requests.
+
+    Each model's entry is that of the worker that takes most from lower classes. `events` are the last 100 of all.
+    """
+    models = sorted(chain(*(one["models"] for one in each)), key=lambda model: (model["wants_more"], model["level"]))
+    events = sorted(chain(*(one["events"] for one in each)), key=lambda event: event["at"])
+    worst = {model["model"]: model for model in models}
+    return {**each[0], "models": [*worst.values()], "events": events[-100:]} if each else None
 
 
 def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

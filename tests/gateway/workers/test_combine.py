@@ -142,19 +142,22 @@ def test_of_an_engine_that_was_launched_the_supervisor_knows_why_it_is_not_there
     )
 
 
-def test_the_control_of_overload_is_told_of_the_worker_that_takes_most():
-    def control(level, wants_more):
-        return {
-            "window_seconds": 30.0,
-            "models": [{"model": "m", "level": level, "wants_more": wants_more}],
-            "events": [],
-        }
+def test_the_control_of_overload_is_told_of_the_worker_that_takes_most_and_all_that_they_did():
+    def control(level, wants_more, *more, at=()):
+        models = [{"model": "m", "level": level, "wants_more": wants_more}, *more]
+        return {"window_seconds": 30.0, "models": models, "events": [{"at": one} for one in at]}
 
     found = [said("ready", requests=1, inflight=0) for _ in range(4)]
     for one, more in zip(found[:3], (control(1, False), control(1, True), control(3, False))):
         one["status"]["control"] = more
     assert statuses([found[0], found[2], found[3]])["control"] == control(3, False)
     assert statuses(found)["control"] == control(1, True), "though another one takes more"
+    other = {"model": "n", "level": 2, "wants_more": True}
+    found[0]["status"]["control"] = control(1, False, other, at=(5.0, 7.0))
+    found[2]["status"]["control"] = control(3, False, {**other, "wants_more": False}, at=(6.0,))
+    told = statuses([found[0], found[2]])["control"]
+    assert {one["model"]: one["level"] for one in told["models"]} == {"m": 3, "n": 2}
+    assert [one["at"] for one in told["events"]] == [5.0, 6.0, 7.0]
 
 
 def test_those_that_wait_in_any_worker_are_told_beside_those_that_ever_waited():

@@ -111,6 +111,7 @@ class WorkerProcess:
                 code = 0 if line == OPEN else await self.ended()
         except TimeoutError:
             self.kill()
+            await self._admin.close()
             raise ConfigError(f"a worker was not ready within {seconds:g} s") from None
         if line != OPEN:
             why = orjson.loads(line.removeprefix(FAILED)) if line else ""

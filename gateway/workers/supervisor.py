@@ -169,8 +169,8 @@ class Workers:
             index=index, socket=str(path), settings=self._each, secrets=[*self._secrets], patience=patience, known=known
         )
         await worker.opened(START_SECONDS + patience)
-        for change in worker.missed:
-            await have_follow(worker, change)
+        while worker.missed:  # of which `WorkersAdmin` may meanwhile take back one, or add another
+            await have_follow(worker, worker.missed.pop(0))
         worker.serves = True
         return worker
 

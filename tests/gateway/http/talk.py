@@ -45,6 +45,10 @@ class Talker:
             body = await asyncio.wait_for(self.reader.readexactly(int(headers.get("content-length", 0))), seconds)
         return int(line.split()[1]), headers, body
 
+    async def ask(self, request: bytes, seconds: float = 5) -> tuple[int, dict[str, str], bytes]:
+        await self.say(request)
+        return await self.response(seconds)
+
     async def rest(self, seconds: float = 5) -> bytes:
         """Everything up to the end of the connection, b'' if it was reset."""
         try:

@@ -8,6 +8,8 @@ BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]
 
 
 def post(body=BODY, path=b"/v1/chat/completions", extra=b""):
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
     return (
         b"POST %b HTTP/1.1\r\nHost: client.example\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n%b"
         % (path, extra, len(body), body)
@@ -52,10 +54,14 @@ def answers(body=ANSWER, status=b"200 OK", headers=b"", seen=None, close_after=F
     return script
 
 
-def streams(*pieces, end=chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n", pause=None):
+def streams(*pieces, end=chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n", pause=None, seen=None):
+    """A replica that streams these pieces and `end`, with `pause()` after each piece. Without an `end`, it closes."""
+
     async def script(reader, writer):
         while True:
-            await read_request(reader)
+            request = await read_request(reader)
+            if seen is not None:
+                seen.append(request)
             writer.write(SSE_HEAD)
             for piece in pieces:
                 writer.write(piece)

@@ -15,7 +15,7 @@ from gateway.proxy.proxy import Proxy
 from policies import CostGroup, Ledger, Router, make
 from replicas import Replica, State
 
-from ..http.talk import Talker, scripted
+from ..http.talk import Talker, eventually, scripted
 
 
 class Stack:
@@ -29,6 +29,33 @@ class Stack:
     async def talk(self) -> Talker:
         self.talkers.append(await Talker.to(self.port))
         return self.talkers[-1]
+
+    async def say(self, request: bytes) -> Talker:
+        """Send a request on a connection of its own."""
+        talker = await self.talk()
+        await talker.say(request)
+        return talker
+
+    async def ask(self, request: bytes, seconds: float = 5):
+        """Status, headers and body of the response to a request on a connection of its own."""
+        return await (await self.talk()).ask(request, seconds)
+
+    async def answered(self, count: int, request: bytes, body: bytes | None = None) -> None:
+        """Send a request `count` times on one connection: each is answered with 200, and with `body` if given."""
+        talker = await self.talk()
+        for _ in range(count):
+            status, _, got = await talker.ask(request)
+            assert status == 200 and body in (None, got)
+
+    async def exchange(self, begun=lambda attempt: attempt.sent_at):
+        """Return the only exchange once its latest attempt has `begun`: by default, once it was sent."""
+        await eventually(lambda: any(one.attempts and begun(one.attempts[-1]) for one in self.proxy.exchanges))
+        (only,) = self.proxy.exchanges
+        return only
+
+    def becomes(self, replica: Replica, state: State) -> None:
+        replica.state = state
+        self.proxy.changed()
 
     def idle(self) -> bool:
         """Nothing reserved, nothing in flight."""
@@ -79,9 +106,11 @@ async def stack(
     pipeline=None,
     limits=Limits(),
     tls=None,
+    ends_idle=True,
     **options,
 ):
-    """One replica per script, plus replicas at `ports` (where perhaps nobody listens)."""
+    """One replica per script, plus replicas at `ports` (where perhaps nobody listens). With `ends_idle`, nothing may be
+    reserved, in flight or kept for resumption at the end of the block."""
     faults, unconfirmed = [], []
 
     def traffic(replica, kind, count):
@@ -105,6 +134,8 @@ async def stack(
         made = Stack(proxy, server, port, faults, unconfirmed)
         try:
             yield made
+            if ends_idle:
+                await eventually(lambda: made.idle() and not (proxy.conductor.resumer and proxy.conductor.resumer.kept))
             assert not unforeseen(made.metrics), (
                 "a label's value that is not stated beforehand is first seen at 1, which rate() misses"
             )

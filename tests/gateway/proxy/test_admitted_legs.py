@@ -9,7 +9,7 @@ from gateway.proxy.admission.overload import Overload
 from policies import Classes, QosClass, Rules, Slo
 
 from ..http.talk import eventually, read_request
-from .replies import EVENT, SSE_HEAD, chunk, post, reply
+from .replies import EVENT, SSE_HEAD, answers, chunk, post, reply
 from .stack import stack
 from .test_legs import HANDED, give_roles, leg_of
 from .test_queue import Engine
@@ -50,7 +50,7 @@ class Decoder(Engine):
 def ask(name, *headers, **more):
     content = name + " and so on" * 40
     body = {"model": "m", "messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": 900}
-    return post(json.dumps(body | more).encode(), extra=b"".join([header + b"\r\n" for header in headers]))
+    return post(body | more, extra=b"".join([header + b"\r\n" for header in headers]))
 
 
 @asynccontextmanager
@@ -68,8 +68,7 @@ async def pool(*engines, roles=("prefill", "decode"), when_full=("wait",), slo=S
 
 
 async def send(s, *args, **more):
-    talker = await s.talk()
-    await talker.say(ask(*args, **more))
+    talker = await s.say(ask(*args, **more))
     return talker
 
 
@@ -169,18 +168,12 @@ async def test_a_spilled_request_is_answered_by_the_slow_pool_alone():
 
 
 async def test_a_leg_that_fails_is_followed_by_another_without_waiting_again():
-    class Refuses(Prefiller):
-        async def __call__(self, reader, writer):
-            while True:
-                await read_request(reader)
-                self.seen.append("refused")
-                writer.write(reply(b'{"error": {"message": "no"}}', b"500 Internal Server Error"))
-
-    refusing, decoder = Refuses(), Decoder()
+    refused, decoder = [], Decoder()
+    refusing = answers(b'{"error": {"message": "no"}}', b"500 Internal Server Error", seen=refused)
     async with pool(refusing, decoder) as (s, _):
         one = await send(s, "one")
         assert (await one.response())[0] == 200
-        assert refusing.seen and decoder.seen == [("one", "whole")] and counted(s) == {("admitted", "room"): 1}
+        assert refused and decoder.seen == [("one", "whole")] and counted(s) == {("admitted", "room"): 1}
 
 
 async def test_a_body_that_can_be_that_of_no_leg_is_judged_whole():

@@ -49,16 +49,12 @@ def test_an_error_object_with_status_200_is_an_error():
 
 
 def test_what_no_engine_writes_is_told_by_its_type():
-    assert (
-        foreign_head(200, b"text/html")
-        and foreign_head(404, b"text/html; charset=utf-8")
-        and foreign_head(302, b"text/plain")
-    )
-    assert (
-        not foreign_head(200, b"application/json; charset=utf-8")
-        and not foreign_head(502, b"text/html")
-        and not foreign_head(200, b"")
-    )
+    assert foreign_head(200, b"text/html")
+    assert foreign_head(404, b"text/html; charset=utf-8")
+    assert foreign_head(302, b"text/plain")
+    assert not foreign_head(200, b"application/json; charset=utf-8")
+    assert not foreign_head(502, b"text/html")
+    assert not foreign_head(200, b"")
 
 
 ANSWERS = {
@@ -103,13 +99,15 @@ def test_an_object_whose_members_are_still_to_come_is_waited_for():
     for part in (b"", b"1f", b"1f\r\n", b"{", b'{"id":"1","mod', b'{"status":"ok"'):
         assert sight("chat", part, whole=False) is Sight.EARLY, part
     assert sight("chat", b'{"instructions":"' + b"x" * 2**18, whole=False) is Sight.ANSWER, "not for ever"
-    assert (
-        sight("chat", b"ok", content_type=b"") is Sight.ANSWER
-        and sight("chat", b"<html>", content_type=b"") is Sight.FOREIGN
-    )
+    assert sight("chat", b"ok", content_type=b"") is Sight.ANSWER
+    assert sight("chat", b"<html>", content_type=b"") is Sight.FOREIGN
 
 
 STREAM = b"text/event-stream"
+
+
+def streamed(label, data, whole=False):
+    return sight(label, data, True, whole, STREAM)
 
 
 def padded(data):
@@ -119,7 +117,7 @@ def padded(data):
 @pytest.mark.parametrize("frame", [bytes, chunk, padded], ids=["plain", "chunked", "sizes with zeros"])
 def test_a_stream_begins_with_something_of_the_answer(frame):
     def seen(*events, whole=False, label="chat"):
-        return sight(label, b"".join(map(frame, events)), True, whole, STREAM)
+        return streamed(label, b"".join(map(frame, events)), whole)
 
     assert (
         seen(TOKEN)
@@ -176,22 +174,22 @@ EACH_FIRST = [(label, event) for label, events in FIRST_EVENTS.items() for event
 def test_a_first_event_is_waited_for_wherever_it_is_cut(label, event):
     for cut in range(len(event)):
         one, other = event[:cut], event[cut:]
-        assert sight(label, one, True, False, STREAM) in (Sight.EARLY, Sight.ANSWER), one
+        assert streamed(label, one) in (Sight.EARLY, Sight.ANSWER), one
         framed = chunk(one) + chunk(other)  # and each read may end within the framing as well
         for end in range(len(framed) + 1) if cut % 7 < 2 else (len(chunk(one)),):
-            found = sight(label, framed[:end] if one else chunk(other)[:end], True, False, STREAM)
+            found = streamed(label, framed[:end] if one else chunk(other)[:end])
             assert found in (Sight.EARLY, Sight.ANSWER), (framed, end)
 
 
 @pytest.mark.parametrize("frame", [bytes, chunk], ids=["plain", "chunked"])
 @pytest.mark.parametrize("first", [b"dates", b"data2:", b"eventually\n", b"<html", b"x", b"HTTP/1.1"])
 def test_what_is_the_beginning_of_no_field_is_no_engines(first, frame):
-    assert sight("chat", frame(first), True, False, STREAM) is Sight.FOREIGN
+    assert streamed("chat", frame(first)) is Sight.FOREIGN
 
 
 @pytest.mark.parametrize("name", [b"data", b"event", b"retry", b"id", b"dat", b"data\n\n"])
 def test_a_stream_that_ends_within_its_first_line_has_said_nothing(name):
-    found = sight("chat", name, True, True, STREAM)
+    found = streamed("chat", name, True)
     assert found is (Sight.FOREIGN if name == b"dat" else Sight.SILENT)
 
 
@@ -202,7 +200,7 @@ BLANK = [b"\n\n\n", b"\r\n\r\n", b"data:\n\n", b"data: \n\n", b"data:\r\n\r\n"]
 @pytest.mark.parametrize("blank", BLANK)
 def test_blank_lines_and_empty_events_say_nothing(blank, frame):
     def seen(*events, whole=False):
-        return sight("chat", b"".join(map(frame, events)), True, whole, STREAM)
+        return streamed("chat", b"".join(map(frame, events)), whole)
 
     end = b"" if frame is bytes else b"0\r\n\r\n"
     assert seen(blank) is seen(blank, blank) is Sight.EARLY
@@ -219,12 +217,12 @@ def test_blank_lines_and_empty_events_say_nothing(blank, frame):
 def test_a_stream_may_begin_with_a_byte_order_mark(frame):
     for begun in (frame(BOM), BOM if frame is bytes else b"fff\r\n" + BOM):
         for event in (ROLE, *PINGS):
-            assert sight("chat", begun + event, True, False, STREAM) is Sight.EARLY
-        assert sight("chat", begun + ROLE, True, True, STREAM) is Sight.ANSWER
-        assert sight("chat", begun + DONE, True, True, STREAM) is Sight.SILENT
+            assert streamed("chat", begun + event) is Sight.EARLY
+        assert streamed("chat", begun + ROLE, True) is Sight.ANSWER
+        assert streamed("chat", begun + DONE, True) is Sight.SILENT
         for path, event, status in ERRORS:
             assert error_status(begun + event, True) == status, path
-    assert sight("chat", frame(BOM + b"<html>"), True, False, STREAM) is Sight.FOREIGN
+    assert streamed("chat", frame(BOM + b"<html>")) is Sight.FOREIGN
     assert read("chat", BOM + ROLE[:-2]).kind is not Kind.STRANGE
 
 
@@ -240,7 +238,7 @@ def test_a_message_with_a_role_and_a_text_is_a_first_token(label):
         b'{"role":"assistant","content":"","reasoning":"x"}',
         b'{"role":"assistant","tool_calls":[{"id":"1"}]}',
     ):
-        assert sight(label, b'data: {"choices":[{"delta":%b}]}\n\n' % delta, True, False, STREAM) is Sight.ANSWER
+        assert streamed(label, b'data: {"choices":[{"delta":%b}]}\n\n' % delta) is Sight.ANSWER
 
 
 def test_what_comes_before_the_first_token_of_a_response():
@@ -255,21 +253,11 @@ def test_what_comes_before_the_first_token_of_a_response():
         created[:50],
         created.replace(b'"}}', b"x" * 100_000 + b'"}}'),
     ):
-        assert sight("responses", early, True, False, STREAM) is Sight.EARLY
-    assert sight("responses", created + progress + item, True, False, STREAM) is Sight.ANSWER
+        assert streamed("responses", early) is Sight.EARLY
+    assert streamed("responses", created + progress + item) is Sight.ANSWER
+    assert streamed("messages", started) is streamed("messages", started + PINGS[2]) is Sight.EARLY
     assert (
-        sight("messages", started, True, False, STREAM)
-        is sight("messages", started + PINGS[2], True, False, STREAM)
-        is Sight.EARLY
-    )
-    assert (
-        sight(
-            "messages",
-            started + b'event: content_block_start\ndata: {"type":"content_block_start"}\n\n',
-            True,
-            False,
-            STREAM,
-        )
+        streamed("messages", started + b'event: content_block_start\ndata: {"type":"content_block_start"}\n\n')
         is Sight.ANSWER
     )
 

@@ -17,10 +17,8 @@ from .stack import stack
 async def test_a_stream_that_is_silent_ends_sooner_where_the_replica_is_lost():
     async with stack(says(SSE_HEAD + chunk(EVENT)), idle_timeout=60.0) as s:
         (ill,) = s.proxy.backends.values()
-        talk = await s.talk()
-        await talk.say(post())
-        await eventually(lambda: any(x.attempt is not None and x.attempt.pieces for x in s.proxy.exchanges))
-        (exchange,) = s.proxy.exchanges
+        talk = await s.say(post())
+        exchange = await s.exchange(lambda attempt: attempt.pieces)
         s.proxy.sweep(exchange.attempt.seen_at + 59)
         ill.replica.state = State.FAILED
         s.proxy.sweep(exchange.attempt.seen_at + 9)
@@ -41,8 +39,7 @@ async def test_a_stream_that_is_silent_ends_sooner_where_the_replica_is_lost():
 async def test_death_in_the_stream_ends_it_with_an_error_event_and_no_done(path, marks):
     async with stack(streams(chunk(EVENT), chunk(EVENT), end=None)) as s:
         talk = await s.talk()
-        await talk.say(post(path=path))
-        status, _, body = await talk.response()
+        status, _, body = await talk.ask(post(path=path))
         assert status == 200 and body.startswith(EVENT + EVENT)
         assert all(mark in body for mark in marks) and b"[DONE]" not in body
         await eventually(s.idle)
@@ -54,9 +51,7 @@ async def test_the_error_of_a_response_is_numbered_and_raises_in_openais_client(
     told = b'"type":"response.output_text.delta","delta":"\\"sequence_number\\":99","x":{"sequence_number":3}'
     event = b'event: response.output_text.delta\ndata: {"sequence_number":%d,' + told + b"}\n\n"
     async with stack(streams(chunk(event % 7), chunk(event % 8), end=None)) as s:
-        talk = await s.talk()
-        await talk.say(post(path=b"/v1/responses"))
-        error = orjson.loads((await talk.response())[2].rpartition(b"data: ")[2])
+        error = orjson.loads((await s.ask(post(path=b"/v1/responses")))[2].rpartition(b"data: ")[2])
         assert error["type"] == "error" and error["sequence_number"] == 9
         assert {name: error[name] for name in ("code", "message", "param")}.items() <= error["error"].items()
 
@@ -85,27 +80,22 @@ async def test_a_stream_that_ends_between_events_is_told_of_however_its_lines_an
         return [piece for exchange in s.proxy.exchanges for attempt in exchange.attempts for piece in attempt.tail]
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        status, _, body = await talk.response()
+        status, _, body = await s.ask(post())
         assert status == 200 and b"the answer broke off" in body and b"[DONE]" not in body
         assert body.startswith(EVENT) and b"\n\ndata: {" in body[len(EVENT) :].replace(b"\r\n", b"\n")
-        await eventually(s.idle)
 
 
 async def test_a_stream_without_chunks_whose_lines_end_with_crlf_is_told_that_it_stalled():
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
     async with stack(says(head + CRLF_EVENT), idle_timeout=0.2) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         assert b"no byte for 0.2 s" in await talk.rest()
 
 
 @pytest.mark.parametrize("line", [b"data: half\r\n", b"data: half\n"])
 async def test_death_within_an_event_cuts_the_connection_though_its_chunk_is_whole(line):
     async with stack(streams(chunk(EVENT), chunk(line), end=None)) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         raw = await talk.rest()
         assert raw.endswith(chunk(line))
 
@@ -113,28 +103,21 @@ async def test_death_within_an_event_cuts_the_connection_though_its_chunk_is_who
 @pytest.mark.parametrize("torn", [b"ff\r\ndata: half", b"ff"])
 async def test_death_inside_a_chunk_cuts_the_connection(torn):
     async with stack(streams(chunk(EVENT), torn, end=None)) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         raw = await talk.rest()
         assert EVENT in raw and not raw.endswith(b"0\r\n\r\n") and b"[DONE]" not in raw
-        await eventually(s.idle)
 
 
 async def test_death_inside_a_plain_body_cuts_the_connection():
     async with stack(says(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", then_hangs=False)) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         assert not (await talk.rest()).endswith(b"}")
-        await eventually(s.idle)
 
 
 async def test_a_stream_that_stalls_is_ended_with_an_error_event():
     async with stack(streams(chunk(EVENT), pause=lambda: asyncio.sleep(30)), idle_timeout=0.2) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        _, _, body = await talk.response()
+        _, _, body = await s.ask(post())
         assert b"no byte for 0.2 s" in body and b"[DONE]" not in body
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("after", ["request", "first event"])
@@ -151,8 +134,7 @@ async def test_a_client_that_leaves_aborts_the_request_upstream(after):
         left.set()
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         await arrived.wait()
         if after == "first event":
             await talk.until(EVENT)
@@ -174,8 +156,7 @@ async def test_a_client_that_does_not_read_is_dropped_and_the_replica_not_blamed
         await reader.read()
 
     async with stack(script, idle_timeout=0.3) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        await s.say(post())
         await eventually(lambda: s.metrics.client_aborts.total() == 1)
         await eventually(s.idle)
         assert s.faults == []
@@ -220,8 +201,7 @@ async def test_a_client_that_closes_once_it_has_the_last_event_has_all(path, in_
     async with stack(script, on_end=[lambda exchange, outcome, usage: ends.append((outcome, usage))]) as s:
         body = json.dumps({"model": "m", "stream": True, "messages": [], "prompt": "x", "input": "x"}).encode()
         for last in (events[-1], events[0]):
-            talk = await s.talk()
-            await talk.say(post(body, path))
+            talk = await s.say(post(body, path))
             await talk.until(events[0])
             has_first.set()
             if last is not events[0]:
@@ -231,7 +211,6 @@ async def test_a_client_that_closes_once_it_has_the_last_event_has_all(path, in_
         assert [outcome for outcome, _ in ends] == ["complete", "aborted"]
         assert s.metrics.client_aborts.total() == 1 and s.faults == []
         assert USAGE_EVENT not in events or ends[0][1].completion == 7
-        await eventually(s.idle)
 
 
 async def test_a_stream_tells_proxies_to_pass_it_on_as_it_comes():
@@ -241,6 +220,4 @@ async def test_a_stream_tells_proxies_to_pass_it_on_as_it_comes():
     heads = [SSE_HEAD, SSE_HEAD.removesuffix(b"\r\n") + told, reply()]
     for head, expected in zip(heads, ["no", "yes", None], strict=True):
         async with stack(says(head if expected is None else head + events)) as s:
-            talk = await s.talk()
-            await talk.say(post())
-            assert (await talk.response())[1].get("x-accel-buffering") == expected
+            assert (await s.ask(post()))[1].get("x-accel-buffering") == expected

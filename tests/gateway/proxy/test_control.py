@@ -13,8 +13,8 @@ from policies import Admission, Classes, QosClass, Rules, Slo
 from policies.control import ENOUGH, HOLD, PATIENCE, Refused
 
 from ...calls import counting_calls
-from ..http.talk import eventually, read_request
-from .replies import post
+from ..http.talk import eventually
+from .replies import answers, post, silent
 from .stack import stack
 
 WINDOW = 30.0
@@ -134,9 +134,9 @@ def test_a_limit_beyond_the_last_bucket_can_be_missed():
 
 def test_refusals_are_few_beside_answers_that_are_not_streamed():
     """Of those neither time is known, so they are in one histogram only."""
-    for answers, level in ((10_000, 0), (1_000, 4)):
+    for count, level in ((10_000, 0), (1_000, 4)):
         one = Controlled(["m"])
-        for _ in range(answers):
+        for _ in range(count):
             one.metrics.answer_e2e_seconds.observe(("premium", "m"), 0.3)
         one.refuse(ENOUGH)
         one.end_window()
@@ -173,17 +173,13 @@ def test_adapters_with_few_answers_each_are_judged_together():
 async def test_a_fleet_has_its_models_name_whatever_adapter_was_asked_for():
     """What follows a metric of its name, as an autoscaler does, would else lose it at an adapter's first request."""
 
-    async def answers(reader, writer):
-        await read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-
     overload = Overload(Classes((PREMIUM,), []), Rules(control_window=WINDOW), None)
-    async with stack(answers, overload=overload, retries=0) as s:
+    async with stack(answers(), overload=overload, retries=0) as s:
         s.proxy.figures.serve(["m", "the-model"])  # by the names, "m" is first
         (space,) = s.proxy.models.spaces
         space.names = {"the-model"}
         s.proxy.changed()
-        await (await s.talk()).say(post(orjson.dumps({"model": "m", "prompt": "one"}), b"/v1/completions"))
+        await (await s.talk()).say(post({"model": "m", "prompt": "one"}, b"/v1/completions"))
         await eventually(lambda: s.proxy.control.status()["models"])
         assert s.proxy.control.reading()["control_level"] == {"the-model": 0}
 
@@ -230,8 +226,8 @@ def test_more_replicas_are_wanted_where_so_few_answers_come_that_nothing_is_know
 def test_a_class_that_is_refused_most_is_not_the_one_that_nothing_is_taken_for():
     """Answers and refusals by window as a breaker had them: engines forty times slower, whose few answers are quick."""
     one = Controlled(["m"])
-    for answers, refused in ((9, 58), (4, 86), (0, 70)):
-        one.answers("m", answers, ttft=0.3)
+    for count, refused in ((9, 58), (4, 86), (0, 70)):
+        one.answers("m", count, ttft=0.3)
         one.refuse(refused // 3)
         one.last_third()
         one.refuse(refused - refused // 3)
@@ -270,17 +266,13 @@ def test_what_the_highest_class_is_refused_beyond_its_due_asks_for_replicas_and_
 
 
 async def test_who_waits_is_known_by_class_and_model_until_a_first_token():
-    async def silent(reader, writer):
-        await read_request(reader)
-        await reader.read()
-
     overload = Overload(Classes((PREMIUM,), []), Rules(control_window=WINDOW), None)
     body = orjson.dumps({"model": "m", "stream": True, "prompt": "one"})
-    async with stack(silent, overload=overload, retries=0) as s:
+    async with stack(silent, overload=overload, retries=0, ends_idle=False) as s:
         for _ in range(ENOUGH):
             await (await s.talk()).say(post(body, b"/v1/completions"))
         await eventually(lambda: len(s.proxy.exchanges) == ENOUGH)
-        await (await s.talk()).say(post(orjson.dumps({"model": "m", "prompt": "one"}), b"/v1/completions"))
+        await (await s.talk()).say(post({"model": "m", "prompt": "one"}, b"/v1/completions"))
         await eventually(lambda: len(s.proxy.exchanges) == ENOUGH + 1)
         (key, ages), *others = s.proxy.figures.unanswered(s.proxy.exchanges, monotonic() + 2.0).items()
         assert key[0] == "premium" and len(ages) == ENOUGH and all(2.0 <= age < 30.0 for age in ages) and not others

@@ -61,8 +61,7 @@ async def leaves(talk, raw: bytes) -> None:
 
 async def asks(talk, *raws: bytes) -> None:
     for raw in raws:
-        await talk.say(raw)
-        await talk.response()
+        await talk.ask(raw)
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"

@@ -30,7 +30,7 @@ def chat(text="a prompt " * 40, **fields) -> bytes:
 
 @asynccontextmanager
 async def decisions(replicas=2, **options):
-    async with stack(ports=range(9, 9 + replicas), **options) as s:
+    async with stack(ports=range(9, 9 + replicas), ends_idle=False, **options) as s:
         yield s, Decisions(s.proxy)
 
 
@@ -172,10 +172,8 @@ async def test_what_is_told_is_learned_from():
             made = await d.decide(PATH, chat(), {})
             await d.first_byte(made["id"])
             await d.done(made["id"], ANSWER % (made["tokens"], 20, made["cached_tokens"]))
-        assert (
-            s.metrics.predictions.values == {(backend.id, "equal"): 2}
-            and s.metrics.replica_ttft_seconds.count(backend.id) == 2
-        )
+        assert s.metrics.predictions.values == {(backend.id, "equal"): 2}
+        assert s.metrics.replica_ttft_seconds.count(backend.id) == 2
         assert backend.candidate.costs.count == 2 and backend.candidate.costs.group.step.count == 2
         assert made["cached_tokens"] > 0 and s.metrics.reported_cached_tokens.total() == made["cached_tokens"]
 

@@ -53,7 +53,7 @@ async def busy(*steps, slow=None, slo=Slo(30.0), engine=None, first=5):
             [*s.proxy.backends.values()][-1].replica.spill = True
             s.proxy.changed()
         limit, first = first, await s.talk()
-        await first.say(post(json.dumps({**ASKS[CHAT], "max_tokens": limit}).encode()))
+        await first.say(post({**ASKS[CHAT], "max_tokens": limit}))
         await eventually(lambda: len(engine.bodies) == 1)
         yield s, engine
         for one in (engine, slow):
@@ -65,9 +65,18 @@ async def busy(*steps, slow=None, slo=Slo(30.0), engine=None, first=5):
 
 
 async def send(s, path, body):
-    talker = await s.talk()
-    await talker.say(post(json.dumps(body).encode(), path.encode()))
-    return talker
+    return await s.say(post(body, path.encode()))
+
+
+async def answered(s, engine, count=2, path=CHAT, body=ASKS[CHAT]):
+    """Return what the engine is sent of a request, as the last of `count`, and how its client is told that it was
+    degraded."""
+    talker = await send(s, path, body)
+    await eventually(lambda: len(engine.bodies) == count)
+    engine.go.set()
+    status, headers, _ = await talker.response()
+    assert status == 200
+    return engine.bodies[-1], headers.get("x-hitherto-degraded")
 
 
 @pytest.mark.parametrize("given", [{}, {"limit": 500}, {"limit": 500, "min_tokens": 100}])
@@ -75,14 +84,11 @@ async def send(s, path, body):
 async def test_an_answer_is_capped_in_each_apis_own_words_and_the_client_is_told(path, given):
     async with busy("degrade") as (s, engine):
         limit = {LIMIT[path]: given["limit"]} if given else {}
-        talker = await send(s, path, ASKS[path] | limit | {key: given[key] for key in given if key != "limit"})
-        await eventually(lambda: len(engine.bodies) == 2)
-        got, kept = engine.bodies[-1], ASKS[path].keys() - {"max_tokens"}
-        assert got[LIMIT[path]] == 7 and got.get("min_tokens", 0) == 0
+        body = ASKS[path] | limit | {key: given[key] for key in given if key != "limit"}
+        got, told = await answered(s, engine, path=path, body=body)
+        kept = ASKS[path].keys() - {"max_tokens"}
+        assert told == "max_tokens=7" and got[LIMIT[path]] == 7 and got.get("min_tokens", 0) == 0
         assert {name: got[name] for name in kept} == {name: ASKS[path][name] for name in kept}
-        engine.go.set()
-        status, headers, _ = await talker.response()
-        assert status == 200 and headers["x-hitherto-degraded"] == "max_tokens=7"
         assert s.metrics.admission.values["degraded", "all", "full"] == 1
 
 
@@ -117,11 +123,7 @@ async def test_an_answer_that_was_capped_says_nothing_of_how_long_others_will_be
 
     engine = Counting()
     async with busy("degrade", engine=engine, first=40) as (s, _):
-        talker = await send(s, CHAT, ASKS[CHAT])
-        await eventually(lambda: len(engine.bodies) == 2)
-        engine.go.set()
-        status, headers, _ = await talker.response()
-        assert status == 200 and headers["x-hitherto-degraded"] == "max_tokens=7"
+        assert (await answered(s, engine))[1] == "max_tokens=7"
         await eventually(s.idle)
         demand = Demand(9, space=s.proxy.models.spaces[0].number)
         of_one = Outputs()
@@ -131,22 +133,15 @@ async def test_an_answer_that_was_capped_says_nothing_of_how_long_others_will_be
 
 async def test_of_two_names_of_a_chats_limit_neither_is_left():
     async with busy("degrade") as (s, engine):
-        talker = await send(s, CHAT, {**ASKS[CHAT], "max_completion_tokens": 500, "max_tokens": 400})
-        await eventually(lambda: len(engine.bodies) == 2)
-        assert (engine.bodies[-1]["max_completion_tokens"], engine.bodies[-1]["max_tokens"]) == (7, 7)
-        engine.go.set()
-        assert (await talker.response())[0] == 200
+        asked = {**ASKS[CHAT], "max_completion_tokens": 500, "max_tokens": 400}
+        body, _ = await answered(s, engine, body=asked)
+        assert (body["max_completion_tokens"], body["max_tokens"]) == (7, 7)
 
 
 async def test_an_answer_that_is_short_already_is_left_alone():
     async with busy("degrade") as (s, engine):
         body = {**ASKS[CHAT], "max_tokens": 7}
-        talker = await send(s, CHAT, body)
-        await eventually(lambda: len(engine.bodies) == 2)
-        assert engine.bodies[-1] == body
-        engine.go.set()
-        status, headers, _ = await talker.response()
-        assert status == 200 and "x-hitherto-degraded" not in headers
+        assert await answered(s, engine, body=body) == (body, None)
 
 
 async def test_an_answer_stays_capped_where_another_replica_has_to_give_it():
@@ -162,12 +157,7 @@ async def test_an_answer_stays_capped_where_another_replica_has_to_give_it():
 async def test_the_slow_pool_gets_what_nobody_else_can_answer_in_time_and_nothing_else():
     slow = Engine()
     async with busy("spill", slow=slow, slo=Slo(1e-6)) as (s, engine):
-        talker = await send(s, CHAT, ASKS[CHAT])
-        await eventually(lambda: len(slow.bodies) == 1)
-        assert len(engine.bodies) == 1 and slow.bodies == [ASKS[CHAT]]
-        slow.go.set()
-        status, headers, _ = await talker.response()
-        assert status == 200 and headers["x-hitherto-degraded"] == "slow pool"
+        assert await answered(s, slow, 1) == (ASKS[CHAT], "slow pool") and len(engine.bodies) == 1
         assert s.metrics.admission.total(decision="spilled") == 1
 
 
@@ -176,11 +166,7 @@ async def test_a_class_that_the_control_sheds_still_gets_the_slow_pool_where_it_
     async with busy("wait", "spill", slow=slow) as (s, engine):
         (fleet,) = s.proxy.placing.queue._fleets.values()
         fleet.shed = frozenset({"all"})
-        talker = await send(s, CHAT, ASKS[CHAT])
-        await eventually(lambda: len(slow.bodies) == 1)
-        slow.go.set()
-        status, headers, _ = await talker.response()
-        assert status == 200 and headers["x-hitherto-degraded"] == "slow pool" and len(engine.bodies) == 1
+        assert await answered(s, slow, 1) == (ASKS[CHAT], "slow pool") and len(engine.bodies) == 1
         assert s.metrics.admission.values["spilled", "all", "control"] == 1
 
 
@@ -214,11 +200,7 @@ async def test_who_is_answered_by_another_than_the_slow_pool_is_not_told_of_it()
     slow = Engine()
     slow.drops = True
     async with busy("spill", slow=slow, slo=Slo(1e-6)) as (s, engine):
-        talker = await send(s, CHAT, ASKS[CHAT])
-        await eventually(lambda: slow.bodies and len(engine.bodies) == 2)
-        engine.go.set()
-        status, headers, _ = await talker.response()
-        assert status == 200 and "x-hitherto-degraded" not in headers
+        assert (await answered(s, engine))[1] is None and slow.bodies
 
 
 async def test_without_limits_the_slow_pool_is_asked_only_where_nobody_else_is_left():
@@ -241,8 +223,5 @@ async def test_without_limits_the_slow_pool_is_asked_only_where_nobody_else_is_l
 async def test_who_has_waited_too_long_goes_to_the_slow_pool():
     slow = Engine()
     async with busy("wait", "spill", slow=slow, slo=Slo()) as (s, engine):
-        talker = await send(s, CHAT, ASKS[CHAT])
-        await eventually(lambda: len(slow.bodies) == 1)
-        slow.go.set()
-        assert (await talker.response())[0] == 200
+        await answered(s, slow, 1)
         assert s.metrics.admission.values["spilled", "all", "deadline"] == 1

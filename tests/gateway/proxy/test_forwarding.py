@@ -3,6 +3,7 @@
 import asyncio
 import json
 from array import array
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -14,7 +15,7 @@ from replicas.engines.vllm.versions import version_quirks
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually, read_request
-from .replies import answers, chunk, post
+from .replies import answers, chunk, post, reply
 from .stack import stack
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -40,15 +41,12 @@ class Engine:
     async def __call__(self, reader, writer):
         while True:
             head, body = await self.request(reader)
-            status, reply = self.answer(head.split()[1].decode(), body, head)
-            data = json.dumps(reply).encode()
+            status, told = self.answer(head.split()[1].decode(), body, head)
+            data = json.dumps(told).encode()
             if self.pieces and status == 200:
                 await self.write_in_pieces(writer, data, json.loads(body).get("stream"))
                 continue
-            writer.write(
-                b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-                % (status, len(data), data)
-            )
+            writer.write(reply(data, b"%d X" % status))
             await writer.drain()
 
     async def write_in_pieces(self, writer, data: bytes, streams: bool):
@@ -104,9 +102,7 @@ def request(path=CHAT, turn=0, text=WORDS, **more) -> bytes:
 
 
 async def ask(s, body: bytes, path=CHAT, extra=b"") -> int:
-    talk = await s.talk()
-    await talk.say(post(body, path.encode(), extra))
-    return (await talk.response())[0]
+    return (await s.ask(post(body, path.encode(), extra)))[0]
 
 
 def served(s, index=0):
@@ -118,6 +114,13 @@ async def settled(s):
     await eventually(lambda: s.idle() and all(one.forwarding.checking is None for one in s.proxy.backends.values()))
 
 
+async def asked(s, *request, **more) -> int:
+    """As `ask`, and wait until the trial that follows is over."""
+    status = await ask(s, *request, **more)
+    await settled(s)
+    return status
+
+
 FIRST = 1 + CONFIRMATIONS  # bodies of a kind that go as received: one that makes it known, and those to be confirmed
 TEXT, IDS = [False] * FIRST, True
 
@@ -125,25 +128,15 @@ TEXT, IDS = [False] * FIRST, True
 async def confirmed(s, turn=100, path=CHAT, **more) -> None:
     """Every replica has confirmed bodies of this kind (of those that take turns, each gets as many)."""
     for number in range(FIRST * len(s.proxy.backends)):
-        assert await ask(s, request(path, turn + number, **more), path) == 200
-        await settled(s)
+        assert await asked(s, request(path, turn + number, **more), path) == 200
 
 
-def behind(engine, *others, **options):
-    options = {"pipeline": engine.pipeline, "policy": "round_robin", **options}
-    context = stack(engine, *others, **options)
-
-    class Known:
-        async def __aenter__(self):
-            s = await context.__aenter__()
-            for backend in s.proxy.backends.values():
-                backend.replica.max_model_len = 16384
-            return s
-
-        async def __aexit__(self, *error):
-            await context.__aexit__(*error)
-
-    return Known()
+@asynccontextmanager
+async def behind(engine, *others, **options):
+    async with stack(engine, *others, **{"pipeline": engine.pipeline, "policy": "round_robin", **options}) as s:
+        for backend in s.proxy.backends.values():
+            backend.replica.max_model_len = 16384
+        yield s
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -153,8 +146,7 @@ async def test_ids_are_sent_once_a_sample_of_bodies_was_shown_to_be_taken_and_th
         await confirmed(s, path=path)
         assert engine.trials == CONFIRMATIONS + 1  # and whether it uses ids at all
         for turn in range(3):
-            assert await ask(s, request(path, turn), path) == 200
-            await settled(s)
+            assert await asked(s, request(path, turn), path) == 200
         assert engine.sent_ids == [*TEXT, IDS, IDS, IDS]
         assert engine.trials == CONFIRMATIONS + 1
         assert served(s).replica.takes_ids == f"{path}: yes"
@@ -199,8 +191,7 @@ async def test_each_kind_of_body_is_confirmed_by_itself(pipeline):
     async with behind(engine) as s:
         await confirmed(s)
         for path, more in KINDS:
-            await ask(s, request(path, **more), path)
-            await settled(s)
+            await asked(s, request(path, **more), path)
         assert engine.sent_ids == [*TEXT, IDS, *[False] * (len(KINDS) - 1)]
 
 
@@ -214,8 +205,7 @@ async def test_bodies_of_no_kind_go_as_received_and_nothing_is_asked_about_them(
     engine = Engine(pipeline)
     async with behind(engine) as s:
         for turn in range(CONFIRMATIONS + 1):
-            await ask(s, request(turn=turn, **more))
-            await settled(s)
+            await asked(s, request(turn=turn, **more))
         assert not any(engine.sent_ids) and engine.trials == 0 and served(s).forwarding.kinds == {}
 
 
@@ -223,8 +213,7 @@ async def test_the_same_body_again_is_no_further_confirmation(pipeline):
     engine = Engine(pipeline)
     async with behind(engine) as s:
         for _ in range(FIRST + 2):
-            await ask(s, request())
-            await settled(s)
+            await asked(s, request())
         assert engine.trials == 2 and not any(engine.sent_ids)
 
 
@@ -233,8 +222,7 @@ async def test_what_is_known_of_kinds_is_bounded(pipeline, monkeypatch):
     engine = Engine(pipeline)
     async with behind(engine) as s:
         for number in range(8):
-            await ask(s, request(chat_template_kwargs={"number": number}))
-            await settled(s)
+            await asked(s, request(chat_template_kwargs={"number": number}))
         assert len(served(s).forwarding.kinds) == 4
 
 
@@ -248,8 +236,7 @@ async def test_an_engine_that_will_not_have_them_gets_all_as_received(pipeline, 
     engine = Engine(pipeline, **faults)
     async with behind(engine) as s:
         for turn in range(CONFIRMATIONS + 3):
-            assert await ask(s, request(turn=turn)) == 200
-            await settled(s)
+            assert await asked(s, request(turn=turn)) == 200
         assert engine.bodies == [request(turn=turn) for turn in range(CONFIRMATIONS + 3)]
         assert engine.trials <= 2
         assert why in served(s).replica.takes_ids and why in caplog.text
@@ -260,8 +247,7 @@ async def test_a_trial_that_is_not_answered_says_nothing_and_is_made_again_after
     engine = Engine(pipeline, tries=500)
     async with behind(engine) as s:
         for turn in range(3):
-            await ask(s, request(turn=turn))
-            await settled(s)
+            await asked(s, request(turn=turn))
         assert engine.trials == 1 and engine.sent_ids == [False] * 3 and s.metrics.ids_refused.total() == 0
         assert s.metrics.token_id_checks.values == {(served(s).id, "unanswered"): 1}
         engine.tries = 200
@@ -278,8 +264,7 @@ async def test_one_in_so_many_is_checked(pipeline, monkeypatch):
     async with behind(engine) as s:
         await confirmed(s)
         for turn in range(9):
-            await ask(s, request(turn=turn))
-            await settled(s)
+            await asked(s, request(turn=turn))
         assert engine.sent_ids[FIRST:] == [IDS, IDS, IDS, False, IDS, IDS, IDS, False, IDS]
         assert s.metrics.token_id_checks.values == {(served(s).id, "same"): CONFIRMATIONS + 2}
 
@@ -294,8 +279,7 @@ async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_a
         await confirmed(s)
         first.other = True
         for turn in range(20):
-            await ask(s, request(turn=turn))
-            await settled(s)
+            await asked(s, request(turn=turn))
         assert first.sent_ids == [*TEXT, IDS, IDS, IDS, *[False] * 7]
         assert second.sent_ids[: len(TEXT) + 3] == first.sent_ids[: len(TEXT) + 3] and not any(second.sent_ids[-6:])
         one, other = served(s), served(s, 1)
@@ -305,8 +289,7 @@ async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_a
         first.other, one.incarnation = False, "another"
         s.proxy.changed()
         await ask(s, request(turn=50))
-        await ask(s, request(turn=51))
-        await settled(s)
+        await asked(s, request(turn=51))
         assert "no" not in other.replica.takes_ids.split()
         await confirmed(s)
         for turn in range(2):
@@ -346,8 +329,7 @@ async def test_the_first_contradicting_count_ends_it(pipeline, text, reads, more
             await eventually(s.idle)
         engine.miscounts, engine.pieces = 0, None
         for turn in range(3, 6):
-            await ask(s, request(turn=turn))
-            await settled(s)
+            await asked(s, request(turn=turn))
         assert engine.sent_ids[-3:] == [False, False, False]
         assert "its usage says" in served(s).replica.takes_ids and "its usage says" in caplog.text
         assert s.metrics.ids_refused.total() == 1
@@ -411,8 +393,7 @@ async def test_other_ids_of_a_kind_that_its_client_steers_end_it_for_that_kind(p
         await confirmed(s)
         engine.other = True
         for turn in range(3):
-            await ask(s, request(turn=turn, **OFF))
-            await settled(s)
+            await asked(s, request(turn=turn, **OFF))
         engine.other = False
         assert s.metrics.token_id_checks.values[served(s).id, "different"] == 1
         await confirmed(s, turn=200, **OFF)
@@ -457,8 +438,7 @@ async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pi
         await confirmed(s)
         engine.refuses = 400  # ids of long prompts, though it took the trial's
         for turn in range(1, 4):
-            assert await ask(s, request(turn=turn)) == 200
-            await settled(s)
+            assert await asked(s, request(turn=turn)) == 200
         assert engine.sent_ids == [*TEXT, IDS, False, False, False]
         assert engine.bodies[FIRST + 1] == request(turn=1)
         assert "refused a request with ids" in served(s).replica.takes_ids
@@ -484,8 +464,7 @@ async def test_another_process_behind_the_address_is_shown_anew(pipeline):
     engine = Engine(pipeline, takes=False)
     async with behind(engine) as s:
         await ask(s, request())
-        await ask(s, request())
-        await settled(s)
+        await asked(s, request())
         assert "does not use ids" in served(s).replica.takes_ids
         engine.takes, served(s).incarnation = True, "another"
         await confirmed(s)
@@ -498,8 +477,7 @@ async def test_a_retry_elsewhere_is_as_received(pipeline):
     async with behind(first, second) as s:
         await confirmed(s)
         for turn in range(2):
-            await ask(s, request(turn=turn))
-            await settled(s)
+            await asked(s, request(turn=turn))
         assert first.sent_ids == second.sent_ids == [*TEXT, IDS]
         for engine in (first, second):  # whichever is asked first fails
 
@@ -551,8 +529,7 @@ async def test_never_means_never(pipeline):
     engine = Engine(pipeline)
     async with behind(engine, tokenize_once=False) as s:
         for turn in range(3):
-            await ask(s, request(turn=turn))
-            await settled(s)
+            await asked(s, request(turn=turn))
         assert engine.trials == 0 and engine.bodies == [request(turn=turn) for turn in range(3)]
 
 
@@ -571,8 +548,7 @@ async def test_the_trial_brings_the_clients_key(pipeline):
     async with behind(engine) as s:
         await ask(s, request(turn=1))
         engine.headers.clear()
-        await ask(s, request(), extra=b"Authorization: Bearer secret\r\n")
-        await settled(s)
+        await asked(s, request(), extra=b"Authorization: Bearer secret\r\n")
         assert len(engine.headers) == 3
         assert all(b"bearer secret" in head.lower() for head in engine.headers)
 
@@ -615,8 +591,7 @@ async def test_what_was_confirmed_is_void_when_prompts_are_made_in_another_way()
     engine = Engine(theirs)
     async with behind(engine, pipeline=ours) as s:
         for turn in range(FIRST + 1):
-            await ask(s, with_a_date(turn))
-            await settled(s)
+            await asked(s, with_a_date(turn))
         assert engine.sent_ids[-1]
         before = ours.prepare(CHAT, with_a_date(9))
         ours.follow(version_quirks("0.32.0"), at_once=False)
@@ -639,8 +614,7 @@ async def test_ids_made_before_the_way_changed_are_neither_sent_nor_held_against
             return prompt
 
         ours.prepare_parsed = overtaken
-        await ask(s, request(turn=50))
-        await settled(s)
+        await asked(s, request(turn=50))
         assert not engine.sent_ids[-1] and s.metrics.ids_refused.total() == 0
 
 
@@ -652,8 +626,7 @@ async def test_kinds_that_never_come_again_are_not_asked_about_and_push_no_other
         trials = engine.trials
         for number in range(8):
             await ask(s, request(chat_template_kwargs={"user_name": f"user {number}"}))
-            await ask(s, request(turn=number))
-            await settled(s)
+            await asked(s, request(turn=number))
         assert engine.trials == trials and engine.sent_ids[FIRST:] == [False, IDS] * 8
 
 
@@ -662,8 +635,7 @@ async def test_a_kind_whose_check_is_not_answered_holds_no_other_back(pipeline):
     async with behind(engine) as s:
         engine.tries = 500
         for turn in range(2):
-            await ask(s, request(turn=turn, tools=TOOLS))
-            await settled(s)
+            await asked(s, request(turn=turn, tools=TOOLS))
         engine.tries = 200
         await confirmed(s)
         await ask(s, request())

@@ -1,7 +1,6 @@
 """Answers in goodput that tell less than they might: those in one piece, and streams without usage."""
 
 import asyncio
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -35,9 +34,7 @@ async def judged(slo, script=engine, path=b"/v1/chat/completions", **fields):
     """How often an answer counted as what, and whether anything was said of predictions."""
     async with queued(script, slo=slo, rules=Rules(("observe",))) as (s, _):
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 20} | fields
-        talk = await s.talk()
-        await talk.say(post(json.dumps(body).encode(), path))
-        await talk.response()
+        await s.ask(post(body, path))
         await eventually(s.idle)
         assert not s.metrics.predicted_answers.total() and not s.metrics.predicted_ttft_seconds.total()
         assert {one["ttft_seconds"] for one in _admission(s.metrics, {})} == {None}
@@ -88,8 +85,7 @@ async def test_who_leaves_without_a_first_token_after_the_time_for_it_has_missed
 
     async with queued(script, slo=slo, rules=Rules(("observe",))) as (s, _):
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 20, "stream": stream}
-        talk = await s.talk()
-        await talk.say(post(json.dumps(body).encode()))
+        talk = await s.say(post(body))
         await sent.wait()
         if begins:
             await talk.until(b"\r\n\r\n")
@@ -123,8 +119,7 @@ async def streamed(slo, script):
     async with queued(script, slo=slo, rules=Rules(("observe",))) as (s, queue):
         learned = []
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 20, "stream": True}
-        talk = await s.talk()
-        await talk.say(post(json.dumps(body).encode()))
+        talk = await s.say(post(body))
         await eventually(lambda: queue._fleets)
         for fleet in queue._fleets.values():
             fleet.fit.tpot_margin = SimpleNamespace(learn=lambda *given: learned.append(given), factor=1.0)
@@ -162,9 +157,7 @@ async def test_events_that_come_in_one_read_are_counted_each():
 
     async with queued(script, slo=Slo(20.0, 2.0), rules=Rules(("observe",))) as (s, _):
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
-        talk = await s.talk()
-        await talk.say(post(json.dumps(body).encode()))
-        await talk.response()
+        await s.ask(post(body))
         await eventually(s.idle)
         assert s.metrics.answer_tokens.total(kind="output") == 24
         seconds = s.metrics.answer_tpot_seconds.mean(("free", "m")) * 23

@@ -6,8 +6,7 @@ import pytest
 
 from gateway.proxy.exactness.drift import WINDOW
 
-from ..http.talk import read_request
-from .replies import post
+from .replies import answers, post
 from .stack import stack
 
 USAGE = json.dumps(
@@ -17,15 +16,6 @@ USAGE = json.dumps(
         "usage": {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 900}},
     }
 ).encode()
-
-
-async def reports(reader, writer):
-    """An engine that finds most of every prompt cached."""
-    while True:
-        await read_request(reader)
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(USAGE), USAGE)
-        )
 
 
 class Events:
@@ -42,18 +32,13 @@ class Events:
 
 @pytest.mark.parametrize("events", [Events(), None], ids=["events", "none"])
 async def test_only_a_map_of_guesses_is_mended_by_guesses(events):
-    async with stack(reports) as s:
+    async with stack(answers(USAGE)) as s:
         (backend,) = s.proxy.backends.values()
         backend.intake = events
         talk = await s.talk()
         for number in range(2 * WINDOW):
-            await talk.say(
-                post(
-                    json.dumps(
-                        {"model": "m", "messages": [{"role": "user", "content": f"{number} word" * 100}]}
-                    ).encode()
-                )
-            )
-            assert (await talk.response())[0] == 200
+            assert (
+                await talk.ask(post({"model": "m", "messages": [{"role": "user", "content": f"{number} word" * 100}]}))
+            )[0] == 200
         assert s.metrics.prompts.total(mode="text") == 2 * WINDOW
         assert (s.metrics.heals.total() > 0) == (events is None) and (events is None or events.resyncs == 0)

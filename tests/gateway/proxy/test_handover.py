@@ -36,8 +36,7 @@ async def engine(tmp_path, keys=True, salt=None):
             talk = await s.talk()
             lines = b"".join(b"%b: %b\r\n" % line for line in (*extra, (b"authorization", b"Bearer sk-a")))
             whole = post(body if isinstance(body, bytes) else json.dumps(body).encode(), path.encode(), lines)
-            await talk.say(whole.replace(b"application/json", content_type))
-            status, _, answer = await talk.response()
+            status, _, answer = await talk.ask(whole.replace(b"application/json", content_type))
             return status, answer
 
         yield s, seen, ask

@@ -69,8 +69,7 @@ async def test_they_reach_a_client_as_they_come_and_are_no_first_token(path, fra
     async with stack(script, slo_figures=True) as s:
         (backend,) = s.proxy.backends.values()
         s.proxy.changed()
-        talk = await s.talk()
-        await talk.say(post(body_for(path), path))
+        talk = await s.say(post(body_for(path), path))
         for number, ping in enumerate(keep_alives):
             go_on.release()
             if not number:
@@ -82,12 +81,10 @@ async def test_they_reach_a_client_as_they_come_and_are_no_first_token(path, fra
             go_on.release()
         assert answer in await talk.until(answer)
         await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
-        assert (
-            s.faults == [] and s.metrics.ttft_seconds.count(()) == s.metrics.replica_ttft_seconds.count(backend.id) == 1
-        )
+        assert s.faults == []
+        assert s.metrics.ttft_seconds.count(()) == s.metrics.replica_ttft_seconds.count(backend.id) == 1
         for figure in (s.metrics.answer_ttft_seconds, s.metrics.answer_e2e_seconds):
             assert [figure.count(key) for key in figure.series] == [1]
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("other", [
@@ -101,19 +98,13 @@ async def test_a_failure_behind_them_is_told_in_the_stream(path, dies, other):
     """And the client's connection is good for its next request."""
     has_ping = asyncio.Event()
 
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + chunk(PINGS[0]))
-        await has_ping.wait()
-        if not dies:
-            writer.write(chunk(DIED) + b"0\r\n\r\n")
-
+    end = None if dies else chunk(DIED) + b"0\r\n\r\n"
+    script = streams(chunk(PINGS[0]), end=end, pause=has_ping.wait)
     async with stack(script, *([] if other is None else [other])) as s:
         for backend in [*s.proxy.backends.values()][1:]:
             backend.replica.state = State.DEGRADED  # so that it is the second one
         s.proxy.changed()
-        talk = await s.talk()
-        await talk.say(post(body_for(path), path))
+        talk = await s.say(post(body_for(path), path))
         assert b"200 OK" in await until(s, talk, b"\r\n\r\n")
         assert PINGS[0] in await talk.until(PINGS[0])
         has_ping.set()
@@ -121,35 +112,26 @@ async def test_a_failure_behind_them_is_told_in_the_stream(path, dies, other):
         assert b'"error"' in body and b"HTTP/1.1" not in body and DONE not in body
         await eventually(s.idle)
         assert s.metrics.requests.total() == 1 and not s.metrics.requests.total(status="2xx")
-        await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (await talk.response())[0] == 200
+        assert (await talk.ask(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 200
 
 
 async def test_another_replica_answers_behind_them():
     has_ping = asyncio.Event()
 
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + chunk(PINGS[0]))
-        await has_ping.wait()
-
+    script = streams(chunk(PINGS[0]), end=None, pause=has_ping.wait)
     async with stack(script, streams(chunk(PINGS[1]), chunk(ROLE), chunk(TOKEN))) as s:
-        [*s.proxy.backends.values()][1].replica.state = State.DEGRADED
-        s.proxy.changed()
-        talk = await s.talk()
-        await talk.say(post(body_for(b"/v1/chat/completions")))
+        s.becomes([*s.proxy.backends.values()][1].replica, State.DEGRADED)
+        talk = await s.say(post(body_for(b"/v1/chat/completions")))
         await until(s, talk, PINGS[0])
         has_ping.set()
         rest = await talk.until(b"\r\n0\r\n\r\n")
         assert rest == b"\r\n" + b"".join(map(chunk, (PINGS[1], ROLE, TOKEN, DONE))) + b"0\r\n\r\n"
         await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
-        await eventually(s.idle)
 
 
 async def test_a_client_that_waits_too_long_for_an_answer_is_told_in_the_stream():
     async with stack(says(SSE_HEAD + chunk(PINGS[0])), request_timeout=60.0) as s:
-        talk = await s.talk()
-        await talk.say(post(body_for(b"/v1/chat/completions")))
+        talk = await s.say(post(body_for(b"/v1/chat/completions")))
         await until(s, talk, PINGS[0])
         (exchange,) = s.proxy.exchanges
         exchange.begun -= 59
@@ -157,18 +139,15 @@ async def test_a_client_that_waits_too_long_for_an_answer_is_told_in_the_stream(
         assert exchange.unanswered, "it said that it is alive"
         s.proxy.sweep(exchange.attempt.seen_at + 61)
         assert b"within 60 s" in await talk.until(b"\r\n0\r\n\r\n")
-        await eventually(s.idle)
 
 
 async def test_a_client_that_has_only_comments_when_the_gateway_stops_is_told_in_the_stream():
     async with stack(says(SSE_HEAD + chunk(PINGS[0]))) as s:
-        talk = await s.talk()
-        await talk.say(post(body_for(b"/v1/chat/completions")))
+        talk = await s.say(post(body_for(b"/v1/chat/completions")))
         await until(s, talk, PINGS[0])
         s.proxy.drain()
         assert s.proxy.refuse_unanswered() == 1
         assert b'"code":"shutting_down"' in await talk.until(b"\r\n0\r\n\r\n")
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("path", [b"/v1/messages", b"/v1/responses", b"/v1/chat/completions"])
@@ -181,10 +160,8 @@ async def test_behind_an_announcement_they_come_soon_and_the_first_token_is_seen
     async with stack(script, slo_figures=True, request_timeout=600.0, idle_timeout=600.0) as s:
         s.proxy.changed()
         (backend,) = s.proxy.backends.values()
-        talk = await s.talk()
-        await talk.say(post(body_for(path), path))
-        await eventually(lambda: any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges))
-        (exchange,) = s.proxy.exchanges
+        talk = await s.say(post(body_for(path), path))
+        exchange = await s.exchange(lambda attempt: attempt.withheld)
         attempt = exchange.attempt
         s.proxy.sweep(attempt.sent_at + 4)
         assert exchange.unanswered
@@ -201,16 +178,13 @@ async def test_behind_an_announcement_they_come_soon_and_the_first_token_is_seen
         await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
         assert backend.candidate.costs.count == 0, "when it came is known to a quarter of a second"
         assert [s.metrics.answer_e2e_seconds.count(key) for key in s.metrics.answer_e2e_seconds.series] == [1]
-        await eventually(s.idle)
 
 
 async def test_a_stream_that_announced_itself_at_length_is_in_the_figures_though_no_sweep_saw_it():
     created = EVENTS[b"/v1/responses"][0].replace(b'"id"', b'"instructions":"%b","id"' % (b"x" * 2**18))
     _, token, last = EVENTS[b"/v1/responses"]
     async with stack(streams(*map(chunk, (created, *[token] * 9, last)), end=b"0\r\n\r\n")) as s:
-        talk = await s.talk()
-        await talk.say(post(body_for(b"/v1/responses"), b"/v1/responses"))
-        assert (await talk.response())[0] == 200
+        assert (await s.ask(post(body_for(b"/v1/responses"), b"/v1/responses")))[0] == 200
         await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
         assert s.metrics.ttft_seconds.count(()) == 1
         assert not s.metrics.replica_decode_tokens.values, "how long each took is not known"
@@ -258,21 +232,6 @@ def test_each_of_many_small_chunks_is_looked_at_once(monkeypatch, part, rest):
     assert sum(looked) <= len(data)
 
 
-async def test_what_is_known_to_begin_with_no_whole_comment_is_not_looked_at_again(monkeypatch):
-    """An announcement may be 256 kB long, and each sweep comes by."""
-    script = streams(chunk(ROLE) + chunk(PINGS[0]) * 100, end=b"")
-    async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post(body_for(b"/v1/chat/completions")))
-        await eventually(lambda: any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges))
-        (exchange,) = s.proxy.exchanges
-        looked = []
-        monkeypatch.setattr(looked_at, "CHUNK", Counted(looked_at.CHUNK, looked))
-        for _ in range(10):
-            s.proxy.sweep(exchange.attempt.sent_at + 2)
-        assert exchange.unanswered and len(looked) <= 102
-
-
 async def test_behind_another_status_than_200_they_are_held_back_with_the_error():
     """Which is told whole, in the client's own format."""
     go_on = asyncio.Event()
@@ -284,16 +243,13 @@ async def test_behind_another_status_than_200_they_are_held_back_with_the_error(
         writer.write(chunk(DIED) + b"0\r\n\r\n")
 
     async with stack(script, request_timeout=60.0) as s:
-        talk = await s.talk()
-        await talk.say(post(body_for(b"/v1/messages"), b"/v1/messages"))
-        await eventually(lambda: any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges))
-        (exchange,) = s.proxy.exchanges
+        talk = await s.say(post(body_for(b"/v1/messages"), b"/v1/messages"))
+        exchange = await s.exchange(lambda attempt: attempt.withheld)
         for seconds in (2, 6):
             s.proxy.sweep(exchange.attempt.sent_at + seconds)
             assert exchange.opened is None and exchange.unanswered
         go_on.set()
         assert (await talk.response())[0] == 500
-        await eventually(s.idle)
 
 
 async def test_a_comment_cut_in_two_does_not_make_an_answer_of_it():
@@ -306,10 +262,8 @@ async def test_a_comment_cut_in_two_does_not_make_an_answer_of_it():
         await dies.wait()
 
     async with stack(script, streams(chunk(ROLE), chunk(TOKEN)), request_timeout=60.0) as s:
-        [*s.proxy.backends.values()][1].replica.state = State.DEGRADED
-        s.proxy.changed()
-        talk = await s.talk()
-        await talk.say(post(body_for(b"/v1/chat/completions")))
+        s.becomes([*s.proxy.backends.values()][1].replica, State.DEGRADED)
+        talk = await s.say(post(body_for(b"/v1/chat/completions")))
         await until(s, talk, chunk(PINGS[0]))
         (exchange,) = s.proxy.exchanges
         await eventually(lambda: exchange.attempt.withheld)
@@ -318,7 +272,6 @@ async def test_a_comment_cut_in_two_does_not_make_an_answer_of_it():
         dies.set()
         rest = await talk.until(b"0\r\n\r\n")
         assert rest == b"".join(map(chunk, (ROLE, TOKEN, DONE))) + b"0\r\n\r\n"
-        await eventually(s.idle)
 
 
 ANNOUNCED = {
@@ -358,8 +311,7 @@ async def test_an_announcement_in_tiny_chunks_is_looked_at_as_often_as_it_is_lon
     monkeypatch.setattr(looked_at, "error_status", error_status)
     monkeypatch.setattr(deadlines, "KEEP_ALIVE_SECONDS", 600.0)  # on a busy machine all of this takes longer than 5 s
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post(body_for(path), path))
+        talk = await s.say(post(body_for(path), path))
         for so_far in range(1, len(pieces) + 1):
             await eventually(
                 lambda so_far=so_far: any(
@@ -374,7 +326,6 @@ async def test_an_announcement_in_tiny_chunks_is_looked_at_as_often_as_it_is_lon
         assert told.endswith(sent + chunk(token))
         assert sum(read_in_chunks) <= 2 * len(sent) and sum(read_for_errors) <= 3 * len(sent)
         await talk.close()
-        await eventually(s.idle)
 
 
 async def test_a_whole_answer_in_tiny_reads_is_not_looked_at_for_each(monkeypatch):
@@ -402,8 +353,7 @@ async def test_a_whole_answer_in_tiny_reads_is_not_looked_at_for_each(monkeypatc
         writer.write(end)
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post(json.dumps({**json.loads(body_for(b"/v1/chat/completions")), "stream": False}).encode()))
+        talk = await s.say(post({**json.loads(body_for(b"/v1/chat/completions")), "stream": False}))
         for so_far in range(201):
             await eventually(
                 lambda so_far=so_far: any(
@@ -422,19 +372,13 @@ async def test_an_error_behind_comments_that_were_passed_on_is_found(path):
     """Even in one read with the first token."""
     go_on = asyncio.Event()
 
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + chunk(PINGS[0]))
-        await go_on.wait()
-        writer.write(chunk(EVENT) + chunk(DIED) + b"0\r\n\r\n")
-
+    end = chunk(EVENT) + chunk(DIED) + b"0\r\n\r\n"
+    script = streams(chunk(PINGS[0]), end=end, pause=go_on.wait)
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post(body_for(path), path))
+        talk = await s.say(post(body_for(path), path))
         await until(s, talk, chunk(PINGS[0]))
         (exchange,) = s.proxy.exchanges
         attempt = exchange.attempt
         go_on.set()
         await talk.until(b"0\r\n\r\n")
         assert attempt.fault == 500
-        await eventually(s.idle)

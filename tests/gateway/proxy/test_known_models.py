@@ -27,11 +27,11 @@ async def test_a_model_whose_only_replica_is_away_is_not_unknown():
         s.proxy.changed()
         talk = await s.talk()
         for model, status in (("away", 503), ("none", 404)):
-            await talk.say(post(BODY.replace(b'"m"', b'"%b"' % model.encode())))
-            assert (await talk.response())[0] == status
+            assert (await talk.ask(post(BODY.replace(b'"m"', b'"%b"' % model.encode()))))[0] == status
         s.proxy.remove(away.id)
-        await talk.say(post(BODY.replace(b'"m"', b'"away"')))
-        assert (await talk.response())[0] == 404 and s.proxy.eligible.names == other.replica.models
+        assert (await talk.ask(post(BODY.replace(b'"m"', b'"away"'))))[
+            0
+        ] == 404 and s.proxy.eligible.names == other.replica.models
 
 
 async def test_a_misspelt_model_is_unknown_though_all_replicas_are_away():
@@ -42,8 +42,7 @@ async def test_a_misspelt_model_is_unknown_though_all_replicas_are_away():
         s.proxy.changed()
         talk = await s.talk()
         for model, status in (("m", 503), ("none", 404)):
-            await talk.say(post(BODY.replace(b'"m"', b'"%b"' % model.encode())))
-            assert (await talk.response())[0] == status
+            assert (await talk.ask(post(BODY.replace(b'"m"', b'"%b"' % model.encode()))))[0] == status
 
 
 async def test_a_model_that_only_a_degraded_replica_serves_is_listed_with_its_adapters():
@@ -52,16 +51,13 @@ async def test_a_model_that_only_a_degraded_replica_serves_is_listed_with_its_ad
         ready, degraded = (one.replica for one in s.proxy.backends.values())
         ready.models = {"m": None, "both": None}
         degraded.models = {"other": None, "red": "other", "both": "other"}
-        degraded.state = State.DEGRADED
-        s.proxy.changed()
+        s.becomes(degraded, State.DEGRADED)
         talk = await s.talk()
-        await talk.say(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
-        _, _, told = await talk.response()
+        _, _, told = await talk.ask(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         listed = {one["id"]: one["parent"] for one in json.loads(told)["data"]}
         assert listed == {"m": None, "both": None, "other": None, "red": "other"}
         assert s.proxy.eligible.adapters == {"red"}
-        await talk.say(post(BODY.replace(b'"m"', b'"red"')))
-        status, headers, _ = await talk.response()
+        status, headers, _ = await talk.ask(post(BODY.replace(b'"m"', b'"red"')))
         assert (status, headers["x-hitherto-replica"]) == (200, degraded.id)
 
 
@@ -82,8 +78,9 @@ async def test_a_model_whose_pod_went_is_waited_for_for_a_while(monkeypatch):
         )
         talk = await s.talk()
         for model, status in ((b"red", 503), (b"away", 503), (b"removed", 404)):
-            await talk.say(post(b'{"model":"%b","query":"x","documents":["y"]}' % model, b"/v1/rerank"))
-            assert (await talk.response())[0] == status, model
+            assert (await talk.ask(post(b'{"model":"%b","query":"x","documents":["y"]}' % model, b"/v1/rerank")))[
+                0
+            ] == status, model
         monkeypatch.setattr(known_models, "EXPECTED_SECONDS", 0.0)
         assert {status for status, *_ in await refusals(s, b"away")} == {404}
 
@@ -109,15 +106,12 @@ async def test_a_model_is_gone_from_when_its_last_pod_goes_until_a_replica_serve
         eligible.known.expect_back([first])
         s.proxy.remove(first.id)
         assert not eligible.known.gone(), "another replica serves it"
-        last.state = State.FAILED
-        s.proxy.changed()
+        s.becomes(last, State.FAILED)
         assert not eligible.known.gone(), "another replica has served it since"
-        last.state = State.READY
-        s.proxy.changed()
+        s.becomes(last, State.READY)
         eligible.known.expect_back([last])
         assert not eligible.known.gone(), "it still takes requests"
-        last.state = State.DRAINING
-        s.proxy.changed()
+        s.becomes(last, State.DRAINING)
         assert eligible.known.gone() == ["away"], "new requests are refused from now on"
         s.proxy.remove(last.id)
         handed_on = eligible.known.handed_on()
@@ -136,8 +130,7 @@ async def test_a_model_is_gone_with_its_last_pod_though_a_replica_that_serves_no
         known, (_, pod, static) = s.proxy.eligible.known, (one.replica for one in s.proxy.backends.values())
         pod.models = static.models = {"away": None}
         s.proxy.changed()
-        static.state = state
-        s.proxy.changed()
+        s.becomes(static, state)
         assert not known.gone(), "the pod serves it"
         known.expect_back([pod])
         s.proxy.remove(pod.id)
@@ -221,8 +214,9 @@ async def refusals(s, model: bytes) -> set[tuple[int, str, str | None]]:
         (b"/v1/embeddings", text),
         (b"/v1/models/" + model, None),
     ):
-        await talk.say(post(body % model, path) if body else b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
-        status, headers, told = await talk.response()
+        status, headers, told = await talk.ask(
+            post(body % model, path) if body else b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path
+        )
         found.add((status, json.loads(told)["error"]["message"], headers.get("retry-after")))
     return found
 
@@ -269,8 +263,7 @@ async def test_what_is_only_passed_on_reaches_no_engine_while_another_may_serve_
         talk = await s.talk()
 
         async def rerank() -> int:
-            await talk.say(post(b'{"model":"late","query":"x","documents":["y"]}', b"/v1/rerank"))
-            return (await talk.response())[0]
+            return (await talk.ask(post(b'{"model":"late","query":"x","documents":["y"]}', b"/v1/rerank")))[0]
 
         assert await rerank() == 404, "as of a prompt that is read"
         replicas["late"] = away(9)
@@ -321,9 +314,7 @@ async def test_a_model_is_told_of_its_own_replicas_alone():
         own.replica.state, own.replica.reason = State.FAILED, "exit code 1"
         replicas |= {one.id: one.replica for one in (own, other)}
         s.proxy.changed()
-        talk = await s.talk()
-        await talk.say(post(json.dumps({"model": "m", "messages": []}).encode()))
-        status, _, body = await talk.response()
+        status, _, body = await s.ask(post({"model": "m", "messages": []}))
         message = json.loads(body)["error"]["message"]
         assert status == 503 and message == f"no replica of 'm' is ready ({own.id} is failed: exit code 1)"
         assert other.id not in message

@@ -58,15 +58,11 @@ async def test_a_million_tokens_go_through():
     pipeline, seen = Pipeline(sim_model_dir(), "m", 16), []
     body = chat(WORDS * 72_000)
     async with stack(answers(seen=seen), pipeline=pipeline, cached_tokens_header=True) as s:
-        talk = await s.talk()
-        await talk.say(post(body))
-        status, headers, _ = await talk.response(30)
+        status, headers, _ = await s.ask(post(body), 30)
         assert status == 200
         assert [received for _, received in seen] == [body]
         assert s.metrics.prompt_tokens.total() > 1_000_000 and s.metrics.prompts.values == {("exact",): 1}
-        again = await s.talk()
-        await again.say(post(body))
-        status, headers, _ = await again.response(30)
+        status, headers, _ = await s.ask(post(body), 30)
         assert status == 200 and int(headers["x-hitherto-cached-tokens"]) == 16_000  # its replica has 1,000 blocks
 
 
@@ -76,16 +72,12 @@ async def test_others_are_answered_while_huge_prompts_are_prepared(gated):
         for talk in huge:
             await talk.say(post(HUGE))
         await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.proxy.exchanges) == len(huge))
-        small = await s.talk()
-        for _ in range(3):
-            await small.say(post(LONG))
-            assert (await small.response())[0] == 200
+        await s.answered(3, post(LONG))
         await asyncio.wait_for(asyncio.to_thread(int), 5)  # nor do other things wait that are done in threads
         assert len(s.proxy.exchanges) == len(huge)
         gated.gate.set()
         for talk in huge:
             assert (await talk.response())[0] == 200
-        await eventually(s.idle)
 
 
 async def test_what_takes_less_is_prepared_first_even_if_it_came_last(gated, monkeypatch):
@@ -97,8 +89,7 @@ async def test_what_takes_less_is_prepared_first_even_if_it_came_last(gated, mon
         for talk in longer:
             await talk.say(post(chat("x" * 380_000)))
         await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.proxy.exchanges) == len(longer))
-        honest = await s.talk()
-        await honest.say(post(HUGE))
+        honest = await s.say(post(HUGE))
         await eventually(lambda: len(s.proxy.exchanges) == len(longer) + 1)
         gated.gate.set()
         for talk in (honest, *longer):
@@ -122,10 +113,7 @@ async def test_a_short_body_that_takes_long_is_prepared_in_a_thread():
     pipeline.tokenizer.encode_many = lambda texts: [encode(texts), threads.append(threading.current_thread())][0]
     body = chat("x" * (OFFLOAD_BYTES - 2000))
     async with stack(answers(), pipeline=pipeline) as s:
-        talk = await s.talk()
-        for _ in range(2):
-            await talk.say(post(body))
-            assert (await talk.response())[0] == 200
+        await s.answered(2, post(body))
         assert len(threads) == 1 and threads[0] is not threading.current_thread()
         # The second time it is known
         await eventually(s.idle)
@@ -197,7 +185,6 @@ async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated)
         gate.set()
         for talk in larger:
             assert (await talk.response(30))[0] == 200
-        await eventually(s.idle)
 
 
 async def test_what_a_client_sent_that_left_is_not_kept_until_its_turn(gated):
@@ -278,8 +265,7 @@ async def test_ids_are_not_kept_while_an_answer_is_waited_for():
         await answers()(reader, writer)
 
     async with stack(waits, pipeline=Pipeline(sim_model_dir(), "m", 16), tokenize_once=False) as s:
-        talk = await s.talk()
-        await talk.say(post(chat(WORDS * 5000)))
+        talk = await s.say(post(chat(WORDS * 5000)))
         await eventually(lambda: any(x.unanswered for x in s.proxy.exchanges), 20)
         (exchange,) = s.proxy.exchanges
         assert exchange.prompt.tokens > 65_000 and len(exchange.prompt.hashes) == exchange.prompt.tokens // 16
@@ -293,8 +279,6 @@ async def test_a_body_of_many_ids_goes_through():
     ids = array("I", range(100_000)).tolist()
     body, seen = orjson.dumps({"model": "m", "prompt": ids}), []
     async with stack(answers(seen=seen), pipeline=Pipeline(sim_model_dir(), "m", 16)) as s:
-        talk = await s.talk()
-        await talk.say(post(body, b"/v1/completions"))
-        assert (await talk.response(20))[0] == 200
+        assert (await s.ask(post(body, b"/v1/completions"), 20))[0] == 200
         assert [received for _, received in seen] == [body]
         assert s.metrics.prompt_tokens.total() == 100_000

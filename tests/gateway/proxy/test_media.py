@@ -1,7 +1,5 @@
 """Prompts with images through a whole proxy: where they go, and what is counted."""
 
-import json
-
 import pytest
 
 from gateway.prompt.pipeline import Pipeline
@@ -16,7 +14,7 @@ URLS = [data_url(png(shade=shade)) for shade in range(6)]
 
 
 def asks(*messages):
-    return post(json.dumps({"model": "m", "messages": messages}).encode())
+    return post({"model": "m", "messages": messages})
 
 
 def urls(seen):
@@ -33,8 +31,7 @@ async def test_a_conversation_goes_on_where_its_image_was_seen(observed):
         talk = await s.talk()
         for more in ((), (assistant("A house."), user(text("Are you sure?")))):
             for url in URLS if not more else reversed(URLS):
-                await talk.say(asks(user(image(url), text("What is on this picture? " * 20)), *more))
-                assert (await talk.response())[0] == 200
+                assert (await talk.ask(asks(user(image(url), text("What is on this picture? " * 20)), *more)))[0] == 200
             s.proxy.router.policy = make("overlap_cost")  # the first turns went to one after the other
         assert list(map(len, seen)) == [6, 6]
         for one in seen:
@@ -47,9 +44,7 @@ async def test_a_conversation_goes_on_where_its_image_was_seen(observed):
 
 async def test_media_for_a_model_of_text_alone_are_counted_as_well(caplog):
     async with stack(answers(), pipeline=Pipeline(sim_model_dir(), "m", 16)) as s:
-        talk = await s.talk()
-        await talk.say(asks(user(image("https://example.com/a.png"))))
-        assert (await talk.response())[0] == 200
+        assert (await s.ask(asks(user(image("https://example.com/a.png")))))[0] == 200
         assert s.metrics.media_prompts.values == {("load",): 1}
         assert s.metrics.prompt_failures.total() == 1
         assert "a prompt is not known exactly at /v1/chat/completions: media in the prompt" in caplog.text
@@ -58,9 +53,7 @@ async def test_media_for_a_model_of_text_alone_are_counted_as_well(caplog):
 
 async def test_a_prompt_that_the_engine_refuses_is_not_counted_against_what_is_known_of_prompts():
     async with stack(answers(b"{}", b"400 Bad Request"), pipeline=Pipeline(sim_model_dir(), "m", 16)) as s:
-        talk = await s.talk()
-        await talk.say(asks(user(image("https://example.com/a.png"))))
-        assert (await talk.response())[0] == 400
+        assert (await s.ask(asks(user(image("https://example.com/a.png")))))[0] == 400
         assert s.metrics.prompts.values == {}
 
 

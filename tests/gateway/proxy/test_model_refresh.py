@@ -79,9 +79,7 @@ async def test_a_request_for_an_adapter_waits_until_engines_were_asked_and_goes_
 
     async with stack(answers(), answers(seen=seen), ask_models=loaded) as s:
         backends = list(s.proxy.backends.values())
-        talk = await s.talk()
-        await talk.say(post(ADAPTER))
-        status, headers, _ = await talk.response()
+        status, headers, _ = await s.ask(post(ADAPTER))
         assert (status, headers["x-hitherto-replica"], len(seen)) == (200, backends[1].id, 1)
         await eventually(s.idle)
         hashes = s.proxy.models.pipelines[0].prepare("/v1/chat/completions", ADAPTER, adapters={"sql"}).hashes
@@ -96,11 +94,8 @@ async def test_what_nobody_has_after_the_question_is_404():
         asked.append(True)
 
     async with stack(answers(), ask_models=ask) as s:
-        talk = await s.talk()
-        await talk.say(post(ADAPTER))
-        status, _, body = await talk.response()
+        status, _, body = await s.ask(post(ADAPTER))
         assert (status, json.loads(body)["error"]["code"], asked) == (404, "model_not_found", [True])
-        await eventually(s.idle)
 
 
 async def test_nobody_is_asked_for_a_model_that_is_served():
@@ -108,16 +103,13 @@ async def test_nobody_is_asked_for_a_model_that_is_served():
         raise AssertionError
 
     async with stack(answers(), ask_models=ask) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 200
+        assert (await s.ask(post()))[0] == 200
 
 
 async def test_a_client_that_leaves_while_engines_are_asked_leaves_nothing():
     engines = Engines()
     async with stack(answers(), ask_models=engines.ask) as s:
-        talk = await s.talk()
-        await talk.say(post(ADAPTER))
+        talk = await s.say(post(ADAPTER))
         await eventually(lambda: engines.heard)
         await talk.close()
         await eventually(s.idle)

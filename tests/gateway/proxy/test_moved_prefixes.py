@@ -36,8 +36,7 @@ async def test_a_request_that_waits_goes_to_who_has_its_prefix_when_it_leaves(th
         backends = [*s.proxy.backends.values()]
         busy = [router.place(Demand(4000), router.targets([one.candidate]), 0.0) for one in backends]
         hold(s, 0)
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         await eventually(lambda: waiting(queue)["free"] == 1)
         hold(s, then)
         for placement in busy:
@@ -45,7 +44,6 @@ async def test_a_request_that_waits_goes_to_who_has_its_prefix_when_it_leaves(th
         status, headers, _ = await talk.response()
         assert (status, headers["x-hitherto-replica"]) == (200, backends[then].id)
         assert int(headers["x-hitherto-cached-tokens"]) == 16 * len(PROMPT.hashes) > 3000
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("holder", [1, 2])
@@ -60,9 +58,6 @@ async def test_of_two_engines_a_broken_stream_goes_on_at_the_one_that_holds_its_
     options = {"policy": "least_time", "pipeline": PIPELINE, "continue_streams": "exact"}
     async with stack(*scripts, **options) as s:
         hold(s, 0)
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2]) == ("abcdef", {"1"})
+        assert told((await s.ask(post(BODY)))[2]) == ("abcdef", {"1"})
         assert [len(one) for one in seen] == [1, holder == 1, holder == 2]
         assert s.metrics.continued_streams.total(way="ids") == 1
-        await eventually(s.idle)

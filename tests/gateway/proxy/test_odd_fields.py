@@ -45,8 +45,7 @@ async def test_a_field_of_another_type_or_size_is_passed_on_or_refused_in_words(
                 talker = await gateway.talk()
                 for value in VALUES:
                     said = json.dumps({"model": "m", **body, field: value}).encode()
-                    await talker.say(post(said, path.encode()))
-                    status, _, answer = await talker.response()
+                    status, _, answer = await talker.ask(post(said, path.encode()))
                     assert status in (200, 400), (path, field, value, status, answer)
                     assert status == 200 or json.loads(answer)["error"]["message"]
         assert gateway.idle()
@@ -57,5 +56,4 @@ async def test_a_prompt_alone_may_be_asked_for(pipeline):
     async with stack(answers(ANSWER), policy="least_time", pipeline=pipeline) as gateway:
         talker = await gateway.talk()
         said = {"model": "m", "prompt": SAYS.decode(), "max_tokens": 0, "echo": True, "logprobs": 1}
-        await talker.say(post(json.dumps(said).encode(), b"/v1/completions"))
-        assert (await talker.response())[0] == 200
+        assert (await talker.ask(post(said, b"/v1/completions")))[0] == 200

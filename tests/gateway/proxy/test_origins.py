@@ -30,9 +30,7 @@ def get(path: bytes, extra: bytes = ORIGIN) -> bytes:
 
 async def ask(s, raw: bytes, allowed: str = PAGE.decode()):
     s.server.clients.origins = datapath.origins(load({"allow_origin": allowed}, {}).settings)
-    talk = await s.talk()
-    await talk.say(raw)
-    return await talk.response()
+    return await s.ask(raw)
 
 
 @pytest.mark.parametrize("path", [b"/v1/models", b"/v1/models/org/a", b"/health", b"/v1/chat/completions", b"/v1/rerank", b"/none"])  # fmt: skip
@@ -51,9 +49,7 @@ async def test_a_browser_may_ask_at_every_path_and_without_a_key(tmp_path, path)
 async def test_without_the_setting_an_engine_says_what_browsers_ask_of_the_gateways_own_paths():
     async with stack(answers()) as s:
         for path in (b"/v1/models", b"/v1/models/m", b"/health", b"/v1/completions"):
-            talk = await s.talk()
-            await talk.say(preflight(path))
-            status, headers, _ = await talk.response()
+            status, headers, _ = await s.ask(preflight(path))
             assert (status, "x-hitherto-replica" in headers) == (200, True)
 
 
@@ -87,8 +83,7 @@ async def test_every_answer_names_the_page_and_shows_it_the_headers(tmp_path, al
 async def test_what_a_browser_asks_first_has_its_turn_among_pipelined_requests():
     async with stack(answers()) as s:
         s.server.clients.origins = datapath.origins(load({"allow_origin": "*"}, {}).settings)
-        talk = await s.talk()
-        await talk.say((post(extra=ORIGIN) + preflight(b"/v1/models") + get(b"/v1/models")) * 20)
+        talk = await s.say((post(extra=ORIGIN) + preflight(b"/v1/models") + get(b"/v1/models")) * 20)
         for _ in range(20):
             told = [await talk.response() for _ in range(3)]
             assert [status for status, *_ in told] == [200] * 3

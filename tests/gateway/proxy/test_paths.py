@@ -13,95 +13,25 @@ from .replies import BODY, answers, post
 from .stack import stack
 
 # The operator's verbs of vLLM 0.32 (in development mode, too) and of the simulated engine, and other spellings of them.
-OPERATORS = (
-    "/sleep",
-    "/wake_up",
-    "/is_sleeping",
-    "/pause",
-    "/resume",
-    "/is_paused",
-    "/abort_requests",
-    "/inference/v1/abort_requests",
-    "/reset_prefix_cache",
-    "/reset_mm_cache",
-    "/reset_encoder_cache",
-    "/collective_rpc",
-    "/server_info",
-    "/metrics",
-    "/load",
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-    "/start_profile",
-    "/stop_profile",
-    "/scale_elastic_ep",
-    "/is_scaling_elastic_ep",
-    "/update_weights",
-    "/init_weight_transfer_engine",
-    "/kv_event_sources",
-    "/openapi.json",
-    "/docs",
-    "/faults",
-    "/",
-    "//sleep",
-    "/sleep/",
-    "/%73leep",
-    "/v1/../sleep",
-    "/v1/chat/completions/../../../sleep",
-    "/v1/responses/..",
-    "/v1/responses/../cancel",
-    "/v1/responses/../../sleep",
-    "/v1/responses/%2e%2e/sleep",
-    "/v1/responses/x%2f..%2f..%2fsleep",
-    "/v1/responses/resp_1/cancel/x",
-    "/v1/models/../../sleep",
-    "/;/sleep",
-    "/v1/chat/completions;/../sleep",
-    "/SLEEP",
-    "http://engine/sleep",
-    "http://engine:8000//sleep",
-    "/sleep?/v1/chat/completions",
-    "/sleep#/v1/models",
-)
+OPERATORS = """
+    /sleep /wake_up /is_sleeping /pause /resume /is_paused /abort_requests /inference/v1/abort_requests
+    /reset_prefix_cache /reset_mm_cache /reset_encoder_cache /collective_rpc /server_info /metrics /load
+    /v1/load_lora_adapter /v1/unload_lora_adapter /start_profile /stop_profile /scale_elastic_ep
+    /is_scaling_elastic_ep /update_weights /init_weight_transfer_engine /kv_event_sources /openapi.json /docs
+    /faults / //sleep /sleep/ /%73leep /v1/../sleep /v1/chat/completions/../../../sleep /v1/responses/..
+    /v1/responses/../cancel /v1/responses/../../sleep /v1/responses/%2e%2e/sleep /v1/responses/x%2f..%2f..%2fsleep
+    /v1/responses/resp_1/cancel/x /v1/models/../../sleep /;/sleep /v1/chat/completions;/../sleep /SLEEP
+    http://engine/sleep http://engine:8000//sleep /sleep?/v1/chat/completions /sleep#/v1/models
+""".split()
 # What vLLM documents for clients.
-CLIENTS = (
-    "/v1/chat/completions/batch",
-    "/v1/chat/completions/render",
-    "/v1/chat/completions/derender",
-    "/v1/completions/render",
-    "/v1/completions/derender",
-    "/v1/messages/count_tokens",
-    "/v1/messages/render",
-    "/v1/responses/render",
-    "/v1/responses/resp_0a-b",
-    "/v1/responses/resp_0a-b/cancel",
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-    "/version",
-    "/tokenizer_info",
-    "/v2/embed",
-    "/cohere/v2/chat",
-    "/pooling",
-    "/classify",
-    "/score",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/generative_scoring",
-    "/v1/systemone",
-    "/inference/v1/generate",
-    "/ping",
-    "/invocations",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/tokenize",
-    "/detokenize",
-    "/version?x=/sleep",
-    "http://gateway:8080/v1/rerank",
-)
+CLIENTS = """
+    /v1/chat/completions/batch /v1/chat/completions/render /v1/chat/completions/derender /v1/completions/render
+    /v1/completions/derender /v1/messages/count_tokens /v1/messages/render /v1/responses/render
+    /v1/responses/resp_0a-b /v1/responses/resp_0a-b/cancel /v1/audio/transcriptions /v1/audio/translations /version
+    /tokenizer_info /v2/embed /cohere/v2/chat /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank
+    /generative_scoring /v1/systemone /inference/v1/generate /ping /invocations /v1/chat/completions /v1/completions
+    /v1/responses /v1/messages /v1/embeddings /tokenize /detokenize /version?x=/sleep http://gateway:8080/v1/rerank
+""".split()
 
 
 async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it_goes():
@@ -110,8 +40,7 @@ async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it
         talk = await s.talk()
         for path in OPERATORS:
             for method in (b"POST", b"GET", b"OPTIONS"):
-                await talk.say(post(b"{}", path=path.encode()).replace(b"POST", method, 1))
-                status, _, body = await talk.response()
+                status, _, body = await talk.ask(post(b"{}", path=path.encode()).replace(b"POST", method, 1))
                 assert status == 404, path
                 told = json.loads(body)["error"]
                 assert told["code"] == "path_not_allowed"
@@ -121,10 +50,10 @@ async def test_an_operators_verb_reaches_no_engine_and_the_refusal_says_where_it
                     assert "--allow-path" in told["message"] and "/replicas/ID/engine" in told["message"]
                 elif ".." in path:
                     assert "--allow-path" not in told["message"], "nobody should allow that"
-        await talk.say(post(b"{}", path=b"/v1/messages/batches"))
-        assert json.loads((await talk.response())[2])["error"]["type"] == "not_found_error", (
-            "Anthropic's format below /v1/messages"
-        )
+        assert (
+            json.loads((await talk.ask(post(b"{}", path=b"/v1/messages/batches")))[2])["error"]["type"]
+            == "not_found_error"
+        ), "Anthropic's format below /v1/messages"
         assert seen == [] and s.idle()
         assert s.metrics.requests.total(status="4xx") == 3 * len(OPERATORS) + 1
 
@@ -151,14 +80,14 @@ async def test_a_trailing_slash_leads_to_the_path_without_as_with_vllm(path, bar
     async with stack(answers(seen=seen), allow_paths=("/mine", "/theirs/*"), on_end=[note]) as s:
         talk = await s.talk()
         for method in (b"POST", b"GET"):
-            await talk.say(post(BODY, path.encode(), b"X-Request-Id: mine\r\n").replace(b"POST", method, 1))
-            status, headers, body = await talk.response()
+            status, headers, body = await talk.ask(
+                post(BODY, path.encode(), b"X-Request-Id: mine\r\n").replace(b"POST", method, 1)
+            )
             assert (status, headers["location"], body) == (307, bare, b"")
         assert not seen
         assert dict(s.metrics.requests.values) == {("other", "3xx"): 2} and ended == [(b"mine", 307)] * 2
         for unknown in (b"/none/", b"//other.example/", b"/"):
-            await talk.say(post(BODY, path=unknown))
-            assert (await talk.response())[0] == 404
+            assert (await talk.ask(post(BODY, path=unknown)))[0] == 404
         await talk.say(post(BODY, path=b"/theirs/a/"))  # of what stands behind the beginning, nothing is known here
         assert (await talk.response())[0] == 200 and len(seen) == 1
 
@@ -173,9 +102,7 @@ async def test_a_trailing_slash_leads_to_the_path_without_as_with_vllm(path, bar
 )
 async def test_a_slip_in_a_path_is_told_what_was_meant_and_not_to_be_opened(slip, meant):
     async with stack(answers()) as s:
-        talk = await s.talk()
-        await talk.say(post(b"{}", path=slip.encode()))
-        status, _, body = await talk.response()
+        status, _, body = await s.ask(post(b"{}", path=slip.encode()))
         said = json.loads(body)["error"]["message"]
         assert status == 404 and said.endswith(f"did you mean {meant}?") and "--allow-path" not in said
 
@@ -185,8 +112,7 @@ async def test_all_that_vllm_has_for_clients_reaches_the_engine():
     async with stack(answers(seen=seen)) as s:
         talk = await s.talk()
         for path in CLIENTS:
-            await talk.say(post(BODY, path=path.encode()))
-            assert (await talk.response())[0] == 200, path
+            assert (await talk.ask(post(BODY, path=path.encode())))[0] == 200, path
         assert len(seen) == len(CLIENTS)
 
 
@@ -210,8 +136,7 @@ async def test_further_paths_are_the_operators_to_allow():
             ("/generate/x", 404),
             ("/sleep", 404),
         ):
-            await talk.say(post(BODY, path=path.encode()))
-            assert (await talk.response())[0] == expected, path
+            assert (await talk.ask(post(BODY, path=path.encode())))[0] == expected, path
     assert len(seen) == 5
 
 
@@ -219,8 +144,7 @@ async def test_everything_can_be_allowed():
     async with stack(answers(), allow_paths=("/*",)) as s:
         talk = await s.talk()
         for path in (b"/sleep", b"/v1/load_lora_adapter", b"/"):
-            await talk.say(post(BODY, path=path))
-            assert (await talk.response())[0] == 200
+            assert (await talk.ask(post(BODY, path=path)))[0] == 200
 
 
 def test_allowed_paths_are_settings():

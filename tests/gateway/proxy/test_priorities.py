@@ -49,9 +49,7 @@ async def classed(engine, classes=CLASSES, takes_priority=True):
 
 
 async def send(s, path=CHAT, headers=b"", **more):
-    talker = await s.talk()
-    await talker.say(post(json.dumps({**ASKS[path], **more}).encode(), path.encode(), headers))
-    assert (await talker.response())[0] == 200
+    assert (await s.ask(post({**ASKS[path], **more}, path.encode(), headers)))[0] == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
@@ -86,9 +84,7 @@ async def test_nor_where_its_body_is_not_read(path, own, takes_priority):
     engine = Engine()
     async with classed(engine, takes_priority=takes_priority) as s:
         for headers, priority in ((b"", 90), (b"x-tier: premium\r\n", 0)):
-            talker = await s.talk()
-            await talker.say(post(own, path, headers))
-            await talker.response()
+            await s.ask(post(own, path, headers))
             assert engine.bodies[-1]["priority"] == priority
 
 
@@ -98,9 +94,7 @@ async def test_nor_where_its_body_is_not_read(path, own, takes_priority):
 async def test_a_body_that_only_speaks_of_priority_passes_as_it_is(body):
     seen = []
     async with classed(answers(seen=seen)) as s:
-        talker = await s.talk()
-        await talker.say(post(body, b"/pooling"))
-        await talker.response()
+        await s.ask(post(body, b"/pooling"))
         assert [given for _, given in seen] == [body]
 
 
@@ -112,26 +106,21 @@ async def test_a_body_in_which_no_priority_can_be_written_is_refused(path, encod
     async with classed(engine) as s:
         talker = await s.talk()
         body = json.dumps({"model": "m", "messages": [], "priority": -1000}).encode(encoding)
-        await talker.say(post(body, path.encode()))
-        status, _, answer = await talker.response()
+        status, _, answer = await talker.ask(post(body, path.encode()))
         assert (status, engine.bodies) == (400, []) and b"must be a JSON object in UTF-8" in answer
 
 
 async def test_without_classes_such_a_body_goes_to_the_engine_as_it_is():
     body, seen = json.dumps({"model": "m", "input": "x"}).encode("utf-16"), []
     async with stack(answers(seen=seen)) as s:
-        talker = await s.talk()
-        await talker.say(post(body, b"/score"))
-        assert (await talker.response())[0] == 200 and seen[0][1] == body
+        assert (await s.ask(post(body, b"/score")))[0] == 200 and seen[0][1] == body
 
 
 @pytest.mark.parametrize("path", [b"/v1/audio/transcriptions", b"/v1/audio/translations"])
 async def test_a_form_passes_whatever_it_begins_with(path):
     body, seen = b"\xff\xfe--form--", []
     async with classed(answers(seen=seen)) as s:
-        talker = await s.talk()
-        await talker.say(post(body, path))
-        assert (await talker.response())[0] == 200 and seen[0][1] == body
+        assert (await s.ask(post(body, path)))[0] == 200 and seen[0][1] == body
 
 
 LONG = 3 * LONGEST_READ
@@ -152,9 +141,7 @@ async def test_a_long_body_is_searched_and_not_read(own, monkeypatch):
     read = []
     monkeypatch.setattr("gateway.proxy.admission.priorities.decode", lambda body: read.append(len(body)))
     async with classed(engine) as s:
-        talker = await s.talk()
-        await talker.say(post(own, b"/score"))
-        await talker.response()
+        await s.ask(post(own, b"/score"))
         assert engine.bodies[-1]["priority"] == 90 and not read
 
 
@@ -163,9 +150,7 @@ async def test_a_long_body_of_a_client_that_says_no_priority_passes_as_it_is(tex
     seen = []
     body = b'{"input":"%b"}' % (text * (LONG // len(text)))
     async with classed(answers(seen=seen)) as s:
-        talker = await s.talk()
-        await talker.say(post(body, b"/score"))
-        await talker.response()
+        await s.ask(post(body, b"/score"))
         assert [given for _, given in seen] == [body]
 
 

@@ -48,9 +48,7 @@ async def peers(*scripts, tier="cpu", names=("h0:5710", "[::1]:5711", "h2:5712")
 
 
 async def asks(s, body=BODY, path=COMPLETIONS):
-    talk = await s.talk()
-    await talk.say(post(json.dumps(body).encode(), path=path.encode()))
-    return await talk.response()
+    return await s.ask(post(body, path=path.encode()))
 
 
 def told(seen):
@@ -102,8 +100,7 @@ async def test_where_nothing_can_be_pulled_the_prompt_counts_as_computed():
 
     async with peers(waits, waits) as s:
         holder, other = s.proxy.backends.values()
-        talk = await s.talk()
-        await talk.say(post(json.dumps(BODY | {"kv_transfer_params": None}).encode(), path=COMPLETIONS.encode()))
+        talk = await s.say(post(BODY | {"kv_transfer_params": None}, path=COMPLETIONS.encode()))
         await arrived.wait()
         computes = other.candidate.load.prefill_tokens, holder.candidate.load.prefill_tokens
         go_on.set()
@@ -182,8 +179,7 @@ async def test_a_holder_that_is_gone_is_nobodys_source():
     seen = []
     async with peers(answers(), answers(seen=seen), answers(seen=seen)) as s:
         holder, *_ = s.proxy.backends.values()
-        holder.replica.state = State.FAILED
-        s.proxy.changed()
+        s.becomes(holder.replica, State.FAILED)
         assert s.proxy.placing.pulls.any and (await asks(s))[0] == 200
         assert told(seen) == [None]
 
@@ -191,6 +187,4 @@ async def test_a_holder_that_is_gone_is_nobodys_source():
 async def test_without_peers_nothing_is_asked():
     async with stack(answers(ANSWER), answers(ANSWER)) as s:
         assert not s.proxy.placing.pulls.any
-        talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 200 and not s.metrics.peer_pulls.total()
+        assert (await s.ask(post()))[0] == 200 and not s.metrics.peer_pulls.total()

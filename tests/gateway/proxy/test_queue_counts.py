@@ -10,10 +10,10 @@ from gateway.errors import ApiError
 from gateway.proxy.placement.decisions import Decisions
 from policies import Rules, Slo
 
-from ..http.talk import eventually, read_request
-from .replies import EVENT, SSE_HEAD, chunk, reply
+from ..http.talk import eventually
+from .replies import EVENT, chunk, reply, says, streams
 from .stack import stack
-from .test_queue import ONE_BY_ONE, Engine, Undecided, be_too_late, overload, send, waiting
+from .test_queue import ONE_BY_ONE, Engine, Undecided, be_too_late, fills, overload, send, waiting, waits
 
 SOON = Slo(30.0)
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
@@ -33,20 +33,6 @@ async def counted(*engines, slo=SOON, rules=ONE_BY_ONE, **options):
         assert admission.total() - admission.total(decision="queued") == len(asked), "each is counted once"
 
 
-async def fills(s, engine, name="a"):
-    """A request that the replica is computing, so that others wait."""
-    talker = await send(s, name)
-    await eventually(lambda: engine.seen == [name])
-    return talker
-
-
-async def waits(s, queue, name, *headers):
-    before = sum(waiting(queue).values())
-    talker = await send(s, name, *headers)
-    await eventually(lambda: sum(waiting(queue).values()) == before + 1)
-    return talker
-
-
 def decided(s, *but):
     return {key[::2]: count for key, count in s.metrics.admission.values.items() if key[::2] not in but}
 
@@ -54,15 +40,17 @@ def decided(s, *but):
 SENT, WAITED = ("admitted", "room"), ("queued", "full")
 
 
-async def test_who_waits_when_the_last_replica_goes_is_refused_and_has_not_left():
+async def test_who_waits_when_the_last_replica_goes_is_told_once_it_may_wait_no_more_and_has_not_left():
     engine = Engine()
     async with counted(engine) as (s, queue):
         first = await fills(s, engine)
         others = [await waits(s, queue, name) for name in "bc"]
         s.proxy.remove(next(iter(s.proxy.backends)))
+        assert waiting(queue)["free"] == 2
         await be_too_late(queue)
         for one in others:
-            assert (await one.response())[0] == 503
+            status, headers, body = await one.response()
+            assert (status, headers["retry-after"]) == (503, "1") and b"no_replica_ready" in body
         engine.answer("a")
         await first.response()
         assert decided(s, SENT, WAITED) == {("refused", "no_replica"): 2}
@@ -82,9 +70,7 @@ async def test_a_decision_that_waits_when_the_last_replica_goes_is_refused_as_we
         assert decided(s, SENT, WAITED) == {("refused", "no_replica"): 1}
 
 
-async def drops(reader, writer):
-    await read_request(reader)
-    writer.transport.abort()
+drops = says(b"", then_hangs=False)
 
 
 @pytest.mark.parametrize("replicas, retries", [(1, 2), (2, 3), (2, 1)])
@@ -140,27 +126,18 @@ def in_a_stream(status):
     ],
 )
 async def test_a_stream_that_is_answered_with_an_error_is_judged_as_a_stream(answer, outcome):
-    async def engine(reader, writer):
-        await read_request(reader)
-        writer.write(answer)
-
-    async with counted(engine) as (s, _):
+    async with counted(says(answer, then_hangs=False)) as (s, _):
         assert (await (await send(s, "a")).response())[0] >= 400
         await eventually(s.idle)
         assert dict(s.metrics.slo_requests.by("outcome")) == outcome
 
 
 async def test_a_stream_that_is_cut_counts_as_failed():
-    async def engine(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + chunk(EVENT))
-        await writer.drain()
-        writer.transport.abort()
-
-    async with counted(engine) as (s, _):
+    async with counted(streams(chunk(EVENT), end=None)) as (s, _):
         assert (await (await send(s, "a")).response())[0] == 200
         await eventually(s.idle)
         assert s.metrics.slo_requests.values == {("free", "m", "failed"): 1}
+        assert not s.metrics.answer_e2e_seconds.series
 
 
 async def test_who_waits_until_the_time_of_any_request_is_over_has_not_left():

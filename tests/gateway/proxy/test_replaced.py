@@ -18,8 +18,7 @@ class Broken(asyncio.Transport):
 
 async def respond(s) -> tuple[int, bytes]:
     talk: Talker = await s.talk()
-    await talk.say(post())
-    status, _, body = await talk.response()
+    status, _, body = await talk.ask(post())
     return status, body
 
 
@@ -72,7 +71,6 @@ async def test_another_process_that_serves_gets_it_as_any_replica_would_and_nobo
         assert await respond(s) == (200, ANSWER)
         assert len(looked) == len(seen) == 1
         assert s.metrics.retries.values == {("replaced",): 1} and not s.faults
-        await eventually(s.idle)
 
 
 async def test_what_is_no_engine_any_more_gets_nothing():
@@ -102,8 +100,7 @@ async def test_what_was_replaced_while_its_connection_was_being_opened_gets_noth
     async with stack(answers()) as s:
         (backend,) = s.proxy.backends.values()
         opened, backend.pool.connect = [], lambda *given: opened.append(given)
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         await eventually(lambda: opened)
         backend.replica.incarnation = "2"
         type(backend.pool).connect(backend.pool, *opened[0])
@@ -125,8 +122,7 @@ async def test_a_replica_that_drains_gets_what_it_was_chosen_for():
     async with stack(answers()) as s:
         (backend,) = s.proxy.backends.values()
         opened, backend.pool.connect = [], lambda *given: opened.append(given)
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         await eventually(lambda: opened)
         backend.replica.state = State.DRAINING
         type(backend.pool).connect(backend.pool, *opened[0])
@@ -137,11 +133,9 @@ async def test_a_replica_that_began_to_leave_meanwhile_gets_nothing_new():
     async with stack(answers(), answers()) as s:
         leaving, _ = s.proxy.backends.values()
         opened, leaving.pool.connect = [], lambda *given: opened.append(given)
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         await eventually(lambda: opened)
-        leaving.replica.state = State.LEAVING
-        s.proxy.changed()
+        s.becomes(leaving.replica, State.LEAVING)
         type(leaving.pool).connect(leaving.pool, *opened[0])
         assert (await talk.response())[0] == 200
         assert not s.faults and s.metrics.retries.values == {("replaced",): 1}
@@ -149,8 +143,7 @@ async def test_a_replica_that_began_to_leave_meanwhile_gets_nothing_new():
 
 async def test_a_replica_that_is_drained_before_it_was_looked_at_is_not_blamed():
     def drains(replica):
-        replica.state = State.DRAINING
-        s.proxy.changed()
+        s.becomes(replica, State.DRAINING)
 
     async with stack(answers(), answers()) as s:
         doubted(s, drains)
@@ -192,4 +185,3 @@ async def test_a_bug_in_the_question_who_is_there_does_not_keep_the_request_wait
         first.prove, first.replica.proof = prove, Broken()
         assert await respond(s) == (200, ANSWER)
         assert s.faults == ["connect"] and "a bug" in caplog.text
-        await eventually(s.idle)

@@ -36,8 +36,7 @@ async def test_a_refusal_at_messages_has_anthropics_shape(body, framing):
     async with stack(refusal(body, framing)) as s:
         talk = await s.talk()
         for _ in range(2):  # on one connection: the length fits
-            await talk.say(post(path=b"/v1/messages"))
-            status, headers, told = await talk.response()
+            status, headers, told = await talk.ask(post(path=b"/v1/messages"))
             assert status == 400 and json.loads(told) == json.loads(ANTHROPIC)
             assert headers["x-engine"] == "1" and headers["x-hitherto-replica"] in s.proxy.backends
         assert not s.faults
@@ -53,6 +52,4 @@ async def test_a_refusal_at_messages_has_anthropics_shape(body, framing):
 )
 async def test_what_needs_no_other_spelling_or_cannot_be_read_passes(path, body):
     async with stack(refusal(body, "length")) as s:
-        talk = await s.talk()
-        await talk.say(post(path=path))
-        assert (await talk.response())[::2] == (400, body)
+        assert (await s.ask(post(path=path)))[::2] == (400, body)

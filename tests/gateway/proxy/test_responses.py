@@ -9,8 +9,8 @@ from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.responses import stored as responses
 from gateway.proxy.responses.stored import referred_to
 
-from ..http.talk import eventually, read_request
-from .replies import chunk, post
+from ..http.talk import read_request
+from .replies import SSE_HEAD, answers, chunk, post, reply
 from .stack import stack
 
 NOT_FOUND = b'{"error":{"message":"Response with id \'resp_1\' not found.","code":404}}'
@@ -38,16 +38,9 @@ class Engine:
             else:
                 status, answer = b"200 OK", b'{"id":"%b"}' % about
             if self.stream and method == b"POST":
-                writer.write(
-                    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-                    + chunk(CREATED)
-                    + b"0\r\n\r\n"
-                )
+                writer.write(SSE_HEAD + chunk(CREATED) + b"0\r\n\r\n")
             else:
-                writer.write(
-                    b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-                    % (status, len(answer), answer)
-                )
+                writer.write(reply(answer, status))
 
 
 def get(path=b"/v1/responses/resp_1"):
@@ -55,12 +48,11 @@ def get(path=b"/v1/responses/resp_1"):
 
 
 def create(**fields):
-    return post(json.dumps({"model": "m", "input": "hi", **fields}).encode(), path=b"/v1/responses")
+    return post({"model": "m", "input": "hi", **fields}, path=b"/v1/responses")
 
 
 async def ask(talk, request):
-    await talk.say(request)
-    status, headers, body = await talk.response()
+    status, headers, body = await talk.ask(request)
     return status, headers.get("x-hitherto-replica"), body
 
 
@@ -79,7 +71,6 @@ async def test_what_is_said_of_a_response_goes_to_its_maker(stream):
             status, replica, _ = await ask(talk, request)
             assert (status, replica) == (200, maker)
         assert sorted(len(one.seen) for one in engines) == [0, 0, 5]
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +88,6 @@ async def test_a_response_that_passed_elsewhere_is_found_and_noted(request_):
         assert (await ask(talk, get()))[:2] == (200, replica)
         assert sum(len(one.seen) for one in engines) == asked + 1
         assert s.faults == []  # not to have one is no illness
-        await eventually(s.idle)
 
 
 async def test_not_to_have_a_response_uses_no_attempt_up():
@@ -105,16 +95,12 @@ async def test_not_to_have_a_response_uses_no_attempt_up():
     engines = [Engine() for _ in range(4)]
     engines[3].kept.add(b"resp_1")
 
-    async def fails(reader, writer):
-        await read_request(reader)
-        writer.write(b"HTTP/1.1 500 Oh\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
-
+    fails = answers(b"{}", b"500 Oh")
     scripts = [engines[0].script, engines[1].script, fails, engines[3].script]
     async with stack(*scripts, retries=1) as s:
         status, replica, _ = await ask(await s.talk(), get())
         assert (status, replica) == (200, list(s.proxy.backends)[3])
         assert [len(one.seen) for one in engines] == [1, 1, 0, 1]
-        await eventually(s.idle)
 
 
 async def test_what_nobody_has_is_the_engines_own_404():
@@ -123,7 +109,6 @@ async def test_what_nobody_has_is_the_engines_own_404():
         talk = await s.talk()
         assert (await ask(talk, get()))[::2] == (404, NOT_FOUND)
         assert [len(one.seen) for one in engines] == [1, 1, 1]
-        await eventually(s.idle)
 
 
 async def test_when_the_maker_is_gone_the_others_are_asked():

@@ -49,8 +49,7 @@ async def test_agents_with_one_system_prompt_are_spread_and_each_stays(path, sai
         talk = await s.talk()
         for agent in [*range(12)] * 3:
             raw, header = said(agent, path)
-            await talk.say(post(raw, path, header))
-            status, headers, _ = await talk.response()
+            status, headers, _ = await talk.ask(post(raw, path, header))
             assert status == 200
             homes.setdefault(agent, set()).add(headers["x-hitherto-replica"])
         assert {len(home) for home in homes.values()} == {1}

@@ -202,10 +202,7 @@ class Watched:
 async def test_shadows_are_asked_when_the_request_is_on_its_way_and_act_on_nothing():
     async with stack(answers(), answers(), policy="round_robin", shadows=["least_time", "round_robin"]) as s:
         watched = s.proxy.placing.shadows.policies["least_time"] = Watched(s.proxy)
-        talk = await s.talk()
-        for _ in range(6):
-            await talk.say(post())
-            assert (await talk.response())[0] == 200
+        await s.answered(6, post())
         # the first two open a connection to a replica of their own; the others find it open and are sent in the same
         # step
         assert len(watched.states) == 6 and set(watched.states[2:]) == {AttemptState.AWAITING}
@@ -239,7 +236,5 @@ async def test_shadows_judge_requests_in_two_legs():
 
 async def test_without_shadows_nothing_is_counted():
     async with stack(answers()) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        await talk.response()
+        await s.ask(post())
         assert s.proxy.placing.shadows is None and not any(counts(s.metrics).values())

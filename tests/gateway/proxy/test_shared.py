@@ -106,6 +106,15 @@ def together(server):
         }
 
 
+def all_of(ledgers):
+    """The sums of what these gateways have under way, as `together` has them."""
+    sums = {}
+    for ledger in ledgers:
+        for replica, counts in ledger.outstanding().items():
+            sums[replica] = tuple(map(sum, zip(sums.get(replica, NOTHING), counts)))
+    return {replica: counts for replica, counts in sums.items() if any(counts)}
+
+
 @asynccontextmanager
 async def gateways(server, count, **options):
     async with AsyncExitStack() as stack:
@@ -122,11 +131,8 @@ async def test_all_gateways_count_in_one_ledger_and_it_ends_at_zero(start_redis,
     server = start_redis(binary=redis_binary)
     async with gateways(server, 3) as fleet:
         await asyncio.gather(*(fleet[n % 3].route(prompt(n + 1)) for n in range(60)))
-        sums = {}
-        for one in fleet:
-            for replica, counts in one.ledger.outstanding().items():
-                sums[replica] = tuple(map(sum, zip(sums.get(replica, NOTHING), counts)))
-        assert together(server) == {replica: counts for replica, counts in sums.items() if any(counts)}
+        sums = all_of(one.ledger for one in fleet)
+        assert together(server) == sums
         assert sum(counts[0] for counts in sums.values()) == 60
         # what policies of each gateway see is the load of all
         await until(lambda: all(sum(c.load.requests for c in one.candidates) == 60 for one in fleet))
@@ -440,26 +446,17 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
         with server.client() as client:
 
             def right():
-                sums = {}
-                for gateway in fleet:
-                    for replica, counts in gateway.ledger.outstanding().items():
-                        sums[replica] = tuple(map(sum, zip(sums.get(replica, NOTHING), counts)))
+                sums = all_of(gateway.ledger for gateway in fleet)
                 loads = {
                     one.replica: tuple([getattr(one.load, name) for name in Load.__slots__[: len(NOTHING)]])
                     for gateway in fleet
                     for one in gateway.candidates
                 }
-                stored = (
-                    {name: client.hget(LOAD, name) for name in client.hkeys(LOAD)}
-                    if client.type(LOAD) == b"hash"
-                    else None
-                )
-                return (
-                    all(gateway.shared.joined for gateway in fleet)
-                    and stored
-                    == {name.encode(): struct.pack("<6d", *counts) for name, counts in sums.items() if any(counts)}
-                    and loads == sums
-                )
+                if client.type(LOAD) != b"hash" or not all(gateway.shared.joined for gateway in fleet):
+                    return False
+                stored = {name.decode(): client.hget(LOAD, name) for name in client.hkeys(LOAD)}
+                packed = {name: struct.pack("<6d", *counts) for name, counts in sums.items()}
+                return stored == packed and {name: one for name, one in loads.items() if any(one)} == sums
 
             kinds = {re.sub(rb"of:.*", b"of:", re.sub(rb"sent:.*", b"sent:", key)) for key in known(server)}
             assert len(kinds) == 4
@@ -510,7 +507,7 @@ async def test_requests_that_come_together_are_decided_by_one_command_one_after_
         assert sum(calls.values()) < 150
         # Each met those before it: equal prompts find what the first of them leaves, and all are counted.
         assert sum(overlap > 0 for _, overlap in routed) >= 80
-        sums = {replica: counts for replica, counts in one.ledger.outstanding().items() if any(counts)}
+        sums = all_of([one.ledger])
         assert together(redis_server) == sums and sum(counts[0] for counts in sums.values()) == 100
         one.end_all()
         await until(lambda: not together(redis_server))

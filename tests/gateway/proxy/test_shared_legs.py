@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from contextlib import asynccontextmanager
 
 from cachemap import CacheMap
 from cachemap.cluster.connect import RedisClients, parse
@@ -13,7 +14,7 @@ from policies.leg_rules import make_leg_rule
 from replicas.engines import TRANSFERS
 from tests.redis_server import Proxy
 
-from .test_shared import SIZE, TOKENS, prompt, together, until
+from .test_shared import SIZE, TOKENS, all_of, prompt, together, until
 
 PREFILLERS, DECODERS = [f"10.0.0.{i}:80" for i in range(4)], [f"10.0.1.{i}:80" for i in range(2)]
 
@@ -57,32 +58,18 @@ class Legs:
             self.router.finish(placement)
         self.open = []
 
-    def outstanding(self):
-        return {replica: counts for replica, counts in self.router.ledger.outstanding().items() if any(counts)}
 
-
-def all_of(fleet):
-    sums = {}
-    for one in fleet:
-        for replica, counts in one.outstanding().items():
-            sums[replica] = tuple(map(sum, zip(sums.get(replica, (0,) * 6), counts)))
-    return sums
-
-
-class legs_of:
+@asynccontextmanager
+async def legs_of(server, count, **options):
     """That many of them, joined."""
-
-    def __init__(self, server, count, **options):
-        self.fleet = [Legs(server.url, **options) for _ in range(count)]
-
-    async def __aenter__(self):
-        for one in self.fleet:
-            one.shared.start()
-        await until(lambda: all(one.shared.joined for one in self.fleet))
-        return self.fleet
-
-    async def __aexit__(self, *_):
-        for one in self.fleet:
+    fleet = [Legs(server.url, **options) for _ in range(count)]
+    for one in fleet:
+        one.shared.start()
+    try:
+        await until(lambda: all(one.shared.joined for one in fleet))
+        yield fleet
+    finally:
+        for one in fleet:
             await one.shared.stop()
 
 
@@ -93,7 +80,7 @@ async def test_first_legs_of_several_gateways_at_once_are_spread_as_if_of_one(st
         went = Counter(await asyncio.gather(*(fleet[n % 4].place(prompt(n + 1)) for n in range(64))))
         assert went == dict.fromkeys(PREFILLERS, 16)
         assert all(one.outcomes == {"shared": 32} for one in fleet), "both legs of sixteen requests each"
-        await until(lambda: together(server) == all_of(fleet))
+        await until(lambda: together(server) == all_of(one.router.ledger for one in fleet))
         counted = together(server)
         assert [counted[one][:3] for one in PREFILLERS] == [(16, 16, 16 * TOKENS)] * 4
         assert sum(counted[one][0] for one in DECODERS) == sum(counted[one][3] for one in DECODERS) == 64
@@ -113,14 +100,14 @@ async def test_two_gateways_never_both_take_the_same_of_the_prefillers_that_are_
 async def test_a_policy_without_seconds_is_counted_where_it_chose(redis_server):
     async with legs_of(redis_server, 2, policy="round_robin") as fleet:
         await asyncio.gather(*(fleet[n % 2].place() for n in range(16)))
-        await until(lambda: together(redis_server) == all_of(fleet))
+        await until(lambda: together(redis_server) == all_of(one.router.ledger for one in fleet))
 
 
 async def test_legs_of_a_gateway_that_died_are_no_load_any_more(redis_server):
     async with legs_of(redis_server, 2) as (dies, stays):
         await asyncio.gather(*(dies.place(prompt(n + 1)) for n in range(8)), stays.place(prompt(9)))
         dies.shared._beats.cancel()
-        await until(lambda: together(redis_server) == stays.outstanding() != {})
+        await until(lambda: together(redis_server) == all_of([stays.router.ledger]) != {})
 
 
 async def test_legs_that_are_decided_too_late_are_taken_back(redis_server):
@@ -128,7 +115,7 @@ async def test_legs_that_are_decided_too_late_are_taken_back(redis_server):
         proxy.delay = 0.05
         await asyncio.gather(*(one.place(prompt(n + 1)) for n in range(10)))
         assert one.outcomes["late"] == 20 and len(one.open) == 20
-        await until(lambda: together(redis_server) == one.outstanding())
+        await until(lambda: together(redis_server) == all_of([one.router.ledger]))
         one.end_all()
         await until(lambda: not together(redis_server))
 

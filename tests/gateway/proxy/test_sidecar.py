@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -9,31 +10,24 @@ import pytest
 from gateway.proxy.disagg import legs
 from replicas import State
 
-from ..http.talk import eventually, free_port, read_request
-from .replies import ANSWER, EVENT, LONG, SSE_HEAD, answers, chunk, post, reply, says, silent, streams
+from ..http.talk import eventually, read_request
+from .replies import ANSWER, EVENT, LONG, SSE_HEAD, answers, chunk, post, reply, says, silent
 from .stack import stack
-from .test_legs import asks, give_roles, hangs_within_its_stream
+from .test_legs import asks, crowd, give_roles, hangs_within_its_stream
 
 HEADER = b"x-prefiller-host-port"
 STREAM = [chunk(EVENT), chunk(EVENT)]
 
 
-class fleet:
+@asynccontextmanager
+async def fleet(*scripts, roles=("prefill", "decode"), **options):
     """A stack of replicas with these roles, the decoders behind sidecars; the prefillers are asked nothing here."""
-
-    def __init__(self, *scripts, roles=("prefill", "decode"), **options):
-        self._stack, self._roles = stack(*scripts, **options), roles
-
-    async def __aenter__(self):
-        s = await self._stack.__aenter__()
+    async with stack(*scripts, **options) as s:
         for backend in s.proxy.backends.values():
             backend.replica.moves_by = "llm-d"
             backend.follow_incarnation()
-        give_roles(s, *self._roles)
-        return s
-
-    async def __aexit__(self, *why):
-        return await self._stack.__aexit__(*why)
+        give_roles(s, *roles)
+        yield s
 
 
 def named(head):
@@ -103,9 +97,8 @@ async def test_the_prefiller_is_loaded_until_the_answer_begins():
     async with fleet(untouched, slow) as s:
         prefiller, decoder = s.proxy.backends
         load = s.proxy.router.ledger.load
-        talk = await s.talk()
-        await talk.say(post(LONG.replace(b"{", b'{"stream": true, ', 1)))
-        await eventually(lambda: any(one.attempts and one.attempts[-1].sent_at for one in s.proxy.exchanges))
+        talk = await s.say(post(LONG.replace(b"{", b'{"stream": true, ', 1)))
+        await s.exchange()
         assert load(prefiller).prefill_tokens > 50 and load(prefiller).requests == load(decoder).requests == 1
         goes_on.set()
         await talk.until(b"data:")
@@ -113,19 +106,16 @@ async def test_the_prefiller_is_loaded_until_the_answer_begins():
         assert load(decoder).decoding == 1
         assert s.metrics.transfer_seconds.count(decoder) == 1
         await talk.close()
-        await eventually(s.idle)
 
 
 async def test_an_answer_in_one_piece_keeps_the_prefiller_loaded_for_as_long_as_it_should_take():
     async with fleet(untouched, silent) as s:
         prefiller, decoder = s.proxy.backends
-        talk = await s.talk()
-        await talk.say(post(LONG))
+        talk = await s.say(post(LONG))
         await eventually(lambda: s.metrics.legs.total(leg="prefill", outcome="complete") == 1)
         load = s.proxy.router.ledger.load
         assert (load(prefiller).requests, load(decoder).requests) == (0, 1)
         await talk.close()
-        await eventually(s.idle)
 
 
 def prepared_twice(prepare):
@@ -152,9 +142,8 @@ async def test_the_leg_that_is_sent_has_the_prompt_as_its_own_variant_has_it(var
             one.replica.state = State.FAILED
         s.proxy.changed()
         monkeypatch.setattr(s.proxy.models.routes, "prepare", prepared_twice(s.proxy.models.routes.prepare))
-        talk = await s.talk()
-        await talk.say(post(LONG))
-        await eventually(lambda: any(one.attempts and one.attempts[-1].sent_at for one in s.proxy.exchanges))
+        talk = await s.say(post(LONG))
+        await s.exchange()
         [exchange] = s.proxy.exchanges
         [attempt] = exchange.attempts
         assert attempt.backend is pairs[2 * variant + 1]
@@ -164,7 +153,6 @@ async def test_the_leg_that_is_sent_has_the_prompt_as_its_own_variant_has_it(var
         assert own.also is not None and (own.also.space, own.also.also) == (space + 1 - variant, None)
         assert own.token_ids == b""
         await talk.close()
-        await eventually(s.idle)
 
 
 FAULTS = {
@@ -192,43 +180,14 @@ async def test_a_prefiller_that_fails_costs_the_client_nothing_where_the_decoder
         assert s.proxy.router.transfers.paused(prefiller, decoder, 0.0) is (reason == "prefill failed")
 
 
-LOST = {
-    "dies before its answer": says(b"", then_hangs=False),
-    "dies within its head": says(b"HTTP/1.1 200 OK\r\nContent-", then_hangs=False),
-    "says what is no HTTP": says(b"SSH-2.0-OpenSSH\r\n"),
-    "an error behind a 200": answers(b'{"error":{"message":"x","code":500}}'),
-    "what no engine writes": answers(b"choices: x"),
-}
-
-
-@pytest.mark.parametrize("fault", LOST)
-async def test_a_decoder_that_fails_is_left(fault):
-    seen = []
-    async with fleet(untouched, LOST[fault], answers(seen=seen), roles=("prefill", "decode", "decode")) as s:
-        assert (await asks(s))[0::2] == (200, ANSWER)
-        assert len(seen) == 1
-        await eventually(s.idle)
-
-
-async def test_a_decoder_that_nobody_reaches():
-    seen = []
-    async with fleet(untouched, answers(seen=seen), ports=[free_port()], roles=("decode", "prefill", "decode")) as s:
-        assert (await asks(s))[0] == 200
-        assert named(seen[0][0]) == list(s.proxy.backends)[1] and s.faults == ["connect"]
-        await eventually(s.idle)
-
-
 async def test_a_decoder_that_waits_for_a_prefiller_that_is_gone_is_not_waited_for():
     sidecar, heads = unless_named(silent)
     async with fleet(untouched, sidecar, request_timeout=60.0) as s:
         prefiller, _ = s.proxy.backends.values()
-        talk = await s.talk()
-        await talk.say(post(LONG.replace(b"{", b'{"stream": true, ', 1)))
+        talk = await s.say(post(LONG.replace(b"{", b'{"stream": true, ', 1)))
         await eventually(lambda: heads)
-        prefiller.replica.state = State.FAILED
-        s.proxy.changed()
+        s.becomes(prefiller.replica, State.FAILED)
         assert (await talk.response())[0] == 200 and heads == [prefiller.id, None]
-        await eventually(s.idle)
 
 
 async def test_a_transfer_that_stalls_is_given_up(monkeypatch):
@@ -240,7 +199,6 @@ async def test_a_transfer_that_stalls_is_given_up(monkeypatch):
     ) as s:
         assert (await asks(s))[0::2] == (200, ANSWER)
         assert s.metrics.retries.values == {("transfer stalled",): 1} and named(seen[0][0]) is None
-        await eventually(s.idle)
 
 
 MOMENTS = {
@@ -256,8 +214,7 @@ MOMENTS = {
 async def test_a_client_that_leaves(moment):
     script, reached = MOMENTS[moment]
     async with fleet(untouched, script) as s:
-        talk = await s.talk()
-        await talk.say(post(LONG.replace(b"{", b'{"stream": true, ', 1)))
+        talk = await s.say(post(LONG.replace(b"{", b'{"stream": true, ', 1)))
         await eventually(lambda: reached(s))
         assert not s.idle()
         await talk.close()
@@ -265,13 +222,7 @@ async def test_a_client_that_leaves(moment):
         assert s.metrics.client_aborts.total() == 1 and s.metrics.legs.total(outcome="abandoned") == 1
 
 
-async def test_a_request_that_takes_too_long():
-    async with fleet(untouched, silent, request_timeout=0.3) as s:
-        assert (await asks(s))[0] == 504
-        await eventually(s.idle)
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 async def test_whatever_happens_nothing_stays_reserved(seed):
     dice = random.Random(seed)
 
@@ -293,27 +244,7 @@ async def test_whatever_happens_nothing_stays_reserved(seed):
                 return
             writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
-    async def one(s, number):
-        await asyncio.sleep(dice.random() * 0.2)
-        talk = await s.talk()
-        await talk.say(post(LONG.replace(b"hi", b"%d" % number)))
-        if dice.random() < 0.4:
-            await asyncio.sleep(dice.random() * 0.03)
-            await talk.close()
-        else:
-            await talk.until(b"\r\n\r\n")
-
     async with fleet(untouched, untouched, whatever, whatever, roles=("prefill", "prefill", "decode", "decode")) as s:
         s.proxy.router.transfers.failed = lambda *pair: None  # else the first failure would end all legs
-        await asyncio.gather(*[one(s, number) for number in range(60)], return_exceptions=True)
-        for talk in s.talkers:
-            await talk.close()
-        await eventually(s.idle)
+        await crowd(s, dice)
         assert s.metrics.legs.total(leg="decode", outcome="complete") > 0
-
-
-async def test_a_stream_breaks_off_as_any():
-    async with fleet(untouched, streams(*STREAM, end=None)) as s:
-        _, _, body = await asks(s, LONG.replace(b"{", b'{"stream": true, ', 1))
-        assert b"the answer broke off" in body and s.metrics.retries.total() == 0
-        await eventually(s.idle)

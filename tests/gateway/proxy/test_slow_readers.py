@@ -53,8 +53,7 @@ async def test_slow_readers_hold_back_only_themselves():
         exchanges = s.proxy.exchanges
         await eventually(lambda: len(exchanges) == 4 and all(map(waits, exchanges)), 20)
         stopped = list(exchanges)
-        other = await s.talk()
-        await other.say(post(extra=b"X-Name: other\r\n"))
+        other = await s.say(post(extra=b"X-Name: other\r\n"))
         for _ in range(200):  # one by one: each must come before the next is written
             replica.next.put_nowait(True)
             assert EVENT in await other.until(b"\n\n\r\n")
@@ -68,14 +67,12 @@ async def test_slow_readers_hold_back_only_themselves():
         assert all(
             body == b"".join(b":%07d" % number * (PIECE // 8) for number in range(PIECES)) for _, _, body in bodies
         )
-        await eventually(s.idle)
 
 
 async def test_a_slow_reader_that_leaves_lets_its_replica_go():
     replica = Replica()
     async with stack(replica, idle_timeout=60) as s:
-        talk = await s.talk()
-        await talk.say(post(extra=b"X-Name: slow-1\r\n"))
+        talk = await s.say(post(extra=b"X-Name: slow-1\r\n"))
         await eventually(lambda: any(map(waits, s.proxy.exchanges)), 20)
         talk.writer.transport.abort()
         await eventually(s.idle)

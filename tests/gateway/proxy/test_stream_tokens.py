@@ -37,8 +37,6 @@ async def test_a_stream_that_could_be_gone_on_with_is_counted_alike():
 
 
 async def tokens_are(s, body, path, tokens):
-    talk = await s.talk()
-    await talk.say(post(body, path))
-    assert (await talk.response())[0] == 200
+    assert (await s.ask(post(body, path)))[0] == 200
     await eventually(s.idle)
     assert s.metrics.replica_decode_tokens.total() == tokens - 1

@@ -47,8 +47,7 @@ async def test_what_all_tiers_deliver_is_as_predicted(tokens, gpu, below, tier, 
         talk = await s.talk()
         for _ in range(WINDOW + 1):
             cache_map._routed.clear(backend.slot)  # as if each came seconds after the one before
-            await talk.say(post(json.dumps(body).encode(), path=b"/v1/completions"))
-            _, headers, _ = await talk.response()
+            _, headers, _ = await talk.ask(post(body, path=b"/v1/completions"))
             assert headers["x-hitherto-cached-tokens"] == str(reported)
             await eventually(s.idle)
         metrics = s.metrics
@@ -61,8 +60,7 @@ async def asked_often(s, body):
     (backend,), talk = s.proxy.backends.values(), await s.talk()
     for _ in range(WINDOW):
         s.proxy.router.map._routed.clear(backend.slot)
-        await talk.say(post(json.dumps(body).encode(), path=b"/v1/completions"))
-        await talk.response()
+        await talk.ask(post(body, path=b"/v1/completions"))
         await eventually(s.idle)
 
 

@@ -16,7 +16,7 @@ from replicas.simulated.model import sim_model_dir
 
 from ..collector import collecting
 from ..http.talk import eventually, free_port, read_request
-from .replies import EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, reply, says, streams
+from .replies import EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, reply, says, silent, streams
 from .stack import stack
 from .test_legs import HANDED, give_roles
 
@@ -58,16 +58,10 @@ async def traced(monkeypatch, *scripts, env=None, **options):
         await asyncio.to_thread(spans.close)
 
 
-async def ask(made, request):
-    talker = await made.talk()
-    await talker.say(request)
-    return await talker.response()
-
-
 async def test_a_request_is_a_span_with_its_attempt_below_it(monkeypatch):
     seen = []
     async with traced(monkeypatch, answers(USAGE, seen=seen)) as made:
-        status, headers, _ = await ask(made, post())
+        status, headers, _ = await made.ask(post())
         collector = await made.collected()
         replica = next(iter(made.proxy.backends.values()))
     assert status == 200
@@ -101,7 +95,7 @@ async def test_a_request_is_a_span_with_its_attempt_below_it(monkeypatch):
 async def test_a_clients_trace_goes_on_through_the_gateway(monkeypatch):
     seen = []
     async with traced(monkeypatch, answers(seen=seen)) as made:
-        await ask(made, post(extra=b"traceparent: " + traceparent() + b"\r\ntracestate: a=1\r\ntracestate: b=2\r\n"))
+        await made.ask(post(extra=b"traceparent: " + traceparent() + b"\r\ntracestate: a=1\r\ntracestate: b=2\r\n"))
         collector = await made.collected()
     (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
     assert (server.trace, server.parent) == (TRACE, PARENT)
@@ -114,7 +108,7 @@ async def test_a_clients_trace_goes_on_through_the_gateway(monkeypatch):
 async def test_what_the_client_does_not_sample_is_not_sent_and_its_header_stays(monkeypatch):
     seen = []
     async with traced(monkeypatch, answers(seen=seen)) as made:
-        await ask(made, post(extra=b"traceparent: " + traceparent("00") + b"\r\ntracestate: a=1\r\n"))
+        await made.ask(post(extra=b"traceparent: " + traceparent("00") + b"\r\ntracestate: a=1\r\n"))
         collector = await made.collected()
     assert collector.spans == []
     assert told_of(seen[0][0]) == [traceparent("00")] and b"tracestate: a=1\r\n" in seen[0][0]
@@ -127,8 +121,8 @@ async def test_what_we_do_not_sample_the_replica_does_not_either(monkeypatch):
         answers(seen=seen),
         env={"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"},
     ) as made:
-        await ask(made, post())
-        await ask(made, post(extra=b"traceparent: " + traceparent() + b"\r\n"))
+        await made.ask(post())
+        await made.ask(post(extra=b"traceparent: " + traceparent() + b"\r\n"))
         collector = await made.collected()
     assert {span.trace for span in collector.spans} == {TRACE}  # its parent is sampled
     (unsampled,), (sampled,) = told_of(seen[0][0]), told_of(seen[1][0])
@@ -144,7 +138,7 @@ async def test_what_we_do_not_sample_the_replica_does_not_either(monkeypatch):
 async def test_a_header_that_is_not_valid_begins_a_new_trace(monkeypatch, header):
     seen = []
     async with traced(monkeypatch, answers(seen=seen)) as made:
-        await ask(made, post(extra=header + b"\r\ntracestate: a=1\r\n"))
+        await made.ask(post(extra=header + b"\r\ntracestate: a=1\r\n"))
         collector = await made.collected()
     (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
     assert server.parent == "" and server.trace != TRACE and server.state == ""
@@ -157,7 +151,7 @@ async def test_a_retry_is_a_second_attempt_and_says_why(monkeypatch):
     async with traced(
         monkeypatch, answers(status=b"503 Service Unavailable", seen=first), answers(USAGE, seen=second)
     ) as made:
-        await ask(made, post())
+        await made.ask(post())
         collector = await made.collected()
     (server,), (failed, went) = collector.of("SERVER"), collector.of("CLIENT")
     assert failed.parent == went.parent == server.id
@@ -177,7 +171,7 @@ async def test_a_retry_is_a_second_attempt_and_says_why(monkeypatch):
 async def test_both_legs_are_attempts_that_name_each_other(monkeypatch):
     async with traced(monkeypatch, answers(HANDED), streams(chunk(EVENT), chunk(EVENT))) as made:
         give_roles(made, "prefill", "decode")
-        await ask(made, post(LONG.replace(b"{", b'{"stream": true, ', 1)))
+        await made.ask(post(LONG.replace(b"{", b'{"stream": true, ', 1)))
         collector = await made.collected()
     (server,), legs = collector.of("SERVER"), collector.of("CLIENT")
     assert [leg.told["hitherto.leg"] for leg in legs] == ["prefill", "decode"]
@@ -190,7 +184,7 @@ async def test_both_legs_are_attempts_that_name_each_other(monkeypatch):
 
 async def test_an_attempt_without_a_connection(monkeypatch):
     async with traced(monkeypatch, ports=(free_port(),), retries=0) as made:
-        status, _, _ = await ask(made, post())
+        status, _, _ = await made.ask(post())
         collector = await made.collected()
     (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
     assert status == 503
@@ -206,7 +200,7 @@ async def test_an_attempt_without_a_connection(monkeypatch):
 
 async def test_nobody_to_ask(monkeypatch):
     async with traced(monkeypatch) as made:
-        status, _, _ = await ask(made, post())
+        status, _, _ = await made.ask(post())
         collector = await made.collected()
     (server,) = collector.spans
     assert status == server.told["http.response.status_code"] == 503
@@ -215,8 +209,8 @@ async def test_nobody_to_ask(monkeypatch):
 
 async def test_the_clients_own_fault_is_no_error_of_the_gateway(monkeypatch):
     async with traced(monkeypatch, answers(b'{"error":{}}', status=b"400 Bad Request")) as made:
-        await ask(made, post(b"not json"))
-        await ask(made, post())
+        await made.ask(post(b"not json"))
+        await made.ask(post())
         collector = await made.collected()
     ours, theirs = collector.of("SERVER")
     assert [span.told["http.response.status_code"] for span in (ours, theirs)] == [400, 400]
@@ -227,7 +221,7 @@ async def test_the_clients_own_fault_is_no_error_of_the_gateway(monkeypatch):
 
 async def test_a_stream_that_breaks_is_a_failed_span_with_status_200(monkeypatch):
     async with traced(monkeypatch, streams(chunk(EVENT), chunk(EVENT), end=None)) as made:
-        await ask(made, post())
+        await made.ask(post())
         collector = await made.collected()
     (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
     for span in (server, client):
@@ -245,8 +239,7 @@ async def test_a_client_that_leaves(monkeypatch):
         await reader.read()
 
     async with traced(monkeypatch, script) as made:
-        talker = await made.talk()
-        await talker.say(post())
+        talker = await made.say(post())
         await asked.wait()
         await talker.close()
         collector = await made.collected()
@@ -258,11 +251,8 @@ async def test_a_client_that_leaves(monkeypatch):
 
 
 async def test_no_byte_in_time(monkeypatch):
-    async def silent(reader, writer):
-        await reader.read()
-
     async with traced(monkeypatch, silent, request_timeout=0.2) as made:
-        status, _, _ = await ask(made, post())
+        status, _, _ = await made.ask(post())
         collector = await made.collected()
     (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
     assert status == server.told["http.response.status_code"] == 504
@@ -284,10 +274,7 @@ async def test_a_kept_connection_that_died_is_an_attempt_of_its_own(monkeypatch)
         await reader.read()
 
     async with traced(monkeypatch, script) as made:
-        talker = await made.talk()
-        for _ in range(2):
-            await talker.say(post())
-            assert (await talker.response())[0] == 200
+        await made.answered(2, post())
         collector = await made.collected()
     _, died, went = collector.of("CLIENT")
     assert died.trace == went.trace and died.told["hitherto.replica"] == went.told["hitherto.replica"]
@@ -297,8 +284,8 @@ async def test_a_kept_connection_that_died_is_an_attempt_of_its_own(monkeypatch)
 
 async def test_what_is_not_read_for_its_prompt_has_a_span_without_tokens_or_path_in_its_name(monkeypatch):
     async with traced(monkeypatch, answers()) as made:
-        await ask(made, b"GET /version?key=secret HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n")
-        await ask(made, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # the gateway's own: no span
+        await made.ask(b"GET /version?key=secret HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n")
+        await made.ask(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # the gateway's own: no span
         collector = await made.collected()
     (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
     assert server.name == client.name == "GET" and "http.route" not in server.told
@@ -310,7 +297,7 @@ async def test_what_is_not_read_for_its_prompt_has_a_span_without_tokens_or_path
 
 async def test_a_port_that_no_collector_could_hold_is_not_told(monkeypatch):
     async with traced(monkeypatch, answers()) as made:
-        await ask(made, b"GET /version HTTP/1.1\r\nHost: x:" + b"9" * 900 + b"\r\n\r\n")
+        await made.ask(b"GET /version HTTP/1.1\r\nHost: x:" + b"9" * 900 + b"\r\n\r\n")
         collector = await made.collected()
     (server,) = collector.of("SERVER")
     assert "server.port" not in server.told and len(server.told["server.address"]) <= 1000
@@ -327,10 +314,9 @@ async def test_no_word_of_prompt_or_answer_leaves(monkeypatch):
         monkeypatch, stream, broken, answers(said[1], status=b"500 Internal Server Error"), retries=0
     ) as made:
         for _ in range(3):
-            talker = await made.talk()
-            await talker.say(post(body))
+            talker = await made.say(post(body))
             await talker.until(b"\r\n\r\n")
-        await ask(made, post(body[:-1]))
+        await made.ask(post(body[:-1]))
         collector = await made.collected()
     assert len(collector.of("SERVER")) == 4
     assert not [word for word in said for span in collector.spans if word in span.raw]
@@ -339,14 +325,13 @@ async def test_no_word_of_prompt_or_answer_leaves(monkeypatch):
 async def test_names_that_no_text_can_hold_do_not_stop_the_rest(monkeypatch):
     """A lone surrogate fails the encoding of the whole batch."""
     async with traced(monkeypatch, answers()) as made:
-        await ask(
-            made,
+        await made.ask(
             post(
                 b'{"model": "\\ud800", "messages": [{"role": "user", "content": "hi"}]}',
                 extra=b"x-request-id: \xff\xfe\r\n",
             ),
         )
-        await ask(made, post())
+        await made.ask(post())
         collector = await made.collected()
     assert [span.told["http.response.status_code"] for span in collector.of("SERVER")] == [404, 200]
 
@@ -364,7 +349,7 @@ async def test_a_streams_times(monkeypatch):
 
     body = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}).encode()
     async with traced(monkeypatch, script) as made:
-        await ask(made, post(body))
+        await made.ask(post(body))
         collector = await made.collected()
     (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
     (_, sent, _), (_, first, _) = client.events
@@ -380,8 +365,7 @@ async def test_requests_of_one_connection_are_traces_of_their_own(monkeypatch, e
         talker = await made.talk()
         # The second is parsed with a connection at hand, the third known
         for extra in (b"", b"x-a: b\r\n", b"x-a: b\r\n"):
-            await talker.say(post(extra=extra))
-            assert (await talker.response())[0] == 200
+            assert (await talker.ask(post(extra=extra)))[0] == 200
         collector = await made.collected()
     told = [told_of(head) for head, _ in seen]
     assert all(len(one) == 1 for one in told) and len({one.split(b"-")[1] for (one,) in told}) == 3
@@ -399,7 +383,7 @@ async def test_the_ttft_that_was_predicted_is_told_and_not_what_was_learned_sinc
         writer.write(SSE_HEAD + chunk(EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
     async with traced(monkeypatch, slow, pipeline=Pipeline(sim_model_dir(), "m", 16)) as made:
-        await ask(made, post(json.dumps({**json.loads(LONG), "stream": True}).encode()))
+        await made.ask(post({**json.loads(LONG), "stream": True}))
         collector = await made.collected()
     (client,) = collector.of("CLIENT")
     assert client.told["hitherto.ttft.predicted"] == pytest.approx(predicted[0], rel=1e-3)

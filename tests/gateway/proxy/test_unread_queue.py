@@ -10,19 +10,18 @@ from policies import Rule, Rules, Slo
 
 from ..http.talk import eventually
 from .replies import post
-from .test_queue import FREE, PREMIUM, Engine, ask, queued, send, waiting
+from .test_queue import FREE, PREMIUM, Engine, ask, busy, fills, queued, waiting
 
 
 def unread(name, path=b"/invocations"):
-    return post(json.dumps({"model": "m", "messages": [{"content": name}]}).encode(), path)
+    return post({"model": "m", "messages": [{"content": name}]}, path)
 
 
 @pytest.mark.parametrize("path", [b"/invocations", b"/cohere/v2/chat"])
 async def test_a_request_whose_prompt_is_not_read_waits_where_all_is_full(path):
     engine = Engine()
     async with queued(engine, slo=Slo(ttft=60.0)) as (s, queue):
-        first = await send(s, "a")
-        await eventually(lambda: engine.seen == ["a"])
+        first = await fills(s, engine)
         second, premium = await s.talk(), await s.talk()
         await second.say(unread("b", path))
         await eventually(lambda: waiting(queue)["free"] == 1)
@@ -47,8 +46,7 @@ async def test_the_class_of_a_request_whose_prompt_is_not_read_goes_by_its_model
     """Also where one model is all that is served."""
     engine = Engine()
     async with queued(engine, routes=(Rule(PREMIUM, model="m"), Rule(FREE))) as (s, _):
-        talk = await s.talk()
-        await talk.say(unread("a"))
+        talk = await s.say(unread("a"))
         await eventually(lambda: engine.seen == ["a"])
         engine.answer("a")
         assert (await talk.response())[0] == 200
@@ -58,10 +56,8 @@ async def test_the_class_of_a_request_whose_prompt_is_not_read_goes_by_its_model
 async def test_what_computes_no_prompt_does_not_wait():
     engine = Engine()
     async with queued(engine) as (s, queue):
-        first = await send(s, "a")
-        await eventually(lambda: engine.seen == ["a"])
-        other = await s.talk()
-        await other.say(unread("b", b"/v1/messages/count_tokens"))
+        first = await fills(s, engine)
+        other = await s.say(unread("b", b"/v1/messages/count_tokens"))
         await eventually(lambda: engine.seen == ["a", "b"])
         engine.answer("a"), engine.answer("b")
         assert (await first.response())[0] == (await other.response())[0] == 200
@@ -69,17 +65,10 @@ async def test_what_computes_no_prompt_does_not_wait():
 
 
 async def test_unread_requests_that_are_not_taken_are_told_so():
-    engine = Engine()
     rules = Rules(("reject",), engine_wait=0.0)
-    async with queued(engine, rules=rules) as (s, queue):
-        first = await send(s, "a")
-        await eventually(lambda: engine.seen == ["a"])
-        other = await s.talk()
-        await other.say(unread("b"))
-        status, headers, body = await other.response()
+    async with busy(rules=rules) as (s, queue, engine):
+        status, headers, body = await s.ask(unread("b"))
         assert status == 429 and b"overloaded" in body
-        engine.answer("a")
-        assert (await first.response())[0] == 200
 
 
 async def test_a_decision_for_what_computes_no_prompt_does_not_wait():

@@ -31,7 +31,7 @@ def listening(port: int = 0) -> socket.socket:
 
 
 async def sent(s) -> None:
-    await eventually(lambda: any(x.attempt is not None and x.attempt.sent_at for x in s.proxy.exchanges))
+    await s.exchange()
 
 
 async def test_a_process_that_ends_before_it_takes_the_connection_has_not_had_the_request():
@@ -39,15 +39,13 @@ async def test_a_process_that_ends_before_it_takes_the_connection_has_not_had_th
     seen, ends = [], listening()
     port = ends.getsockname()[1]
     async with stack(ports=[port]) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         await sent(s)
         ends.close()
 
         async with scripted(answers(seen=seen), listening(port)):
             assert (await talk.response())[0] == 200
         assert len(seen) == 1 and not s.faults and s.metrics.retries.values == {("reconnect",): 1}
-        await eventually(s.idle)
 
 
 def closes(accepted: list, *, first: int = 99):
@@ -64,9 +62,7 @@ def closes(accepted: list, *, first: int = 99):
 async def test_what_closes_the_first_connection_at_once_is_asked_once_more():
     accepted = []
     async with stack(closes(accepted, first=1)) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 200
+        assert (await s.ask(post()))[0] == 200
         assert len(accepted) == 2 and not s.faults
 
 
@@ -74,11 +70,8 @@ async def test_what_closes_the_first_connection_at_once_is_asked_once_more():
 async def test_what_closes_every_connection_is_asked_twice_within_the_retries(retries, asked):
     accepted = []
     async with stack(closes(accepted), retries=retries) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 503
+        assert (await s.ask(post()))[0] == 503
         assert len(accepted) == asked and len(s.faults) == 1
-        await eventually(s.idle)
 
 
 async def test_replicas_that_read_a_part_of_it_are_not_said_to_go_down_with_it():
@@ -90,20 +83,15 @@ async def test_replicas_that_read_a_part_of_it_are_not_said_to_go_down_with_it()
         writer.transport.abort()  # with the rest unread: a reset
 
     async with stack(script, script) as s:
-        talk = await s.talk()
-        await talk.say(post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions"))
-        status, headers, body = await talk.response(20)
+        status, headers, body = await s.ask(post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions"), 20)
         assert status == 503 and b"replicas_lost" not in body and b"no replica answered" in body
         assert "x-should-retry" not in headers and len(asked) == 3
-        await eventually(s.idle)
 
 
 async def test_another_replica_is_asked_first():
     accepted, seen = [], []
     async with stack(closes(accepted), answers(seen=seen)) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 200
+        assert (await s.ask(post()))[0] == 200
         assert len(accepted) == 1 and len(seen) == 1
 
 
@@ -123,9 +111,7 @@ async def test_a_connection_that_is_closed_before_the_request_is_sent_is_opened_
     async with stack(closes(accepted, first=1)) as s:
         (backend,) = s.proxy.backends.values()
         backend.prove, backend.replica.proof = prove, Broken()
-        talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 200
+        assert (await s.ask(post()))[0] == 200
         assert len(opened) == 2 and not s.faults and s.metrics.retries.values == {("reconnect",): 1}
 
 
@@ -138,11 +124,8 @@ async def test_the_only_replica_that_can_go_on_with_a_stream_is_asked_once_more_
             await engine("2")(reader, writer)
 
     async with continued(engine("1", b"", 2), goes_on) as s:
-        talk = await s.talk()
-        await talk.say(post(GREEDY_BODY))
-        assert told((await talk.response())[2]) == ("abcdef", {"1"})
+        assert told((await s.ask(post(GREEDY_BODY)))[2]) == ("abcdef", {"1"})
         assert len(accepted) == 2 and s.faults == ["closed"], "the first one's"
-        await eventually(s.idle)
 
 
 async def test_who_has_read_all_of_it_may_have_begun():
@@ -152,11 +135,8 @@ async def test_who_has_read_all_of_it_may_have_begun():
         asked.append(await read_request(reader))
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 502
+        assert (await s.ask(post()))[0] == 502
         assert len(asked) == 1 and s.faults == ["closed"]
-        await eventually(s.idle)
 
 
 LARGE = post(b"x" * 30_000_000, path=b"/v1/audio/transcriptions")
@@ -177,11 +157,8 @@ async def test_a_reset_long_after_the_request_was_sent_does_not_say_that_it_was_
         resets(writer)
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 502
+        assert (await s.ask(post()))[0] == 502
         assert len(asked) == 1 and s.faults == ["closed"] and not s.metrics.retries.total(reason="reconnect")
-        await eventually(s.idle)
 
 
 async def answered_by_the_second(first) -> None:
@@ -198,11 +175,8 @@ async def answered_by_the_second(first) -> None:
         await reader.read()
 
     async with stack(script, request_timeout=60.0) as s:
-        talk = await s.talk()
-        await talk.say(LARGE)
-        assert (await talk.response(20))[0] == 200
+        assert (await s.ask(LARGE, 20))[0] == 200
         assert len(asked) == 2 and not s.faults
-        await eventually(s.idle)
 
 
 async def test_a_reset_while_a_part_of_the_request_is_under_way_does_however_late(monkeypatch):
@@ -224,9 +198,7 @@ async def test_who_has_begun_to_answer_is_not_asked_again():
         writer.transport.abort()  # with the rest unread: a reset
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions"))
-        assert (await talk.response())[0] == 502
+        assert (await s.ask(post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions")))[0] == 502
         assert len(asked) == 1
 
 
@@ -256,8 +228,7 @@ async def test_who_closes_its_side_within_the_answer_to_a_large_request_is_not_w
         await held.wait()
 
     async with stack(script, request_timeout=60.0, idle_timeout=60.0) as s:
-        talk = await s.talk()
-        await talk.say(LARGE)
+        talk = await s.say(LARGE)
         head = await talk.until(b"\r\n\r\n", 20)
         assert head.startswith(b"HTTP/1.1 %d" % status) and b"begun" in await talk.rest()
         assert s.faults == ([] if whole else ["closed"])
@@ -310,10 +281,7 @@ def test_who_ends_tls_in_the_middle_of_a_large_request_is_not_waited_for(run, tm
                     return super().pop(one, *default)
 
             backend.pool.idle = Idle()
-            talk = await s.talk()
-            await talk.say(LARGE)
-            assert (await talk.response(4))[0] == 503
+            assert (await s.ask(LARGE, 4))[0] == 503
             assert lost == [True] and s.faults == ["closed"]
-            await eventually(s.idle)
 
     run(test())

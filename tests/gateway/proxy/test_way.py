@@ -35,8 +35,7 @@ async def passed_by(talk, body) -> list[str]:
 
     sys.setprofile(note)
     try:
-        await talk.say(post(body))
-        assert (await talk.response())[0] == 200
+        assert (await talk.ask(post(body)))[0] == 200
     finally:
         sys.setprofile(None)
     end = max(at for at, (file, name) in enumerate(passed) if file.endswith("http/downstream.py") and name == "finish")
@@ -50,8 +49,7 @@ async def test_a_plain_chat_passes_few_files_in_few_calls():
     async with stack(answers(orjson.dumps(ANSWER)), pipeline=pipeline, policy="least_time") as s:
         talk = await s.talk()
         for _ in range(200):  # until templates are compiled and prefixes known
-            await talk.say(post(body))
-            await talk.response()
+            await talk.ask(post(body))
         # Now and then one is rendered by the template itself, to compare.
         calls = min([await passed_by(talk, body) for _ in range(5)], key=len)
     files = set(calls)

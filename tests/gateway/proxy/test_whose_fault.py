@@ -17,8 +17,7 @@ async def test_a_replica_that_refuses_what_another_one_answers_is_passed_over_an
     async with stack(answers(b'{"error": "no"}', status), answers()) as s:
         talk, kind = await s.talk(), f"status {int(status[:3])}"
         for _ in range(6):
-            await talk.say(post())
-            assert (await talk.response())[0::2] == (200, ANSWER)
+            assert (await talk.ask(post()))[0::2] == (200, ANSWER)
         await eventually(s.idle)
         assert s.faults and set(s.faults) == {kind} and not s.unconfirmed
 
@@ -28,8 +27,7 @@ async def test_what_all_replicas_refuse_alike_is_held_against_none(status):
     async with stack(*[answers(b'{"error": "no"}', status)] * 3) as s:
         talk = await s.talk()
         for _ in range(6):
-            await talk.say(post())
-            assert (await talk.response())[0::2] == (int(status[:3]), b'{"error": "no"}')
+            assert (await talk.ask(post()))[0::2] == (int(status[:3]), b'{"error": "no"}')
         await eventually(s.idle)
         assert not s.faults and not s.unconfirmed and s.metrics.retries.total() <= 12
         assert s.metrics.rejections.total(reason="engines_unauthorized") == 6
@@ -48,9 +46,7 @@ async def test_a_prompt_that_is_refused_is_not_taken_to_be_cached(status, observ
     async with stack(answers(b"{}", status)) as s:
         (backend,) = s.proxy.backends.values()
         s.proxy.router.map.observed(backend.slot, observed)
-        talk = await s.talk()
-        await talk.say(post(LONG))
-        assert (await talk.response())[0] == int(status[:3])
+        assert (await s.ask(post(LONG)))[0] == int(status[:3])
         await eventually(s.idle)
         assert held(s) == [0]
 
@@ -65,8 +61,7 @@ async def test_a_prompt_is_taken_to_be_cached_only_where_it_went_in_the_end(full
             s.proxy.router.map.observed(backend.slot, observed)
         talk = await s.talk()
         for _ in range(2):  # one of them meets the first one first
-            await talk.say(post(LONG))
-            assert (await talk.response())[0] == 200
+            assert (await talk.ask(post(LONG)))[0] == 200
         await eventually(s.idle)
         assert s.metrics.retries.total() >= 1
         there, here = held(s)
@@ -77,24 +72,17 @@ async def test_a_prompt_is_taken_to_be_cached_only_where_it_went_in_the_end(full
 async def test_a_5xx_of_the_only_replica_is_counted_and_held_against_nobody_yet(status, kind):
     async with stack(answers(b"{}", b"%d No" % status)) as s:
         (backend,) = s.proxy.backends.values()
-        talk = await s.talk()
-        await talk.say(post())
-        got, headers, _ = await talk.response()
+        got, headers, _ = await s.ask(post())
         assert got == status and "x-should-retry" not in headers
-        assert (
-            s.faults == []
-            and s.unconfirmed == [backend.id]
-            and s.metrics.upstream_errors.values == {(backend.id, kind): 1}
-        )
+        assert s.faults == []
+        assert s.unconfirmed == [backend.id]
+        assert s.metrics.upstream_errors.values == {(backend.id, kind): 1}
 
 
 async def test_what_one_replica_fails_and_another_answers_counts_against_the_first():
     async with stack(answers(b"{}", b"500 No"), answers()) as s:
         bad, _ = s.proxy.backends.values()
-        talk = await s.talk()
-        for _ in range(2):
-            await talk.say(post())
-            assert (await talk.response())[0] == 200
+        await s.answered(2, post())
         assert set(s.faults) == {"status 500"} and s.metrics.upstream_errors.values == {
             (bad.id, "status 500"): len(s.faults)
         }
@@ -111,8 +99,7 @@ async def test_what_two_engines_fail_is_the_requests_fault_and_no_third_is_asked
     async with stack(failing, failing, failing, retries=5) as s:
         talk = await s.talk()
         for number in range(1, 4):
-            await talk.say(post())
-            _, headers, body = await talk.response()
+            _, headers, body = await talk.ask(post())
             assert ENGINES_ERROR in body and headers["x-should-retry"] == "false"
             assert s.faults == [] and s.metrics.retries.total() == number
         await eventually(lambda: s.metrics.requests.total(status="5xx") == 3)
@@ -122,7 +109,6 @@ async def test_what_two_engines_fail_is_the_requests_fault_and_no_third_is_asked
             == len(s.unconfirmed)
             == 6
         )
-        await eventually(s.idle)
 
 
 async def test_two_broken_engines_do_not_keep_requests_from_a_third_for_long():
@@ -131,8 +117,7 @@ async def test_two_broken_engines_do_not_keep_requests_from_a_third_for_long():
     async with stack(broken, broken, answers(), policy="least_load") as s:
         talk, statuses = await s.talk(), []
         for _ in range(20):
-            await talk.say(post())
-            statuses.append((await talk.response())[0])
+            statuses.append((await talk.ask(post()))[0])
         assert statuses.count(500) <= 6 and set(statuses[-10:]) == {200}
         assert "status 500" in s.faults, "the third answered, so they are to blame"
 
@@ -144,11 +129,9 @@ async def test_a_request_that_another_replica_refuses_is_at_fault():
     ) as s:
         talk = await s.talk()
         for _ in range(2):
-            await talk.say(post())
-            assert (await talk.response())[0] == 400
-        assert (
-            s.faults == [] and s.metrics.upstream_errors.total(kind="request") == s.metrics.upstream_errors.total() > 0
-        )
+            assert (await talk.ask(post()))[0] == 400
+        assert s.faults == []
+        assert s.metrics.upstream_errors.total(kind="request") == s.metrics.upstream_errors.total() > 0
 
 
 FULL_EVENT = b'data: {"error":{"message":"The request queue is full.","type":"%b","code":%d}}\n\n'
@@ -163,9 +146,7 @@ async def test_full_replicas_agree_on_nothing(status, in_stream, caplog):
         full = streams(chunk(FULL_EVENT % (b"overloaded", status)))
     caplog.set_level("INFO", "hitherto.access")
     async with stack(full, full, full, answers(), on_end=[_access]) as s:
-        talk = await s.talk()
-        await talk.say(post())
-        got, headers, _ = await talk.response()
+        got, headers, _ = await s.ask(post())
         assert got == (200 if in_stream else status) and "x-should-retry" not in headers
         assert in_stream or headers["retry-after"] == "7"
         assert s.metrics.retries.total(reason=f"status {status}") == 2 and s.unconfirmed == s.faults == []
@@ -188,15 +169,13 @@ async def test_a_full_replica_is_asked_last_for_as_long_as_it_says(told, status,
         full, other = s.proxy.backends.values()
         talk = await s.talk()
         while not asked:
-            await talk.say(post(path=path))
-            assert (await talk.response())[0] == 200
+            assert (await talk.ask(post(path=path)))[0] == 200
         left = full.full_until - monotonic()
         assert (1 < left <= 60) if told and b"soon" not in told else left <= 1 < full.full_until
         full.full_until += 60
         s.proxy.eligible.full_until += 60
         for _ in range(20):
-            await talk.say(post(path=path))
-            assert (await talk.response())[0] == 200
+            assert (await talk.ask(post(path=path)))[0] == 200
         assert len(asked) == 1
         told = await explain(s.proxy, "/v1/chat/completions", BODY, {})
         assert [one["id"] for one in told["replicas"]] == [other.id]
@@ -208,8 +187,7 @@ async def test_where_all_are_full_each_is_asked_as_before_and_another_process_is
     async with stack(full, full) as s:
         talk = await s.talk()
         for number in (1, 2):
-            await talk.say(post())
-            assert (await talk.response())[0] == 503 and len(asked) == 2 * number
+            assert (await talk.ask(post()))[0] == 503 and len(asked) == 2 * number
         for backend in s.proxy.backends.values():
             assert backend.full_until > monotonic()
             backend.follow_incarnation()

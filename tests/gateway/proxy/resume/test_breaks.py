@@ -4,13 +4,12 @@ writes."""
 import asyncio
 import tracemalloc
 
-import orjson
 import pytest
 
 from gateway.proxy.states import ExchangeState
 
 from ...http.talk import eventually, read_request
-from ..replies import SSE_HEAD, chunk, post
+from ..replies import SSE_HEAD, chunk, post, streams
 from .test_resumer import BODY, DONE, GREEDY, PROMPT_IDS, WORDS, continued, engine, event, told
 
 SAMPLED = GREEDY | {"temperature": 1, "stop": ["zzz"]}
@@ -21,21 +20,9 @@ DIED = chunk(b'data: {"error":{"message":"died","code":500}}\n\n')
 USAGE = {"stream_options": {"include_usage": True}}
 
 
-def writes(*pieces, seen=None, then=None):
-    """An engine that writes this to one request, and breaks off."""
-
-    async def script(reader, writer):
-        _, body = await read_request(reader)
-        if seen is not None:
-            seen.append(body)
-        writer.write(SSE_HEAD)
-        for piece in pieces:
-            writer.write(piece)
-            await writer.drain()
-        if then is not None:
-            await then(reader)
-
-    return script
+def writes(*pieces, seen=None, pause=None):
+    """An engine that writes this, and breaks off."""
+    return streams(*pieces, end=None, seen=seen, pause=pause)
 
 
 def words(name: str, first: int = 1, ids: bool = True, end: bytes = chunk(DONE) + b"0\r\n\r\n") -> list[bytes]:
@@ -68,68 +55,48 @@ async def read_to(talk, mark: bytes) -> None:
 async def test_a_request_whose_client_has_no_word_yet_is_asked_again(fields, begun, ends):
     seen = []
     async with continued(writes(*begun, ends, seen=seen), writes(event("2", PROMPT_IDS), *words("2"), seen=seen)) as s:
-        talk = await s.talk()
-        await talk.say(post(orjson.dumps(fields)))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(fields)))[2]
         text, names = told(body)
         assert text == "abcdef" and len(names) == 1 and body.count(b'"role"') == 1
-        assert seen[0] == seen[1]
+        assert seen[0][1] == seen[1][1]
         # an error is looked for before anything goes out, where it comes with what announces the answer
         assert s.metrics.continued_streams.total(way="repeat") == 1 or ends == DIED
-        await eventually(lambda: s.idle() and not s.proxy.conductor.resumer.kept)
 
 
 async def test_a_stream_that_was_asked_again_is_gone_on_with_by_its_ids():
     async with continued(writes(MUCH, ROLE), engine("2", b"", 2), engine("3")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2]) == ("abcdef", {"1"})
+        assert told((await s.ask(post(BODY)))[2]) == ("abcdef", {"1"})
         ways = s.metrics.continued_streams
         assert ways.total(way="repeat") == 1 and ways.total(way="ids") >= 1
-        await eventually(s.idle)
 
 
 async def test_two_replicas_that_die_before_a_word_get_no_third():
     async with continued(writes(MUCH, ROLE), writes(ROLE, MUCH), engine("3")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert b"broke off" in (await talk.response())[2]
+        assert b"broke off" in (await s.ask(post(BODY)))[2]
         assert s.metrics.streams_not_continued.total(reason="crashes") == 1
-        await eventually(s.idle)
 
 
 async def test_what_a_parser_makes_passes_where_nothing_was_given():
     """Reasoning, say; after a second break nobody goes on with it."""
     thinks = event("2", None, None, delta={"reasoning": "Hm"})
     async with continued(writes(MUCH, ROLE), writes(event("2", None), thinks, *words("2", ids=False))) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(BODY)))[2]
         assert b'"reasoning":"Hm"' in body and body.endswith(DONE) and b'"id":"2"' not in body
-        await eventually(s.idle)
     async with continued(writes(MUCH, ROLE), writes(event("2", None), thinks), engine("3")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(BODY)))[2]
         assert b'"reasoning":"Hm"' in body and b"broke off" in body
         assert s.metrics.streams_not_continued.total(reason="events") == 1
-        await eventually(s.idle)
 
 
 async def test_a_client_that_has_a_word_keeps_no_body():
     """Of a sampled stream, which cannot be asked again."""
     rest = asyncio.Event()
 
-    async def waits(reader):
-        await rest.wait()
-
-    async with continued(writes(MUCH, ROLE, event("1", None, "a"), then=waits)) as s:
-        talk = await s.talk()
-        await talk.say(post(orjson.dumps(SAMPLED | {"user": "x" * 50_000})))
+    async with continued(writes(MUCH + ROLE + event("1", None, "a"), pause=rest.wait)) as s:
+        talk = await s.say(post(SAMPLED | {"user": "x" * 50_000}))
         await read_to(talk, b'"content":"a"')
         assert 0 < s.proxy.conductor.resumer.kept < 10_000
         rest.set()
-        await eventually(s.idle)
 
 
 # --- behind the last word
@@ -138,44 +105,32 @@ async def test_a_client_that_has_a_word_keeps_no_body():
 @pytest.mark.parametrize("end", [b"0\r\n\r\n", b""])
 async def test_usage_that_was_asked_for_is_written_where_the_stream_ends_without(end):
     async with continued(writes(event("1", PROMPT_IDS), *words("1", end=end)), engine("2")) as s:
-        talk = await s.talk()
-        await talk.say(post(orjson.dumps(GREEDY | USAGE)))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(GREEDY | USAGE)))[2]
         assert told(body)[0] == "abcdef" and b'"completion_tokens":6' in body and body.count(b"[DONE]") == 1
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("fields", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("end", [b"0\r\n\r\n", b""])
 async def test_a_stream_that_lacks_done_alone_gets_it(end, fields):
     async with continued(writes(event("1", PROMPT_IDS), *words("1", end=end)), engine("2")) as s:
-        talk = await s.talk()
-        await talk.say(post(orjson.dumps(fields)))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(fields)))[2]
         assert told(body)[0] == "abcdef" and body.count(b"[DONE]") == 1
         assert not s.metrics.streams_not_continued.total() and bool(s.faults) == (not end)
-        await eventually(s.idle)
 
 
 async def test_a_connection_that_breaks_behind_the_end_adds_nothing():
     async with continued(writes(event("1", PROMPT_IDS), *words("1", end=chunk(DONE))), engine("2")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(BODY)))[2]
         assert told(body)[0] == "abcdef" and body.count(b"[DONE]") == 1
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("fields", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_a_stream_that_ends_with_nothing_is_a_death(fields):
     """No reason, no usage, no [DONE], and an end as HTTP has it."""
     async with continued(writes(event("1", None), event("1", None, "a"), b"0\r\n\r\n")) as s:
-        talk = await s.talk()
-        await talk.say(post(orjson.dumps(fields)))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(fields)))[2]
         assert b"broke off" in body and b"[DONE]" not in body
         assert s.metrics.streams_not_continued.total() == 1
-        await eventually(s.idle)
 
 
 # --- what no engine writes
@@ -186,11 +141,8 @@ async def test_an_event_that_is_too_long_to_be_read_passes_as_it_is():
     long, size = event("1", [1], "x" * 6_000_000), 2**16
     pieces = [chunk(long[at : at + size]) for at in range(0, len(long), size)]
     async with continued(writes(event("1", PROMPT_IDS), *pieces, *words("1"))) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(BODY)))[2]
         assert b"x" * 6_000_000 in body and body.endswith(DONE)
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +164,7 @@ async def test_many_streams_of_large_requests_keep_no_more_than_the_budget(large
         resumer = s.proxy.conductor.resumer
         talkers = [await s.talk() for _ in range(count)]
         for talk in talkers:
-            await talk.say(post(orjson.dumps(SAMPLED | large)))
+            await talk.say(post(SAMPLED | large))
         await eventually(lambda: [one.state for one in s.proxy.exchanges].count(ExchangeState.ANSWERING) == count, 30)
         assert budget / 2 < resumer.kept <= budget
         may.set()
@@ -249,8 +201,7 @@ async def test_engines_that_write_without_end_take_no_more_than_the_budget(is_on
     async with continued(attacks(), attacks(), continue_budget=budget) as s:
 
         async def client():
-            talk = await s.talk()
-            await talk.say(post(BODY))
+            talk = await s.say(post(BODY))
             await read_to(talk, b"0\r\n\r\n")
 
         tracemalloc.start()

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from ...http.talk import eventually, read_request
-from ..replies import SSE_HEAD, chunk, post
+from ..replies import SSE_HEAD, chunk, post, reply
 from ..stack import stack
 from .test_resumer import GREEDY, PIPELINE, WORDS, continued, engine
 
@@ -71,9 +71,7 @@ def writes(*streams: list[bytes], seen: list | None = None):
             if seen is not None:
                 seen.append(body)
             if b'"return_token_ids"' in body:
-                writer.write(
-                    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-                )
+                writer.write(reply(b"{}", b"400 Bad Request"))
                 continue
             writer.write(SSE_HEAD)
             pieces = left.pop(0) if len(left) > 1 else left[0]
@@ -103,9 +101,7 @@ def text_of(path: str, body: bytes) -> str:
 
 
 async def ask(s, path: str, body: bytes) -> bytes:
-    talk = await s.talk()
-    await talk.say(post(body, path.encode()))
-    answer = (await talk.response())[2]
+    answer = (await s.ask(post(body, path.encode())))[2]
     await eventually(lambda: s.idle() and not s.proxy.conductor.resumer.kept)
     return answer
 
@@ -224,7 +220,5 @@ async def test_what_such_streams_are_passes_as_it_is(path, more, answer):
     async with continued(*[writes(answer)] * 2) as s, stack(writes(answer), pipeline=PIPELINE) as plain:
         for _ in range(2):
             body = await ask(s, path, fields(path, **more))
-            talk = await plain.talk()
-            await talk.say(post(fields(path, **more), path.encode()))
-            assert body == (await talk.response())[2]
+            assert body == (await plain.ask(post(fields(path, **more), path.encode())))[2]
         assert not s.faults and not s.metrics.streams_not_continued.total()

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from ...http.talk import eventually, read_request
-from ..replies import SSE_HEAD, chunk, post
+from ..replies import SSE_HEAD, chunk, post, reply
 from .test_resumer import BODY, GREEDY, PROMPT_IDS, continued, engine, event, told
 
 EVENTS = b"".join(
@@ -35,8 +35,7 @@ async def test_a_framing_that_cannot_be_gone_on_with_arrives_byte_for_byte(answe
     async with continued(script) as s:
         talk = await s.talk()
         for _ in range(2):  # the connection is good for another one
-            await talk.say(post(BODY))
-            _, headers, body = await talk.response()
+            _, headers, body = await talk.ask(post(BODY))
             assert (gzip.decompress(body) if "content-encoding" in headers else body) == EVENTS
         await eventually(s.idle)
         assert not s.proxy.conductor.resumer.kept and not s.proxy.conductor.resumer._refused
@@ -65,14 +64,12 @@ async def test_from_an_unknown_event_on_a_stream_passes_unread_with_the_ids_that
             writer.write(rest[cut:])
 
     async with continued(script) as s:
-        talk = await s.talk()
-        await talk.say(post(orjson.dumps(GREEDY | ({"return_token_ids": True} if asks else {}))))
+        talk = await s.say(post(GREEDY | ({"return_token_ids": True} if asks else {})))
         seen = await talk.until(b'"x"')
         drained.append(1)
         body = seen + await talk.until(b"0\r\n\r\n")
         assert body.count(b"Hm") == 1 and body.count(b"[DONE]") == 1 and body.count(b'"content":"') == 4
         assert [piece in body for piece in (b"[1]", b"[77,78]", b"[5]", b"[1234]")] == 4 * [asks]
-        await eventually(s.idle)
 
 
 async def test_an_engine_that_refuses_to_be_asked_for_ids_gets_requests_as_they_came():
@@ -83,21 +80,16 @@ async def test_an_engine_that_refuses_to_be_asked_for_ids_gets_requests_as_they_
             request = json.loads((await read_request(reader))[1])
             seen.append("return_token_ids" in request)
             if seen[-1]:
-                writer.write(
-                    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-                )
+                writer.write(reply(b"{}", b"400 Bad Request"))
                 continue
             writer.write(SSE_HEAD + event("1", None, "a") + event("1", None, "b", finish_reason="stop"))
             writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
     async with continued(strict) as s:
         for count in (2, 3):  # it is remembered
-            talk = await s.talk()
-            await talk.say(post(BODY))
-            status, _, body = await talk.response()
+            status, _, body = await s.ask(post(BODY))
             assert (status, told(body)[0], len(seen)) == (200, "ab", count)
         assert seen == [True, False, False]
-        await eventually(s.idle)
 
 
 async def test_a_stream_that_is_left_and_breaks_off_is_counted_by_why():
@@ -109,11 +101,8 @@ async def test_a_stream_that_is_left_and_breaks_off_is_counted_by_why():
     tools = orjson.dumps(GREEDY | {"tools": [{"type": "function", "function": {"name": "f"}}]})
     async with continued(script, script, engine("2")) as s:
         for body, reason in ((BODY, "events"), (tools, "tools")):
-            talk = await s.talk()
-            await talk.say(post(body))
-            assert b"broke off" in (await talk.response())[2]
+            assert b"broke off" in (await s.ask(post(body)))[2]
             assert s.metrics.streams_not_continued.total(reason=reason) == 1
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -134,10 +123,7 @@ async def test_the_budget_binds_after_a_break_as_well(whole):
             await writer.drain()
 
     async with continued(engine("1", b"", 2), writes_much, engine("3"), continue_budget=20_000) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(BODY)))[2]
         assert body.count(b"y" * 1000) == 200 and (b"[DONE]" in body, b"broke off" in body) == (whole, not whole)
         assert max(most) < 60_000
         assert s.metrics.streams_not_continued.total(reason="budget") == (0 if whole else 1)
-        await eventually(lambda: s.idle() and not s.proxy.conductor.resumer.kept)

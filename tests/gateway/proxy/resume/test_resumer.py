@@ -19,7 +19,7 @@ from replicas import State
 from replicas.simulated.model import sim_model_dir
 
 from ...http.talk import eventually, read_request
-from ..replies import SSE_HEAD, chunk, post, streams
+from ..replies import SSE_HEAD, answers, chunk, post, says, streams
 from ..stack import stack
 
 PIPELINE = Pipeline(sim_model_dir(), "m", 16)
@@ -108,8 +108,7 @@ async def test_however_an_engine_ends_another_goes_on(ends):
     seen = []
     async with continued(engine("1", ends, 2, seen), engine("2", seen=seen)) as s:
         talk = await s.talk()
-        await talk.say(post(BODY))
-        _, headers, body = await talk.response()
+        _, headers, body = await talk.ask(post(BODY))
         assert told(body) == ("abcdef", {"1"}) and b"role" in body and body.count(b"role") == 1
         assert s.metrics.continued_streams.total(way="ids") == 1
         assert s.metrics.continue_gap_seconds.count("ids") == 1
@@ -120,11 +119,8 @@ async def test_however_an_engine_ends_another_goes_on(ends):
 
 async def test_each_of_several_engines_goes_on_where_the_last_one_broke_off():
     async with continued(engine("1", b"", 1), engine("2", b"", 2), engine("3", b"", 1), engine("4")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2]) == ("abcdef", {"1"})
+        assert told((await s.ask(post(BODY)))[2]) == ("abcdef", {"1"})
         assert s.metrics.continued_streams.total(way="ids") >= 3
-        await eventually(s.idle)
 
 
 END = b"0\r\n\r\n"  # of a body, as HTTP has it
@@ -133,56 +129,35 @@ END = b"0\r\n\r\n"  # of a body, as HTTP has it
 @pytest.mark.parametrize("before", [[], [engine("1", b"", 2)]])
 async def test_an_answer_that_ends_behind_its_announcement_is_nobodys(before):
     async with continued(*before, engine("2", END, 0), engine("3")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         assert told((await asyncio.wait_for(talk.response(), 10))[2])[0] == "abcdef"
-        await eventually(s.idle)
 
 
 async def test_where_nobody_is_left_it_is_an_error_of_its_client():
     async with continued(engine("2", END, 0)) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         assert b"broke off" in (await asyncio.wait_for(talk.response(), 10))[2]
-        await eventually(s.idle)
 
 
 async def test_a_stream_that_lacks_its_end_alone_is_ended_here():
     options = {"stream_options": {"include_usage": True}}
     body = orjson.dumps(GREEDY | options)
     async with continued(engine("1", b"1", 6), engine("2", b"1", 6)) as s:
-        talk = await s.talk()
-        await talk.say(post(body))
-        answer = (await talk.response())[2]
+        answer = (await s.ask(post(body)))[2]
         assert told(answer) == ("abcdef", {"1"})
         assert json.loads(answer.split(b"\n\n")[-3][6:])["usage"] == {
             "prompt_tokens": len(PROMPT_IDS), "completion_tokens": 6, "total_tokens": len(PROMPT_IDS) + 6
         }  # fmt: skip
         assert s.metrics.continued_streams.total(way="over") == 1
-        await eventually(s.idle)
 
 
 async def test_an_engine_that_falls_silent_is_left():
     async with continued(engine("1", b"", 2, then=never), engine("2"), idle_timeout=0.2) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         sweeps = asyncio.create_task(sweep(s))
         assert told((await talk.response())[2]) == ("abcdef", {"1"})
         sweeps.cancel()
         assert s.faults == [STALLED]
-        await eventually(s.idle)
-
-
-async def crashes(reader, writer):
-    await read_request(reader)
-
-
-async def fails(reader, writer):
-    while True:
-        await read_request(reader)
-        writer.write(
-            b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-        )
 
 
 async def sweep(s):
@@ -191,15 +166,19 @@ async def sweep(s):
         await asyncio.sleep(0.02)
 
 
+crashes, fails = says(b"", then_hangs=False), answers(b"{}", b"500 Internal Server Error")
+# Breaks off after two words, whatever it was asked.
+cut_short = says(
+    SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a" * 2000) + event("1", [2], "b"), then_hangs=False
+)
+
+
 @pytest.mark.parametrize("others", [[], [engine("2", b"", 0), engine("3", b"", 0)]])
 async def test_a_stream_that_nobody_goes_on_with_ends_with_an_error(others):
     async with continued(engine("1", b"", 2), *others) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(BODY)))[2]
         assert b"broke off" in body and not body.endswith(b"[DONE]\n\n")
         assert s.metrics.streams_not_continued.total() == 1
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("others", [[], [fails, fails], [crashes, crashes]])
@@ -208,10 +187,7 @@ async def test_who_did_not_go_on_with_a_stream_is_named_to_no_tenant(others, tmp
     file.write_text(f"- {{name: one, sha256: {hashlib.sha256(b'hth-one').hexdigest()}}}\n")
     for keys in (None, Keys(file)):
         async with continued(engine("1", b"", 2), *others, keys=keys) as s:
-            talk = await s.talk()
-            await talk.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
-            told.append((await talk.response())[2])
-            await eventually(s.idle)
+            told.append((await s.ask(post(BODY, extra=b"authorization: Bearer hth-one\r\n")))[2])
     assert all(b"the answer broke off" in body for body in told)
     assert [b"127.0.0.1" in body for body in told] == [True, False]
 
@@ -227,8 +203,7 @@ async def while_another_is_asked():
         await reader.read()
 
     async with continued(engine("1", b"", 2), silent) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         await asyncio.wait_for(asked.wait(), 5)
         yield s, talk
 
@@ -253,58 +228,24 @@ async def test_a_stream_that_a_stop_cuts_while_another_is_asked_is_told_so_and_n
 
 
 async def test_an_engine_that_does_not_take_the_ids_is_passed_over():
-    async def deaf(reader, writer):
-        """Begins the answer from its beginning, whatever ids it is given."""
-        await read_request(reader)
-        writer.write(SSE_HEAD + event("2", PROMPT_IDS) + event("2", [1], "a"))
-        await writer.drain()
-        await reader.read()
-
+    deaf = says(SSE_HEAD + event("2", PROMPT_IDS) + event("2", [1], "a"))  # from the beginning, whatever it is given
     async with continued(engine("1", b"", 2), deaf) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(BODY)))[2]
         assert b"broke off" in body and body.count(b'"content":"a"') == 1
         assert s.metrics.streams_not_continued.total(reason="differs") == 1
-        await eventually(s.idle)
-
-
-async def test_an_engine_that_refuses_to_go_on_is_passed_over():
-    async def refuses(reader, writer):
-        while True:
-            await read_request(reader)
-            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
-
-    async with continued(engine("1", b"", 2), refuses, engine("3")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2])[0] == "abcdef"
-        await eventually(s.idle)
-
-
-async def cut_short(reader, writer):
-    """An engine that breaks off after one word, whatever it was asked."""
-    await read_request(reader)
-    writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a" * 2000) + event("1", [2], "b"))
-    await writer.drain()
 
 
 @pytest.mark.parametrize("budget", [10, 2000])  # before it is sent, and as it passes
 async def test_what_is_kept_has_a_budget(budget):
     async with continued(cut_short, engine("2"), continue_budget=budget) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        body = (await talk.response())[2]
+        body = (await s.ask(post(BODY)))[2]
         assert b"broke off" in body and body.count(b'"b"') == 1
         assert s.metrics.streams_not_continued.total(reason="budget") == 1
-        await eventually(lambda: s.idle() and not s.proxy.conductor.resumer.kept)
 
 
 async def test_without_the_setting_a_stream_is_cut_as_ever():
     async with stack(streams(event("1", [1], "a"), end=None), streams(), pipeline=PIPELINE) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert b"broke off" in (await talk.response())[2]
+        assert b"broke off" in (await s.ask(post(BODY)))[2]
         assert not s.metrics.streams_not_continued.total() and not s.metrics.continued_streams.total()
 
 
@@ -312,25 +253,16 @@ async def test_a_part_of_a_character_is_written_by_the_next_engine():
     """Ids whose text is not shown yet are not given to it, so that no character is lost."""
     seen = []
 
-    async def first(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a") + event("1", [200], ""))
-        await writer.drain()
-
+    first = streams(event("1", PROMPT_IDS) + event("1", [1], "a") + event("1", [200], ""), end=None)
     async with continued(first, engine("2", seen=seen)) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2])[0] == "abcdef"
+        assert told((await s.ask(post(BODY)))[2])[0] == "abcdef"
         assert seen[0]["kv_transfer_params"]["prompt_token_ids"] == [*PROMPT_IDS, 1]
 
 
 async def test_a_replica_that_is_not_ready_does_not_go_on():
     async with continued(engine("1", b"", 2), engine("2")) as s:
-        [*s.proxy.backends.values()][1].replica.state = State.FAILED
-        s.proxy.changed()
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert b"broke off" in (await talk.response())[2]
+        s.becomes([*s.proxy.backends.values()][1].replica, State.FAILED)
+        assert b"broke off" in (await s.ask(post(BODY)))[2]
         assert s.metrics.streams_not_continued.total(reason="no replica") == 1
 
 
@@ -339,35 +271,26 @@ async def test_a_replica_that_hashes_other_blocks_does_not_go_on():
     async with continued(engine("1", b"", 2), engine("2")) as s:
         other = [*s.proxy.backends.values()][1]
         other.candidate.space = 7
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert b"broke off" in (await talk.response())[2]
+        assert b"broke off" in (await s.ask(post(BODY)))[2]
         assert s.metrics.streams_not_continued.by("reason")["unlike"] == 1
 
 
-async def test_one_crash_after_the_break_leaves_it_to_a_third_replica():
-    async with continued(engine("1", b"", 2), crashes, engine("3")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2]) == ("abcdef", {"1"})
-        await eventually(s.idle)
+@pytest.mark.parametrize("second", [crashes, answers(b"{}", b"400 Bad Request")], ids=["crashes", "refuses"])
+async def test_one_that_does_not_go_on_leaves_it_to_a_third_replica(second):
+    async with continued(engine("1", b"", 2), second, engine("3")) as s:
+        assert told((await s.ask(post(BODY)))[2]) == ("abcdef", {"1"})
 
 
 async def test_replicas_that_crash_one_after_the_other_are_counted_as_crashes():
     async with continued(engine("1", b"", 2), crashes, crashes, engine("4")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert b"broke off" in (await talk.response())[2]
+        assert b"broke off" in (await s.ask(post(BODY)))[2]
         assert s.metrics.streams_not_continued.total(reason="crashes") == 1
-        await eventually(s.idle)
 
 
 async def test_an_error_on_the_way_to_who_goes_on_is_that_replicas():
     async with continued(engine("1", b"", 2), fails, engine("3")) as s:
         second = [*s.proxy.backends][1]
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2])[0] == "abcdef"
+        assert told((await s.ask(post(BODY)))[2])[0] == "abcdef"
         await eventually(s.idle)
         assert s.metrics.upstream_errors.total(replica=second, kind="status 500") == 1
         assert "status 500" in s.faults
@@ -402,10 +325,7 @@ DONE = b"data: [DONE]\n\n"
 @pytest.mark.parametrize("head", [BARE_HEAD, LENGTH_HEAD])
 async def test_the_rest_may_be_framed_in_another_way_than_the_beginning(head):
     async with continued(engine("1", b"", 2), bare(head, 3, 6, DONE)) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2]) == ("abcdef", {"1"})
-        await eventually(s.idle)
+        assert told((await s.ask(post(BODY)))[2]) == ("abcdef", {"1"})
 
 
 async def test_a_stream_whose_last_event_lacks_its_blank_line_is_complete_though_it_cannot_be_resumed():
@@ -418,8 +338,7 @@ async def test_a_stream_whose_last_event_lacks_its_blank_line_is_complete_though
         await writer.drain()
 
     async with continued(reasons) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         body = await talk.rest()
         assert body.rstrip().endswith(b"data: [DONE]") and b"error" not in body
         await eventually(s.idle)
@@ -438,30 +357,25 @@ async def test_chunked_is_written_in_any_case(end, spelling):
         return shouts
 
     async with continued(spelt(engine("1", end, 2)), spelt(engine("2"))) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         await talk.until(b"\r\n\r\n")
         body = await talk.until(b"0\r\n\r\n")
         assert body.count(b"[DONE]") == 1 and body.count(b'"content":"f"') == 1
         assert s.metrics.continued_streams.total(way="ids") == 1
-        await eventually(s.idle)
 
 
 async def test_chunks_may_follow_what_had_none():
     async with continued(bare(BARE_HEAD, 1, 2, b""), engine("2")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         await talk.until(b"\r\n\r\n")
         body = await talk.rest()
         assert told(body)[0] == "abcdef" and b"\r\n" not in body
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("end", [b"data: [DONE]", b"data: [DONE]\n"])
 async def test_a_last_event_without_a_blank_line_is_the_end(end):
     async with continued(bare(BARE_HEAD, 1, 6, end)) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         await talk.until(b"\r\n\r\n")
         assert (await talk.rest()).endswith(DONE)
         await eventually(s.idle)
@@ -499,9 +413,7 @@ async def test_figures_speak_of_what_the_client_saw():
 
     async with continued(slow, counts, slo_figures=True) as s:
         steps = {one.id: one.candidate.costs.step.value for one in s.proxy.backends.values()}
-        talk = await s.talk()
-        await talk.say(post(orjson.dumps(GREEDY | {"stream_options": {"include_usage": True}})))
-        await talk.response()
+        await s.ask(post(GREEDY | {"stream_options": {"include_usage": True}}))
         await eventually(s.idle)
         spent = s.metrics.answer_phase_seconds.by("phase")
         assert spent["decode"] >= pause and not spent.get("retry") and spent["engine"] < pause
@@ -511,9 +423,7 @@ async def test_figures_speak_of_what_the_client_saw():
 
 async def test_tokens_of_a_stream_without_usage_are_those_of_all_replicas():
     async with continued(engine("1", b"", 2), engine("2"), slo_figures=True) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2])[0] == "abcdef"
+        assert told((await s.ask(post(BODY)))[2])[0] == "abcdef"
         await eventually(s.idle)
         assert s.metrics.answer_tokens.by("kind")["output"] == 6
 
@@ -521,15 +431,8 @@ async def test_tokens_of_a_stream_without_usage_are_those_of_all_replicas():
 async def test_a_body_that_is_too_long_to_be_kept_is_counted_where_its_stream_breaks_off(monkeypatch):
     monkeypatch.setattr(resumer, "MOST_BYTES", len(BODY) - 1)
 
-    async def breaks(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a"))
-        await writer.drain()
-
-    async with continued(breaks) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        await talk.response()
+    async with continued(streams(event("1", PROMPT_IDS) + event("1", [1], "a"), end=None)) as s:
+        await s.ask(post(BODY))
         await eventually(s.idle)
         assert s.metrics.streams_not_continued.by("reason") == {"budget": 1}
 
@@ -543,9 +446,7 @@ async def test_a_limit_on_the_first_token_is_met_by_the_replica_that_wrote_it():
 
     qos = QosClass("only", slo=Slo(ttft=pause / 2))
     async with continued(slow, counts, overload=Overload(Classes([qos], []), Rules(), None)) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2])[0].startswith("a")
+        assert told((await s.ask(post(BODY)))[2])[0].startswith("a")
         await eventually(s.idle)
         assert s.metrics.slo_requests.by("outcome") == {"met": 1}
 
@@ -556,9 +457,7 @@ async def test_a_tenant_is_charged_for_what_all_replicas_wrote(tmp_path):
     events = []
     async with continued(engine("1", b"", 3), fails, engine("3"), keys=Keys(file)) as s:
         s.proxy.settling.on_end.append(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
-        talk = await s.talk()
-        await talk.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
-        await talk.response()
+        await s.ask(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
         await eventually(s.idle)
         assert events == [6]  # the words, neither the role nor the end
 
@@ -578,8 +477,7 @@ async def test_a_first_read_that_ends_within_an_event_is_no_event(tmp_path):
 
     async with continued(script, keys=Keys(file)) as s:
         s.proxy.settling.on_end.append(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
-        talk = await s.talk()
-        await talk.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
+        talk = await s.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
         await talk.until(b"\r\n\r\n")
         begun.set()
         await talk.until(b"0\r\n\r\n")
@@ -591,10 +489,7 @@ async def test_replicas_that_were_not_asked_are_no_attempts():
     async with continued(engine("1", b"", 2), fails, engine("3"), engine("4")) as s:
         for other in [*s.proxy.backends.values()][2:]:
             other.candidate.space = 9
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert b"after 2 attempt(s)" in (await talk.response())[2]
-        await eventually(s.idle)
+        assert b"after 2 attempt(s)" in (await s.ask(post(BODY)))[2]
 
 
 async def test_a_mistake_of_ours_while_it_is_placed_cuts_the_stream():
@@ -613,8 +508,7 @@ async def test_a_mistake_of_ours_while_it_is_placed_cuts_the_stream():
 
     async with continued(first, engine("2")) as s:
         policy = s.proxy.router.policy
-        talk = await s.talk()
-        await talk.say(post(BODY))
+        talk = await s.say(post(BODY))
         assert b"HTTP/1.1 500" not in await talk.rest() and not s.proxy.exchanges
         s.proxy.router.policy = policy
 
@@ -630,10 +524,7 @@ async def test_a_replica_that_takes_no_ids_beside_messages_is_not_asked():
     async with continued(engine("1", b"", 2), engine("2", seen=seen), engine("3")) as s:
         second = [*s.proxy.backends.values()][1]
         dialect, second.replica.dialect = second.replica.dialect, Other()
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        assert told((await talk.response())[2])[0] == "abcdef" and not seen
-        await eventually(s.idle)
+        assert told((await s.ask(post(BODY)))[2])[0] == "abcdef" and not seen
 
 
 def interruptions(caplog) -> list[str]:
@@ -644,9 +535,7 @@ async def test_a_stream_that_was_gone_on_with_is_a_line_of_the_log(caplog):
     caplog.set_level("INFO", "hitherto.proxy")
     async with continued(engine("1", b"", 3), engine("2")) as s:
         first, second = s.proxy.backends
-        talk = await s.talk()
-        await talk.say(post(BODY, extra=b"x-request-id: mine\r\n"))
-        await talk.response()
+        await s.ask(post(BODY, extra=b"x-request-id: mine\r\n"))
         await eventually(s.idle)
         [line] = interruptions(caplog)
     assert line.startswith(f"stream mine of replica {first} broke off after 3 tokens: connection closed")
@@ -656,10 +545,7 @@ async def test_a_stream_that_was_gone_on_with_is_a_line_of_the_log(caplog):
 async def test_a_stream_that_lacked_only_its_end_is_a_line_as_well(caplog):
     caplog.set_level("INFO", "hitherto.proxy")
     async with continued(cut_short, cut_short) as s:
-        talk = await s.talk()
-        await talk.say(post(orjson.dumps(GREEDY | {"max_tokens": 2})))
-        await talk.response()
-        await eventually(s.idle)
+        await s.ask(post(GREEDY | {"max_tokens": 2}))
     [line] = interruptions(caplog)
     assert "after 2 tokens" in line and "; the gateway wrote its end " in line
 
@@ -668,9 +554,7 @@ async def test_of_many_streams_that_break_off_some_are_in_the_log(caplog, monkey
     monkeypatch.setattr("gateway.proxy.resume.resumer.MOST_LINES", 1)
     caplog.set_level("INFO", "hitherto.proxy")
     async with continued(engine("1", b"", 1), engine("2", b"", 1), engine("3", b"", 1), engine("4")) as s:
-        talk = await s.talk()
-        await talk.say(post(BODY))
-        await talk.response()
+        await s.ask(post(BODY))
         await eventually(s.idle)
         assert s.metrics.continued_streams.total() > 1
     assert len(interruptions(caplog)) == 1

@@ -6,8 +6,7 @@ import json
 import orjson
 import pytest
 
-from ...http.talk import eventually, read_request
-from ..replies import SSE_HEAD, chunk, post
+from ..replies import chunk, post, streams
 from .test_resumer import continued
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -41,20 +40,8 @@ def ended(name: str) -> bytes:
 def writes(*events: bytes, seen: list | None = None):
     """An engine that writes these and dies, unless the last one ends the stream."""
 
-    async def script(reader, writer):
-        while True:
-            request = json.loads((await read_request(reader))[1])
-            if seen is not None:
-                seen.append(request)
-            writer.write(SSE_HEAD)
-            for one in events:
-                writer.write(one)
-                await writer.drain()
-                await asyncio.sleep(0)
-            if not events or not events[-1].endswith(b"0\r\n\r\n"):
-                return
-
-    return script
+    ends = events and events[-1].endswith(b"0\r\n\r\n")
+    return streams(*events, end=b"" if ends else None, seen=seen, pause=lambda: asyncio.sleep(0))
 
 
 def of(body: bytes) -> tuple[str, list[dict], set]:
@@ -66,13 +53,11 @@ def of(body: bytes) -> tuple[str, list[dict], set]:
 
 
 async def answer(s, body, path=b"/v1/chat/completions") -> bytes:
-    talk = await s.talk()
-    await talk.say(post(orjson.dumps(body), path))
-    return (await talk.response())[2]
+    return (await s.ask(post(body, path)))[2]
 
 
 async def test_a_text_before_a_call_is_repeated_and_the_call_follows_it():
-    seen: list[dict] = []
+    seen: list[tuple[bytes, bytes]] = []
     first = writes(opened("1"), chat("1", content="I look"), seen=seen)
     other = writes(
         opened("2"), chat("2", content="I lo"), chat("2", content="ok it up."), called("2", '{"a"'), called("2", ":1}"),
@@ -83,9 +68,8 @@ async def test_a_text_before_a_call_is_repeated_and_the_call_follows_it():
         text, calls, names = of(body)
         assert text == "I look it up." and names == {"1"} and body.endswith(b"data: [DONE]\n\n")
         assert "".join(call["arguments"] for call in calls) == '{"a":1}'
-        assert seen[0]["tools"] == seen[1]["tools"] == TOOLS, "the same request once more"
+        assert [json.loads(body)["tools"] for _, body in seen] == [TOOLS] * 2, "the same request once more"
         assert s.metrics.continued_streams.total(way="repeat") == 1
-        await eventually(s.idle)
 
 
 async def test_a_call_that_had_begun_is_cut_and_counted():
@@ -94,7 +78,6 @@ async def test_a_call_that_had_begun_is_cut_and_counted():
         body = await answer(s, ASKED)
         assert b"broke off" in body and b"[DONE]" not in body
         assert s.metrics.streams_not_continued.total(reason="tools") == 1
-        await eventually(s.idle)
 
 
 async def test_a_call_begun_by_who_went_on_is_cut_as_well():
@@ -104,7 +87,6 @@ async def test_a_call_begun_by_who_went_on_is_cut_as_well():
         body = await answer(s, ASKED)
         assert b"broke off" in body and b"[DONE]" not in body and of(body)[2] >= {"1"}
         assert s.metrics.streams_not_continued.total(reason="tools") == 1
-        await eventually(s.idle)
 
 
 async def test_who_calls_a_tool_where_the_client_has_text_differs():
@@ -114,7 +96,6 @@ async def test_who_calls_a_tool_where_the_client_has_text_differs():
         body = await answer(s, ASKED)
         assert of(body)[:2] == ("I look", []) and b"[DONE]" not in body
         assert s.metrics.streams_not_continued.total(reason="differs") == 1
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -130,7 +111,6 @@ async def test_a_sampled_answer_is_asked_for_again_until_it_has_text(began):
             assert of(body)[:2] == ("You", [{"name": "look", "arguments": "{}"}]) and b"[DONE]" in body
             again = s.metrics.continued_streams.total(way="repeat")
             assert again + s.metrics.retries.total() == 1, "by whether its head had gone out"
-        await eventually(s.idle)
 
 
 def message(kind: str, **data) -> bytes:
@@ -171,4 +151,3 @@ async def test_a_tool_of_the_messages_api_follows_the_text_that_the_client_has(c
         text = "".join(one["delta"]["text"] for one in told if one.get("delta", {}).get("type") == "text_delta")
         assert text == ("I look" if closed else "I look up")
         assert s.metrics.continued_streams.total(way="repeat") == 1
-        await eventually(s.idle)

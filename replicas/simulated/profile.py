@@ -12,7 +12,7 @@ from replicas import yaml_text
 PROFILES = Path(__file__).parent / "profiles"
 # The least value of each of these fields.
 _LEAST = dict.fromkeys("block_size max_num_seqs max_num_batched_tokens max_model_len chunk_blocks".split(), 1)
-_LEAST |= {"num_blocks": 2, "cpu_blocks": 0}
+_LEAST |= {"num_blocks": 2, "cpu_blocks": 0, "context_parallel": 1}
 
 
 @dataclass(frozen=True, slots=True)

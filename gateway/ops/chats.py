@@ -108,7 +108,7 @@ class EngineTokens:
             raise NotAsked(f"/tokenize answers {status}", final=status < 500)
         ids = told.get("tokens")
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-            raise NotAsked("/tokenize tells no token ids", final=True)
+            raise NotAsked("/tokenize tells no token ids", final=bool(told))  # else something before the engine answers
         return Answer(text, special, ids)
 
     async def of_chat(

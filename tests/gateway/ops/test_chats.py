@@ -5,6 +5,7 @@ import json
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from gateway.ops.chats import CHATS, EngineTokens, NotAsked, chats_differ, made_here
 from gateway.prompt.pipeline import Pipeline
@@ -149,3 +150,16 @@ async def test_chats_of_gpt_oss_are_asked_for_where_the_engine_writes_them_as_it
 
 def test_chats_are_of_all_kinds():
     assert any("tools" in one for one in CHATS) and any(len(one["messages"]) > 2 for one in CHATS)
+
+
+@pytest.mark.parametrize("body, final", [("<html>starting</html>", False), ('{"tokens": "none"}', True)])
+async def test_a_page_of_something_before_the_engine_is_no_last_word(body, final):
+    async def tokenize(request):
+        return web.Response(text=body)
+
+    app = web.Application()
+    app.router.add_post("/tokenize", tokenize)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        with pytest.raises(NotAsked) as asked:
+            await EngineTokens(session, str(server.make_url("")).rstrip("/"), None).of_texts(["hi"])
+    assert asked.value.final is final

@@ -48,7 +48,7 @@ class AdmissionDecision(NamedTuple):
 
 
 class AdmissionOptions:
-    """The alternatives for a request that finds no room. Here there are none; `options.RouterOptions` makes them."""
+    """Alternatives for a request that no replica has room for; this base class has none, and RouterOptions has them."""
 
     def may_cap(self, most: int) -> bool:
         """Return whether the request's answer can be capped at `most` tokens, and might be longer otherwise."""

@@ -158,7 +158,7 @@ class Fit:
         return [index for index in room if not estimates[index].there or estimates[index].tpot * factor <= limit]
 
     def meeting(self, estimates: Sequence[Estimate], asked: Question) -> list[int]:
-        """Return the indices of the estimates that meet the request's limits; none if it has no limits."""
+        """Return the indices of the estimates that meet the request's limits; an empty list if it has no limits."""
         return [i for i, one in enumerate(estimates) if self.too_much(one, asked) is None] if asked.limited else []
 
     def too_much(self, estimate: Estimate, asked: Question) -> str | None:

@@ -185,7 +185,10 @@ class Changes(Generic[T]):
         self.count += 1
 
     def since(self, count: int) -> Iterable[T] | None:
-        """Return what was logged after the first `count` entries, in any order; None if some of it was overwritten."""
+        """Return the entries logged after the first `count` ones, in any order.
+
+        Returns None if the log, whose length is limited, no longer has all of them.
+        """
         new = self.count - count
         return None if new > len(self._latest) else islice(reversed(self._latest), new)
 

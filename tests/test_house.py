@@ -210,3 +210,13 @@ def test_only_settling_ends_a_placement_with_what_was_learned():
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("router.finish")
     }
     assert callers == {"gateway/proxy/settling.py"}
+
+
+def test_no_test_hides_another_of_its_name():
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        names = [
+            one.name
+            for one in ast.parse(path.read_text()).body
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        assert len(names) == len(set(names)), f"{path.relative_to(ROOT)} defines a function twice"

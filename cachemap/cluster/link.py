@@ -96,7 +96,10 @@ class Link:
         task.add_done_callback(self._aside.discard)
 
     def give_back(self, group: list[Any]) -> None:
-        """Give back the leases of some replicas (of one lane), so that other gateways may take them."""
+        """Release the leases of these replicas, so that other gateways may take them.
+
+        `group`: as `groups` makes it, so that one Redis command covers it.
+        """
 
         async def leave() -> None:
             client = await self.clients.to(group[0].keys.lease)

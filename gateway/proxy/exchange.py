@@ -94,7 +94,7 @@ class Attempt:
     upstream: Upstream | None = None
     sent_ids: bool = False  # the prompt was sent as token ids
     asks_ids: bool = False  # the gateway has the engine report token ids, which the client did not request
-    # The answer: its status and head, and the status that an error within a 200 amounts to, 0 without one.
+    # The answer's status and head. `fault` is the status that fits an error in the body of a 200; 0: there is none.
     status: int = 0
     response_head: Head = None  # type: ignore[assignment]  # until the head is there
     fault: int = 0

@@ -67,7 +67,7 @@ def _spilling(settings: Settings, found: Overload) -> SettingWarning | None:
 
 
 def _without_key(settings: Settings) -> SettingWarning | None:
-    """Warn of a route by API key where there are no API keys."""
+    """Return a warning if a route matches requests by API key although no API keys are configured, else None."""
     routes = settings.request_router.routes if settings.request_router is not None else ()
     keys = [one.match.key for one in routes if one.match.key is not None]
     if not keys or settings.api_keys is not None:

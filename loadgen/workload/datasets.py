@@ -110,7 +110,10 @@ def of_seeds(args: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def add_workload(parser: argparse.ArgumentParser, simulated: bool = False) -> None:
-    """Add the flags of a load; a `simulated` one involves no HTTP, so any load and any kind of reply will do for it."""
+    """Add the flags that describe a load.
+
+    `simulated`: the load is played in virtual time, without HTTP; the flag --processes is added.
+    """
     if simulated:
         parser.set_defaults(backend="openai-chat")
         flags(parser, ("--processes", whole, "N", 1, "simulate several fleets at once, in N processes (default 1)"))

@@ -381,9 +381,10 @@ def _with_regret(
 
 
 def _survey(candidates: Sequence[Candidate], block_size: int) -> tuple[float, int, float]:
-    """Return the longest overlap, in tokens, if one replica alone has it, else 0; and the streams and recent choices.
+    """Return three figures of all candidates: longest overlap, decoding requests, recent choices.
 
-    The latter are the sums of `Load.decoding` and `Load.recent` over the candidates.
+    The overlap is in tokens, and 0 unless a single candidate has it; the others are the sums of `Load.decoding` and
+    `Load.recent`.
     """
     longest = second = -inf
     streams, recent = 0, 0.0

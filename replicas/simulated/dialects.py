@@ -89,9 +89,6 @@ class _OpenAI(Dialect):
             **more,
         }
 
-    def _said(self, text: str, streamed: bool) -> dict:
-        raise NotImplementedError
-
     def _prompt(self, generation: Generation) -> dict:
         return {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
 

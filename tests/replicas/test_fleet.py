@@ -446,16 +446,3 @@ async def test_failing_requests_do_not_make_the_fleet_ask_more_often(fleet, serv
         fleet.failed(replica.id, "timeout")
         await asyncio.sleep(0)
     assert replica.state is DEGRADED and asked == before
-
-
-async def test_a_missing_scrape_does_not_rename_an_incarnation(fleet, engine, comes, until):
-    replica = await comes(fleet.add(await engine()), READY)
-    fleet.seen.clear()
-    page = engine.pages.pop("/metrics")
-    fleet.engines[replica.id].nudge()
-    await until(lambda: any("/metrics cannot be read" in problem for problem in replica.problems))
-    engine.pages["/metrics"] = page
-    fleet.engines[replica.id].nudge()
-    before = replica.scrape.at
-    await until(lambda: replica.scrape.at > before)
-    assert replica.incarnation == "1.00" and not states(fleet, replica)

@@ -128,7 +128,7 @@ class LegPlacing:
         now: float,
         decided: tuple[Decision, ...] | None = None,
     ) -> None:
-        """Reserve the prefill and the decode replica, and add the attempt of the prefill.
+        """Reserve a prefill and a decode replica for the request, and add an attempt at the prefill replica.
 
         Where both legs are sent at the same time, add the attempts of both.
 

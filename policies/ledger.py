@@ -139,13 +139,18 @@ class Unanswered:
         self._number = number = self._number + 1
         self._waiting += 1
         reservation.unanswered, reservation.number = self, number
-        heappush(self._heap, (reservation.due, number, reservation))
-        self._look()
+        heappush(self._heap, (due := reservation.due, number, reservation))
+        if self._heap[0][2] is reservation:
+            self._load.due = due if due > self._answered_at else self._answered_at
 
     def answered(self, reservation: Reservation, now: float) -> None:
-        self._overtaken = max(self._overtaken, reservation.number)
-        self.leave(reservation)
-        self.held_up(now)
+        if number := reservation.number:
+            reservation.number = 0
+            self._waiting -= 1
+            if number > self._overtaken:
+                self._overtaken = number
+        self._answered_at = now
+        self._look()
 
     def held_up(self, now: float) -> None:
         """Note that the gateway was stalled until `now`: answers that came meanwhile may not have been seen yet."""
@@ -326,7 +331,8 @@ class Ledger:
         load.output_tokens += output
         if alone or load.since == FAR:
             load.timed(now if alone and not self._shared else None)
-        self._changed(replica, not counted)
+        if self.changes is not None or self.moved is not None:
+            self._changed(replica, not counted)
         return reservation
 
     def reserve_decode(self, replica: str, tokens: int, output: int = 0) -> Reservation:
@@ -359,7 +365,8 @@ class Ledger:
             load.begun_tokens += tokens
         reservation.uncached += tokens
         load.prefill_tokens += tokens
-        self._changed(reservation.replica)
+        if self.changes is not None or self.moved is not None:
+            self._changed(reservation.replica)
 
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
         """Move a request from prefill to decode; `now`: when its first byte was seen, None if it was only assumed."""
@@ -374,7 +381,8 @@ class Ledger:
         load.decoding += 1
         load.context_tokens += tokens
         load.timed(None if self._shared else now)
-        self._changed(reservation.replica)
+        if self.changes is not None or self.moved is not None:
+            self._changed(reservation.replica)
 
     def came(self, reservation: Reservation, tokens: int) -> None:
         """Count further tokens of a request's answer, which are context for its next ones."""
@@ -382,7 +390,8 @@ class Ledger:
             return
         reservation.tokens += tokens
         reservation.load.context_tokens += tokens
-        self._changed(reservation.replica)
+        if self.changes is not None or self.moved is not None:
+            self._changed(reservation.replica)
 
     def answered(self, reservation: Reservation, now: float) -> None:
         """Note that a request's answer came in one piece."""
@@ -409,25 +418,35 @@ class Ledger:
                 unanswered.add(reservation)
             self._changed(reservation.replica, own=False)
 
-    def release(self, reservation: Reservation) -> None:
-        """End a reservation, for whatever reason; a no-op if it has ended."""
+    def release(self, reservation: Reservation, answered_at: float | None = None) -> None:
+        """End a reservation, for whatever reason; a no-op if it has ended.
+
+        `answered_at`: when a whole answer came at once, so that neither `first_byte` nor `answered` was called before.
+        """
         load, stage = reservation.load, reservation.stage
         if stage == "done":
             return
         reservation.stage = "done"
-        if reservation.unanswered is not None:
-            reservation.unanswered.leave(reservation)
+        if (unanswered := reservation.unanswered) is not None:
+            if answered_at is not None:
+                unanswered.answered(reservation, answered_at)
+            elif reservation.number:
+                unanswered.leave(reservation)
         load.requests -= 1
         load.output_tokens -= reservation.output
         if stage == "prefill":
             load.prefilling -= 1
             load.prefill_tokens -= reservation.uncached
-            load.begun = min(load.begun, load.prefilling)
-            load.begun_tokens = min(load.begun_tokens, load.prefill_tokens)
+            if answered_at is not None:
+                load.timed(None)
+            else:
+                load.begun = min(load.begun, load.prefilling)
+                load.begun_tokens = min(load.begun_tokens, load.prefill_tokens)
         else:
             load.decoding -= 1
             load.context_tokens -= reservation.tokens
-        self._changed(reservation.replica)
+        if self.changes is not None or self.moved is not None:
+            self._changed(reservation.replica)
 
     def outstanding(self) -> dict[str, tuple[int, ...]]:
         """Return this gateway's part of each replica's load, in the order of `own`.

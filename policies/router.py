@@ -96,12 +96,12 @@ class Placement:
     @property
     def cached(self) -> int:
         """Prompt tokens that need not be computed, in all tiers."""
-        return self.overlap + self.fetched
+        return self.overlap + self.fetched if self.lower else self.overlap
 
     @property
     def predicted(self) -> int:
         """The predicted `cached_tokens` that the engine will report."""
-        return self.cached + self.beyond
+        return self.overlap + self.beyond + (self.fetched if self.lower else 0)
 
     @property
     def fetched(self) -> int:
@@ -406,7 +406,7 @@ class Router:
     def weighed(self, demand: Demand, targets: Targets, now: float) -> Sequence[Candidate]:
         """Set on the candidates what each holds of the prompt, and return them; valid until the next `weighed`."""
         candidates, roster, size, hashes = targets.candidates, targets.roster, demand.block_size, demand.hashes
-        most = hittable(demand.tokens, size)
+        most = (demand.tokens - 1) // size  # as `hittable` says
         match = self.map.match(hashes, now, most) if hashes and demand.reads_cache else None
         if roster is not None:
             roster.overlaps = (
@@ -531,17 +531,19 @@ class Router:
         reported: int | None = None,
         per_token: float | None = None,
         output: int | None = None,
+        answered_at: float | None = None,
     ) -> None:
         """Settle a complete answer.
 
         `reported`: prompt tokens that the engine found in its cache; `per_token`: mean seconds from one token to the
-            next (None for either: not known, or not to be learned from); `output`: tokens of the answer.
+            next (None for either: not known, or not to be learned from); `output`: tokens of the answer;
+            `answered_at`: when all of it came at once, so that neither `first_token` nor `answered` was called before.
         """
         candidate, demand, reservation = placement.candidate, placement.demand, placement.reservation
         if per_token is not None and reservation.stage == "decode":
             load = reservation.load  # still includes this request
             candidate.costs.observe_itl(per_token, load.decoding, load.context_tokens)
-        self._release(placement)
+        self._release(placement, answered_at)
         if output is not None:
             self.outputs.learn(demand, output)
         if reported is not None and demand.hashes and candidate.slot >= 0:
@@ -559,10 +561,12 @@ class Router:
             placement.expected = None
             self.map.take_back(placement.candidate.slot, placement.demand.hashes, placement.overlap_blocks, number)
 
-    def _release(self, placement: Placement) -> None:
+    def _release(self, placement: Placement, answered_at: float | None = None) -> None:
         reservation = placement.reservation
         if reservation.stage != "done":
-            self.ledger.release(reservation)
+            if answered_at is not None and reservation.stage == "prefill" and self._first is not None:
+                self._first(reservation.replica, placement.demand)
+            self.ledger.release(reservation, answered_at)
             if self._ended is not None:
                 self._ended(reservation.replica, placement.demand)
 

@@ -464,7 +464,8 @@ class Downstream(asyncio.Protocol):
     def finish(self, keep_alive: bool = True) -> None:
         """End the current request, whose answer is written: begin the next one, or close the connection."""
         request, self.current, self.exchange = self.current, None, None
-        self._hold(-self.answering)
+        self.held -= self.answering  # as `_hold`, once a request
+        self.clients.held -= self.answering
         self.answering = 0
         self.active_at = monotonic()
         if not keep_alive or request is None or not request.keep_alive or self.clients.draining:

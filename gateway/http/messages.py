@@ -84,7 +84,7 @@ class Responder(Protocol):
 class Request:
     """A complete request: head parsed, body collected."""
 
-    __slots__ = ("method", "target", "path", "headers", "body", "http10", "keep_alive", "size", "_named", "_kept")
+    __slots__ = ("method", "target", "path", "headers", "body", "http10", "keep_alive", "size", "named", "_kept")
 
     def __init__(self, method: str, target: bytes, headers: Headers, body: bytes, http10: bool, keep_alive: bool):
         self.method = method
@@ -102,17 +102,13 @@ class Request:
         Content-Length is left out: the body shows it, and `KnownHead` combines the other headers with other bodies.
         """
         self.headers = [one for one in headers if one[0] != b"content-length"]
-        self._named = dict(reversed(self.headers))  # the first of each name
+        self.named = dict(reversed(self.headers))  # the first value of each name
         self._kept: dict[frozenset[bytes], bytes] = {}
 
     def header(self, name: bytes) -> str | None:
         """Return the value of the first header with this (lower-case) name, or None."""
-        value = self._named.get(name)
+        value = self.named.get(name)
         return None if value is None else value.decode("latin-1")
-
-    def has_any(self, names: frozenset[bytes]) -> bool:
-        """Return whether the request has a header of these (lower-case) names."""
-        return not names.isdisjoint(self._named)
 
     def end_to_end(self, drop: frozenset[bytes]) -> bytes:
         """Return the header lines to forward to the replica, without the names in `drop`; computed once."""
@@ -126,7 +122,7 @@ class Request:
         other: Request = object.__new__(Request)
         other.method, other.target, other.path, other.headers = self.method, self.target, self.path, self.headers
         other.http10, other.keep_alive, other.body, other.size = self.http10, self.keep_alive, body, REQUEST_BYTES
-        other._named, other._kept = self._named, self._kept
+        other.named, other._kept = self.named, self._kept
         return other
 
 
@@ -166,7 +162,7 @@ class KnownHead:
         """
         end = data.find(b"\r\n\r\n") + 4
         length, size = LENGTH.search(data, 0, end), len(request.body)
-        if end > KNOWN_BYTES or len(request.headers) > KNOWN_HEADERS or b"expect" in request._named:
+        if end > KNOWN_BYTES or len(request.headers) > KNOWN_HEADERS or b"expect" in request.named:
             return None
         if length is None or int(length[1]) != size or end + size != len(data):
             return None

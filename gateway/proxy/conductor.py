@@ -160,7 +160,7 @@ class Conductor:
             return
         upstream.pool.release(upstream)
         if attempt.state is AttemptState.CONNECTING:  # the replica has moved: this connection is to its old address
-            exchange.run_isolated(self._connect, exchange, attempt)
+            exchange.run_isolated(self.start, exchange, attempt)
 
     def head(self, attempt: Attempt, body: bytes) -> None:
         """Check a response's head, and hold it back until the body shows that something was computed.
@@ -433,7 +433,7 @@ class Conductor:
             again = legs.first = first.repeat(new_connection=True, unread=error.unread)
             exchange.add_attempt(again)
             attempts[-2:] = attempts[:-3:-1]  # the leg that answers stays the last one
-            self._connect(exchange, again)
+            self.start(exchange, again)
             return False
         second = attempts[-1]
         if second.state is not AttemptState.ENDED:
@@ -453,17 +453,17 @@ class Conductor:
             self.resumer.begin(exchange)
         self.placing.place(exchange)
 
-    def start(self, exchange: Exchange, _: Any = None) -> None:
-        """Send the last attempt, and the first leg before it if both legs are sent at the same time."""
-        attempt = exchange.attempts[-1]
-        if attempt.leg is not None and (legs := exchange.legs) is not None and legs.first is not None:
-            first = exchange.attempts[-2]
-            if first is legs.first:  # otherwise the first leg is under way already
-                self._connect(exchange, first)
-        self._connect(exchange, attempt)
+    def start(self, exchange: Exchange, attempt: Attempt | None = None) -> None:
+        """Take a connection to an attempt's replica and send the request, or open a connection first.
 
-    def _connect(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Take a connection to the attempt's replica and send the request, or open a connection first."""
+        `attempt`: None for the last one, and the first leg before it if both legs are sent at the same time.
+        """
+        if attempt is None:
+            attempt = exchange.attempts[-1]
+            if attempt.leg is not None and (legs := exchange.legs) is not None and legs.first is not None:
+                first = exchange.attempts[-2]
+                if first is legs.first:  # otherwise the first leg is under way already
+                    self.start(exchange, first)
         if self._traces is not None:
             self._traces.attempt(exchange, attempt)
         # If one idle connection was closed by a timeout, others in the pool may have been, too.

@@ -103,6 +103,7 @@ class Attempt:
     withheld: bytes = b""
     beginning: Beginning | None = None
     looked_at: int = 0  # the number of bytes at the last look
+    came_whole: bool = False  # the whole answer came in one read, and `Settling.finish` accounts for it at once
     seen_late: bool = False  # bytes were relayed before an answer was seen in them, so `first_at` is too late
     tail: deque[bytes] = field(default_factory=partial(deque, maxlen=TAIL))  # the last reads, out of `pieces`
     pieces: int = 0

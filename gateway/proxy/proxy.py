@@ -223,11 +223,10 @@ class Preparation:
         """Prepare and place a batch stage by stage: in a batch of 12, a request takes a third less CPU than alone."""
         event_loop.holds, event_loop.until = True, perf_counter() + LOOP_SECONDS
         try:
-            prepared = [
-                (exchange, self._prepare(exchange))
-                for exchange in exchanges
-                if exchange.state is not ExchangeState.ENDED
-            ]
+            prepared = []
+            for exchange in exchanges:
+                if exchange.state is not ExchangeState.ENDED:
+                    prepared.append((exchange, self._prepare(exchange)))
         finally:
             event_loop.holds = False
         self._placing.begin_batch()
@@ -274,9 +273,9 @@ class Preparation:
             prompt = self._models.routes.prepare(
                 request.path,
                 request.body,
-                {name.decode(): request.header(name) or "" for name in SESSION_WORDS}
-                if request.has_any(SESSION_WORDS)
-                else None,
+                None
+                if SESSION_WORDS.isdisjoint(request.named)
+                else {name.decode(): request.header(name) or "" for name in SESSION_WORDS},
                 self._eligible.adapters,
                 refusal_of_object if exchange.tenant is not None else None,
             )
@@ -541,12 +540,7 @@ class Proxy:
         error = None if tenant is None else self._turned_down(exchange, tenant)
         if error is None and self.conductor.priorities is not None:
             error = encoding_refusal(request)
-        if (
-            error is None
-            and has_prompt
-            and request.header(b"content-encoding") is not None
-            and (found := _coding(request))
-        ):
+        if error is None and has_prompt and b"content-encoding" in request.named and (found := _coding(request)):
             error = compressed(found)
         if error is None and (not has_prompt or self.conductor.draining):
             error = self.refusal(path, request.method, exchange.tenant)
@@ -558,8 +552,7 @@ class Proxy:
             self.preparation.begin_other(exchange)
 
     def _exchange(self, client: Downstream, request: Request, label: str) -> Exchange:
-        given = request.header(b"x-request-id")
-        id = given.encode("latin-1") if given else next(self._ids).encode()
+        id = request.named.get(b"x-request-id") or next(self._ids).encode()
         return Exchange(self.conductor, client, request, id, label)
 
     def _authenticated(self, keys: Keys, client: Downstream, request: Request) -> Tenant | ApiError | None:

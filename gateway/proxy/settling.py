@@ -313,8 +313,12 @@ class Settling:
     def first_token(self, attempt: Attempt, since: float) -> None:
         """Record an attempt's first byte; `since` is when its client began to wait, in monotonic seconds."""
         backend, at = attempt.backend, attempt.first_at
+        ok, upstream = attempt.status == 200 and not attempt.fault, attempt.upstream
+        is_whole = ok and not attempt.streams and upstream is not None and upstream.complete
+        if is_whole and attempt.prompt is not None and attempt.leg is None:
+            attempt.came_whole = True
+            return
         ours = attempt.streams and not self.pulse.saw(attempt.sent_at, at)
-        ok = attempt.status == 200 and not attempt.fault
         tells = ok and attempt.streams and attempt.prompt is not None and not (ours or attempt.seen_late)
         learns = tells and backend.may_learn(at)
         self._router.first_token(
@@ -473,7 +477,13 @@ class Settling:
         # The length of an answer that the gateway capped is not known; learning from shorter ones alone would mislead.
         tells_length = not (prompt.several or attempt.is_continued or prompt.capped)
         output = tokens if tokens and tells_length else None
-        self._router.finish(placement, reported, (now - attempt.first_at) / (tokens - 1) if learns else None, output)
+        self._router.finish(
+            placement,
+            reported,
+            (now - attempt.first_at) / (tokens - 1) if learns else None,
+            output,
+            attempt.first_at if attempt.came_whole else None,
+        )
         if completion and completion > LEAST_OUTPUT and attempt.sent_at and not attempt.streams and attempt.leg is None:
             pace = (now - attempt.sent_at) * prompt.sequences / completion
             backend.pace += (pace - backend.pace) * (PACE_WEIGHT if backend.pace else 1.0)

@@ -45,7 +45,7 @@ def refusal_of_head(request: Request, id: bytes) -> ApiError | None:
     """Return the error for a request whose id or another header steers a hand-over, or None."""
     if _IN_IDS.search(id) is not None:
         return _refusal("x-request-id", "the header ")
-    if not request.has_any(_HEADERS):
+    if _HEADERS.isdisjoint(request.named):
         return None
     name = next(name for name in HEADERS if request.header(name) is not None)
     return _refusal(name.decode(), "the header ")

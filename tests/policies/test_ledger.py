@@ -213,3 +213,20 @@ def test_who_follows_the_changes_hears_of_all_from_then_on():
     ledger.first_byte(ledger.reserve("a", 1, 1))
     ledger.scraped("b", 1, 0.5)
     assert ledger.follow() is changes and sorted(changes.since(before)) == ["a", "a", "b"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9)), min_size=1, max_size=6), st.data())
+def test_an_answer_that_comes_at_once_is_released_as_one_that_was_told_in_steps(requests, data):
+    ledgers, lives = (Ledger(), Ledger()), ([], [])
+    for ledger, taken in zip(ledgers, lives, strict=True):
+        ledger.add("r")
+        for number, (tokens, due) in enumerate(requests):
+            taken.append(ledger.reserve("r", tokens // 2, tokens, now=10.0 + number / 10, output=9, due=20.0 + due))
+    for at in data.draw(st.permutations(range(len(requests)))):
+        now = 15.0 + data.draw(st.integers(0, 10))
+        in_steps, at_once = ledgers
+        in_steps.first_byte(lives[0][at])
+        in_steps.answered(lives[0][at], now)
+        in_steps.release(lives[0][at])
+        at_once.release(lives[1][at], answered_at=now)
+        assert astuple(in_steps.load("r")) == astuple(at_once.load("r"))

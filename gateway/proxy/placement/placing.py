@@ -107,7 +107,7 @@ class Placing:
             targets = targets.only(maker) or targets
         elif now < self.eligible.full_until:
             targets = self.eligible.but_full(targets, now)
-        demand = self.demand(prompt, now, asker.request.path)
+        demand = self.demand(None, now, asker.request.path) if prompt is None else demand_of(prompt, now, random())
         peers = self.pulls.peers(asker) if self.pulls.any else ()
         evaluation = self.router.evaluate(demand, targets, now, peers=peers)
         if self.queue is not None:

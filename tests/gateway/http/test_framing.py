@@ -51,7 +51,7 @@ def test_what_is_understood(raw, found, piece):
     seen, transport = told(cut(raw, piece), Limits(head_bytes=2000))
     assert [(one.target, one.body) for one in seen] == found
     assert transport.written.count(b"HTTP/1.1 200") == len(found)
-    assert not any(one.has_any(frozenset((b"upgrade", b"http2-settings", b"x-trail"))) for one in seen)
+    assert not any(one.named.keys() & {b"upgrade", b"http2-settings", b"x-trail"} for one in seen)
 
 
 NAMED = (b"Upgrade, HTTP2-Settings, Content-Length", b"Upgrade,content-length", b"close, Transfer-Encoding", b"Host")

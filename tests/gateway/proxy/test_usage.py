@@ -97,9 +97,16 @@ WRITTEN = st.recursive(
 )
 
 
-@given(before=WRITTEN, behind=WRITTEN, tells=st.booleans(), stream=st.booleans(), data=st.data())
-def test_usage_is_found_however_an_answer_is_read(before, behind, tells, stream, data):
-    answer = {"tools": [before], **(OWN if tells else {"usage": None}), "input_messages": [behind]}
+OPENAI = {"usage": {"prompt_tokens": 7, "total_tokens": 19, "completion_tokens": 12, "prompt_tokens_details": None}}
+
+
+@given(
+    before=WRITTEN, behind=WRITTEN, own=st.sampled_from([OWN, OPENAI, None]), stream=st.booleans(),
+    short=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_usage_is_found_however_an_answer_is_read(before, behind, own, stream, short, data):
+    tells = own is not None
+    answer = {"tools": [before], **(own or {"usage": None}), **({} if short else {"input_messages": [behind]})}
     body = json.dumps(answer).encode()
     if stream:
         created = json.dumps({"response": {**answer, "usage": None}, "type": "response.created"}).encode()

@@ -28,7 +28,7 @@ from gateway.http.upstream import Upstream
 from gateway.models import Models
 from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
-from gateway.proxy import conductor
+from gateway.proxy import handle
 from gateway.proxy.backend import Backend
 from gateway.proxy.exchange import Batcher
 from gateway.proxy.proxy import Proxy
@@ -175,8 +175,8 @@ def run(load: str, count: int, watched: bool, shadows: list[str]) -> dict[str, f
             watch.time(proxy.placing.shadows, "acted", "shadow: what others would choose, once it is sent")
         watch.time(proxy.router.ledger, "reserve", "reserve")
         watch.time(proxy.router.map, "expect", "expect: note what will be held")
-        watch.time(conductor, "request_head", "request head")
-        watch.time(proxy.conductor, "_head", "response head")
+        watch.time(handle, "request_head", "request head")
+        watch.time(proxy.handler, "_head", "response head")
         watch.time(proxy.settling, "_settle", "settle: compare, count")
     client = Downstream(server.clients)
     client.connection_made(NoTransport())

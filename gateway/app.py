@@ -98,7 +98,7 @@ class Gateway:
             lambda replica: self.ledger.own(replica)[0],
             lambda replica: self.proxy.waited(replica, monotonic()),
             lambda replica: self.proxy.settling.tell_answers(replica),
-            holds=lambda engine: self.proxy.conductor.holds(engine),
+            holds=lambda engine: self.proxy.handler.failures.holds(engine),
             drain_timeout=settings.drain_timeout_s,
             limits=HealthLimits(lost_after=settings.hung_after_s),
             model=settings.served_model_name,
@@ -362,7 +362,7 @@ class Gateway:
     def _hidden_from(self, replica: Replica) -> frozenset[bytes]:
         """Return the client headers that are not passed on to the replica; with classes, also its priority header."""
         header = replica.dialect.priority_header
-        return self._hidden if header is None or self.proxy.conductor.priorities is None else self._hidden | {header}
+        return self._hidden if header is None or self.proxy.handler.priorities is None else self._hidden | {header}
 
     def _follow_adapters(self, backend: Backend) -> None:
         """Forget the cached blocks of adapters that were loaded again from another folder.

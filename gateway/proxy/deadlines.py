@@ -10,8 +10,8 @@ from replicas.progress import STALLED as STANDS_STILL
 
 from ..errors import ApiError
 from ..http.upstream import UpstreamError
-from .conductor import Conductor
 from .exchange import Attempt, Exchange
+from .handle import Handler
 from .observers.figures import Figures
 from .responses.answers import has_other_event, keeps_alive
 from .retries import HUNG, NO_CRASHES, PREFILL_FAILED, STALLED, TIMEOUT, TRANSFER_STALLED
@@ -34,16 +34,17 @@ class Deadlines:
     """The deadlines of all requests under way."""
 
     def __init__(
-        self, conductor: Conductor, figures: Figures | None, *, request_timeout: float, idle_timeout: float
+        self, handler: Handler, figures: Figures | None, *, request_timeout: float, idle_timeout: float
     ) -> None:
         """Create the deadlines.
 
         `request_timeout`: seconds until the first byte of an answer.
         `idle_timeout`: seconds between two reads of an answer.
         """
-        self._conductor, self._figures = conductor, figures
+        self._handler, self._figures = handler, figures
+        self._failures = handler.failures
         self._request_timeout, self._idle_timeout = request_timeout, idle_timeout
-        self._placing, self._settling = conductor.placing, conductor.settling
+        self._placing, self._settling = handler.placing, handler.settling
         self._ran = self._settling.pulse.ran
 
     def check(self, exchange: Exchange, now: float) -> None:
@@ -77,13 +78,13 @@ class Deadlines:
             self._check_unanswered(exchange, attempt, now)
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        leg, legs, fail = attempt.leg, exchange.legs, self._conductor.failed
+        leg, legs, fail = attempt.leg, exchange.legs, self._failures.failed
         first_leg = leg is Leg.PREFILL  # its answer is not relayed
         ran = self._ran(attempt.sent_at, now)
         # An error is relayed as a whole, in the format of the client's API, so no part of it is sent early.
         passes = attempt.withheld and attempt.status == 200 and not first_leg
         if passes and ran > COMMENT_SECONDS and attempt.streams:
-            self._conductor.pass_keep_alives(exchange, attempt, now)
+            self._handler.pass_keep_alives(exchange, attempt, now)
         # These keep-alives may end within a comment, whose rest follows in the next read. A resumed stream needs no
         # other event first, since only complete events of it are written.
         if (
@@ -94,7 +95,7 @@ class Deadlines:
             and (exchange.state is ExchangeState.RESUMING or has_other_event(attempt.beginning.body))
         ):
             data, attempt.withheld, attempt.beginning = attempt.withheld, b"", None
-            self._conductor.answered(exchange, attempt, data)
+            self._handler.answered(exchange, attempt, data)
         elif self._hangs(exchange, attempt, now):
             pass
         elif first_leg and attempt.status:
@@ -120,7 +121,7 @@ class Deadlines:
         if not self._better_elsewhere(exchange, attempt, now):
             return False
         silent, state = self._ran(attempt.sent_at, now), attempt.backend.replica.state
-        self._conductor.failed(attempt, UpstreamError(HUNG, f"is {state} and sent no byte for {silent:.0f} s"))
+        self._failures.failed(attempt, UpstreamError(HUNG, f"is {state} and sent no byte for {silent:.0f} s"))
         return True
 
     def _better_elsewhere(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
@@ -136,8 +137,8 @@ class Deadlines:
         if patience is None or self._stood_still(attempt, now) < patience:
             return False
         return (
-            self._conductor.may_retry(exchange, attempt)
-            and self._conductor.others(exchange, attempt)[0].replica.state is State.READY
+            self._handler.judge.may_retry(exchange, attempt)
+            and self._handler.judge.others(exchange, attempt)[0].replica.state is State.READY
         )
 
     def _stood_still(self, attempt: Attempt, now: float) -> float:
@@ -167,10 +168,10 @@ class Deadlines:
     def _stalled(self, exchange: Exchange, seconds: float) -> None:
         error = UpstreamError(STALLED, f"no byte for {seconds:g} s")
         if (client := exchange.client).writing_paused:  # the client is the one that does not read
-            self._conductor.dispatch(exchange, ExchangeEvent.GONE)
+            self._handler.dispatch(exchange, ExchangeEvent.GONE)
             client.abort()
-        elif self._conductor.resumer is not None:
-            self._conductor.failed(exchange.attempts[-1], error)
+        elif self._handler.resumer is not None:
+            self._failures.failed(exchange.attempts[-1], error)
         else:
             self._time_out(exchange, error)
 
@@ -178,4 +179,4 @@ class Deadlines:
         attempt = exchange.attempt
         if attempt is not None and attempt.state is not AttemptState.ENDED:
             attempt.end_as(AttemptEvent.FAILED, error)
-        self._conductor.dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
+        self._handler.dispatch(exchange, ExchangeEvent.TIMED_OUT, error)

@@ -2,10 +2,10 @@
 
 An attempt sends the request to one replica; if the request is split into a prefill leg and a decode leg, each leg is an
 attempt. The attempt is also the sink (receiver) of its upstream connection: it writes the answer to the client, or
-passes it to the conductor, which decides what follows.
+passes it to the handler, which decides what follows.
 
 An exchange is driven by calls from the client's side, from preparation and placing, and from the sweep that checks
-deadlines. Each call becomes an event; the table in `states` names the action, and the conductor runs it. Nothing waits
+deadlines. Each call becomes an event; the table in `states` names the action, and the handler runs it. Nothing waits
 here, and no task is created for a request unless its prompt is long or a connection has to be opened.
 """
 
@@ -86,10 +86,10 @@ class Attempt:
     # The leg and the body sent for it; None for a request in one leg, with the client's body.
     leg: Leg | None = None
     body: bytes | None = None
-    # Set by `Exchange.add_attempt`; None for a request that the gateway does not forward. `conductor`: the `Conductor`.
+    # Set by `Exchange.add_attempt`; None for a request that the gateway does not forward. `handler`: the `Handler`.
     exchange: Exchange = None  # type: ignore[assignment]
     client: Downstream = None  # type: ignore[assignment]
-    conductor: Any = None
+    handler: Any = None
     state: AttemptState = CONNECTING
     upstream: Upstream | None = None
     sent_ids: bool = False  # the prompt was sent as token ids
@@ -160,11 +160,14 @@ class Attempt:
     # --- called by the upstream connection
 
     def connected(self, upstream: Upstream) -> None:
-        self.conductor.connected(self, upstream)
+        self.handler.connected(self, upstream)
 
     def head(self, status: int, head: Head, body: bytes) -> None:
         self.status, self.response_head = status, head
-        self.conductor.head(self, body)
+        # names of media types have no case (RFC 9110, 8.3.1)
+        content_type = (head.get(b"content-type") or b"").lower()
+        self.streams = content_type.startswith(b"text/event-stream")
+        self.handler.head(self, content_type, body)
 
     def data(self, data: bytes) -> None:
         if self.state is ANSWERING:
@@ -177,7 +180,7 @@ class Attempt:
                 self.events += data.count(self.mark)
             self.client.transport.write(data)
         else:
-            self.conductor.on_body(self, data)
+            self.handler.on_body(self, data)
 
     def count_events(self, data: bytes) -> None:
         """Count output events, beginning in these first bytes, since no usage will report the number of tokens."""
@@ -186,7 +189,7 @@ class Attempt:
 
     def end(self) -> None:
         self.upstream = None
-        self.conductor.on_complete(self)
+        self.handler.on_complete(self)
 
     def closed(self) -> None:
         """Treat the end of the connection as the end of the answer, or as a failure if the answer is incomplete.
@@ -208,7 +211,7 @@ class Attempt:
             self.end()
 
     def lost(self, error: UpstreamError) -> None:
-        self.conductor.lost(self, error)
+        self.handler.failures.lost(self, error)
 
 
 class MeteredAttempt(Attempt):
@@ -227,7 +230,7 @@ class MeteredAttempt(Attempt):
             meter(self, data)
             self.client.transport.write(data)
         else:
-            self.conductor.on_body(self, data)
+            self.handler.on_body(self, data)
 
 
 def meter(attempt: Attempt, data: bytes) -> None:
@@ -310,7 +313,7 @@ PREPARING, PREPARED, PLACED = ExchangeState.PREPARING, ExchangeEvent.PREPARED, E
 class Exchange:
     """A client's request, from its last byte in to the last byte of its answer out."""
 
-    conductor: Any  # the `Conductor`, whose module imports this one
+    handler: Any  # the `Handler`, whose module imports this one
     client: Downstream
     request: Request
     id: bytes  # the client's, or the gateway's own
@@ -425,12 +428,12 @@ class Exchange:
     def client_gone(self) -> None:
         """End the exchange, since the client has left."""
         if self.state is not ExchangeState.ENDED:
-            self.conductor.dispatch(self, ExchangeEvent.GONE)
+            self.handler.dispatch(self, ExchangeEvent.GONE)
 
     def cut(self) -> None:
         """End the exchange at shutdown."""
         if self.state is not ExchangeState.ENDED:
-            self.conductor.dispatch(self, ExchangeEvent.GONE, ConnectionAbortedError("the gateway is shutting down"))
+            self.handler.dispatch(self, ExchangeEvent.GONE, ConnectionAbortedError("the gateway is shutting down"))
 
     def pause(self) -> None:
         """Stop reading the answer while the client does not keep up."""
@@ -454,22 +457,22 @@ class Exchange:
             self.prompt = prompt
             if prompt is not None:
                 self.response = prompt.previous_response
-            self.conductor.dispatch(self, PREPARED)
+            self.handler.dispatch(self, PREPARED)
 
     def refused(self, error: ApiError) -> None:
         """Refuse the request before a replica is chosen."""
         if self.state is PREPARING:
-            self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
+            self.handler.dispatch(self, ExchangeEvent.REFUSED, error)
 
     def add_attempt(self, attempt: Attempt) -> None:
         """Add an attempt for which a replica was chosen and load reserved."""
-        attempt.exchange, attempt.client, attempt.conductor = self, self.client, self.conductor
+        attempt.exchange, attempt.client, attempt.handler = self, self.client, self.handler
         self.prompt = attempt.prompt
         self.attempts.append(attempt)
 
     def placed(self) -> None:
         """Send the last attempt that was added."""
-        self.conductor.dispatch(self, PLACED)
+        self.handler.dispatch(self, PLACED)
 
     @property
     def size(self) -> int:
@@ -481,9 +484,9 @@ class Exchange:
         error.__traceback__ = None  # its frames refer to this request, and the trace to the error: a cycle
         if self.tried:
             why = f"no replica is left after {len(self.attempts)} attempt(s)"
-            self.conductor.dispatch(self, ExchangeEvent.EXHAUSTED, self.exhausted(why))
+            self.handler.dispatch(self, ExchangeEvent.EXHAUSTED, self.exhausted(why))
         else:
-            self.conductor.dispatch(self, ExchangeEvent.REFUSED, error)
+            self.handler.dispatch(self, ExchangeEvent.REFUSED, error)
 
     def exhausted(self, why: str, again: bool = True, **options: Any) -> ApiError:
         """Return the error for a request whose last attempt has failed.

@@ -398,7 +398,7 @@ class Settling:
             whole = record.prompt if attempt.is_continued and record is not None else prompt
             sequences = 1 if exchange.response is not None else MOST_SEQUENCES
             usage = believed(usage, *most_tokens(backend, whole, sequences))
-        # Where the answer to a prompt came in one read, the conductor has seen its end.
+        # Where the answer to a prompt came in one read, the judge has seen its end.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         ended = COMPLETE
         if attempt.leg is not None:
@@ -445,7 +445,7 @@ class Settling:
         """
         is_stream, whole = attempt.streams and attempt.status == 200, attempt.pieces <= TAIL
         if is_stream and (fault := error_status(tail, True)):
-            # If the stream began with the error, nothing was computed. The conductor checks streams of read prompts.
+            # If the stream began with the error, nothing was computed. The judge checks streams of read prompts.
             began_as_error = attempt.prompt is None and whole and error_status(attempt.tail[0], True) > 0
             return fault, ERROR_ANSWER, not began_as_error
         if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]):

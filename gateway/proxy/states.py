@@ -77,7 +77,7 @@ class ExchangeEvent(Enum):
 
 
 S, E = ExchangeState, ExchangeEvent
-# (state, event) -> (next state, the `Conductor`'s method that acts)
+# (state, event) -> (next state, the method of `Handler` or `Failures` that acts)
 TRANSITIONS: dict[tuple[ExchangeState, ExchangeEvent], tuple[ExchangeState, str]] = {
     **{(state, E.GONE): (S.ENDED, "abandon") for state in S if state is not S.ENDED},
     (S.PREPARING, E.PREPARED): (S.PLACING, "place"),

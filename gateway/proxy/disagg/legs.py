@@ -252,14 +252,14 @@ class PrefillAttempt(Attempt):
     def head(self, status: int, head: Head, body: bytes) -> None:
         self.status, self.response_head = status, head
         if (error := self._head_error()) is not None:
-            self.conductor.failed(self, error)
+            self.handler.failures.failed(self, error)
         elif body:
             self.data(body)
 
     def data(self, data: bytes) -> None:
         self.withheld += data
         if len(self.withheld) > MOST_KEPT:
-            self.conductor.failed(self, _foreign(f"answered a first leg with more than {MOST_KEPT} bytes"))
+            self.handler.failures.failed(self, _foreign(f"answered a first leg with more than {MOST_KEPT} bytes"))
 
     def end(self) -> None:
         self.upstream = None
@@ -275,7 +275,7 @@ class PrefillAttempt(Attempt):
         if foreign_head(status, content_type):
             return _foreign(f"answered {status} with {media_type(content_type)}")
         if status in retries.RETRYABLE or status in DOUBTFUL:
-            self.conductor.settling.record_error(self.exchange, self, of_status(status))
+            self.handler.settling.record_error(self.exchange, self, of_status(status))
             return UpstreamError(of_status(status), f"answered {status}")
         return UpstreamError(retries.LEG_REFUSED, f"answered a first leg with {status}")
 
@@ -288,22 +288,22 @@ class PrefillAttempt(Attempt):
             answer = unchunked(answer)
         found = self._read(exchange, held, answer)
         if isinstance(found, UpstreamError):
-            self.conductor.failed(self, found)
+            self.handler.failures.failed(self, found)
             return
         self.first_at = monotonic()
         held.usage = read_usage(answer)
         self.end_as(AttemptEvent.FINISHED)
         if held.first is self:
             held.first, held.computing, held.computed_at, self.body = None, 0.0, self.first_at, None
-            self.conductor.settling.handed_over(exchange, self, held)
+            self.handler.settling.handed_over(exchange, self, held)
             return
         held.parameters, held.until = found, self.first_at + held.transfer.lease_seconds - MARGIN
-        self.conductor.dispatch(exchange, ExchangeEvent.HANDED_OVER, found)
+        self.handler.dispatch(exchange, ExchangeEvent.HANDED_OVER, found)
 
     def _read(self, exchange: Exchange, held: Legs, answer: bytes) -> bytes | UpstreamError:
         """Return the second leg's transfer parameters from a complete answer, or an error if it has none."""
         if fault := error_status(answer, False):
-            self.conductor.settling.record_error(exchange, self, retries.ERROR_ANSWER)
+            self.handler.settling.record_error(exchange, self, retries.ERROR_ANSWER)
             return UpstreamError(retries.ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")
         if cut_short(self, exchange.request.path, answer):
             return UpstreamError(retries.ABORTED, "aborted it")

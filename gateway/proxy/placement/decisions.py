@@ -63,7 +63,7 @@ class Decisions:
         Returns the decision as JSON data. Raises ApiError for the client's faults, and if no replica can take the
         request.
         """
-        if (refused := self._proxy.refusal(path, "POST")) is not None:
+        if (refused := self._proxy.own_paths.refusal(path, "POST")) is not None:
             raise refused
         if len(self._open) >= MOST or self._bytes >= MOST_BYTES:
             what = f"{len(self._open)} requests and {self._bytes >> 20} MiB"

@@ -52,7 +52,7 @@ class ResumableAttempt(Attempt):
     def data(self, data: bytes) -> None:
         record = self.exchange.stream_record
         if self.state is not AttemptState.ANSWERING:
-            self.conductor.on_body(self, data)
+            self.handler.on_body(self, data)
         elif record is not None:
             self.write(*record.resumer.taken(self, record, record.take(data)))
         else:
@@ -64,7 +64,7 @@ class ResumableAttempt(Attempt):
         if self.state is AttemptState.ANSWERING and record is not None:
             record.resumer.ended(self, record)
         else:
-            self.conductor.on_complete(self)
+            self.handler.on_complete(self)
 
     def write(self, data: bytes, error: UpstreamError | None = None) -> None:
         """Relay `data`, what the client gets of a read; `error` ends the attempt."""
@@ -78,7 +78,7 @@ class ResumableAttempt(Attempt):
                 keep(self.tail, data)
             self.client.transport.write(data)
         if error is not None:
-            self.conductor.lost(self, error)
+            self.handler.failures.lost(self, error)
 
 
 class Resumer:
@@ -177,7 +177,7 @@ class Resumer:
             attempt.write(written, error)
         if error is None:
             attempt.client.transport.write(record.end)
-            attempt.conductor.on_complete(attempt)
+            attempt.handler.on_complete(attempt)
 
     def taken(
         self, attempt: Attempt, record: StreamRecord, taken: tuple[bytes, UpstreamError | None]
@@ -320,7 +320,7 @@ class Resumer:
         exchange.client.transport.write(data)
         self._metrics.continued_streams.inc(OVER)
         self._log(record, "the gateway wrote its end")
-        exchange.conductor.dispatch(exchange, ExchangeEvent.FINISHED)
+        exchange.handler.dispatch(exchange, ExchangeEvent.FINISHED)
 
     def join(self, exchange: Exchange, data: bytes) -> None:
         """Relay the first bytes of a replica that resumes the stream."""

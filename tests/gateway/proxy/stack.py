@@ -135,7 +135,7 @@ async def stack(
         try:
             yield made
             if ends_idle:
-                await eventually(lambda: made.idle() and not (proxy.conductor.resumer and proxy.conductor.resumer.kept))
+                await eventually(lambda: made.idle() and not (proxy.handler.resumer and proxy.handler.resumer.kept))
             assert not unforeseen(made.metrics), (
                 "a label's value that is not stated beforehand is first seen at 1, which rate() misses"
             )

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.datapath import _access
-from gateway.proxy import proxy
+from gateway.proxy import preparation
 from policies.costs import Costs
 from replicas import State
 
@@ -215,7 +215,7 @@ async def test_an_error_that_quotes_what_stopping_engines_say_is_passed_on():
 @pytest.mark.parametrize("padding", [0, 100_000], ids=["at once", "in a thread"])
 async def test_a_bug_in_looking_for_the_model_ends_the_request_with_an_answer(padding, monkeypatch, caplog):
     async with stack(answers()) as s:
-        monkeypatch.setattr(proxy, "named_model", lambda *_: 1 / 0)
+        monkeypatch.setattr(preparation, "named_model", lambda *_: 1 / 0)
         assert (await s.ask(post(b"{}" + b" " * padding, path=b"/v1/rerank")))[
             0
         ] == 500 and "ZeroDivisionError" in caplog.text
@@ -530,7 +530,7 @@ async def test_a_bug_while_an_answer_is_under_way_writes_no_second_one_into_it(m
     def fails(*_):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("gateway.proxy.conductor.error_event", fails)
+    monkeypatch.setattr("gateway.proxy.failures.error_event", fails)
     async with stack(says(head + chunk(EVENT), then_hangs=False)) as s:
         talk = await s.say(post())
         assert (await talk.rest()).partition(b"\r\n\r\n")[2] == chunk(EVENT)

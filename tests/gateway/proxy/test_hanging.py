@@ -96,7 +96,7 @@ async def test_what_an_engine_has_stays_there_while_its_counters_move(state):
         assert exchange.attempt is attempt and s.metrics.retries.total() == 0
         wait.set()
         assert (await talk.response())[0::2] == (200, ANSWER)
-        assert s.faults == [] and s.proxy.conductor.holds(replica.id) is False
+        assert s.faults == [] and s.proxy.handler.failures.holds(replica.id) is False
 
 
 async def test_a_request_leaves_an_engine_that_ends_and_stands_still_and_that_is_no_crash():
@@ -107,7 +107,7 @@ async def test_a_request_leaves_an_engine_that_ends_and_stands_still_and_that_is
         for count in range(1, 4):
             exchange, attempt = await until_sent(s, count)
             replica = attempt.backend.replica
-            assert attempt.backend in ending and s.proxy.conductor.holds(replica.id)
+            assert attempt.backend in ending and s.proxy.handler.failures.holds(replica.id)
             s.becomes(replica, State.LEAVING)
             s.proxy.sweep(attempt.sent_at + 500)
             assert exchange.attempt is attempt, "its figures cannot be read, so nothing shows that it stands still"

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gateway.proxy import conductor, deadlines
+from gateway.proxy import deadlines, judge
 from gateway.proxy.responses import answers as looked_at
 from gateway.proxy.responses import chunks
 from gateway.proxy.responses.answers import keep_alives_end
@@ -332,11 +332,11 @@ async def test_a_whole_answer_in_tiny_reads_is_not_looked_at_for_each(monkeypatc
     """One that says nothing of an answer for long: each look takes as long as all that is held back."""
     looks = []
 
-    def look(label, data, *rest, found=conductor.look):
+    def look(label, data, *rest, found=judge.look):
         looks.append(len(data))
         return found(label, data, *rest)
 
-    monkeypatch.setattr(conductor, "look", look)
+    monkeypatch.setattr(judge, "look", look)
     go_on = asyncio.Semaphore(0)
     beginning, end = b'{"a":"' + b"x" * 20_000, b'","choices":[{"message":{"role":"assistant","content":"hi"}}]}'
 

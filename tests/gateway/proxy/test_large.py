@@ -14,7 +14,7 @@ from gateway.prompt import long
 from gateway.prompt.long import LARGE
 from gateway.prompt.offload import event_loop
 from gateway.prompt.pipeline import OFFLOAD_BYTES, OFFLOAD_THREADS, Pipeline
-from gateway.proxy import proxy
+from gateway.proxy import preparation
 from gateway.proxy.exchange import MOST
 from gateway.proxy.placement import decisions
 from replicas.simulated.model import sim_model_dir
@@ -140,7 +140,7 @@ async def test_prompts_that_come_at_once_hold_the_event_loop_for_a_bounded_time_
     """On a clock that goes on by 2 ms whenever it is looked at: a dozen that come in one turn, and then a dozen more.
     What comes when the time is up is not even read there."""
     ticks = count(step=0.002)
-    monkeypatch.setattr("gateway.proxy.proxy.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("gateway.proxy.preparation.perf_counter", lambda: next(ticks))
     pipeline = Pipelined()
     async with stack(answers(), pipeline=pipeline) as s:
         talks = [await s.talk() for _ in range(MOST)]
@@ -222,7 +222,7 @@ async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated)
 
 async def test_nothing_is_looked_for_in_what_is_passed_on_for_a_client_that_left_before_its_turn(gated, monkeypatch):
     looked = []
-    monkeypatch.setattr(proxy, "named_model", lambda _, body: looked.append(body))
+    monkeypatch.setattr(preparation, "named_model", lambda _, body: looked.append(body))
     async with stack(answers(), pipeline=gated) as s:
         talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
         for talk in talks[:-1]:

@@ -95,7 +95,7 @@ async def test_a_client_that_has_a_word_keeps_no_body():
     async with continued(writes(MUCH + ROLE + event("1", None, "a"), pause=rest.wait)) as s:
         talk = await s.say(post(SAMPLED | {"user": "x" * 50_000}))
         await read_to(talk, b'"content":"a"')
-        assert 0 < s.proxy.conductor.resumer.kept < 10_000
+        assert 0 < s.proxy.handler.resumer.kept < 10_000
         rest.set()
 
 
@@ -161,7 +161,7 @@ async def test_many_streams_of_large_requests_keep_no_more_than_the_budget(large
         await writer.drain()
 
     async with continued(script, continue_budget=budget) as s:
-        resumer = s.proxy.conductor.resumer
+        resumer = s.proxy.handler.resumer
         talkers = [await s.talk() for _ in range(count)]
         for talk in talkers:
             await talk.say(post(SAMPLED | large))
@@ -210,5 +210,5 @@ async def test_engines_that_write_without_end_take_no_more_than_the_budget(is_on
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        assert not s.proxy.conductor.resumer.kept and s.idle()
+        assert not s.proxy.handler.resumer.kept and s.idle()
         assert peak < 3 * budget + 2**23, peak

@@ -102,7 +102,7 @@ def text_of(path: str, body: bytes) -> str:
 
 async def ask(s, path: str, body: bytes) -> bytes:
     answer = (await s.ask(post(body, path.encode())))[2]
-    await eventually(lambda: s.idle() and not s.proxy.conductor.resumer.kept)
+    await eventually(lambda: s.idle() and not s.proxy.handler.resumer.kept)
     return answer
 
 

@@ -38,7 +38,7 @@ async def test_a_framing_that_cannot_be_gone_on_with_arrives_byte_for_byte(answe
             _, headers, body = await talk.ask(post(BODY))
             assert (gzip.decompress(body) if "content-encoding" in headers else body) == EVENTS
         await eventually(s.idle)
-        assert not s.proxy.conductor.resumer.kept and not s.proxy.conductor.resumer._refused
+        assert not s.proxy.handler.resumer.kept and not s.proxy.handler.resumer._refused
 
 
 THINKS = chunk(
@@ -117,7 +117,7 @@ async def test_the_budget_binds_after_a_break_as_well(whole):
             writer.write(event("2", [number], "y" * 1000))
             await writer.drain()
             await asyncio.sleep(0)
-            most.append(s.proxy.conductor.resumer.kept)
+            most.append(s.proxy.handler.resumer.kept)
         if whole:
             writer.write(event("2", [7], "z", finish_reason="stop") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
             await writer.drain()

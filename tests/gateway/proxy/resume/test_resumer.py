@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_while_another_is_asked_leaves_nothing_behind
     async with while_another_is_asked() as (s, talk):
         await talk.close()
         await eventually(s.idle)
-        assert not s.proxy.conductor.resumer.kept
+        assert not s.proxy.handler.resumer.kept
 
 
 async def test_a_stream_that_a_stop_cuts_while_another_is_asked_is_told_so_and_not_left_by_its_client():

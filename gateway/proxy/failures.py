@@ -1,0 +1,342 @@
+"""What follows when an attempt or a request fails: another attempt, an error, the end of a stream, or nothing at all.
+
+`Failures.failed` turns the failure of an attempt into an event of its exchange. The other methods are the actions of
+the table in `states` for exchanges that do not go well; those of a request that does are in `handle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from ..errors import JSON, ApiError, error_event
+from ..http.downstream import Downstream
+from ..http.upstream import UpstreamError
+from . import retries
+from .blame import settled
+from .exchange import Attempt, Exchange
+from .judge import NO_RETRY, Judge
+from .placement.placing import Placing
+from .responses import answers
+from .responses.chunks import END_OF_BODY, framed
+from .resume.resumer import Resumer
+from .retries import KINDS, Failed, Next
+from .settling import ABANDONED, STREAMING_APIS, Settling
+from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
+
+if TYPE_CHECKING:
+    from ..ops.metrics import Metrics
+
+# The last bytes of a chunk that ends with a complete event, for engines that end lines with LF and with CRLF.
+LF_CHUNK_END, CRLF_CHUNK_END = b"\n\n\r\n", b"\r\n\r\n\r\n"
+
+# The event that ends an exchange whose client has no byte yet, by the exchange's state.
+REFUSING = {
+    ExchangeState.PREPARING: ExchangeEvent.REFUSED,
+    ExchangeState.PLACING: ExchangeEvent.REFUSED,
+    ExchangeState.TRYING: ExchangeEvent.TIMED_OUT,
+}
+
+
+class Failures:
+    """The failures of attempts and the ends of exchanges without a complete answer."""
+
+    def __init__(
+        self, placing: Placing, settling: Settling, judge: Judge, metrics: Metrics, under_way: set[Exchange],
+        dispatch: Callable[..., None], start: Callable[..., None], *, retries: int, discreet: bool,
+    ):  # fmt: skip
+        """Create the failures' side of a handler.
+
+        `under_way`: the exchanges that have not ended.
+        `dispatch(exchange, event, detail)`, `start(exchange, attempt)`: of the `Handler`.
+        `retries`: the number of retries per request.
+        `discreet`: errors name no replicas, since clients are tenants, who may share them.
+        """
+        self.placing, self.settling, self.judge, self._metrics = placing, settling, judge, metrics
+        self.under_way, self._dispatch, self._start = under_way, dispatch, start
+        self._retries, self.discreet = retries, discreet
+        self.resumer: Resumer | None = None  # with --continue-streams
+
+    # --- an attempt fails
+
+    def lost(self, attempt: Attempt, error: UpstreamError) -> None:
+        """Fail an attempt whose connection failed, unless it has ended."""
+        if attempt.state is not AttemptState.ENDED:
+            attempt.exchange.run_isolated(self.failed, attempt, error)
+
+    def failed(self, attempt: Attempt, error: UpstreamError) -> None:
+        """End a failed attempt, and dispatch the event and the properties of its failure to the exchange."""
+        if (
+            attempt.backend.replica.ends
+            and attempt.state is not AttemptState.ANSWERING
+            and error.kind in retries.CRASHES
+        ):
+            error = UpstreamError(retries.LEFT, f"ends: {error}")
+        # A pooled connection may time out under the request, which is no evidence against the replica.
+        stale = attempt.upstream is not None and attempt.upstream.used and attempt.response_head is None
+        attempt.end_as(AttemptEvent.FAILED, error)
+        event, exchange = ExchangeEvent.FAILED, attempt.exchange
+        replica = attempt.backend.replica
+        failed = Failed(
+            error.kind,
+            stale,
+            attempt.new_connection,
+            # An engine that closed a connection, accepts none and has others open is shutting down gracefully, before
+            # its state shows it. An engine that crashed would have closed all.
+            attempt.had_whole and not (replica.ends or (error.kind == retries.CONNECT and self.holds(replica.engine))),
+            unread=error.unread,
+            alone=error.unread and not self.judge.others(exchange, attempt),
+            agreed=error.kind == retries.ERROR_ANSWER and bool(seen := exchange.unattributed_errors) and settled(seen),
+        )
+        if (legs := exchange.legs) is not None:
+            beside = attempt is legs.first
+            if beside and not self._first_leg_failed(exchange, attempt, error, stale):
+                return
+            second = attempt.leg is Leg.DECODE
+            failed = failed._replace(
+                handed_over=second,
+                computes=not second,
+                writes=second,
+                still_kept=monotonic() < legs.until,
+                beside=beside,
+            )
+        if self.resumer is not None and exchange.state is ExchangeState.ANSWERING:
+            event = self.resumer.event_after(exchange)
+        self._dispatch(exchange, event, failed)
+
+    def _first_leg_failed(self, exchange: Exchange, first: Attempt, error: UpstreamError, stale: bool) -> bool:
+        """Handle a failed first leg that ran at the same time as the second; return whether the exchange fails.
+
+        If it fails, the second leg is dropped, so that its engine frees the blocks, and the first leg becomes the last
+        attempt. Once the client has a byte, the answer goes on, since the client gets nothing of the first leg.
+
+        `stale`: the leg was sent on a pooled connection that may have timed out.
+        """
+        legs, attempts, settling = exchange.legs, exchange.attempts, self.settling
+        assert legs is not None
+        legs.first = None
+        if exchange.state is not ExchangeState.TRYING:
+            settling.leg_ended(Leg.PREFILL, error.kind)
+            if KINDS[error.kind].blamed:
+                settling.failed(first.backend, error.kind)
+            settling.abandon(first, computed=KINDS[error.kind].computed)
+            return False
+        if error.kind == retries.CLOSED and stale and not first.new_connection:
+            self._metrics.retries.inc("reconnect")
+            again = legs.first = first.repeat(new_connection=True, unread=error.unread)
+            exchange.add_attempt(again)
+            attempts[-2:] = attempts[:-3:-1]  # the leg that answers stays the last one
+            self._start(exchange, again)
+            return False
+        second = attempts[-1]
+        if second.state is not AttemptState.ENDED:
+            second.end_as(AttemptEvent.DROPPED)
+        settling.leg_ended(Leg.DECODE, ABANDONED)
+        settling.abandon(second, computed=False)
+        attempts.remove(first)
+        attempts.append(first)
+        return True
+
+    def holds(self, engine: str) -> bool:
+        """Return whether an attempt still has an open connection to this engine."""
+        return any(
+            attempt.backend.replica.engine == engine
+            and attempt.state is not AttemptState.ENDED
+            and attempt.upstream is not None
+            and not attempt.upstream.closed
+            for exchange in self.under_way
+            for attempt in exchange.attempts
+        )
+
+    # --- the actions of the tables
+
+    def retry(self, exchange: Exchange, failed: Failed) -> None:
+        attempt, kind = exchange.attempts[-1], failed.kind
+        following = retries.after(failed, exchange.attempts_used, exchange.crashes, self._retries)
+        if following is Next.SAME:
+            exchange.attempts_used += failed.unread and not failed.stale
+            as_text = kind == retries.IDS  # otherwise on a new connection
+            self._metrics.retries.inc(retries.IDS if as_text else "reconnect")
+            exchange.add_attempt(attempt.repeat(new_connection=not as_text, unread=failed.unread, without_ids=as_text))
+            self._dispatch(exchange, ExchangeEvent.PLACED)
+            return
+        if KINDS[kind].blamed:
+            self.settling.failed(attempt.backend, kind)
+        self.settling.abandon(attempt, computed=KINDS[kind].computed)
+        if exchange.legs is not None:
+            self.settling.leg_failed(exchange, attempt, kind, following)
+        self.placing.pulls.failed(exchange, attempt, kind)
+        if following is not Next.ANEW and (following is not Next.WHOLE or KINDS[kind].counts):
+            if following is not Next.LEGS:
+                exchange.tried = self.judge.tried(exchange, attempt)
+            exchange.attempts_used += KINDS[kind].counts
+        exchange.crashes = exchange.crashes.after(failed)
+        if following is Next.LOST:
+            why = f"{max(exchange.crashes)} replicas went down or hung with this request, so no other is tried"
+            error = exchange.exhausted(why, again=False, code="replicas_lost")
+            self._dispatch(exchange, ExchangeEvent.EXHAUSTED, error)
+        elif following is Next.FULL:
+            self.settling.on_traffic(attempt.backend.id, retries.OWN, 1)  # the replica is not blamed
+            error = ApiError(503, str(attempt.error), code="gateway_full")
+            self._dispatch(exchange, ExchangeEvent.EXHAUSTED, error)
+        elif following is Next.EXHAUSTED:
+            why = "two engines failed this request alike, so no third was asked"
+            if not failed.agreed:
+                why = f"no replica answered after {len(exchange.attempts)} attempt(s)"
+            self._dispatch(exchange, ExchangeEvent.EXHAUSTED, exchange.exhausted(why, again=not failed.agreed))
+        else:
+            self._metrics.retries.inc(kind)
+            demand = attempt.placement.demand
+            if following is Next.DECODER and self.placing.legs.next_decoder(exchange, demand, monotonic()):
+                self._dispatch(exchange, ExchangeEvent.PLACED)
+            else:
+                exchange.legs = None
+                self.placing.place(exchange)
+
+    def resume(self, exchange: Exchange, failed: Failed) -> None:
+        attempt = exchange.attempts[-1]
+        self.settling.failed(attempt.backend, failed.kind)
+        self.settling.abandon(attempt, computed=True)
+        if exchange.legs is not None:
+            self.settling.leg_ended(Leg.DECODE, failed.kind)
+            self.settling.drop_legs(exchange)
+        assert self.resumer is not None
+        self.resumer.resume(exchange)
+
+    def give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
+        self._close(exchange)
+        self.settling.close_unattributed(exchange)
+        assert self.resumer is not None
+        self.resumer.give_up(exchange, error)
+
+    def cut(self, exchange: Exchange, why: Failed | UpstreamError) -> None:
+        attempt, client, path = exchange.attempts[-1], exchange.client, exchange.request.path
+        error = exchange.error = attempt.error
+        self._close(exchange)
+        message = (
+            "the answer broke off" if self.discreet else f"the answer broke off: replica {attempt.backend.id} {error}"
+        )
+        status, code = 502, None
+        if why.kind == retries.SHUT_DOWN:
+            status, code, message = 503, retries.SHUT_DOWN, f"the answer broke off: {error}"
+        end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
+        number, record = answers.next_number(attempt.tail), exchange.stream_record
+        if record is not None and record.breaks:  # the client's bytes end with a complete event
+            end, number = LF_CHUNK_END if record.chunked else LF_CHUNK_END[:2], record.number + 1
+        told = error_event(path, status, message, number, code=code)
+        # An error event can only follow a complete chunk; elsewhere closing the connection must tell the client.
+        if attempt.streams and end.endswith((LF_CHUNK_END, CRLF_CHUNK_END)) and attempt.response_head.is_chunked:
+            _end_stream(client, told, True)
+        elif attempt.streams and attempt.response_head.until_close and end.endswith((b"\n\n", b"\r\n\r\n")):
+            _end_stream(client, told, False)
+        else:
+            client.abort()
+        if why.kind not in (retries.DIFFERS, retries.SHUT_DOWN):
+            self.settling.failed(attempt.backend, why.kind)
+        self.settling.ended(exchange, "cut")
+
+    def turn_away(self, exchange: Exchange, error: ApiError) -> None:
+        self.settling.turned_away(error)
+        self.report(exchange, error)
+
+    def report(self, exchange: Exchange, error: ApiError) -> None:
+        self._close(exchange)
+        self.settling.close_unattributed(exchange)
+        exchange.forget_body()
+        exchange.status, exchange.error = error.status, error
+        if exchange.opened is not None:
+            exchange.status = 200  # the client has this status already
+            message = error.discreet if self.discreet else error.message
+            told = error_event(exchange.request.path, error.status, message, code=error.code)
+            _end_stream(exchange.client, told, exchange.opened.is_chunked)
+            self.settling.ended(exchange, "cut")
+            return
+        headers = [*JSON, (b"x-request-id", exchange.id), *error.headers]
+        if error.status == 503 or (error.status == 502 and error.again):
+            headers.append((b"retry-after", b"1"))
+        if not error.again:
+            headers.append(NO_RETRY)
+        self.settling.ended(exchange, "refused")  # first, so that the headers show what is left of the limits now
+        if exchange.charge is not None and exchange.charge.granted:
+            headers += exchange.charge.headers()
+        exchange.client.reply(error.status, error.body(exchange.request.path, self.discreet), headers)
+
+    def abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
+        """End an exchange whose client has left. `cut`: why the gateway itself ends it at shutdown, else None."""
+        attempt = exchange.attempt
+        if attempt is not None and attempt.state is AttemptState.ANSWERING and self._has_all(exchange, attempt):
+            attempt.end_as(AttemptEvent.FINISHED)
+            self.under_way.discard(exchange)
+            self.settling.complete.add(exchange)
+            return
+        if cut is not None:
+            exchange.error = cut
+        self._close(exchange)
+        self.settling.close_unattributed(exchange)
+        exchange.forget_body()
+        self.settling.ended(exchange, "aborted" if cut is None or not exchange.answered_with else "cut")
+
+    def _has_all(self, exchange: Exchange, attempt: Attempt) -> bool:
+        """Return whether the client already has the last event of its stream.
+
+        Many clients close then, before HTTP's last chunk, which engines send separately.
+        """
+        if attempt.status != 200 or exchange.label not in STREAMING_APIS or exchange.client.writing_paused:
+            return False
+        return attempt.streams and answers.has_end(exchange.label, b"".join(attempt.tail), True, b"", False)
+
+    def _close(self, exchange: Exchange) -> None:
+        """Release the connections and reservations of an exchange that ends without a complete answer."""
+        self.under_way.discard(exchange)
+        attempt = exchange.attempt
+        if exchange.legs is not None:
+            if attempt is not None and attempt.leg is not None:
+                error = attempt.error  # None if the client left
+                self.settling.leg_ended(
+                    attempt.leg, ABANDONED if error is None else getattr(error, "kind", retries.TIMEOUT)
+                )
+            self.settling.drop_legs(exchange)
+        if attempt is not None:
+            if attempt.state is not AttemptState.ENDED:
+                attempt.end_as(AttemptEvent.DROPPED)
+            self.settling.abandon(attempt, computed=attempt.sent_at > 0)
+
+    # --- the gateway shuts down
+
+    def refuse_unanswered(self, error: Callable[[], ApiError]) -> int:
+        """Answer with `error()` every exchange whose client has no byte of an answer yet; return their number."""
+        unanswered = [(one, event) for one in self.under_way if (event := REFUSING.get(one.state)) is not None]
+        for exchange, event in unanswered:
+            exchange.run_isolated(self._dispatch, exchange, event, error())
+        return len(unanswered)
+
+    def end_streams(self) -> int:
+        """End all streams that are under way with an error event, at shutdown; return their number.
+
+        Other answers cannot carry an error once they have begun; they end with their connections.
+        """
+        streams = [
+            one
+            for one in self.under_way
+            if one.state is ExchangeState.RESUMING
+            or (one.state is ExchangeState.ANSWERING and one.attempts[-1].streams)
+        ]
+        for exchange in streams:
+            exchange.run_isolated(self._stop_stream, exchange)
+        return len(streams)
+
+    def _stop_stream(self, exchange: Exchange) -> None:
+        error = UpstreamError(retries.SHUT_DOWN, "the gateway is shutting down")
+        if exchange.attempts[-1].state is not AttemptState.ENDED:
+            exchange.attempts[-1].end_as(AttemptEvent.FAILED, error)
+        self._dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
+
+
+def _end_stream(client: Downstream, event: bytes, chunked: bool) -> None:
+    """End a stream with this event and a complete HTTP message.
+
+    A `chunked` stream's connection is kept: closing it would fail the client's next request on it.
+    """
+    client.write(framed(event) + END_OF_BODY if chunked else event)
+    client.finish(keep_alive=chunked)

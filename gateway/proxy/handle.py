@@ -1,0 +1,439 @@
+"""What becomes of a request, from its last byte in to the last byte of its answer out, top to bottom.
+
+    handle           whose key is it, is the path forwarded; makes the `Exchange`   tenants/, own_paths.py
+    (preparation)    its prompt: JSON, template, tokens, hashes of blocks           preparation.py, prompt/
+    place            is there room for it, which replica gets it, its load          admission/, placement/, policies/
+    start, _send     a connection, the body and the head for the replica            backend.py, exactness/, http/
+    head, on_body    what the answer's head and first bytes say                     judge.py, responses/
+    relay            its head and first bytes for the client; what follows them     exchange.py (`Attempt.data`)
+    on_complete      its last byte
+    settle           what is learned from it and counted                            settling.py, observers/
+
+Each step tells an event (`dispatch`): the tables in `states` map it to the next state and to the action, which is a
+method here, or one of `failures` where something has failed. Requests in two legs are in `disagg`, resumed streams in
+`resume`. One handler serves all exchanges, and keeps nothing of any but that it is under way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MESSAGES, ApiError, compressed
+from ..http.downstream import Downstream
+from ..http.messages import KEEP_ALIVE, Request
+from ..http.upstream import Upstream, UpstreamError
+from ..prompt.api.named import named_model
+from ..prompt.pipeline import OFFLOAD_BYTES
+from ..prompt.prompt import PROMPT_PATHS
+from ..tenants.handover import refusal_of_head
+from ..tenants.salting import salt_request
+from . import retries
+from .admission.priorities import HeadOf, Priorities, encoding_refusal
+from .disagg.legs import leg_head, second_leg
+from .exactness.forwarding import TokenIdForwarding
+from .exchange import NO_BUFFERING, Attempt, Exchange, meter, request_head
+from .failures import Failures
+from .judge import Judge
+from .own_paths import OwnPaths
+from .placement.placing import Placing
+from .preparation import Preparation
+from .responses import answers
+from .responses.answers import ERROR_MARK, ERROR_WITHIN, MEMBERS, MOST_HELD_BACK, Beginning, Sight
+from .responses.chunks import ChunkDecodingSink
+from .responses.respelling import respelled
+from .responses.stored import PATH as RESPONSES
+from .responses.stored import Responses, referred_to
+from .resume.resumer import Resumer, is_open_ended, rest_error
+from .settling import Settling, cut_short
+from .states import ATTEMPT_TRANSITIONS, TRANSITIONS, AttemptEvent, AttemptState, ExchangeEvent, ExchangeState
+
+if TYPE_CHECKING:
+    from ..ops.metrics import Metrics
+    from ..tenants.keys import Keys
+    from ..tenants.metering import Metering
+    from ..tenants.tenant import Tenant
+    from .observers.traces import Traces
+
+AWAITING, ANSWERING, ANSWERED, FINISHED = (
+    AttemptState.AWAITING,
+    AttemptState.ANSWERING,
+    ExchangeEvent.ANSWERED,
+    ExchangeEvent.FINISHED,
+)
+CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptEvent.ANSWERED, AttemptEvent.FINISHED
+
+
+class Handler:
+    """The handling of all requests: by the tables, it sets an exchange's state after an event and runs the action."""
+
+    def __init__(
+        self, own_paths: OwnPaths, preparation: Preparation, placing: Placing, settling: Settling,
+        forwarding: TokenIdForwarding, responses: Responses, metrics: Metrics,
+        *, retries: int, traces: Traces | None, keys: Keys | None, metering: Metering | None, metered: bool,
+        names_replica: bool, tells_cached: bool, timed: bool,
+    ):  # fmt: skip
+        """Create a handler.
+
+        `retries`: the number of retries per request.
+        `keys`, `metering`, `traces`: None where these features are off.
+        `metered`: count the tokens of all answers, not only of tenants'.
+        `names_replica`: add the replica's id to the headers of its answers.
+        `tells_cached`: add the number of prompt tokens that the replica was predicted to have cached.
+        `timed`: note when requests were prepared, for traces or figures.
+        """
+        self.own_paths, self._preparation, self.placing, self.settling = own_paths, preparation, placing, settling
+        self._forwarding, self._responses, self._traces = forwarding, responses, traces
+        self.keys, self._metering, self._metered = keys, metering, metered
+        self._names_replica, self._tells_cached, self._timed = names_replica, tells_cached, timed
+        # Returns the header line of a degraded answer, where requests are admitted by class or limit.
+        self.note: Callable[[Exchange, Attempt], bytes] | None = None
+        self.priorities: Priorities | None = None
+        self.resumer: Resumer | None = None  # with --continue-streams
+        self.under_way: set[Exchange] = set()
+        self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
+        self.judge = Judge(placing.eligible, settling, retries)
+        self.failures = Failures(
+            placing, settling, self.judge, metrics, self.under_way, self.dispatch, self.start,
+            retries=retries, discreet=keys is not None,
+        )  # fmt: skip
+        self._steps = {
+            pair: (state, getattr(self if hasattr(self, action) else self.failures, action))
+            for pair, (state, action) in TRANSITIONS.items()
+        }
+
+    def resume_with(self, resumer: Resumer) -> None:
+        """Resume streams whose replica fails, with --continue-streams."""
+        self.resumer = self.failures.resumer = resumer
+        self.settling.on_end.append(resumer.settled)
+
+    def handle(self, client: Downstream, request: Request) -> None:
+        """Answer a request for one of the gateway's own paths; make an exchange of any other, and have it prepared."""
+        path = request.path
+        label = PROMPT_PATHS.get(path)
+        has_prompt = label is not None and request.method == "POST"
+        tenant = None if self.keys is None else self._authenticated(self.keys, client, request)
+        if (
+            not has_prompt
+            and not isinstance(tenant, ApiError)
+            and (answer := self._own_answer(request, tenant)) is not None
+        ):
+            answer(client, request, tenant)
+            return
+        exchange = client.exchange = self._exchange(client, request, label or "other")
+        if self._metered:
+            exchange.meter()
+        if path.startswith(RESPONSES):
+            exchange.response = referred_to(request)
+        self._begin(exchange)
+        error = None if tenant is None else self._turned_down(exchange, tenant)
+        if error is None and self.priorities is not None:
+            error = encoding_refusal(request)
+        if error is None and has_prompt and b"content-encoding" in request.named and (found := _coding(request)):
+            error = compressed(found)
+        if error is None and (not has_prompt or self.own_paths.draining):
+            error = self.own_paths.refusal(path, request.method, exchange.tenant)
+        if error is not None:
+            exchange.refused(error)
+        elif has_prompt:
+            self._preparation.begin(exchange)
+        else:
+            self._preparation.begin_other(exchange)
+
+    def _exchange(self, client: Downstream, request: Request, label: str) -> Exchange:
+        id = request.named.get(b"x-request-id") or next(self._ids).encode()
+        return Exchange(self, client, request, id, label)
+
+    def _begin(self, exchange: Exchange) -> None:
+        """Start an exchange's trace, and list it as under way."""
+        if self._traces is not None:
+            self._traces.begin(exchange)
+        self.under_way.add(exchange)
+
+    def _authenticated(self, keys: Keys, client: Downstream, request: Request) -> Tenant | ApiError | None:
+        """Authenticate the request's API key, and set the connection's limits by the result."""
+        tenant = keys.authenticate(request)
+        if tenant is None or isinstance(tenant, ApiError):
+            client.serve_stranger()
+        else:
+            client.stranger = False
+        return tenant
+
+    def _turned_down(self, exchange: Exchange, tenant: Tenant | ApiError) -> ApiError | None:
+        """Return why a tenant's request is refused before it is read, or assign it to its tenant and return None."""
+        if isinstance(tenant, ApiError):
+            return tenant
+        exchange.tenant = tenant
+        exchange.meter()
+        if self._metering is not None and (over := self._metering.refusal(tenant)) is not None:
+            request = exchange.request
+            if len(request.body) <= OFFLOAD_BYTES:  # for the access log
+                exchange.model = named_model(request.header(b"content-type") or "", request.body)
+            return over
+        if (error := refusal_of_head(exchange.request, exchange.id)) is not None:
+            return error
+        return salt_request(exchange.request, tenant.cache_salt) if tenant.cache_salt is not None else None
+
+    def _own_answer(
+        self, request: Request, tenant: Tenant | None
+    ) -> Callable[[Downstream, Request, Tenant | None], None] | None:
+        """Return the function that answers a request here; None for requests that are forwarded."""
+        if self.own_paths.is_known_without_slash(request.path):
+            return self._without_slash
+        return self.own_paths.answer_to(request, tenant)
+
+    def _without_slash(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
+        """Redirect to the path without its slash, as vLLM does; clients repeat the whole request there."""
+        path, mark, query = request.target.partition(b"?")
+        exchange = self._exchange(client, request, "other")
+        self._begin(exchange)
+        self.under_way.discard(exchange)
+        exchange.tenant, exchange.status = tenant, 307
+        self.settling.ended(exchange, "complete")
+        client.reply(307, b"", [(b"location", path.rstrip(b"/") + mark + query)])
+
+    def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: Any = None) -> None:
+        """Change the exchange's state by this event, and run the action of that transition with `detail`.
+
+        A pair of state and event that is not in the table is a bug and raises KeyError.
+        """
+        exchange.state, act = self._steps[exchange.state, event]
+        act(exchange, detail)
+
+    # --- a replica is found
+
+    def place(self, exchange: Exchange, _: Any) -> None:
+        if self._timed and not exchange.prepared_at:
+            exchange.prepared_at = monotonic()
+        if self.resumer is not None and exchange.stream_record is None:
+            self.resumer.begin(exchange)
+        self.placing.place(exchange)
+
+    def start(self, exchange: Exchange, attempt: Attempt | None = None) -> None:
+        """Take a connection to an attempt's replica and send the request, or open a connection first.
+
+        `attempt`: None for the last one, and the first leg before it if both legs are sent at the same time.
+        """
+        if attempt is None:
+            attempt = exchange.attempts[-1]
+            if attempt.leg is not None and (legs := exchange.legs) is not None and legs.first is not None:
+                first = exchange.attempts[-2]
+                if first is legs.first:  # otherwise the first leg is under way already
+                    self.start(exchange, first)
+        if self._traces is not None:
+            self._traces.attempt(exchange, attempt)
+        # If one idle connection was closed by a timeout, others in the pool may have been, too.
+        upstream = None if attempt.new_connection else attempt.backend.pool.acquire()
+        if upstream is not None:
+            self._send(exchange, attempt, upstream)
+        else:
+            attempt.backend.connect(attempt)
+
+    def _send(self, exchange: Exchange, attempt: Attempt, upstream: Upstream) -> None:
+        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, CONNECTED]
+        attempt.upstream, attempt.sent_at = upstream, monotonic()
+        request, prompt = exchange.request, attempt.prompt
+        body = request.body
+        head_of: HeadOf = request_head
+        if attempt.body is not None:
+            body, head_of = attempt.body, leg_head
+        elif prompt is not None and prompt.kind:
+            body = self._forwarding.body(attempt, prompt, body, not exchange.tried and not attempt.without_ids)
+        if self.resumer is not None:
+            body = self.resumer.body(exchange, attempt, body)
+        if self.priorities is not None:
+            body, head_of = self.priorities.write(exchange, attempt, body, head_of)
+        parent = None if self._traces is None else self._traces.parent(exchange, attempt)
+        sink = ChunkDecodingSink(attempt) if request.http10 else attempt
+        upstream.send(sink, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
+
+    def hand_over(self, exchange: Exchange, _: Any) -> None:
+        """Settle the first leg and send the second one, whose engine fetches the prompt's cache from the prefiller."""
+        first, legs = exchange.attempts[-1], exchange.legs
+        assert legs is not None
+        self.settling.handed_over(exchange, first, legs)
+        first.body = None
+        second_leg(exchange, monotonic())
+        self.start(exchange)
+
+    # --- called for an attempt's upstream connection
+
+    def connected(self, attempt: Attempt, upstream: Upstream) -> None:
+        """Send the request on a new connection, unless the attempt has ended or the replica has moved."""
+        exchange = attempt.exchange
+        if attempt.state is AttemptState.CONNECTING and upstream.pool is attempt.backend.pool:
+            exchange.run_isolated(self._send, exchange, attempt, upstream)
+            return
+        upstream.pool.release(upstream)
+        if attempt.state is AttemptState.CONNECTING:  # the replica has moved: this connection is to its old address
+            exchange.run_isolated(self.start, exchange, attempt)
+
+    def head(self, attempt: Attempt, content_type: bytes, body: bytes) -> None:
+        """Judge a response's head, and hold it back until the body shows that something was computed.
+
+        Engines send the head before the prefill, and while the client has nothing, the request can still go elsewhere.
+        """
+        exchange, error = attempt.exchange, None
+        if attempt.status != 200 or not (attempt.streams or content_type.startswith(b"application/json")):
+            error = self.judge.head(exchange, attempt, content_type)
+        opened = exchange.opened
+        if error is None and (opened is not None or exchange.state is ExchangeState.RESUMING):
+            error = rest_error(attempt, opened)
+        if error is not None:
+            self.failures.failed(attempt, error)
+        elif body:
+            self.on_body(attempt, body)
+
+    def on_body(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
+        """Judge bytes of a body of which nothing was relayed yet, and relay them if they show an answer.
+
+        While too few bytes have arrived to tell, they are held back in `attempt.withheld`.
+
+        `whole`: with these bytes the body is complete.
+        """
+        exchange, held_back, error = attempt.exchange, attempt.withheld, None
+        path = exchange.request.path
+        if held_back:
+            data, attempt.withheld = held_back + data, b""
+        if attempt.status == 200 and exchange.prompt is not None:
+            # Nearly all non-streamed answers begin without an error, as two searches show.
+            if (
+                held_back
+                or attempt.streams
+                or data.find(MEMBERS.get(exchange.label, b"")) < 0
+                or data.find(ERROR_MARK, 0, ERROR_WITHIN) >= 0
+            ):
+                found = self.judge.first_bytes(exchange, attempt, data, len(held_back), whole)
+                if found is Sight.EARLY:
+                    attempt.withheld = data
+                    return
+                if found is Sight.BLIND:
+                    attempt.beginning = None
+                    self.answered(exchange, attempt, data)
+                    return
+                error = found
+        elif attempt.status >= 400 and path.startswith(MESSAGES):
+            if not whole and len(data) < MOST_HELD_BACK:
+                attempt.withheld = data
+                return
+            data = respelled(exchange, attempt, data)
+        if error is None and cut_short(attempt, path, data):
+            error = UpstreamError(retries.ABORTED, "aborted it")
+        if error is not None:
+            self.failures.failed(attempt, error)
+            return
+        attempt.first_at, attempt.beginning = monotonic(), None
+        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, ATTEMPT_ANSWERED]
+        self.dispatch(exchange, ANSWERED, data)
+
+    def answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
+        """Begin to relay an answer, with these first bytes."""
+        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, ATTEMPT_ANSWERED]
+        self.dispatch(exchange, ANSWERED, data)
+
+    def relay(self, exchange: Exchange, data: bytes) -> None:
+        attempt, error = exchange.attempts[-1], None
+        if self.resumer is not None:
+            data, error = self.resumer.begun(exchange, attempt, data)
+        if exchange.metered:
+            meter(attempt, data)
+        else:
+            attempt.tail.append(data)
+            if attempt.streams and attempt.prompt is not None and not attempt.prompt.include_usage:
+                attempt.count_events(data)
+        if attempt.first_at:
+            attempt.seen_at = attempt.first_at
+            self.settling.answered(exchange, attempt)
+        else:  # bytes were held back until the limit, and show no first token
+            attempt.seen_at = monotonic()
+            self.settling.close_unattributed(exchange)
+        if ((makes := exchange.label == "responses") or exchange.response is not None) and attempt.status == 200:
+            exchange.stored = self._responses.answered(attempt.backend.id, exchange.response, makes, data)
+        client, attempt.pieces = exchange.client, 1
+        client.transport.write(data if exchange.opened is not None else self._head(exchange, attempt) + data)
+        upstream = attempt.upstream
+        if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
+            exchange.forget_body()  # it is not needed again; with ids, `forwarding` may still read it
+        if error is not None:
+            self.failures.failed(attempt, error)
+
+    def _head(self, exchange: Exchange, attempt: Attempt) -> bytes:
+        """Return the response head for the client, with the header lines that the gateway adds."""
+        client, head, request = exchange.client, attempt.response_head, exchange.request
+        lines = b"" if self.note is None else self.note(exchange, attempt)
+        if head.get(b"x-request-id") is None:
+            lines += b"x-request-id: %b\r\n" % exchange.id
+        if attempt.streams and head.get(b"x-accel-buffering") is None:
+            lines += NO_BUFFERING
+        if self._names_replica:
+            lines += b"x-hitherto-replica: %b\r\n" % attempt.backend.id.encode()
+        if self._tells_cached and attempt.prompt is not None:
+            held = attempt.placement.predicted if exchange.legs is None else exchange.legs.cached
+            lines += b"x-hitherto-cached-tokens: %d\r\n" % held
+        if exchange.charge is not None:
+            lines += exchange.charge.header_lines()
+        if self.own_paths.draining or head.until_close or not request.keep_alive:
+            lines += b"connection: close\r\n"
+        elif request.http10:
+            lines += b"%b: %b\r\n" % KEEP_ALIVE
+        if (origins := client.clients.origins) is not None:  # replaces the engine's CORS headers
+            head = head.without(b"access-control-")
+            lines += origins.lines(request.header(b"origin"))
+        client.ends_by_close = head.until_close
+        return head.block(lines)
+
+    def pass_keep_alives(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
+        """Forward comments and pings that were held back, so that the client's connection stays alive.
+
+        While the client has nothing else of the stream, another replica can still answer. A failure is from then on
+        reported within the stream.
+        """
+        head, data = attempt.response_head, attempt.withheld
+        if (
+            exchange.state is not ExchangeState.TRYING
+            or attempt.beginning is None
+            or not is_open_ended(head)
+            or not answers.has_grown(len(data), attempt.looked_at)
+            or not answers.keep_alives_end(attempt.beginning.body, False)
+        ):
+            return
+        end = answers.keep_alives_end(data, head.is_chunked)
+        data, attempt.withheld = data[:end], data[end:]
+        attempt.looked_at = len(attempt.withheld)
+        if not end:
+            return
+        attempt.beginning = Beginning(head.is_chunked, attempt.withheld) if attempt.withheld else None
+        attempt.seen_at = now
+        if exchange.opened is None:
+            data = self._head(exchange, attempt) + data
+            exchange.opened = head
+        exchange.client.transport.write(data)
+
+    def join(self, exchange: Exchange, data: bytes) -> None:
+        assert self.resumer is not None
+        self.resumer.join(exchange, data)
+
+    def on_complete(self, attempt: Attempt) -> None:
+        """Finish an attempt whose answer is complete."""
+        if attempt.state is AWAITING:  # the bytes that were held back are the whole body
+            self.on_body(attempt, b"", whole=True)
+            if attempt.state is ANSWERING:
+                attempt.end()  # the attempt is ANSWERING now; another replica may resume the answer
+        elif attempt.state is ANSWERING:
+            attempt.end_as(ATTEMPT_FINISHED)
+            self.dispatch(attempt.exchange, FINISHED)
+
+    def settle(self, exchange: Exchange, _: Any) -> None:
+        self.under_way.discard(exchange)
+        exchange.client.finish(not exchange.attempts[-1].response_head.until_close)
+        self.settling.complete.add(exchange)
+
+
+def _coding(request: Request) -> str:
+    """Return the content coding of a request's body, "" for none."""
+    values = [value for name, value in request.headers if name == b"content-encoding"]
+    codings = [one.strip().lower() for one in b",".join(values).decode("latin-1").split(",")]
+    return next((one for one in codings if one not in ("", "identity")), "")

@@ -1,0 +1,146 @@
+"""The judgement of an answer by its head and its first bytes: pass it to the client, wait for more, or ask elsewhere.
+
+Engines send the head of an answer before the prefill, and errors also with status 200 or within a stream. While the
+client has nothing, the request can still go elsewhere; whose fault an error is, follows from `blame`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..http.upstream import UpstreamError
+from . import retries
+from .backend import Backend
+from .blame import DOUBTFUL, OVERLOADED, agree, settled
+from .exchange import Attempt, Exchange
+from .placement.eligibility import Eligibility
+from .responses import answers
+from .responses.answers import MOST_HELD_BACK, Beginning, Sight, begins, first_error, look
+from .settling import Settling
+
+# Statuses that may be due to what the gateway wrote into the request (token ids, a leg's parameters). The request is
+# repeated as received, so that a client only sees errors that its own request caused.
+MAY_BE_OURS = frozenset((400, 404, 413, 415, 422, 431))
+# The clients of OpenAI and Anthropic retry a request after a 5xx unless they get this header.
+NO_RETRY = (b"x-should-retry", b"false")
+
+
+class Judge:
+    """The judgement of answers, and of which replicas are left for a request whose attempt fails."""
+
+    def __init__(self, eligible: Eligibility, settling: Settling, retries: int):
+        """Create the judge. `retries`: the number of retries per request."""
+        self._eligible, self._settling, self._retries = eligible, settling, retries
+
+    def head(self, exchange: Exchange, attempt: Attempt, content_type: bytes) -> UpstreamError | None:
+        """Return why an answer with this head is not passed to the client; None if it may be passed.
+
+        `content_type`: in lower case.
+        """
+        status = attempt.status
+        if status == 200 and (attempt.streams or content_type.startswith(b"application/json")):
+            return None
+        has_prompt, kind = exchange.prompt is not None, retries.of_status(status)
+        if attempt.leg is not None and status >= 300 and exchange.legs is not None and exchange.legs.transfer.header:
+            kind = retries.LEG_REFUSED if status in MAY_BE_OURS else retries.PREFILL_FAILED
+            return UpstreamError(kind, f"answered {status} to a request that was to be computed elsewhere first")
+        if has_prompt and not attempt.streams and answers.foreign_head(status, content_type):
+            return _foreign(f"answered {status} with {answers.media_type(content_type)}")
+        doubtful = status in DOUBTFUL and exchange.response is None and (has_prompt or kind in OVERLOADED)
+        if (status in retries.RETRYABLE or doubtful) and self._is_unsettled(exchange, attempt, kind):
+            return UpstreamError(kind, f"answered {status}")
+        if status == 404 and exchange.response is not None and self.others(exchange, attempt):
+            return UpstreamError(retries.ELSEWHERE, "answered 404")
+        return self._ours(attempt, status, str(status))
+
+    def _ours(self, attempt: Attempt, status: int, what: str) -> UpstreamError | None:
+        """Return the error for an answer that may be due to what the gateway wrote into the request; else None."""
+        if status not in MAY_BE_OURS:
+            return None
+        if attempt.sent_ids or attempt.asks_ids:
+            return UpstreamError(retries.IDS, f"answered {what}")
+        return None if attempt.leg is None else UpstreamError(retries.LEG_REFUSED, f"answered a second leg with {what}")
+
+    def first_bytes(
+        self, exchange: Exchange, attempt: Attempt, data: bytes, held_back: int, whole: bool
+    ) -> UpstreamError | Literal[Sight.EARLY, Sight.BLIND] | None:
+        """Judge the first bytes of an answer with status 200 to a prompt.
+
+        Returns an error if the client gets nothing of this answer, EARLY if too few bytes have arrived to tell, BLIND
+        if that many show nothing, else None.
+
+        `held_back`: how many of the bytes were looked at before.
+        """
+        head = attempt.response_head
+        began = not held_back and begins(exchange.label, data, attempt.streams)
+        if not began and head.get(b"content-encoding") is None:
+            sight = self._look(exchange, attempt, data, held_back, whole)
+            if sight is Sight.FOREIGN:
+                return _foreign(f"answered 200 with {repr(data[:40]) if data else 'an empty body'}")
+            if sight is Sight.SILENT:
+                self._is_unsettled(exchange, attempt, retries.ERROR_ANSWER)  # ignored: no client can read this answer
+                return UpstreamError(retries.ERROR_ANSWER, "answered 200 with a stream without an event")
+            if sight is Sight.EARLY or sight is Sight.BLIND:
+                return sight
+        fault = first_error(data if (seen := attempt.beginning) is None else seen.body, attempt.streams)
+        kind = full if (full := retries.of_status(fault)) in OVERLOADED else retries.ERROR_ANSWER
+        if (fault >= 500 or kind is full) and self._is_unsettled(exchange, attempt, kind):
+            return UpstreamError(kind, f"answered 200 with an error that amounts to {fault}")
+        if (error := self._ours(attempt, fault, f"200 and an error that amounts to {fault}")) is None:
+            attempt.fault = fault
+        return error
+
+    def _look(self, exchange: Exchange, attempt: Attempt, data: bytes, held_back: int, whole: bool) -> Sight:
+        """Return what the first bytes of a body show; the first `held_back` of them were looked at before."""
+        head, label = attempt.response_head, exchange.label
+        if attempt.streams:
+            if (beginning := attempt.beginning) is None:
+                beginning = attempt.beginning = Beginning(head.is_chunked)
+                held_back = 0
+            return beginning.look(label, data[held_back:], whole)
+        if not whole and len(data) < MOST_HELD_BACK and not answers.has_grown(len(data), attempt.looked_at):
+            return Sight.EARLY
+        attempt.looked_at = len(data)
+        return look(label, data, False, (head.get(b"content-type") or b"").lower(), whole)
+
+    def _is_unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
+        """Record an error answer; return whether to ask another replica, instead of passing the error to the client."""
+        self._settling.record_error(exchange, attempt, kind)
+        if not settled(exchange.unattributed_errors) and self.may_retry(exchange, attempt, kind):
+            return True
+        if agree(exchange.unattributed_errors):
+            attempt.response_head.add(NO_RETRY)
+        return False
+
+    # --- what is left to try
+
+    def may_retry(self, exchange: Exchange, attempt: Attempt, kind: str = "") -> bool:
+        """Return whether a failed attempt may be replaced by another one.
+
+        There must be a retry left, and another replica, or the same one if it is a decoder that could not fetch the
+        prompt's cache, since it can compute the prompt. `kind`: of failure.
+        """
+        left = attempt.could_not_fetch(kind) or bool(self.others(exchange, attempt))
+        return exchange.attempts_used < self._retries and left
+
+    def others(self, exchange: Exchange, attempt: Attempt) -> list[Backend]:
+        """Return the replicas that are left to try if this attempt fails."""
+        return self._eligible.remaining(exchange.prompt, self.tried(exchange, attempt), exchange.model)
+
+    def tried(self, exchange: Exchange, attempt: Attempt) -> tuple[Backend, ...]:
+        """Return the replicas that are not sent the request again if this attempt fails.
+
+        If no other replica is left, a decoder that only failed to fetch the cache may be asked again: it can compute
+        the prompt itself.
+        """
+        tried = (*exchange.tried, attempt.backend)
+        if self._eligible.remaining(exchange.prompt, tried, exchange.model):
+            return tried
+        last = {one.backend: one for one in exchange.attempts}
+        able = {backend for backend, one in last.items() if one.could_not_fetch(getattr(one.error, "kind", ""))}
+        return tuple(one for one in tried if one not in able)
+
+
+def _foreign(what: str) -> UpstreamError:
+    """Return the error for an answer that no engine wrote: something else listens at the replica's address."""
+    return UpstreamError(retries.FOREIGN_ANSWER, f"{what}, which is no answer of an inference engine")

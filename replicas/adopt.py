@@ -238,7 +238,10 @@ def _names(facts: Facts, listed: list[Any]) -> None:
             return
         if not isinstance(entry, dict) or not _is_name(name := entry.get("id")):
             continue
-        parent, root = (one if _is_name(one := entry.get(key)) else None for key in ("parent", "root"))
+        parent, root = entry.get("parent"), entry.get("root")
+        if parent is not None and not _is_name(parent):
+            continue  # an adapter of nobody knows what: as a base model it would give the engine a wrong root
+        root = root if _is_name(root) else None
         facts.models[name] = parent
         letters += len(name) + len(root or "")
         if parent is None:

@@ -93,6 +93,13 @@ async def test_a_context_that_no_model_has_is_not_believed(found, length):
     assert (await found({"/v1/models": listed})).max_model_len == 4096
 
 
+@pytest.mark.parametrize("parent", [["llama"], {"id": "llama"}, 7, False, "x" * 2000])
+async def test_an_adapter_of_nobody_knows_what_is_not_taken_for_the_base_model(found, parent):
+    listed = {"data": [{"id": "sql", "root": "/adapters/sql", "parent": parent}, MODELS["data"][0]]}
+    facts = await found({"/v1/models": listed})
+    assert (facts.models, facts.root, facts.adapter_roots) == ({"llama": None}, "/models/llama", {})
+
+
 async def test_of_a_catalogue_a_bounded_number_of_names_is_known(found, monkeypatch):
     monkeypatch.setattr(adopt, "MOST_NAMES", 3)
     facts = await found({"/v1/models": {"data": [{"id": f"m{number}"} for number in range(4)]}})

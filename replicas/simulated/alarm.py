@@ -21,43 +21,42 @@ class Alarm:
 
     def __init__(self):
         self._fd = _libc.timerfd_create(_MONOTONIC, _FLAGS) if _libc else -1
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None  # where there is no timerfd
         self._ring: asyncio.Future | None = None
-        self._disturbing: asyncio.Future | None = None
+        self._disturbed = False
         if self._fd >= 0:
-            asyncio.get_running_loop().add_reader(self._fd, self._rang)
+            self._loop.add_reader(self._fd, self._rang)
 
     def wake(self) -> None:
-        if self._disturbing is not None and not self._disturbing.done():
-            self._disturbing.set_result(None)
+        if self._disturbed and not self._ring.done():
+            self._ring.set_result(None)
 
     async def until(self, when: float | None, disturbed: bool = False) -> None:
         """Sleep until `when`, by time.monotonic() (None: forever), or, if `disturbed`, until `wake` is called."""
         if when is not None and when <= time.monotonic():
             await asyncio.sleep(0)  # let other tasks run
             return
-        loop = asyncio.get_running_loop()
-        self._ring = ring = loop.create_future()
-        self._disturbing = ring if disturbed else None
-        handle = None
+        self._ring, self._disturbed = self._loop.create_future(), disturbed
         if when is not None:
-            if self._fd >= 0:
-                self._set(when)
-            else:
-                handle = loop.call_later(when - time.monotonic(), self._rang)
+            self._set(when)
         try:
-            await ring
+            await self._ring
         finally:
-            self._disturbing = None
-            if handle is not None:
-                handle.cancel()
-            elif when is not None and time.monotonic() < when:
+            self._disturbed = False
+            if when is not None and time.monotonic() < when:
                 self._set(0.0)  # otherwise it would end a later sleep
 
     def _set(self, when: float) -> None:
-        seconds = int(when)
-        _libc.timerfd_settime(
-            self._fd, _ABSOLUTE, struct.pack("qqqq", 0, 0, seconds, int((when - seconds) * 1e9)), None
-        )
+        """Ring at `when`; 0: not at all."""
+        if self._fd >= 0:
+            seconds = int(when)
+            once = struct.pack("qqqq", 0, 0, seconds, int((when - seconds) * 1e9))
+            _libc.timerfd_settime(self._fd, _ABSOLUTE, once, None)
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(when - time.monotonic(), self._rang) if when else None
 
     def _rang(self) -> None:
         if self._fd >= 0:
@@ -70,6 +69,6 @@ class Alarm:
 
     def close(self) -> None:
         if self._fd >= 0:
-            asyncio.get_running_loop().remove_reader(self._fd)
+            self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1

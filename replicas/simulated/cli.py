@@ -6,7 +6,6 @@ import logging
 import signal
 import sys
 from dataclasses import fields
-from itertools import combinations
 from pathlib import Path
 
 from replicas.arguments import positive, whole
@@ -20,19 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")
-    add(
-        "--model",
-        metavar="DIR",
-        help="folder with tokenizer.json and a chat template (default: the bundled demo model)",
-    )
+    add("--model", metavar="DIR", help="folder with tokenizer.json and a chat template (default: the demo model)")
     add("--served-model-name", default="sim", metavar="NAME", help="default: %(default)s")
     about = "how fast and how large the engine is: gpu-8b, cpu-tiny or a YAML file (default: %(default)s)"
     add("--profile", default="gpu-8b", metavar="NAME|FILE", help=about)
     add("--speedup", type=positive, metavar="X", help="run X times as fast as the profile says")
-    about = (
-        "KV blocks, instead of the profile's; where that has decode times by the share of the cache in use, as gpu-8b, "
-        "more of them also make it faster"
-    )
+    about = "KV blocks, instead of the profile's; where decode times follow the share in use (gpu-8b), more are faster"
     add("--num-blocks", type=whole, metavar="N", help=about)
     add("--block-size", type=whole, metavar="N", help="tokens in a block, instead of the profile's")
     about = "the type that its cache is said to have: engines of unlike ones pass no caches on (default: %(default)s)"
@@ -42,6 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "which request goes next: the one that came first, or the one of the lowest priority"
     add("--scheduling-policy", choices=("fcfs", "priority"), help=about)
     add("--max-num-batched-tokens", type=whole, metavar="N", help="tokens in one step")
+    add("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
+    add("--events-port", type=port, default=0, metavar="PORT", help="ZMQ port for KV events (default: a free one)")
+    add("--replay-port", type=port, default=0, metavar="PORT", help="ZMQ port for their replay")
+    add("--no-events", action="store_true", help="publish no KV events, which is vLLM's default")
+    add("--no-cached-tokens", action="store_true", help="leave cached_tokens out of usage, which is vLLM's default")
+    about = "pass caches on as vLLM with NIXL (default), with Mooncake's connector, or as one behind llm-d's sidecar"
+    wires = ("nixl", "llm-d", "mooncake")
+    add("--kv-connector", nargs="?", const="nixl", metavar="WIRE", choices=wires, help=about)
+    add("--api-key", metavar="KEY", help="asked for on all paths but /health; vLLM asks for it below /v1 alone")
+    add("--seed", type=int, default=0, help="of the replies' text and of the block keys")
     add = parser.add_argument_group("host memory behind the cache, as vLLM's offloading connector has it").add_argument
     add("--cpu-blocks", type=int, metavar="N", help="KV blocks that host memory has room for")
     add("--chunk-blocks", type=whole, metavar="N", help="KV blocks that are moved at a time")
@@ -56,23 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-context-parallel-size", dest="context_parallel", type=whole, metavar="N", help=about)
     about = "compute the last block of what is found again, as vLLM does with EAGLE and MTP"
     add("--drops-block", action="store_true", default=None, help=about)
-    add = parser.add_argument
-    add("--lora", action="append", default=[], metavar="NAME", help="serve an adapter; may be repeated")
-    about = "ZMQ port for KV events (default: a free one, see /kv_event_sources)"
-    add("--events-port", type=port, default=0, metavar="PORT", help=about)
-    add("--replay-port", type=port, default=0, metavar="PORT", help="ZMQ port for their replay")
-    add("--no-events", action="store_true", help="publish no KV events, which is vLLM's default")
-    about = "leave cached_tokens out of usage, which is vLLM's default"
-    add("--no-cached-tokens", action="store_true", help=about)
-    about = (
-        "pass prompts' caches on to other engines, as vLLM with NIXL does (nixl, the default), as one behind llm-d's "
-        "sidecar (llm-d), or as vLLM with Mooncake's connector (mooncake), whose bootstrap server is the engine itself"
-    )
-    wires = ("nixl", "llm-d", "mooncake")
-    add("--kv-connector", nargs="?", const="nixl", metavar="WIRE", choices=wires, help=about)
-    about = "asked for on all paths but /health; vLLM asks for it below /v1 alone"
-    add("--api-key", metavar="KEY", help=about)
-    add("--seed", type=int, default=0, help="of the replies' text and of the block keys")
 
 
 def _profile(args: argparse.Namespace):
@@ -93,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     try:
-        _check_ports(args)
         profile = _profile(args)
         from .model import sim_model_dir
 
@@ -110,16 +94,6 @@ def run(args: argparse.Namespace) -> int:
 def _refuse(why: object) -> int:
     print(f"hitherto replica: {why}", file=sys.stderr)
     return 2
-
-
-def _check_ports(args: argparse.Namespace) -> None:
-    """Raise ValueError if the flags give two servers of this engine the same port."""
-    given = {"--port": args.port}
-    if not args.no_events:
-        given |= {"--events-port": args.events_port, "--replay-port": args.replay_port}
-    for one, other in combinations(given, 2):
-        if given[one] == given[other] != 0:
-            raise ValueError(f"{one} and {other} cannot share {given[one]}")
 
 
 def _load(model_dir: Path, seed: int) -> tuple:
@@ -146,9 +120,8 @@ async def _serve(args: argparse.Namespace, profile, model_dir: Path) -> int:
         return _refuse(error)
     name, size = args.served_model_name, f"{profile.num_blocks} blocks of {profile.block_size}"
     events = f"on {publisher.port}, replay on {publisher.replay_port}" if publisher else "off"
-    logging.info(
-        "simulated engine %s (%s, %s) on http://%s:%d, events %s", name, profile.name, size, args.host, port, events
-    )
+    url = f"http://{args.host}:{port}"
+    logging.info("simulated engine %s (%s, %s) on %s, events %s", name, profile.name, size, url, events)
     return await _until_told(runner, publisher, http)
 
 
@@ -170,7 +143,7 @@ async def _listen(args: argparse.Namespace, profile, model_dir: Path, publisher)
     engine, wire = Engine(profile, every_token=True), args.kv_connector
     metrics = Metrics(engine, args.served_model_name, args.kv_cache_dtype, wire in ("nixl", "llm-d"))
     runner = Runner(engine, metrics, publisher, args.seed)
-    transfers = Transfers(wire, kind=f"{args.kv_cache_dtype} {model_dir}") if wire else None
+    transfers = Transfers(wire, kind=f"{args.kv_cache_dtype} {model_dir}")
     shows_cached, named = not args.no_cached_tokens, (args.served_model_name, str(model_dir), args.lora)
     server = Server(runner, tokens, replies, *named, shows_cached, transfers, args.api_key)
     limits = {"max_line_size": HEAD_BYTES, "max_field_size": HEAD_BYTES, "keepalive_timeout": KEEP_ALIVE}

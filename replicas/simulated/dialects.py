@@ -62,12 +62,8 @@ class Dialect:
             cached = min(generations, key=lambda one: one.begun).cached
         else:
             cached = max(reversed(generations[-self.n :]), key=lambda one: one.last).cached
-        return {
-            "prompt_tokens": prompt,
-            "total_tokens": prompt + sent,
-            "completion_tokens": sent,
-            "prompt_tokens_details": {"cached_tokens": cached} if self.show_cached else None,
-        }
+        counts = {"prompt_tokens": prompt, "total_tokens": prompt + sent, "completion_tokens": sent}
+        return counts | {"prompt_tokens_details": {"cached_tokens": cached} if self.show_cached else None}
 
 
 class _OpenAI(Dialect):
@@ -80,14 +76,8 @@ class _OpenAI(Dialect):
     object = chunk = ""
 
     def _frame(self, object: str, choices: list, **more) -> dict:
-        return {
-            "id": self.id,
-            "object": object,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **more,
-        }
+        head = {"id": self.id, "object": object, "created": self.created, "model": self.model}
+        return {**head, "choices": choices, **more}
 
     def _prompt(self, generation: Generation) -> dict:
         return {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
@@ -161,31 +151,16 @@ class Responses(Dialect):
         return event(data, name)
 
     def _response(self, status: str, output: list, usage: dict | None) -> dict:
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created,
-            "model": self.model,
-            "status": status,
-            "output": output,
-            "usage": usage,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": self.body.get("instructions"),
-            "metadata": self.body.get("metadata"),
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": self.body.get("tools") or [],
-        }
+        head = {"id": self.id, "object": "response", "created_at": self.created, "model": self.model}
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        asked = {name: self.body.get(name) for name in ("instructions", "metadata")}
+        asked |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": self.body.get("tools") or []}
+        told = {"status": status, "output": output, "usage": usage, "error": None, "incomplete_details": why}
+        return {**head, **told, **asked}
 
     def _item(self, status: str, content: list) -> dict:
-        return {
-            "id": self._where["item_id"],
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+        head = {"id": self._where["item_id"], "type": "message", "role": "assistant"}
+        return {**head, "status": status, "content": content}
 
     @staticmethod
     def _part(text: str) -> dict:
@@ -195,13 +170,10 @@ class Responses(Dialect):
         (generation,) = generations[:1]
         status = "completed" if generation.reason == "stop" else "incomplete"
         counted = self.usage([generation])
-        usage = {
-            "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": counted["prompt_tokens_details"] or {"cached_tokens": 0},
-            "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": counted["total_tokens"],
-        }
+        details = counted["prompt_tokens_details"] or {"cached_tokens": 0}
+        usage = {"input_tokens": counted["prompt_tokens"], "input_tokens_details": details}
+        usage |= {"output_tokens": counted["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0}}
+        usage["total_tokens"] = counted["total_tokens"]
         return self._response(status, [self._item(status, [self._part("".join(generation.pieces))])], usage)
 
     def announce(self) -> bytes:
@@ -243,24 +215,14 @@ class Messages(Dialect):
     """
 
     def _message(self, generation: Generation, content: list, sent: int, ended: dict) -> dict:
-        usage = self._usage(generation, sent)
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": content,
-            **ended,
-            "usage": usage,
-        }
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        return {**head, "content": content, **ended, "usage": self._usage(generation, sent)}
 
     def _usage(self, generation: Generation, sent: int) -> dict:
         usage = {"input_tokens": len(generation.prompt), "output_tokens": sent}
         if self.show_cached:
-            usage |= {
-                "input_tokens": len(generation.prompt) - generation.cached,
-                "cache_read_input_tokens": generation.cached,
-            }
+            usage["input_tokens"] -= generation.cached
+            usage["cache_read_input_tokens"] = generation.cached
         return usage
 
     @staticmethod
@@ -278,10 +240,8 @@ class Messages(Dialect):
 
     def begin(self, generation: Generation, index: int) -> bytes:
         message = self._message(generation, [], 0, {"stop_reason": None, "stop_sequence": None})
-        block = {"type": "text", "text": ""}
-        return self._event("message_start", message=message) + self._event(
-            "content_block_start", index=0, content_block=block
-        )
+        started = self._event("message_start", message=message)
+        return started + self._event("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
     def tokens(self, generation: Generation, index: int, start: int, end: int) -> bytes:
         delta = {"type": "text_delta", "text": "".join(generation.pieces[start:end])}

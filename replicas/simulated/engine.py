@@ -124,15 +124,13 @@ class Engine:
         """Queue a request. Raises ValueError if the request could never run, or if its id is in use."""
         room = self.profile.context_length - request.prompt_tokens
         if room < 1:
-            raise ValueError(
-                f"a prompt of {request.prompt_tokens} tokens and one of output exceed {self.profile.context_length}"
-            )
+            what = f"a prompt of {request.prompt_tokens} tokens and one of output"
+            raise ValueError(f"{what} exceed {self.profile.context_length}")
         if request.id in self._all:
             raise ValueError(f"request id {request.id!r} is in use")
         if len(request.blocks) != request.prompt_tokens // self._size:
-            raise ValueError(
-                f"{request.prompt_tokens} prompt tokens fill fewer or more than {len(request.blocks)} keys' blocks"
-            )
+            blocks = f"{len(request.blocks)} keys' blocks"
+            raise ValueError(f"{request.prompt_tokens} prompt tokens fill fewer or more than {blocks}")
         limit, reason = min(request.max_tokens, room), "length"
         if request.stop_tokens is not None and request.stop_tokens <= limit:
             limit, reason = max(1, request.stop_tokens), "stop"
@@ -174,16 +172,13 @@ class Engine:
             self._release(sequence)
         return sequence is not None
 
-    def reset_prefix_cache(self, external: bool = False) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache and return True; return False and do nothing while requests use blocks.
 
-        The next step reports the event, as in vLLM. Host memory keeps its blocks; with `external` it is emptied too,
-        without an event.
+        The next step reports the event, as in vLLM. Host memory keeps its blocks.
         """
         if not self.pool.clear():
             return False
-        if external and self._offload is not None:
-            self._offload.reset()
         self._pending, self._settled = [Cleared(), *(one for one in self._pending if type(one) is not Cleared)], False
         return True
 

@@ -46,9 +46,8 @@ def read_pools(text: str, profile: str, changes: Mapping[str, int | None]) -> li
     try:
         given = yaml_text.load(text)
         if not isinstance(given, dict) or not given:
-            raise ValueError(
-                "expected NAME: {launch: N, role: prefill, ...} for each pool, as in {p: {launch: 2, role: prefill}}"
-            )
+            example = "as in {p: {launch: 2, role: prefill}}"
+            raise ValueError(f"expected NAME: {{launch: N, role: prefill, ...}} for each pool, {example}")
         asked = TypeAdapter(dict[str, _Given]).validate_python({str(name): one for name, one in given.items()})
     except yaml_text.NotYaml as error:
         raise ValueError(str(error)) from None

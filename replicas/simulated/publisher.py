@@ -121,9 +121,8 @@ class Publisher:
             group, end = event.group, event.end
             kind = "sliding_window" if self._windows[group] else "mamba"
         extra = extra_keys(adapter, salt, event.start, len(event.keys))
-        told = _block_stored(
-            event.keys, event.parent, self._tokens(ids, event.start, end), self.block_size, "GPU", adapter, adapter_id
-        )
+        tokens = self._tokens(ids, event.start, end)
+        told = _block_stored(event.keys, event.parent, tokens, self.block_size, "GPU", adapter, adapter_id)
         told |= {"extra_keys": extra, "group_idx": group, "kv_cache_spec_kind": kind}
         return told | {"kv_cache_spec_sliding_window": self._windows[group]} if kind == "sliding_window" else told
 
@@ -167,16 +166,8 @@ class Publisher:
 
 
 def _block_stored(keys, parent, tokens: list[int], size: int, medium: str, adapter=None, adapter_id=None) -> dict:
-    return {
-        "type": "BlockStored",
-        "block_hashes": keys,
-        "parent_block_hash": parent,
-        "token_ids": tokens,
-        "block_size": size,
-        "lora_id": adapter_id,
-        "medium": medium,
-        "lora_name": adapter,
-    }
+    told = {"type": "BlockStored", "block_hashes": keys, "parent_block_hash": parent, "token_ids": tokens}
+    return told | {"block_size": size, "lora_id": adapter_id, "medium": medium, "lora_name": adapter}
 
 
 def _lmcache_key(key: int) -> int:

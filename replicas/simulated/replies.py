@@ -101,9 +101,8 @@ class Replies:
         else:
             paragraphs = _paragraphs(tokens, seed, None)
         if not all(paragraphs):
-            raise ValueError(
-                "the model's tokenizer makes no tokens of plain English, which is what a simulated engine says"
-            )
+            what = "the model's tokenizer makes no tokens of plain English"
+            raise ValueError(f"{what}, which is what a simulated engine says")
         for ids in paragraphs:
             self._starts.append(len(self.ids))
             self.ids.extend(ids)
@@ -111,9 +110,8 @@ class Replies:
             self._ends.append(len(self.ids))
         self._opens = set(self._starts)
         # beginnings of replies that are too short to identify a paragraph by their text alone
-        self._beginnings = {
-            self.ids[start : start + many].tobytes() for start in self._starts for many in range(1, self.context)
-        }
+        lengths = range(1, self.context)
+        self._beginnings = {self.ids[at : at + many].tobytes() for at in self._starts for many in lengths}
         self._end_of = [end for start, end in zip(self._starts, self._ends) for _ in range(start, end)]
         self._where: dict[bytes, list[int]] = {}
         for at in range(self.context, len(self.ids) + 1):

@@ -112,10 +112,9 @@ def _conversation(body: dict, tokens: Tokens, limit: str, stop: Any, translated:
     `translated`: returns the chat body for this body.
     """
     ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-    prompt = (
-        _ids(ids, "kv_transfer_params") if ids is not None else _chat(translated(body), tokens, bool(body.get(limit)))
-    )
-    return _asked(body, [prompt], limit, stop, ids is None)
+    if ids is not None:
+        return _asked(body, [_ids(ids, "kv_transfer_params")], limit, stop, text=False)
+    return _asked(body, [_chat(translated(body), tokens, bool(body.get(limit)))], limit, stop)
 
 
 def _chat(body: dict, tokens: Tokens, outputs: bool, side: str = "left") -> list[int]:

@@ -1,5 +1,6 @@
 """The simulated engine in real time: a loop that makes steps, sleeps as long as each takes, and hands out results."""
 
+import contextlib
 import heapq
 import itertools
 import time
@@ -15,6 +16,7 @@ from .metrics import Metrics
 from .profile import FrontEnd, RequestTime
 from .publisher import Publisher
 from .replies import Replies
+from .requests import Asked
 
 LAG = 1.0  # s; an engine that is further behind, as after the machine slept, does not make up for the lost time
 
@@ -28,12 +30,9 @@ class Generation:
 
     id: str
     prompt: list[int] | array
-    adapter: str | None = None
-    salt: str | None = None
+    asked: Asked
     arrived: float = field(default_factory=time.monotonic)
-    text: bool = False  # the prompt came as text, so it takes longer to reach the scheduler
-    reads_cache: bool = True
-    priority: int = 0
+    adapter: str | None = None
     weights: str | None = None  # stands for the adapter in block keys: its name and path, as in vLLM
     ids: list[int] = field(default_factory=list)  # all output tokens
     pieces: list[str] = field(default_factory=list)  # the text of each
@@ -52,32 +51,23 @@ class Generation:
     def __post_init__(self):
         self.prompt = array("I", self.prompt)
 
-    def plan(
-        self,
-        replies: Replies,
-        eos: int | None,
-        max_tokens: int,
-        room: int,
-        ignore_eos: bool = False,
-        min_tokens: int = 0,
-        stop: list[str] = (),
-    ) -> None:
+    def plan(self, replies: Replies, eos: int | None, room: int) -> None:
         """Decide all of the output: the reply, and which of the limits ends it.
 
         `eos`: the id of the token that ends a turn. `room`: how many tokens fit into the context after the prompt.
         """
         start, natural = replies.begin(self.prompt)
-        limit = min(max_tokens, room)
-        natural = max(natural, min_tokens, eos is None)
-        ends = not ignore_eos and natural + (eos is not None) <= limit
+        limit = min(self.asked.max_tokens or room, room)
+        natural = max(natural, self.asked.min_tokens, eos is None)
+        ends = not self.asked.ignore_eos and natural + (eos is not None) <= limit
         count = natural if ends else limit
         self.ids, self.pieces = replies.walk(start, count)
         self.reason = "stop" if ends else "length"
         if ends and eos is not None:
             self.ids.append(eos)
             self.pieces.append("")
-        if stop:
-            self._stop_at(stop)
+        if self.asked.stop:
+            self._stop_at(self.asked.stop)
         self.all_ids = self.prompt + array("I", self.ids)
 
     def _stop_at(self, stop: list[str]) -> None:
@@ -119,32 +109,23 @@ class Runner:
 
         The time since the request arrived at this server is part of the delay.
         """
-        size, salt = self.engine.profile.block_size, generation.salt
-        blocks = keys.chain(generation.prompt, size, self._root, generation.weights, salt)
+        size, asked = self.engine.profile.block_size, generation.asked
+        blocks = keys.chain(generation.prompt, size, self._root, generation.weights, asked.salt)
         known = list(blocks)
 
         def output_key(index: int) -> int:
             block, parent = generation.all_ids[index * size : (index + 1) * size], known[-1] if known else self._root
-            known.extend(keys.chain(block, size, parent, generation.weights, salt if not index else None))
+            known.extend(keys.chain(block, size, parent, generation.weights, asked.salt if not index else None))
             return known[index]
 
-        generation.request = EngineRequest(
-            generation.id,
-            blocks,
-            len(generation.prompt),
-            len(generation.ids),
-            output_key,
-            len(generation.ids) if generation.reason == "stop" else None,
-            generation.reads_cache,
-            generation.received,
-            priority=generation.priority,
-            owner=generation,
-        )
-        due = time.monotonic()
+        tokens, limit = len(generation.prompt), len(generation.ids)
+        generation.request = request = EngineRequest(generation.id, blocks, tokens, limit, output_key, owner=generation)
+        request.stop_tokens = limit if generation.reason == "stop" else None
+        request.reads_cache, request.priority = asked.reads_cache, asked.priority
+        request.received = generation.received
+        due, busy = time.monotonic(), self.engine.running > 0
         if self._front is not None:
-            due = self._front.reaches_engine(
-                generation.arrived, len(generation.prompt), generation.text, self.engine.running > 0
-            )
+            due = self._front.reaches_engine(generation.arrived, tokens, asked.text, busy)
         heapq.heappush(self._coming, (due, next(self._order), generation))
         self._live[generation.id] = generation
         if self._alarm is not None:
@@ -163,32 +144,26 @@ class Runner:
     def _tokens_of(self, generation: Generation) -> tuple:
         name = generation.adapter
         number = None if name is None else self._adapters.setdefault(name, len(self._adapters) + 1)
-        return generation.all_ids, name, number, generation.salt
+        return generation.all_ids, name, number, generation.asked.salt
 
     async def run(self) -> None:
         """Run until cancelled; a step's events are published at its end, before its tokens are sent, as in vLLM."""
-        self._alarm = alarm = Alarm()
-        try:
-            await self._run(alarm)
-        finally:
-            self._alarm = None
-            alarm.close()
-
-    async def _run(self, alarm: Alarm) -> None:
         ends = 0.0
-        while True:
-            begun = self._admit()
-            step = self.engine.step()
-            if step is None:
-                await alarm.until(self._coming[0][0] if self._coming else None, disturbed=True)
-                ends = 0.0
-                continue
-            now = time.monotonic()
-            ends = max(ends or begun, now - LAG) + step.seconds * self.faults.slow
-            await alarm.until(ends)
-            if step.events and self.publisher is not None:
-                self.publisher.publish(step.events, self._tokens_of)
-            self._hand_out(step.outputs)
+        with contextlib.closing(Alarm()) as alarm:
+            self._alarm = alarm
+            while True:
+                begun = self._admit()
+                step = self.engine.step()
+                if step is None:
+                    await alarm.until(self._coming[0][0] if self._coming else None, disturbed=True)
+                    ends = 0.0
+                    continue
+                now = time.monotonic()
+                ends = max(ends or begun, now - LAG) + step.seconds * self.faults.slow
+                await alarm.until(ends)
+                if step.events and self.publisher is not None:
+                    self.publisher.publish(step.events, self._tokens_of)
+                self._hand_out(step.outputs)
 
     def _admit(self) -> float:
         """Add all generations to the engine that are due; return when the first of them was due (now if none is)."""

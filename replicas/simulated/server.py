@@ -71,7 +71,7 @@ class Server:
         self.tokens, self.runner, self.replies = tokens.within(self.context_length), runner, replies
         self.publisher, self.faults = runner.publisher, runner.faults
         self.model, self.root, self.adapters = model, root, {name: name for name in adapters}  # name -> path
-        self.show_cached, self.transfers = show_cached, transfers
+        self.show_cached, self.transfers = show_cached, transfers or Transfers()
         self.authorization = f"Bearer {api_key}" if api_key else None
         self._load = 0
 
@@ -90,7 +90,7 @@ class Server:
         self._tell(app.router)
         app.router.add_route("*", "/faults", self._faults)
         app.router.add_get("/held", self._held)
-        if self.transfers is not None:
+        if self.transfers.wire:
             app.router.add_post("/kv/{name}", self._hand_over)
             app.router.add_get("/kv", self._kept)
             if self.transfers.meets:
@@ -126,12 +126,8 @@ class Server:
 
     async def _generate(self, ask: Callable, dialect: type, prefix: str, request: web.Request) -> web.StreamResponse:
         arrived = time.monotonic()
-        raw = await request.read()
-        self._fail_on_order(request)
-        body = requests.parse(raw)
-        passed_on = await self.transfers.read(request, body) if self.transfers is not None else {}
-        adapter = self._adapter(body.get("model"))
-        asked = await self._asked(ask, body, len(raw))
+        body, adapter, asked = await self._read(request, ask)
+        passed_on = await self.transfers.read(request, body)
         failure = self._failure(asked)
         if failure is not None and not asked.stream:
             raise failure
@@ -153,7 +149,7 @@ class Server:
                 await self._finish(generations)
                 kept = self._keep(request, generations[0])
             said = answer.whole(generations)
-            if self.transfers is not None and not self.transfers.meets:
+            if self.transfers.wire and not self.transfers.meets:
                 said["kv_transfer_params"] = kept
             return reply_json(said)
 
@@ -232,6 +228,13 @@ class Server:
             return model
         raise RequestError(f"The model `{model}` does not exist.", 404, "NotFoundError", "model")
 
+    async def _read(self, request: web.Request, ask: Callable) -> tuple[dict, str | None, Asked]:
+        """Return a request's body, its adapter's name (None: the base model), and what it asks for."""
+        raw = await request.read()
+        self._fail_on_order(request)
+        body = requests.parse(raw)
+        return body, self._adapter(body.get("model")), await self._asked(ask, body, len(raw))
+
     async def _asked(self, ask: Callable, body: dict, size: int) -> Asked:
         try:
             if size <= INLINE_BYTES:
@@ -242,6 +245,7 @@ class Server:
 
     def _generations(self, id: str, asked: Asked, adapter: str | None, arrived: float) -> list[Generation]:
         made, most, longest = [], asked.max_tokens, self.context_length
+        weights = adapter and f"{adapter}\0{self.adapters.get(adapter)}"
         if most is not None and most > longest:
             why = f"{asked.limit}={most} cannot be greater than max_model_len={longest}. Please request fewer output tokens."
             raise RequestError(why, param=asked.limit)
@@ -255,13 +259,9 @@ class Server:
                 )
                 raise RequestError(why, param="input_tokens")
             for _ in range(asked.n):
-                generation = Generation(
-                    f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}", prompt, adapter, asked.salt, arrived, asked.text,
-                    asked.reads_cache, asked.priority, adapter and f"{adapter}\0{self.adapters.get(adapter)}",
-                )  # fmt: skip
-                limits = most or room, room, asked.ignore_eos, asked.min_tokens, asked.stop
-                generation.plan(self.replies, self.tokens.eos_id, *limits)
-                made.append(generation)
+                name = f"{id}-{len(made)}-{uuid.uuid4().hex[:8]}"
+                made.append(Generation(name, prompt, asked, arrived, adapter, weights))
+                made[-1].plan(self.replies, self.tokens.eos_id, room)
         return made
 
     async def _finish(self, generations: list[Generation], report: Callable[..., bool] | None = None) -> None:
@@ -325,11 +325,7 @@ class Server:
 
     async def _embeddings(self, request: web.Request) -> web.Response:
         arrived = time.monotonic()
-        raw = await request.read()
-        self._fail_on_order(request)
-        body = requests.parse(raw)
-        adapter = self._adapter(body.get("model"))
-        asked = await self._asked(requests.embeddings, body, len(raw))
+        body, adapter, asked = await self._read(request, requests.embeddings)
         id = "embd-" + uuid.uuid4().hex
         generations = self._generations(id, asked, adapter, arrived)
         with self._under_way(generations):
@@ -363,10 +359,8 @@ class Server:
     async def _models(self, request: web.Request) -> web.Response:
         same = {"object": "model", "created": self.runner.started, "owned_by": "hitherto", "permission": []}
         base = {"id": self.model, "root": self.root, "parent": None, "max_model_len": self.context_length}
-        adapters = [
-            {"id": name, "root": path, "parent": self.model, "max_model_len": None}
-            for name, path in self.adapters.items()
-        ]
+        of_base = {"parent": self.model, "max_model_len": None}
+        adapters = [{"id": name, "root": path} | of_base for name, path in self.adapters.items()]
         return reply_json({"object": "list", "data": [card | same for card in (base, *adapters)]})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
@@ -400,7 +394,7 @@ class Server:
         return reply_json({"0": self.publisher.source()} if self.publisher else {})
 
     async def _reset(self, request: web.Request) -> web.Response:
-        if not self.runner.engine.reset_prefix_cache(request.query.get("reset_external") in ("true", "1")):
+        if not self.runner.engine.reset_prefix_cache():
             raise RequestError("requests are running: the prefix cache is not reset", 409, "Conflict")
         return web.Response()
 

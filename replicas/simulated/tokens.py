@@ -53,9 +53,8 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    tags = [_Generation, jinja2.ext.loopcontrols]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=tags)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)

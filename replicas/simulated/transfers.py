@@ -37,12 +37,12 @@ class NotThere(Exception):
 class Transfers:
     """The prompts that this engine computes or keeps for other engines, by name.
 
-    `wire`: how requests say what to transfer: nixl, llm-d or mooncake. `kind`: stands for vLLM's compatibility hash;
-    engines exchange caches only if their kinds are equal.
+    `wire`: how requests say what to transfer: nixl, llm-d or mooncake; None: nothing is transferred. `kind`: stands for
+    vLLM's compatibility hash; engines exchange caches only if their kinds are equal.
     """
 
-    def __init__(self, wire: str, kind: str) -> None:
-        self._wire, self._kind = wire, kind
+    def __init__(self, wire: str | None = None, kind: str = "") -> None:
+        self.wire, self._kind = wire, kind
         self.meets = wire == "mooncake"
         self._engine = uuid.uuid4().hex
         self._kept: dict[str, asyncio.Future[Prompts]] = {}
@@ -55,12 +55,14 @@ class Transfers:
     async def read(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
         """Return the request's transfer parameters in NIXL's form, {} if it has none. Raises RequestError."""
         given = body.get("kv_transfer_params") or {}
+        if self.wire is None:
+            return {}
         if self.meets:
             at = str(given.get("remote_bootstrap_addr", "")).removeprefix("http://")
             to_fetch = {"remote_request_id": given.get("transfer_id"), "at": at}
             given = given | to_fetch | {"do_remote_prefill": not given.get("do_remote_decode")}
             return given if given.get("transfer_id") else {}
-        prefiller = request.headers.get(PREFILLER) if self._wire == "llm-d" else None
+        prefiller = request.headers.get(PREFILLER) if self.wire == "llm-d" else None
         return given if prefiller is None else await self._of_prefiller(prefiller, request.path, body)
 
     @staticmethod
@@ -154,11 +156,8 @@ class Transfers:
         at = parameters.get("at") or f"{parameters.get('remote_host')}:{parameters.get('remote_port')}"
         if self.meets and parameters.get("remote_engine_id") not in (None, engine_id(at.rpartition(":")[2])):
             raise NotThere
-        url, seconds = (
-            f"http://{at}/kv/{parameters.get('remote_request_id')}",
-            PATIENCE if self.meets else FETCH_SECONDS,
-        )
-        status, raw = await _post(url, seconds, params={"kind": self._kind})
+        url = f"http://{at}/kv/{parameters.get('remote_request_id')}"
+        status, raw = await _post(url, PATIENCE if self.meets else FETCH_SECONDS, params={"kind": self._kind})
         if status != 200:
             raise NotThere
         prompts = [(tokens, cached) for tokens, cached in orjson.loads(raw)]

@@ -20,7 +20,7 @@ def responses(body: dict) -> dict:
     tools = [tool for tool in listed(body.get("tools"), "tools") if tool.get("type") == "function"]
     return {
         "messages": messages,
-        "tools": [{"type": "function", "function": function} for function in tools] or None,
+        "tools": _functions(tools),
         "chat_template_kwargs": body.get("chat_template_kwargs"),
         "add_generation_prompt": not go_on,
         "continue_final_message": go_on,
@@ -79,15 +79,17 @@ def anthropic(body: dict) -> dict:
             _add_message(message, messages)
         elif texts := _system_texts(message.get("content")):
             messages.append({"role": "system", "content": "".join(texts)})
-    functions = [
-        {**tool, "parameters": {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")}}
-        for tool in listed(body.get("tools"), "tools")
-    ]
-    return {
-        "messages": messages,
-        "tools": [{"type": "function", "function": function} for function in functions] or None,
-        "chat_template_kwargs": body.get("chat_template_kwargs"),
-    }
+    tools = [_with_parameters(tool) for tool in listed(body.get("tools"), "tools")]
+    return {"messages": messages, "tools": _functions(tools), "chat_template_kwargs": body.get("chat_template_kwargs")}
+
+
+def _with_parameters(tool: dict) -> dict:
+    schema = tool["input_schema"]
+    return {**tool, "parameters": {**schema, "type": schema.get("type", "object")}}
+
+
+def _functions(tools: list[dict]) -> list[dict] | None:
+    return [{"type": "function", "function": tool} for tool in tools] or None
 
 
 def _system_texts(content: Any) -> list[str]:

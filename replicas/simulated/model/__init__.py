@@ -35,13 +35,10 @@ def _with_fewer_merges(content: bytes) -> str:
     """
     whole = json.loads(content)
     model, added = whole["model"], whole["added_tokens"]
-    kept, left_out = (
-        {merge.replace(" ", "") for merge in part} for part in (model["merges"][:MERGES], model["merges"][MERGES:])
-    )
+    made = [merge.replace(" ", "") for merge in model["merges"]]  # the token that each merge makes
+    left_out = set(made[MERGES:]) - set(made[:MERGES])
     model["merges"] = model["merges"][:MERGES]
-    model["vocab"] = vocab = {
-        token: id for token, id in model["vocab"].items() if token in kept or token not in left_out
-    }
+    model["vocab"] = vocab = {token: id for token, id in model["vocab"].items() if token not in left_out}
     for id, token in enumerate((token for token in added if token["content"] not in vocab), len(vocab)):
         token["id"] = id
     return json.dumps(whole, ensure_ascii=False)

@@ -50,6 +50,11 @@ class Stack:
             assert response.status == 200, data
             return data
 
+    async def get(self, path: str):
+        async with self.session.get(self.url + path) as response:
+            assert response.status == 200
+            return await response.json()
+
     async def refused(self, path: str, data, method: str = "POST") -> tuple[int, dict]:
         data = data if isinstance(data, bytes) else json.dumps(data).encode()
         async with self.session.request(method, self.url + path, data=data) as response:
@@ -64,6 +69,10 @@ class Stack:
 
     async def idle(self) -> None:
         await eventually(lambda: self.engine.running == self.engine.waiting == 0)
+
+
+def cached_tokens(answer: dict) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def parse_events(raw: bytes) -> list:

@@ -13,10 +13,8 @@ WHOLE, PORTS = ("block-size", "num-blocks", "chunk-blocks"), ("--port", "--event
 
 
 async def test_it_serves_until_told_to_stop_and_closes_idle_connections():
-    flags = "--port 0 --served-model-name mine --speedup 50 --num-blocks 640 --block-size 32 --lora extra".split()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "replicas.simulated", *flags, stderr=asyncio.subprocess.PIPE
-    )
+    flags = "-m replicas.simulated --port 0 --served-model-name mine --speedup 50 --num-blocks 640 --block-size 32 --lora extra".split()
+    process = await asyncio.create_subprocess_exec(sys.executable, *flags, stderr=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(60):
             line = (await process.stderr.readline()).decode()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicas.simulated.engine import Cleared, Engine, EngineRequest, Output, Removed, Stored
+from replicas.simulated.engine import Cleared, Engine, EngineRequest, Stored
 from replicas.simulated.profile import Profile, StepTime
 
 
@@ -14,17 +14,12 @@ def make(**changes) -> Engine:
 
 def request(id: str, tokens: int, out: int = 1, text: str = "a", size: int = 4, **more) -> EngineRequest:
     """Keys are (text, block index): equal texts share their prefix, output included."""
-    return EngineRequest(
-        id, [(text, i) for i in range(tokens // size)], tokens, out, **{"output_blocks": lambda i: (text, i), **more}
-    )
+    keys, more = [(text, i) for i in range(tokens // size)], {"output_blocks": lambda i: (text, i), **more}
+    return EngineRequest(id, keys, tokens, out, **more)
 
 
 def stored(step) -> list[Stored]:
     return [event for event in step.events if type(event) is Stored]
-
-
-def removed(step) -> list:
-    return [key for event in step.events if type(event) is Removed for key in event.keys]
 
 
 def finish(engine: Engine) -> list:
@@ -35,27 +30,6 @@ def finish(engine: Engine) -> list:
     return steps
 
 
-def test_a_prompt_is_one_step_then_one_token_a_step():
-    engine = make()
-    engine.add(request("r", 10, 3))
-    steps = finish(engine)
-    assert [step.outputs for step in steps] == [
-        [Output("r", 1, True, None, 0)],
-        [Output("r", 1, False, None, 0)],
-        [Output("r", 1, False, "length", 0)],
-    ]
-    assert [(step.prefill_tokens, step.decode_tokens) for step in steps] == [(10, 0), (0, 1), (0, 1)]
-    assert engine.step() is None and engine.kv_usage == 0
-
-
-def test_only_full_blocks_are_stored_also_while_decoding_and_never_the_last_token():
-    engine = make()
-    engine.add(request("r", 10, 7))  # 16 of 17 tokens computed: blocks 0, 1, then 2 and 3 while decoding
-    steps = finish(engine)
-    told = [(n, event.start, event.keys, event.parent) for n, step in enumerate(steps) for event in stored(step)]
-    assert told == [(0, 0, [("a", 0), ("a", 1)], None), (2, 2, [("a", 2)], ("a", 1)), (6, 3, [("a", 3)], ("a", 2))]
-
-
 def test_output_without_keys_is_never_a_hit():
     engine = make()
     engine.add(request("turn1", 10, 7, output_blocks=None))
@@ -64,40 +38,23 @@ def test_output_without_keys_is_never_a_hit():
     assert finish(engine)[0].outputs[0].cached_tokens == 8
 
 
-def test_a_last_block_computed_again_is_a_second_copy():
-    engine = make(num_blocks=11, max_model_len=40)
-    for name in ("r1", "r2"):
-        engine.add(request(name, 8))
-    steps = finish(engine)
-    assert [event.keys for step in steps for event in stored(step)] == [[("a", 0), ("a", 1)], [("a", 1)]]
-    engine.add(request("other", 36, text="o"))
-    (step,) = finish(engine)
-    assert removed(step).count(("a", 1)) == 2  # each copy is reported, as vLLM does
-
-
 def test_the_last_admitted_gives_way_when_blocks_run_out_and_loses_nothing():
     engine = make(num_blocks=7, max_model_len=24)
     engine.add(request("a", 11, 12, text="a"))
     engine.add(request("b", 11, 12, text="b"))
     steps = finish(engine)
     assert sum(step.preempted for step in steps) == engine.counters.preemptions == 1
-    tokens = {
-        name: sum(output.tokens for step in steps for output in step.outputs if output.id == name) for name in "ab"
-    }
-    assert tokens == {"a": 12, "b": 12}
-    ends = [output.id for step in steps for output in step.outputs if output.finished]
-    assert ends == ["a", "b"]
+    outputs = [output for step in steps for output in step.outputs]
+    assert [sum(output.tokens for output in outputs if output.id == name) for name in "ab"] == [12, 12]
+    assert [output.id for output in outputs if output.finished] == ["a", "b"]
     assert engine.counters.prefix_queries == 22  # a preempted request's second look is not counted again
 
 
 @pytest.mark.parametrize(
     "stop, out, expected",
     [
-        (None, 5, (5, "length")),
-        (3, 5, (3, "stop")),
-        (5, 5, (5, "stop")),
-        (9, 5, (5, "length")),
-        (None, 500, (30, "length")),
+        *((None, 5, (5, "length")), (9, 5, (5, "length")), (None, 500, (30, "length"))),
+        *((3, 5, (3, "stop")), (5, 5, (5, "stop"))),
     ],
 )
 def test_how_a_request_ends(stop, out, expected):

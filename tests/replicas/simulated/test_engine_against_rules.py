@@ -40,9 +40,7 @@ def events_of(step) -> list:
 @given(limits, script, st.booleans())
 def test_every_step_is_as_the_rules_say(limits, script, every_token):
     engine = Engine(Profile("test", StepTime(), max_model_len=10_000, **limits), every_token)
-    rules = reference.Reference(
-        limits["num_blocks"], *(limits[name] for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"))
-    )
+    rules = reference.Reference(**limits)
     size, ids, jobs, got = limits["block_size"], [], {}, {}
     room = engine.profile.context_length
 

@@ -14,12 +14,8 @@ def test_processes_that_start_together_find_one_whole_folder(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         folders = set(pool.map(lambda _: sim_model_dir(tmp_path), range(8)))
     (folder,) = folders
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "chat_template.jinja",
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    names = {"chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in folder.iterdir()} == names
     assert list(folder.parent.iterdir()) == [folder]  # nothing half-built is left
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 1
     assert sim_model_dir(tmp_path) == folder
@@ -42,6 +38,5 @@ def test_its_tokenizer_is_the_start_of_the_whole_one():
     assert part.encode(text).ids == whole.encode(text).ids
     rare = "otorhinolaryngology \u4f60\u597d <\uff5cUser\uff5c>"
     assert part.decode(part.encode(rare).ids, skip_special_tokens=False) == rare
-    assert (
-        part.token_to_id("<\uff5cUser\uff5c>") < part.get_vocab_size() == len(set(part.get_vocab().values())) < 34_000
-    )
+    size = part.get_vocab_size()
+    assert part.token_to_id("<\uff5cUser\uff5c>") < size == len(set(part.get_vocab().values())) < 34_000

@@ -132,8 +132,3 @@ def test_lmcache_finds_whole_chunks_from_the_beginning_of_a_prompt():
     assert cached == 64 and told(events, Stored, "cpu") == [("a", n) for n in range(4, 8)]
     ask(engine, 3, "d", 64)
     assert ask(engine, 4, "a", 64)[0] == 63, "a prompt's last token is computed, and not counted as found"
-
-
-def test_lmcache_needs_host_memory():
-    with pytest.raises(ValueError, match="lmcache needs cpu_blocks"):
-        replace(PROFILE, lmcache=True, cpu_blocks=0)

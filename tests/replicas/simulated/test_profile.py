@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicas.simulated.profile import PROFILES, Profile, StepTime, load_profile
+from replicas.simulated.profile import PROFILES, StepTime, load_profile
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PROFILES.glob("*.yaml")))
@@ -27,8 +27,10 @@ def test_cpu_tiny_is_what_was_measured_however_it_is_chunked(tokens, seen):
     assert ms == pytest.approx(seen, rel=0.02)
 
 
-def test_a_step_without_work_costs_nothing_and_speedup_is_not_in_it():
-    assert StepTime(prefill=5, decode=7).seconds(0, 0.0, 0, 0, 0.9) == 0
+@pytest.mark.parametrize("tokens, sequences, ms", [(0, 0, 3), (100, 0, 6), (0, 4, 5), (100, 4, 8)])
+def test_base_is_in_every_step_once(tokens, sequences, ms):
+    step = StepTime(base=3, prefill=2, prefill_token=0.01, decode_sequence=0.5)
+    assert step.seconds(tokens, 0.0, sequences, 0, 0.0) == pytest.approx(ms * 1e-3)
 
 
 def test_changes_and_own_files(tmp_path):
@@ -58,6 +60,7 @@ def test_changes_and_own_files(tmp_path):
         ("step: {}\nspeedup:", "bad.yaml: speedup: it has no value; write one, or leave the field out"),
         ("step: {}\nwindows:", "bad.yaml: windows: it has no value"),
         ("step: {decode: }", "bad.yaml: step.decode: it has no value"),
+        ("lmcache: true\nstep: {}", "lmcache needs cpu_blocks"),
         ("step: {}\nrequest: 5", "request: Input should be"),
         ("step: {}\nrequest: {work: slow}", "request.work: .*slow"),
     ],
@@ -72,8 +75,3 @@ def test_what_is_wrong_is_said(tmp_path, text, about):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="cpu-tiny, gpu-8b"):
         load_profile("gpu-9b")
-
-
-def test_a_cache_too_small_to_be_one():
-    with pytest.raises(ValueError, match="at least 2"):
-        Profile("p", StepTime(), num_blocks=1)

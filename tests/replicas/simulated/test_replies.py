@@ -7,10 +7,17 @@ import pytest
 import tokenizers
 
 from replicas.simulated.replies import PARAGRAPHS, Replies
+from replicas.simulated.requests import Asked
 from replicas.simulated.runner import Generation
 from replicas.simulated.tokens import Tokens
 
 PROMPTS = [[7, number, 9, number + 1, 5] for number in range(60)]
+
+
+def planned(prompt, replies, eos, **fields) -> Generation:
+    generation = Generation("r", prompt, Asked([prompt], 500, **fields))
+    generation.plan(replies, eos, 5000)
+    return generation
 
 
 def test_a_reply_retokenizes_to_the_ids_it_came_from(tokens, replies):
@@ -35,10 +42,9 @@ def test_a_reply_goes_on_where_its_prompt_leaves_it(tokens, replies):
 
 def test_a_finished_reply_only_ends(tokens, replies):
     ids, _ = replies.walk(*replies.begin(array("I", PROMPTS[0])))
-    generation = Generation("r", PROMPTS[0] + ids)
-    generation.plan(replies, tokens.eos_id, 50, 1000)
+    generation = planned(PROMPTS[0] + ids, replies, tokens.eos_id)
     assert (generation.ids, generation.pieces, generation.reason) == ([tokens.eos_id], [""], "stop")
-    generation.plan(replies, None, 50, 1000)
+    generation.plan(replies, None, 1000)
     assert len(generation.ids) == 1  # without an end-of-turn token it says one more
 
 
@@ -51,13 +57,11 @@ def test_the_walk_wraps_around(replies):
 @pytest.mark.parametrize("seed", range(5))
 def test_stop_strings_cut_the_text_there(tokens, replies, seed):
     rng = random.Random(seed)
-    whole = Generation("r", PROMPTS[seed])
-    whole.plan(replies, tokens.eos_id, 500, 5000)
+    whole = planned(PROMPTS[seed], replies, tokens.eos_id)
     text = "".join(whole.pieces)
     at = rng.randrange(len(text) - 8)
     stops = [text[at : at + rng.randrange(1, 8)], "nowhere in it"]
-    cut = Generation("r", PROMPTS[seed])
-    cut.plan(replies, tokens.eos_id, 500, 5000, stop=stops)
+    cut = planned(PROMPTS[seed], replies, tokens.eos_id, stop=stops)
     first = text.index(stops[0])
     assert "".join(cut.pieces) == text[:first] and (cut.reason, cut.stop) == ("stop", stops[0])
     assert cut.ids == whole.ids[: len(cut.ids)] and len(cut.ids) == len(cut.pieces)

@@ -102,9 +102,8 @@ def build(folder: Path, template: str | list | None = None) -> Tokens:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "chat_template": template})
-    )
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokens(folder)
 
 

@@ -148,38 +148,22 @@ class _Pinned(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        kind = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        return [
-            ResolveResult(
-                hostname=host, host=self._address, port=port, family=kind, proto=0, flags=socket.AI_NUMERICHOST
-            )
-        ]
+        kind, numeric = socket.AF_INET6 if ":" in self._address else socket.AF_INET, socket.AI_NUMERICHOST
+        return [ResolveResult(hostname=host, host=self._address, port=port, family=kind, proto=0, flags=numeric)]
 
     async def close(self) -> None:
         pass
 
 
-def connector(address: str, tls: ssl.SSLContext | None = None) -> Connector:
-    """Return an aiohttp connector whose connections all go to `address`, whatever host a URL names.
-
-    `tls`: for https; None: the system's trusted certificates.
-    """
-    # vLLM closes a connection that is idle for 5 s.
-    return Connector(limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True)
-
-
 def session_to(
     address: str, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] | None = None, **more: Any
 ) -> aiohttp.ClientSession:
-    """Return a session pinned to `address` for requests to an engine; it asks for uncompressed answers.
+    """Return a session for requests to an engine, whose connections all go to `address`, whatever host a URL names.
 
-    `more`: further arguments of `aiohttp.ClientSession`.
+    It asks for uncompressed answers. `tls`: for https; None: the system's trusted certificates. `more`: further
+    arguments of `aiohttp.ClientSession`.
     """
-    return aiohttp.ClientSession(
-        connector=connector(address, tls),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        response_class=Response,
-        headers={**PLAIN, **(headers or {})},
-        auto_decompress=False,
-        **more,
-    )
+    # vLLM closes a connection that is idle for 5 s.
+    pinned = Connector(limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True)
+    more |= {"connector": pinned, "headers": {**PLAIN, **(headers or {})}, "cookie_jar": aiohttp.DummyCookieJar()}
+    return aiohttp.ClientSession(response_class=Response, auto_decompress=False, **more)

@@ -13,6 +13,7 @@ MAX_IPC = 107  # length of sockaddr_un's path
 # As in RFC 1123, plus the underscore, which container networks allow.
 LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 NAME = re.compile(rf"{LABEL}(?:\.{LABEL})*\.?")
+NUMBER = re.compile(r"\d+|0[xX][0-9a-fA-F]*")
 TCP = re.compile(r"tcp://(\[[^\[\]]*\]|[^\[\]:/]*):(\d{1,5})")
 
 
@@ -34,9 +35,7 @@ def check_host(host: str) -> None:
         raise ValueError(f"the host {host[:100]!r} is not ASCII; write it in its xn-- form")
     if len(host) > MAX_HOST or not NAME.fullmatch(host):
         raise ValueError(f"{host[:100]!r} is not a host name")
-    if re.fullmatch(
-        r"\d+|0[xX][0-9a-fA-F]*", host.rstrip(".").rpartition(".")[2]
-    ):  # inet_aton reads 1.2 as an address too
+    if NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):  # inet_aton reads 1.2 as an address too
         _check_address(ipaddress.IPv4Address, host, "as four numbers from 0 to 255, like 127.0.0.1")
 
 

@@ -301,10 +301,8 @@ def problems_of(facts: Facts, given: EventSource | None, sources: list[EventSour
         found["tiers"] = Problem(TIERS_UNKNOWN, facts.dialect.remedies.events)
     silent = [str(rank) for rank, source in enumerate(sources) if source is None]
     if silent and len(silent) < len(sources):
-        found["ranks"] = Problem(
-            f"no KV events are known of data-parallel rank {', '.join(silent)}, its cache is guessed from traffic",
-            facts.dialect.remedies.ranks,
-        )
+        what = f"no KV events are known of data-parallel rank {', '.join(silent)}, its cache is guessed from traffic"
+        found["ranks"] = Problem(what, facts.dialect.remedies.ranks)
     return found
 
 

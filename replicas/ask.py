@@ -73,9 +73,8 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
         gateway = GATEWAY in response.headers
         body = await body_of(response)
         values = MODELS_VALUES if url.endswith("/v1/models") else MOST_VALUES
-        answer = Answer(
-            response.status, body, over=over, closes=_closes(response), gateway=gateway, most_values=values, large=len(body) > BIG
-        )  # fmt: skip
+        answer = Answer(response.status, body, over=over, closes=_closes(response), gateway=gateway)
+        answer.most_values, answer.large = values, len(body) > BIG
         if body[:1] in (b"{", b"["):
             answer.json()
         if answer.unreadable and answer.status == 200:

@@ -95,9 +95,8 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
 
 def before_command(word: str, prog: str) -> str:
     """Return the message about a flag that stands where the name of a subcommand belongs."""
-    return (
-        f"unknown argument {word!r}: a command comes first, as in `{prog} COMMAND {word}`. `{prog} --help` lists them"
-    )
+    example = f"a command comes first, as in `{prog} COMMAND {word}`"
+    return f"unknown argument {word!r}: {example}. `{prog} --help` lists them"
 
 
 HELP_AND_VERSION = ("-h", "--help", "-V", "--version")  # the flags that need no command

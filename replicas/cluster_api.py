@@ -82,10 +82,9 @@ class Pods:
 
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENT_SECONDS)
-        connector = Connector(ssl=tls.context(self._where.authorities))
-        return aiohttp.ClientSession(
-            connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE, auto_decompress=False
-        )
+        limits: dict[str, Any] = {"timeout": timeout, "read_bufsize": LONGEST_LINE}
+        trusted = Connector(ssl=tls.context(self._where.authorities))
+        return aiohttp.ClientSession(connector=trusted, auto_decompress=False, **limits)
 
     async def _list(self, session: aiohttp.ClientSession) -> str:
         known: dict[str, Pod] = {}
@@ -113,12 +112,8 @@ class Pods:
 
         Returns the version at the end of the stream, or "" if all pods must be listed again.
         """
-        asked = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(WATCH_SECONDS),
-            "resourceVersion": version,
-        }
+        asked = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
+        asked["timeoutSeconds"] = str(WATCH_SECONDS)
         async with self._ask(session, asked) as answer:
             if answer.status == FORGOTTEN:
                 return ""
@@ -164,10 +159,8 @@ class Pods:
         self, session: aiohttp.ClientSession, options: dict[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
-            query = {"labelSelector": self._selector, **options}
-            async with session.get(
-                self._path, params=query, headers={**PLAIN, **self._where.headers}, allow_redirects=False
-            ) as answer:
+            query, headers = {"labelSelector": self._selector, **options}, {**PLAIN, **self._where.headers}
+            async with session.get(self._path, params=query, headers=headers, allow_redirects=False) as answer:
                 if answer.status not in (200, FORGOTTEN):
                     raise PodsError(self._refusal(answer.status, await body_of(answer)))
                 yield answer
@@ -175,9 +168,8 @@ class Pods:
             raise PodsError(f"{self._path} does not answer: {str(error) or type(error).__name__}") from None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, HttpProcessingError) as error:
             # raised for a line that is too long as well
-            raise PodsError(
-                f"{self._path}: the answer is not a Kubernetes API's ({repr(error)[:300]}); check discover.api"
-            ) from None
+            why = f"the answer is not a Kubernetes API's ({repr(error)[:300]}); check discover.api"
+            raise PodsError(f"{self._path}: {why}") from None
 
     def _refusal(self, status: int, body: bytes) -> str:
         try:

@@ -33,3 +33,13 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
             task.exception()
         # The task holds the error, whose traceback holds this frame: a reference cycle that would keep all of it alive.
         del task
+
+
+async def set_within(seconds: float, event: asyncio.Event) -> bool:
+    """Wait until `event` is set, for at most `seconds`; return whether it is set."""
+    try:
+        # Not `wait_for`: in Python 3.11 it swallows a cancellation that arrives together with the event.
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return event.is_set()

@@ -38,7 +38,7 @@ from replicas.launch.supervisor import Supervisor
 from replicas.lifecycle import TAKES_TRAFFIC, Event, State
 from replicas.problems import Problem
 from replicas.pulse import Pulse
-from replicas.replica import Replica, parse_url
+from replicas.replica import Address, Replica, parse_url
 from replicas.watch import Watch
 
 log = logging.getLogger("replicas")
@@ -124,9 +124,9 @@ class Fleet:
             for replica in known.replicas:
                 self.resume(replica.id)
             return known.replicas[0]
-        replica = Replica.at(address, since=monotonic(), key=self._engine_key)
-        replica.tls = tls.context_for(address.url, self._authorities)
-        replica.required_model = address.model or self._model
+        address = address._replace(model=address.model or self._model)
+        context = tls.context_for(address.url, self._authorities)
+        replica = Replica.at(address, since=monotonic(), key=self._engine_key, tls=context)
         self._start(Watch(replica, self, given=address.source))
         return replica
 
@@ -163,13 +163,12 @@ class Fleet:
         self, profile: LaunchProfile, ports: Ports, model: Model, place: dict[str, str], role: str, spill: bool
     ) -> Watch:
         name = f"{HOST}:{ports.http}"
-        replica = Replica(name, f"http://{name}", HOST, ports.http, managed=True, since=monotonic())
+        settings = None, model.served_name, role, spill, profile.transfer, profile.bootstrap(ports)
+        address = Address(name, f"http://{name}", HOST, ports.http, *settings)
+        replica = Replica.at(address, managed=True, since=monotonic(), key=self._engine_key)
         replica.reason, replica.dialect = "its process is being started", by_id(profile.engine)
-        replica.key, replica.role, replica.spill = self._engine_key, role, spill
-        replica.required_model, replica.declared = model.served_name, profile.traits
-        replica.moves_by, replica.bootstrap = profile.transfer, profile.bootstrap(ports)
-        replica.context_parallel, replica.launched_to_drop = profile.context_parallel, profile.drops_block
-        replica.drops_block = bool(profile.drops_block)
+        replica.declared, replica.context_parallel = profile.traits, profile.context_parallel
+        replica.launched_to_drop, replica.drops_block = profile.drops_block, bool(profile.drops_block)
 
         def started(pid: int) -> None:
             replica.restarts += replica.state is State.FAILED
@@ -191,13 +190,8 @@ class Fleet:
             return f"port {taken[0]} is taken: stop what holds it (`ss -ltnp`)" if taken else ""
 
         argv, env = profile.command(HOST, ports, model)
-        supervisor = Supervisor(
-            Command(argv, {**place, **env}),
-            on_start=started,
-            on_exit=exited,
-            obstacle=obstacle,
-            grammar=replica.dialect.log,
-        )
+        command, log_format = Command(argv, {**place, **env}), replica.dialect.log
+        supervisor = Supervisor(command, on_start=started, on_exit=exited, obstacle=obstacle, grammar=log_format)
         given = profile.events(HOST, ports)
         engine = Watch(replica, self, given=given, supervisor=supervisor, start_timeout=profile.start_timeout_s)
         engine.ports, engine.devices = ports.all(), devices.shown_by(place)
@@ -217,11 +211,8 @@ class Fleet:
 
         `created`: the creation time of one of its counters, from /metrics.
         """
-        others = [
-            Name(one.id, one.address, one.port, one.scrape.created if one.scrape else None)
-            for one in (other.lead for other in self.engines.values())
-            if one.state in TAKES_TRAFFIC
-        ]
+        leads = [one.lead for one in self.engines.values() if one.lead.state in TAKES_TRAFFIC]
+        others = [Name(one.id, one.address, one.port, one.scrape.created if one.scrape else None) for one in leads]
         return duplicate(Name(lead.id, lead.address, lead.port, created), others)[0]
 
     def _engine(self, id: str) -> Watch:
@@ -255,13 +246,9 @@ class Fleet:
         Without another engine nothing happens: requests could go nowhere else.
         """
         models = engine.lead.models.keys()
-        siblings = [
-            one.health.recent.totals(now)
-            for one in self.engines.values()
-            if one is not engine
-            and one.lead.state is State.READY
-            and (not models or not one.lead.models or models & one.lead.models.keys())
-        ]
+        ready = [one for one in self.engines.values() if one is not engine and one.lead.state is State.READY]
+        alike = [one for one in ready if not models or not one.lead.models or models & one.lead.models.keys()]
+        siblings = [one.health.recent.totals(now) for one in alike]
         if siblings and engine.health.compare(now, *map(sum, zip(*siblings))):
             engine.judge(now)
 
@@ -347,9 +334,8 @@ class Fleet:
         """
         engine = self._engine(id)
         if id != engine.lead.id:
-            raise ValueError(
-                f"{id} is one of {len(engine.replicas)} ranks of one engine: drain it, or remove {engine.lead.id}"
-            )
+            what = f"{id} is one of {len(engine.replicas)} ranks of one engine"
+            raise ValueError(f"{what}: drain it, or remove {engine.lead.id}")
         if engine.removal is None:
             engine.removal = asyncio.create_task(self._remove(engine, self.drain(id)), name=f"remove {id}")
         return engine.removal

@@ -213,11 +213,9 @@ class Health:
 
     def hung(self, now: float) -> bool:
         """Return whether rule 2 holds: for a long time all probes failed and no request was answered."""
-        return (
-            self._silent_since is not None
-            and self._probe_failures >= self.limits.fall
-            and now - self._silent_since >= self.limits.lost_after
-        )
+        if self._silent_since is None or self._probe_failures < self.limits.fall:
+            return False
+        return now - self._silent_since >= self.limits.lost_after
 
     def silence(self, now: float) -> str:
         """Return a message: for how long no probe has been answered, and why the last one failed."""

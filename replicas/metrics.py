@@ -8,7 +8,10 @@ are tried after current ones, and a series that is missing gives None.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
+
+_COUNTERS = attrgetter("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "prompted", "generated")
 
 
 class Scrape(NamedTuple):
@@ -42,15 +45,8 @@ class Scrape(NamedTuple):
     @property
     def counters(self) -> tuple[float | None, ...]:
         """The values of which some change with every step of an engine that has work."""
-        return (
-            self.running,
-            self.waiting,
-            self.kv_usage,
-            self.prefix_queries,
-            self.prefix_hits,
-            self.prompted,
-            self.generated,
-        )
+        counters: tuple[float | None, ...] = _COUNTERS(self)
+        return counters
 
 
 class MetricNames(NamedTuple):
@@ -197,11 +193,10 @@ def _scrape(
     told = {field: COMBINED[field](values) for field, values in samples.items() if values}
     usage = told.pop("kv_usage", None)
     # a page may have NaN and infinities
-    counts: dict[str, Any] = {field: int(value) for field, value in told.items() if abs(value) < 2**63}
-    found = blank._replace(
-        kv_usage=min(max(usage, 0.0), 1.0) if usage is not None and usage == usage else None,
-        **counts,
-    )
+    figures: dict[str, Any] = {field: int(value) for field, value in told.items() if abs(value) < 2**63}
+    if usage is not None and usage == usage:
+        figures["kv_usage"] = min(max(usage, 0.0), 1.0)
+    found = blank._replace(**figures)
     for _, config in configs:
         size = _number(config["attention_block_size"]) or _number(config["block_size"])
         blocks = _number(config["rank_tokens"]) // size or share if share else _number(config["num_blocks"])

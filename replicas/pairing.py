@@ -59,11 +59,8 @@ def refusals(prefiller: Traits, decoder: Traits, compared: Iterable[str] = ALIKE
 
 def obstacles(prefiller: Traits, decoder: Traits, transfer: Transfer) -> list[str]:
     """Return the reasons why `decoder` cannot fetch from `prefiller` with `transfer`; [] if no reason is known."""
-    lacking = [
-        f"the {side} has no connector for {transfer.name}"
-        for side, one in (("prefiller", prefiller), ("decoder", decoder))
-        if transfer.id in one.unable
-    ]
+    sides = (("prefiller", prefiller), ("decoder", decoder))
+    lacking = [f"the {side} has no connector for {transfer.name}" for side, one in sides if transfer.id in one.unable]
     return lacking or (refusals(prefiller, decoder, transfer.compares) if transfer.compares else [])
 
 
@@ -85,12 +82,10 @@ def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], An
     `replica_of`: returns an object with the `role` and the `rank` of one of `ones`.
     """
     known = [(one, replica_of(one)) for one in ones]
-    prefillers = [
-        one
-        for one, replica in known
-        if replica.role in PREFILLERS and not (transfer.header and replica.rank is not None)  # a header names no rank
-    ]
-    return prefillers, [one for one, replica in known if replica.role in DECODERS]
+    prefillers = [(one, replica) for one, replica in known if replica.role in PREFILLERS]
+    if transfer.header:  # it names no rank
+        prefillers = [(one, replica) for one, replica in prefillers if replica.rank is None]
+    return [one for one, _ in prefillers], [one for one, replica in known if replica.role in DECODERS]
 
 
 class Complaint(NamedTuple, Generic[T]):
@@ -144,9 +139,8 @@ def _whose(prefillers: Sequence[Paired], decoders: Sequence[Paired]) -> str:
     """Return a sentence that says which decoders cannot fetch from which prefillers, and none from itself."""
     computing = [one for one in prefillers if one not in decoders] or prefillers
     fetching = [one for one in decoders if one not in computing] or decoders
-    return (
-        f"{_named(fetching)} cannot fetch what {_named(computing)} {'computes' if len(computing) == 1 else 'compute'}"
-    )
+    verb = "computes" if len(computing) == 1 else "compute"
+    return f"{_named(fetching)} cannot fetch what {_named(computing)} {verb}"
 
 
 def _named(replicas: Sequence[Paired]) -> str:

@@ -55,15 +55,9 @@ class Discover(Table):
         for name, value, known in (("role", role, ROLES), ("spill", spill, SWITCH)):
             if value not in known:
                 raise ValueError(f"its label {self.labels[name]} says {value!r}, and not one of {', '.join(known)}")
-        url = url_of(
-            address._replace(
-                model=said.get("model", address.model),
-                role=ROLES[role],
-                spill=SWITCH[spill],
-                transfer=said.get("transfer", address.transfer),
-                peer=address.peer.replace("{ip}", bracketed(ip)),
-            )
-        )
+        model, transfer = said.get("model", address.model), said.get("transfer", address.transfer)
+        address = address._replace(model=model, transfer=transfer, role=ROLES[role], spill=SWITCH[spill])
+        url = url_of(address._replace(peer=address.peer.replace("{ip}", bracketed(ip))))
         parse_url(url)
         return url
 

@@ -28,8 +28,8 @@ class Address(NamedTuple):
     url: str  # without the fragment
     host: str
     port: int
-    source: EventSource | None  # where the engine publishes KV events
-    model: str | None  # the name that the engine has to serve
+    source: EventSource | None = None  # where the engine publishes KV events
+    model: str | None = None  # the name that the engine has to serve
     role: str = BOTH
     spill: bool = False  # the replica is in the overflow pool
     transfer: str = ""  # how it passes caches on: one of `TRANSFERS`, or ""
@@ -39,12 +39,10 @@ class Address(NamedTuple):
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # The fields that the ranks of one engine have in common.
-SHARED = tuple(
-    """
+SHARED = """
     dialect address proof models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems engine_ids
     declared cache_dtype unable fault foreign context_parallel drops_block looks_to_end finds_parts takes_priority
     """.split()
-)
 
 
 # Events after which the engine's process is gone, or may be another one.
@@ -142,14 +140,10 @@ class Replica:
     @property
     def traits(self) -> Traits:
         """The settings that decide with which other replicas this one can exchange KV caches; unknown ones are None."""
-        told = Traits(
-            version=self.version,
-            model=self.root,
-            kv_cache_dtype=self.cache_dtype,
-            # transfers compare one GPU's share of a block
-            block_size=self.scrape.block_size if self.scrape and self.scrape.attention_block_size else self.block_size,
-            unable=self.unable,
-        )
+        size = self.block_size
+        if self.scrape and self.scrape.attention_block_size:
+            size = self.scrape.block_size  # one GPU's share of a block, which transfers compare
+        told = Traits(self.version, self.root, kv_cache_dtype=self.cache_dtype, block_size=size, unable=self.unable)
         return told.known(self.declared)
 
     @property
@@ -205,16 +199,14 @@ class Replica:
     @classmethod
     def at(cls, address: Address, **more: Any) -> Replica:
         """Return a replica of the engine at an address; `more`: further fields."""
-        new = cls(address.id, address.url, address.host, address.port, moves_by=address.transfer, **more)
-        new.role, new.spill, new.bootstrap, new.peer = address.role, address.spill, address.bootstrap, address.peer
-        return new
+        same = ("id", "url", "host", "port", "role", "spill", "bootstrap", "peer")
+        own = {name: getattr(address, name) for name in same}
+        return cls(**own, moves_by=address.transfer, required_model=address.model, **more)
 
     def at_rank(self, rank: int, now: float) -> Replica:
         """Return a new replica for one data-parallel rank of this engine."""
-        new = Replica(
-            f"{self.id}-dp{rank}", self.url, self.host, self.port, self.managed, rank, self.dialect, since=now
-        )
-        for name in ("address", "tls", "key", "role", "spill", "moves_by", "bootstrap", "required_model"):
+        new = Replica(f"{self.id}-dp{rank}", self.url, self.host, self.port, self.managed, rank, since=now)
+        for name in ("dialect", "address", "tls", "key", "role", "spill", "moves_by", "bootstrap", "required_model"):
             setattr(new, name, getattr(self, name))
         host, _, port = self.peer.rpartition(":")
         new.peer = f"{host}:{int(port) + rank}" if self.peer else ""  # rank r listens on the first rank's port + r
@@ -312,11 +304,11 @@ def parse_url(text: str) -> Address:
         raise ValueError(hint + "there is a space or a control character in it, write http://HOST:PORT")
     bare, _, fragment = text.partition("#")
     try:
-        (scheme, host, port), told = _place(bare), _fragment(fragment)
+        (scheme, host, port), settings = _place(bare), _fragment(fragment)
     except ValueError as error:
         raise ValueError(hint + str(error)) from None
     name = f"{bracketed(host)}:{port}"
-    return Address(name, f"{scheme}://{name}", host, port, *told)
+    return Address(name, f"{scheme}://{name}", host, port, **settings)
 
 
 def url_of(address: Address) -> str:
@@ -368,13 +360,17 @@ KEYS = ("events", "replay", "topic", "model", "role", "spill", "transfer", "boot
 
 def _check_peer(peer: str) -> None:
     host, _, port = peer.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+    if not host or not _is_port(port):
         raise ValueError(f"peer={peer[:100]} is not HOST:PORT of the engine's P2P side channel")
     check_host(host.strip("[]"))
 
 
-def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str, int, str]:
-    """Return the settings in the fragment of a replica's URL. Raises ValueError."""
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 6 and 0 < int(text) < 65_536
+
+
+def _fragment(text: str) -> dict[str, Any]:
+    """Return the fields of `Address` in the fragment of a replica's URL. Raises ValueError."""
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
@@ -392,7 +388,7 @@ def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str
         except ValueError as error:
             raise ValueError(f"{key}={error}") from None
     role, port = given.get("role", BOTH), given.get("bootstrap", "0")
-    if "bootstrap" in given and not (port.isdecimal() and 0 < int(port[:6]) < 65_536):
+    if "bootstrap" in given and not _is_port(port):
         raise ValueError(f"bootstrap={port[:100]} is no port")
     if "peer" in given:
         _check_peer(given["peer"])
@@ -401,5 +397,5 @@ def _fragment(text: str) -> tuple[EventSource | None, str | None, str, bool, str
     if "events" not in given and ("replay" in given or "topic" in given):
         raise ValueError("replay= and topic= need events=tcp://HOST:PORT beside them")
     source = EventSource(given["events"], given.get("replay"), given.get("topic", "")) if "events" in given else None
-    settings = role, "spill" in given, given.get("transfer", ""), int(port), given.get("peer", "")
-    return source, given.get("model"), *settings
+    texts: dict[str, Any] = {name: given[name] for name in ("model", "role", "transfer", "peer") if name in given}
+    return {"source": source, "spill": "spill" in given, "bootstrap": int(port), **texts}

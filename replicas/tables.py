@@ -26,14 +26,12 @@ class Table(BaseModel):
         """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if not isinstance(given, Mapping):
-            what = (
-                "it has no value" if given is None or given == "" else f"{given!r} is not a table of names and values"
-            )
+            what = "it has no value" if given in (None, "") else f"{given!r} is not a table of names and values"
             raise ValueError(f"{what}; write {{{', '.join(f'{name}: ...' for name in [*fields][:2])}}}")
         for name, value in given.items():
             if name not in fields:
                 raise ValueError(f"{str(name)[:100]!r} is an unknown setting{known_or_meant(str(name), fields)}")
-            if (value is None or value == "") and name not in cls.may_be_empty:
+            if value in (None, "") and name not in cls.may_be_empty:
                 or_not = "" if fields[name].is_required() else ", or leave it out"
                 raise ValueError(f"{name}: it has no value; write {fields[name].description or 'one'}{or_not}")
         return given

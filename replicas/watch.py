@@ -18,6 +18,7 @@ from replicas.access import Access
 from replicas.adopt import Facts, engine_ids, health, problems_of, read_models
 from replicas.answer import Answer
 from replicas.ask import get, read
+from replicas.deadline import set_within
 from replicas.engines.dialect import ANY_PATH
 from replicas.event_source import EventSource
 from replicas.health import Health, Limits, Verdict
@@ -155,9 +156,9 @@ class Watch:
                     if wanted is not None:
                         wanted.set_result(answered)
                 self._looked_at = monotonic()
-                if await _set_within(self._interval() * random.uniform(0.8, 1.2), self._nudged):
+                if await set_within(self._interval() * random.uniform(0.8, 1.2), self._nudged):
                     self._nudged.clear()
-                    await _set_within(min(CLOSEST, self.interval) - (monotonic() - self._looked_at), self._urgent)
+                    await set_within(min(CLOSEST, self.interval) - (monotonic() - self._looked_at), self._urgent)
         finally:
             self._wanted = self._wanted or asyncio.get_running_loop().create_future()
             self._wanted.set_result(False)  # no more probes, so release those who wait for one
@@ -402,10 +403,9 @@ class Watch:
             log_says = f'last log line: "{said(tail.last, tail.grammar)}"' if tail.last else "its log is empty"
             lead.reason = f"starting for {waited:.0f} s; {log_says}"
             if waited > self.start_timeout:
-                self.supervisor.restart(
-                    f"not ready {waited:.0f} s after its start ({facts.error}); {log_says}; if it only is slow, raise "
-                    "start_timeout_s in the profile"
-                )
+                remedy = "if it only is slow, raise start_timeout_s in the profile"
+                late = f"not ready {waited:.0f} s after its start ({facts.error})"
+                self.supervisor.restart(f"{late}; {log_says}; {remedy}")
         elif lead.state in (State.STARTING, State.FAILED) and not lead.managed:
             self.health.probed(now, facts.fault, facts.error)
             why = self.health.silence(now) if facts.fault == "timeout" else facts.error
@@ -477,10 +477,8 @@ class Watch:
         names, required = self.lead.models, self.lead.required_model
         if required is None or not names or required in names:
             return ""
-        return (
-            f"serves {', '.join(names)}, not {required!r}: another server is on this port, or it was started "
-            f"without --served-model-name {required}"
-        )
+        why = f"another server is on this port, or it was started without --served-model-name {required}"
+        return f"serves {', '.join(names)}, not {required!r}: {why}"
 
     def _learn(self, facts: Facts) -> None:
         """Take over the facts of a full probe, and report if a READY engine differs from before."""
@@ -574,13 +572,3 @@ class Watch:
                 self._tell(Event.TROUBLE, reason)
         elif lead.state is State.DEGRADED or (lead.state is State.LEAVING and self.health.answers):
             self._tell(Event.SERVES, "answers probes again")
-
-
-async def _set_within(seconds: float, event: asyncio.Event) -> bool:
-    """Wait until `event` is set, for at most `seconds`; return whether it is set."""
-    try:
-        # Not `wait_for`: in Python 3.11 it swallows a cancellation that arrives together with the event.
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return event.is_set()

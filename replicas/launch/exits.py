@@ -128,11 +128,8 @@ def _telling(lines: list[str], grammar: LogGrammar) -> tuple[str, str]:
     repeat that it died.
     """
     died = [line for line in lines if grammar.died.search(line)]
-    causes = [
-        line
-        for line in lines
-        if not grammar.echo.search(line) and not (died and _writer(line, grammar) in grammar.bystanders)
-    ]
+    silent = grammar.bystanders if died else ()
+    causes = [one for one in lines if not grammar.echo.search(one) and _writer(one, grammar) not in silent]
     for number, line in reversed([*enumerate(causes)]):
         for pattern, remedy in grammar.remedies:
             if re.search(pattern, line, re.IGNORECASE):

@@ -32,10 +32,8 @@ def load(name_or_file: str) -> LaunchProfile:
     except UnicodeDecodeError:
         raise ProfileError(f"{path}: it is not UTF-8 text") from None
     except OSError as error:
-        known = ", ".join(names())
-        raise ProfileError(
-            f"profile {name_or_file!r}: {error.strerror}; one of {known}, or the path of a YAML file"
-        ) from None
+        known = f"one of {', '.join(names())}, or the path of a YAML file"
+        raise ProfileError(f"profile {name_or_file!r}: {error.strerror}; {known}") from None
     return parse(text, str(path))
 
 

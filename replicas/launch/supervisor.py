@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
+from replicas.deadline import set_within
 from replicas.launch.command import Command
 from replicas.launch.exits import PLAIN, LogGrammar, Tail, explain
 
@@ -137,9 +138,7 @@ class Supervisor:
                 return self._on_exit(reason)
             again = f" ({in_vain} starts in a row failed)" if in_vain > 1 else ""
             self._on_exit(f"{reason}; next start in {wait:.1f} s{again}")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await self._stopping.wait()
+            await set_within(wait, self._stopping)
 
     async def _run_once(self) -> str:
         """Start the engine, and wait for its end; return why it ended."""

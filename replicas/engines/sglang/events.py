@@ -62,16 +62,13 @@ def _together(events: list[Any]) -> list[Any]:
         end()
         found.append(event)
         chain = bool(getattr(event, "tokens", b""))
-        keys, tokens, ahead = (
-            ([*event.keys], [event.tokens], [event.ahead]) if chain and not event.extra else ([], [], [])
-        )
+        chain = chain and not event.extra
+        keys, tokens, ahead = ([*event.keys], [event.tokens], [event.ahead]) if chain else ([], [], [])
     end()
     return found
 
 
 def _of_one_kind(one: Any, other: Any) -> bool:
     """Return whether two records of stored pages are equal except for their keys, parents, tokens and extra keys."""
-    same: bool = other == one._replace(
-        keys=other.keys, parent=other.parent, tokens=other.tokens, extra=other.extra, ahead=other.ahead
-    )
-    return same
+    own = {name: getattr(other, name) for name in ("keys", "parent", "tokens", "extra", "ahead")}
+    return bool(other == one._replace(**own))

@@ -43,16 +43,9 @@ def told(answers: Mapping[str, Answer]) -> Told:
     events = found.get("kv_events")
     page = _number(events.get("block_size") if isinstance(events, dict) else None) or _number(found["page_size"]) or 1
     block = page * -(-BLOCK // page)
-    tokens, path = _number(found["max_total_num_tokens"]), found.get("model_path")
-    version = found.get("version")
-    return Told(
-        version if isinstance(version, str) else None,
-        path if isinstance(path, str) else None,
-        block,
-        tokens // block if tokens else None,
-        page,
-        found.get("disable_radix_cache") is not True,
-    )
+    tokens, caching = _number(found["max_total_num_tokens"]), found.get("disable_radix_cache") is not True
+    version, root = (one if isinstance(one := found.get(name), str) else None for name in ("version", "model_path"))
+    return Told(version, root, block, tokens // block if tokens else None, page, caching)
 
 
 def _number(value: Any) -> int | None:
@@ -100,18 +93,10 @@ def _source(found: Mapping[str, Any], host: str) -> EventSource | None:
         config = None
     endpoint = replay = topic = None
     if isinstance(config, dict) and config.get("publisher") == "zmq":
-        endpoint, replay, topic = (
-            str(config.get("endpoint") or "tcp://*:5557"),
-            config.get("replay_endpoint"),
-            config.get("topic"),
-        )
-        bound = endpoint.removeprefix("tcp://").rpartition(":")[0]
-        if (
-            endpoint.startswith("tcp://")
-            and "::" not in bound
-            and bound not in WILDCARDS
-            and config.get("bind") is not True
-        ):
+        endpoint, replay = str(config.get("endpoint") or "tcp://*:5557"), config.get("replay_endpoint")
+        topic, bound = config.get("topic"), endpoint.removeprefix("tcp://").rpartition(":")[0]
+        binds = "::" in bound or bound in WILDCARDS or config.get("bind") is True
+        if endpoint.startswith("tcp://") and not binds:
             what = f"KV events go to {endpoint}, which SGLang connects to rather than binds"
             raise ValueError(f"{what}, so nobody can subscribe")
     told = told if isinstance(told, dict) and told.get("publisher") == "zmq" else {}

@@ -13,15 +13,15 @@ from replicas.launch.command import LaunchProfile
 from replicas.launch.exits import LogGrammar
 from replicas.problems import EVENTS_BY_HAND, Remedies
 
+SAME_VERSION = "run the simulated engine and the gateway in one version of Hitherto"
+
 
 class Simulated(Vllm):
     """The dialect of the simulated engine, `python -m replicas.simulated`."""
 
     id = "sim"
     name = "the simulated engine"
-    remedies = Remedies(
-        **dict.fromkeys(Remedies._fields, "run the simulated engine and the gateway in one version of Hitherto")
-    )._replace(
+    remedies = Remedies(*[SAME_VERSION] * len(Remedies._fields))._replace(
         models="it asks for no key of its own: something before it does; let the gateway reach it directly",
         figures="let the gateway reach its /metrics, or set block_size in the gateway's config",
         repeats="its cache is too small for the prompt: start it with a larger --num-blocks",

@@ -24,9 +24,7 @@ class SimProfile(Table, LaunchProfile):
     kv_events: bool = True
     cached_tokens: bool = True
     role: Literal["prefill", "decode", "both"] = "both"
-    kv_connector: bool | Literal["mooncake"] = Field(
-        False, description="pass prompts' caches on to other simulated engines, as NIXL (true) or Mooncake do"
-    )
+    kv_connector: bool | Literal["mooncake"] = Field(False, description="pass caches on as NIXL (true) or Mooncake do")
     lora: list[str] = Field([])
     seed: int | None = None
     extra_args: list[str] = Field([])

@@ -57,6 +57,8 @@ class Vllm(EngineDialect):
     limits_path = "/server_info?config_format=json"  # with VLLM_SERVER_DEV_MODE=1
     transfer = NIXL
     peer_pull = staticmethod(pull_from_peer)
+    version_quirks = staticmethod(version_quirks)
+    has_random_hash_seed = staticmethod(has_random_hash_seed)
     aborted = aborts.ABORTED
 
     def speaks(self, answers: Mapping[str, Answer]) -> bool:
@@ -77,16 +79,10 @@ class Vllm(EngineDialect):
         )
 
     def event_sources(self, answers: Mapping[str, Answer], host: str) -> Sources:
-        return Sources(*sources.read(answers[sources.PATH], host, self.remedies))
+        return sources.read(answers[sources.PATH], host, self.remedies)
 
     def event_decoder(self, records: Any) -> Callable[[bytes], Any]:
         return Decoder(records).decode
-
-    def version_quirks(self, version: str | None) -> dict[str, Any]:
-        return version_quirks(version)
-
-    def has_random_hash_seed(self, version: str | None) -> bool:
-        return has_random_hash_seed(version)
 
     def launch_profile(self) -> type[LaunchProfile]:
         from replicas.engines.vllm.profile import VllmProfile

@@ -25,9 +25,8 @@ TIERS = {
 
 # By the event's `kv_cache_spec_kind`: the kind with the same rule for hits. Kinds that are not listed are kept.
 FULL_ATTENTION, MAMBA = "full_attention", "mamba"
-GROUP_KINDS = {
-    "mla_attention": FULL_ATTENTION, "sink_full_attention": FULL_ATTENTION, "sliding_window_mla": "sliding_window",
-}  # fmt: skip
+GROUP_KINDS = dict.fromkeys(("mla_attention", "sink_full_attention"), FULL_ATTENTION)
+GROUP_KINDS["sliding_window_mla"] = "sliding_window"
 
 # The most events of one batch: a step that drops 65,536 blocks of 16 tokens reports each in an event of its own.
 MOST_EVENTS = 1 << 18
@@ -43,6 +42,7 @@ MOST_LOOKAHEAD_BYTES, MOST_LOOKAHEAD_BLOCKS = 1 << 20, 1 << 16
 Key = int | bytes
 Keys = Annotated[list[Key], Meta(max_length=MOST_VALUES)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+More = Annotated[dict[str, msgspec.Raw], Meta(max_length=64)]
 
 
 class Batch(msgspec.Struct, array_like=True):
@@ -63,9 +63,7 @@ class Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_size: Count
     lora_id: int | None = None
     medium: str | None = None
-    lora_name: str | Annotated[dict[str, msgspec.Raw], Meta(max_length=64)] | None = (
-        None  # in SGLang's arrays a map of further values
-    )
+    lora_name: str | More | None = None  # in SGLang's arrays a map of further values
     extra_keys: msgspec.Raw = msgspec.Raw()
     group_idx: Count | None = None
     kv_cache_spec_kind: str | None = None
@@ -208,10 +206,8 @@ class Decoder:
         try:
             return (self._lookahead.decode(packed) if packed else None) or []
         except msgspec.ValidationError:
-            most = self._records.MOST_AHEAD
-            raise ValueError(
-                f"lookahead_token_ids are not at most {MOST_LOOKAHEAD_BLOCKS} lists of 1 to {most} tokens"
-            ) from None
+            limits = f"at most {MOST_LOOKAHEAD_BLOCKS} lists of 1 to {self._records.MOST_AHEAD} tokens"
+            raise ValueError(f"lookahead_token_ids are not {limits}") from None
 
 
 def extra_keys(raw: msgspec.Raw) -> list[list[Any] | None] | None:

@@ -82,9 +82,7 @@ class Fields(Flags):
     engine: Literal["vllm"]
     description: str = ""
     executable: str = Field("vllm", description="a path, or a name on PATH or beside the gateway's own Python")
-    device: Literal["auto", "cuda", "cpu"] = Field(
-        "auto", description="auto: GPUs if there are any, else `cpu.yaml`'s fields"
-    )
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs if there are any, else `cpu.yaml`'s fields
     role: Literal["prefill", "decode", "both"] = Field("both", description="which part of a request it is for")
     kv_events: bool = True
     env: dict[str, str] = {}

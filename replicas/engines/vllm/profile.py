@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import yaml
 
-from replicas.engines.vllm.connectors import drops_block, environment, no_transfer, traits, transfer_of
 from replicas.engines.vllm.fields import Fields, Flags, KvTransfer
 from replicas.launch import devices
 from replicas.launch.command import Command, LaunchProfile, Model, Ports, ProfileError
@@ -25,6 +24,24 @@ DESCRIBED = {"self_describing_kv_events": True}
 CPU = Path(__file__).parents[2] / "profiles" / "cpu.yaml"
 
 
+# The transports of NIXL's UCX: RDMA if available, else TCP; zero-copy from 16 KiB on, and small messages over one rail.
+# Without a list it also tries transports for which vLLM's memory is not registered.
+UCX_GPU = {"UCX_TLS": "rc,rdmacm,cuda_copy,cuda_ipc,tcp", "UCX_RNDV_THRESH": "16384", "UCX_MAX_EAGER_RAILS": "1"}
+UCX_CPU = {"UCX_TLS": "tcp,self,sm,cma"}
+# The connectors that the gateway supports: those with which decoders fetch, and prefillers do not push. By vLLM's name
+# the id of the transfer in `replicas.engines.TRANSFERS`. Read in 0.32.0 (`distributed/kv_transfer/kv_connector/v1`).
+CONNECTORS = {"NixlConnector": "nixl", "NixlPullConnector": "nixl", "MooncakeConnector": "mooncake"}
+SEVERAL = "MultiConnector"
+# Speculators that read the model's hidden states and have a cache of their own.
+WITH_HIDDEN_STATES = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+# LMCache keeps a cache that was pushed to a decoder until the decoder asks for it, and reports its arrival to one fixed
+# address: so no request can be given up, or moved to another decoder (docs/disaggregation.md, "Limits").
+BESIDE_LMCACHE = (
+    "use NixlConnector to move caches; LMCache can go on offloading behind it, as the second of the `connectors` of a "
+    f"{SEVERAL} (docs/disaggregation.md)"
+)
+
+
 class VllmProfile(Fields, LaunchProfile):
     """A launch profile of vLLM: the fields, and the command line and environment that they give an engine."""
 
@@ -33,19 +50,51 @@ class VllmProfile(Fields, LaunchProfile):
         return self.data_parallel_size
 
     @property
-    def no_transfer(self) -> str:
-        return no_transfer(self)
+    def connectors(self) -> list[str]:
+        """The names of the connectors that the engines are started with.
+
+        A MultiConnector is replaced by its parts. If `kv_offloading_size` is set, vLLM uses the offloading connector in
+        place of any other.
+        """
+        config = self.kv_transfer_config
+        if self.kv_offloading_size is not None:
+            return ["LMCacheMPConnector" if self.kv_offloading_backend == "lmcache" else "OffloadingConnector"]
+        if config is None:
+            return []
+        if config.kv_connector != SEVERAL:
+            return [config.kv_connector]
+        inner = config.kv_connector_extra_config.get("connectors")
+        parts = inner if isinstance(inner, list) else []
+        return [str(one.get("kv_connector")) for one in parts if isinstance(one, dict)]
 
     @property
     def transfer(self) -> str:
-        return transfer_of(self)
+        return next((CONNECTORS[name] for name in self.connectors if name in CONNECTORS), "")
+
+    @property
+    def no_transfer(self) -> str:
+        if self.kv_transfer_config is None:
+            remedy = "add `kv_transfer_config: {kv_connector: NixlConnector}` to the profile"
+            return f"its engines pass no cache on: {remedy}"
+        if self.transfer:
+            return ""
+        has = ", ".join(self.connectors) or f"{SEVERAL} without connectors"
+        said = f"the gateway moves caches by none but {', '.join(CONNECTORS)}, and its kv_connector is {has}"
+        return f"{said}: {BESIDE_LMCACHE}" if "LMCache" in has else said
 
     def bootstrap(self, ports: Ports) -> int:
         return ports.side if self.transfer == "mooncake" else 0
 
     @property
     def traits(self) -> Traits:
-        return traits(self)
+        speculator = {name: one for name, one in sorted(self._speculator.items()) if name != "num_speculative_tokens"}
+        return Traits(
+            dtype=None if self.dtype == "auto" else self.dtype,
+            kv_cache_dtype=None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
+            attention_backend=self.attention_backend,
+            speculative_config=str(speculator) if self.drops_block else None,
+            block_size=self.block_size,
+        )
 
     @property
     def context_parallel(self) -> int:
@@ -53,7 +102,20 @@ class VllmProfile(Fields, LaunchProfile):
 
     @property
     def drops_block(self) -> bool | None:
-        return drops_block(self)
+        """Whether the engines recompute the last block of a cache hit, as with speculators that need hidden states.
+
+        Names such as deepseek_mtp count too. None if the profile names no method of speculation: the files of the model
+        or of its draft, or flags that the gateway does not read, may give the engine a speculator.
+        """
+        method = self._speculator.get("method")
+        return str(method).endswith(WITH_HIDDEN_STATES) if method else None
+
+    @property
+    def _speculator(self) -> dict[str, Any]:
+        """The speculator's settings by vLLM's names, from `speculative_config` and from flags of their own."""
+        flags = {"method": self.spec_method, "model": self.spec_model}
+        settings = {name.replace("-", "_"): value for name, value in (self.speculative_config or {}).items()}
+        return settings | {name: value for name, value in flags.items() if value is not None}
 
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:
         """Return the profile as this machine can run it, and the environment variables of each of `count` engines.
@@ -84,21 +146,30 @@ class VllmProfile(Fields, LaunchProfile):
         if model.served_name:
             argv += ["--served-model-name", model.served_name]
         argv += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", QUIET, *self.flags()]
-        env = dict(self.env)
         if self.publishes:
             # `*` makes vLLM bind the port rather than connect to it; data-parallel rank r adds r to both ports.
             events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{ports.events}"}
             argv += ["--kv-events-config", json.dumps(events | {"replay_endpoint": f"tcp://*:{ports.replay}"})]
-        if self.transfer:
-            env = environment(self.transfer, host, ports, self.device == "cpu") | env
-        return Command(argv + self.extra_args, env)
+        return Command(argv + self.extra_args, self._side_channel(host, ports) | self.env)
+
+    def _side_channel(self, host: str, ports: Ports) -> dict[str, str]:
+        """Return the environment variables of the connector's side channel, where other engines fetch caches.
+
+        With NIXL data-parallel rank r listens on the port `ports.side` + r; one Mooncake server serves all ranks.
+        """
+        if not self.transfer:
+            return {}
+        side = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.side)}
+        if self.transfer == "nixl":
+            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.side)}
+            side |= UCX_CPU if self.device == "cpu" else UCX_GPU
+        return side | {"PYTHONHASHSEED": "0"}
 
     def flags(self) -> list[str]:
         """Return the flags on the command line that the profile's fields become."""
         read = {name: getattr(self, name) for name in Flags.model_fields} | {"kv_transfer_config": self._transfer()}
-        defaults = {
-            name: field.default for name, field in Flags.model_fields.items() if name != "enable_prefix_caching"
-        }
+        defaults = {name: field.default for name, field in Flags.model_fields.items()}
+        del defaults["enable_prefix_caching"]  # it is on the command line in any case
         argv: list[str] = []
         for name, value in (read | self.passed_on).items():
             if name not in defaults or value != defaults[name]:

@@ -3,15 +3,14 @@
 from typing import Any
 
 from replicas.answer import Answer
+from replicas.engines.dialect import Sources
 from replicas.event_source import EventSource, reported
 from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Remedies
 
 PATH = "/kv_event_sources"
 
 
-def read(
-    answer: Answer, host: str, remedies: Remedies
-) -> tuple[dict[int, EventSource | None] | None, dict[str, Problem]]:
+def read(answer: Answer, host: str, remedies: Remedies) -> Sources:
     """Return the KV event sources by data-parallel rank, and problems by subject.
 
     The sources are None if `answer`, from /kv_event_sources, is a failure. `host`: the engine's host as clients reach
@@ -19,7 +18,7 @@ def read(
     """
     if answer.status == 0 or answer.status >= 500:
         why = f"{PATH} cannot be read ({answer.error or f'answers {answer.status}'})"
-        return None, {"events": Problem(why, f"give the address as {EVENTS_BY_HAND}")}
+        return Sources(None, {"events": Problem(why, f"give the address as {EVENTS_BY_HAND}")})
     sources: dict[int, EventSource | None] = {}
     problems: dict[str, Problem] = {}
     listed = answer.json() if answer.status == 200 else {}
@@ -33,13 +32,11 @@ def read(
         elif source and source.replay is None:
             problems["replay"] = Problem(NO_REPLAY, remedies.replay)
     if not sources and answer.status != 200:
-        problems["events"] = Problem(
-            f"{PATH} answers {answer.status} (older engines have none), so no KV events are known and the cache is guessed",
-            remedies.unlisted,
-        )
+        what = f"{PATH} answers {answer.status} (older engines have none), so no KV events are known and the cache is guessed"
+        problems["events"] = Problem(what, remedies.unlisted)
     elif not sources:
         problems["events"] = Problem(EVENTS_OFF, remedies.events)
-    return sources, problems
+    return Sources(sources, problems)
 
 
 def _source(config: dict[str, Any], host: str, remedies: Remedies) -> tuple[EventSource | None, Problem | None]:

@@ -27,18 +27,16 @@ def page(key, parent, *tokens, **fields):
 
 @pytest.mark.parametrize("medium", [(), ("GPU",)], ids=["five fields", "with its medium"])
 def test_arrays_that_leave_out_what_says_nothing(medium):
-    found = batch(
-        ["BlockStored", [-5], None, [7], 1, None, *medium], ["BlockRemoved", [-5, 6]], ["AllBlocksCleared"], rank=()
-    )
+    first = ["BlockStored", [-5], None, [7], 1, None, *medium]
+    found = batch(first, ["BlockRemoved", [-5, 6]], ["AllBlocksCleared"], rank=())
     stored, removed, cleared = found.events
     assert (stored.keys, stored.parent, ids(stored), stored.block_size, stored.tier) == ([-5], None, [7], 1, "gpu")
     assert (removed, cleared, found.passed_over) == (Removed([-5, 6], "gpu", 0), Cleared(), [])
 
 
 def test_pages_that_follow_on_become_one_event():
-    found = batch(
-        page(1, None, 10), page(2, 1, 11), page(3, 2, 12), page(9, 2, 13), page(8, 9, 14, medium="CPU_PINNED")
-    )
+    copied = page(8, 9, 14, medium="CPU_PINNED")
+    found = batch(page(1, None, 10), page(2, 1, 11), page(3, 2, 12), page(9, 2, 13), copied)
     assert [(one.keys, one.parent, ids(one), one.tier) for one in found.events] == [
         ([1, 2, 3], None, [10, 11, 12], "gpu"), ([9], 2, [13], "gpu"), ([8], 9, [14], "cpu"),
     ]  # fmt: skip

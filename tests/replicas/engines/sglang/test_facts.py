@@ -17,10 +17,8 @@ EVENTS = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, 
 
 
 def answers(info=None, path="/server_info", metrics=b"", status=200):
-    found = {
-        one: Answer(404, b"")
-        for one in ("/v1/models", "/version", "/metrics", *(path for dialect in DIALECTS for path in dialect.paths))
-    }
+    paths = ("/v1/models", "/version", *(path for dialect in DIALECTS for path in dialect.paths))
+    found = {one: Answer(404, b"") for one in paths}
     if info is not None:
         found[path] = Answer(status, json.dumps(info).encode())
     return found | {"/metrics": Answer(200, metrics)}
@@ -34,9 +32,10 @@ def test_it_is_recognized_by_what_it_tells(path):
     assert recognize(answers(INFO, path, status=401)) is VLLM
 
 
-@pytest.mark.parametrize(
-    ("page", "block", "blocks"), [(1, 16, 62), (None, 16, 62), (4, 16, 62), (3, 18, 55), (16, 16, 62), (64, 64, 15)]
-)
+SIZES = [(1, 16, 62), (None, 16, 62), (4, 16, 62), (3, 18, 55), (16, 16, 62), (64, 64, 15)]
+
+
+@pytest.mark.parametrize(("page", "block", "blocks"), SIZES)
 def test_blocks_are_of_whole_pages_and_sixteen_tokens_at_least(page, block, blocks):
     told = SGLANG.told(answers({**INFO, "page_size": page}))
     assert (told.block_size, told.num_blocks, told.page_size) == (block, blocks, page or 1)
@@ -57,13 +56,8 @@ def test_one_that_was_started_for_one_leg_is_told_of(mode):
 
 def test_each_rank_publishes_on_ports_of_its_own():
     sources = SGLANG.event_sources(answers({**INFO, "dp_size": 2, "kv_events": EVENTS}), "gpu1")
-    assert sources == (
-        {
-            0: EventSource("tcp://gpu1:5557", "tcp://gpu1:5560", "kv"),
-            1: EventSource("tcp://gpu1:5558", "tcp://gpu1:5561", "kv"),
-        },
-        {},
-    )
+    zero = EventSource("tcp://gpu1:5557", "tcp://gpu1:5560", "kv")
+    assert sources == ({0: zero, 1: EventSource("tcp://gpu1:5558", "tcp://gpu1:5561", "kv")}, {})
 
 
 def test_versions_that_tell_only_how_they_were_started():
@@ -77,9 +71,8 @@ def test_versions_that_tell_only_how_they_were_started():
 def test_a_publisher_that_connects_has_no_subscribers(described):
     """0.5.23 describes it like one that binds."""
     given = json.dumps({"publisher": "zmq", "endpoint": "tcp://collector:7000"})
-    by_rank, problems = SGLANG.event_sources(
-        answers({**INFO, "kv_events": described, "kv_events_config": given}), "gpu1"
-    )
+    told = {**INFO, "kv_events": described, "kv_events_config": given}
+    by_rank, problems = SGLANG.event_sources(answers(told), "gpu1")
     assert by_rank == {0: None} and "nobody can subscribe" in problems["events"].what
 
 

@@ -20,9 +20,9 @@ DELTA = (
     + USAGE
     + b'}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
 )
-RESPONSE = (
-    b'{"id":"resp_1","metadata":%s,"model":"m","object":"response","output":[],"status":"%s","text":null,"usage":null}'
-)
+RESPONSE = b'{"id":"resp_1","metadata":%s,"model":"m","object":"response","output":[],"status":"%s","usage":null}'
+CANCELLED, ONLY_SAID = RESPONSE % (b"{}", b"cancelled"), RESPONSE % (b'{"status":"cancelled"}', b"completed")
+CREATED = b"event: response.created\ndata: {}\n\n"
 COMPLETED = b'event: response.completed\ndata: {"response":%s,"sequence_number":9,"type":"response.completed"}\n\n'
 
 
@@ -31,11 +31,7 @@ COMPLETED = b'event: response.completed\ndata: {"response":%s,"sequence_number":
     [
         (CHAT, b'{"choices":[{"index":0,"message":{"content":"x"},"finish_reason":"abort"}]}', True),
         (COMPLETIONS, b'data: {"choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\ndata: [DONE]\n\n', True),
-        (
-            CHAT,
-            b'{"choices":[{"index":0,"message":{"content":"\\"finish_reason\\":\\"abort\\""},"finish_reason":"stop"}]}',
-            False,
-        ),
+        (CHAT, b'{"choices":[{"text":"\\"finish_reason\\":\\"abort\\"","finish_reason":"stop"}]}', False),
         (MESSAGES, START, False),
         (MESSAGES, START + DELTA % b"null", True),
         (MESSAGES, DELTA % b"null", True),
@@ -43,17 +39,12 @@ COMPLETED = b'event: response.completed\ndata: {"response":%s,"sequence_number":
         (MESSAGES, MESSAGE % (TEXT, b""), True),
         (MESSAGES, MESSAGE % (TEXT, b'"stop_reason":"max_tokens",'), False),
         (MESSAGES, MESSAGE % (TOOL, b'"stop_reason":"tool_use",'), False),
-        (RESPONSES, RESPONSE % (b"{}", b"cancelled"), True),
-        (RESPONSES, RESPONSE % (b'{"status":"cancelled"}', b"completed"), False),
-        (RESPONSES, b"event: response.created\ndata: {}\n\n" + COMPLETED % (RESPONSE % (b"{}", b"cancelled")), True),
-        (
-            RESPONSES,
-            b"event: response.created\ndata: {}\n\n"
-            + COMPLETED % (RESPONSE % (b'{"status":"cancelled"}', b"completed")),
-            False,
-        ),
-        (RESPONSES, (RESPONSE % (b"{}", b"cancelled"))[40:], False),
-        ("/v1/responses/resp_1/cancel", RESPONSE % (b"{}", b"cancelled"), False),
+        (RESPONSES, CANCELLED, True),
+        (RESPONSES, ONLY_SAID, False),
+        (RESPONSES, CREATED + COMPLETED % CANCELLED, True),
+        (RESPONSES, CREATED + COMPLETED % ONLY_SAID, False),
+        (RESPONSES, CANCELLED[40:], False),
+        ("/v1/responses/resp_1/cancel", CANCELLED, False),
     ],
 )
 def test_an_aborted_answer_is_known_in_each_api(path, answer, aborted):

@@ -9,6 +9,7 @@ from replicas.engines.vllm.profile import QUIET, find_executable, weights
 from replicas.event_source import EventSource
 from replicas.launch import profile
 from replicas.launch.command import Model, Ports, ProfileError
+from replicas.pairing import refusals
 
 PORTS = Ports.run(20000, 1)
 MODEL = Model(Path("/models/tiny"), "tiny")
@@ -80,12 +81,11 @@ def test_every_field_reaches_the_command_line():
         "--lora-modules sql=/a/sql chat=/a/chat", "--max-lora-rank 32", "--reasoning-parser qwen3",
     ]:  # fmt: skip
         assert part in line
-    assert json.loads(after(words, "--kv-transfer-config")) == {
-        "kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"a": 1},
-    }  # fmt: skip
-    assert json.loads(after(words, "--speculative-config")) == {
-        "method": "eagle3", "model": "org/draft", "num_speculative_tokens": 3,
-    }  # fmt: skip
+    extra = {"kv_connector_extra_config": {"a": 1}}
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"} | extra
+    assert json.loads(after(words, "--kv-transfer-config")) == nixl
+    speculator = json.loads(after(words, "--speculative-config"))
+    assert speculator == {"method": "eagle3", "model": "org/draft", "num_speculative_tokens": 3}
     assert json.loads(after(words, "--compilation-config")) == {"mode": 3}
 
 
@@ -151,9 +151,8 @@ def test_what_the_gateway_has_to_know_is_refused_with_the_reason(fields, said):
 
 
 def test_a_flag_newer_than_us_and_what_contradicts_itself_are_vllms_to_judge():
-    line = " ".join(
-        argv("brand_new: 1.5\nfeature: false\nnames: [a, b]\nattention_backend: NEW\nextra_args: [-q, awq]")
-    )
+    fields = "brand_new: 1.5\nfeature: false\nnames: [a, b]\nattention_backend: NEW\nextra_args: [-q, awq]"
+    line = " ".join(argv(fields))
     assert line.endswith("-q awq")
     for part in ("--brand-new 1.5", "--no-feature", "--names a b", "--attention-backend NEW"):
         assert part in line
@@ -232,3 +231,72 @@ def test_the_profile_for_mla_knows_its_engines_whole_blocks_and_its_speculator()
     mla, plain = profile.load("mla"), profile.load("8-gpu")
     assert (mla.block_size * mla.context_parallel, mla.drops_block) == (512, True)
     assert (plain.context_parallel, plain.drops_block) == (1, False)
+
+
+CONNECTOR = "kv_transfer_config: {kv_connector: %s}"
+SEVERAL = "kv_transfer_config: {kv_connector: MultiConnector, kv_connector_extra_config: {connectors: [%s]}}"
+
+
+EAGLE = "speculative_config: {method: eagle3, model: draft, num_speculative_tokens: 2}"
+
+
+@pytest.mark.parametrize(
+    "one, other, differs",
+    [
+        ("kv_cache_dtype: fp8", "kv_cache_dtype: bf16", True),
+        ("dtype: bfloat16", "dtype: float16", True),
+        ("attention_backend: FLASHINFER", "attention_backend: FLASH_ATTN", True),
+        ("block_size: 32", "block_size: 16", True),
+        (EAGLE, EAGLE.replace("draft", "another"), True),
+        ("speculative_config: {method: eagle3, model: draft}", "spec_method: eagle3\nspec_model: another", True),
+        ("tensor_parallel_size: 2", "tensor_parallel_size: 1", False),
+        ("block_size: 16", "block_size: 32", False),
+        ("kv_cache_dtype: auto", "", False),
+        (EAGLE, EAGLE.replace("2}", "4}"), False),
+        (EAGLE.replace("_tokens", "-tokens"), "spec_method: eagle3\nspec_model: draft\nspec_tokens: 4", False),
+        ("speculative_config: {method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}", "", False),
+    ],
+)
+def test_what_vllm_compares_must_be_the_same(one, other, differs):
+    found = refusals(parse(one).traits, parse(other).traits)
+    assert [one.split(":")[0] in text for text in found] == [True] * differs
+
+
+@pytest.mark.parametrize(
+    ("fields", "drops"),
+    [
+        ("spec_method: eagle3\nspec_model: draft\nspec_tokens: 3", True),
+        ("speculative_config: {model: draft}\nspec_method: mtp", True),
+        ("spec_method: ngram\nspec_tokens: 3", False),
+        ("speculative_config: {method: ngram}", False),
+        ("spec_model: draft\nspec_tokens: 3", None),  # the draft model's files say which method it is for
+        ("speculative_config: {model: draft}", None),
+        ("spec_of_tomorrow: eagle3", None),
+        ("extra_args: [--of-tomorrow, eagle3]", None),
+        ("", None),  # the model's own files may name a speculator
+    ],
+)
+def test_a_profile_says_whether_hits_lose_a_block_only_where_it_names_the_method(fields, drops):
+    """What it says takes the place of what the engine's /metrics show."""
+    assert parse(fields).drops_block is drops
+
+
+@pytest.mark.parametrize(
+    ("fields", "transfer", "said"),
+    [
+        (CONNECTOR % "NixlConnector", "nixl", ""),
+        (CONNECTOR % "MooncakeConnector", "mooncake", ""),
+        (SEVERAL % "{kv_connector: NixlConnector}, {kv_connector: LMCacheConnectorV1}", "nixl", ""),
+        ("", "", "add `kv_transfer_config"),
+        (CONNECTOR % "NixlPushConnector", "", "its kv_connector is NixlPushConnector"),
+        (CONNECTOR % "LMCacheConnectorV1", "", "use NixlConnector to move caches"),
+        (CONNECTOR % "LMCacheMPConnector", "", "MultiConnector (docs/disaggregation.md)"),
+        (SEVERAL % "{kv_connector: OffloadingConnector}", "", "its kv_connector is OffloadingConnector"),
+        (CONNECTOR % "MultiConnector", "", "MultiConnector without connectors"),
+        # vLLM 0.32 replaces the connector without a word
+        (CONNECTOR % "NixlConnector" + "\nkv_offloading_size: 8", "", "its kv_connector is OffloadingConnector"),
+    ],
+)
+def test_connectors_that_the_gateway_cannot_speak_for_are_named(fields, transfer, said):
+    found = parse(fields)
+    assert found.transfer == transfer and said in found.no_transfer and bool(said) == bool(found.no_transfer)

@@ -33,19 +33,12 @@ def test_the_first_leg_is_the_same_prompt_for_one_token_in_one_piece(path, given
 @pytest.mark.parametrize(
     "body",
     [
-        {"n": 2},
-        {"use_beam_search": True},
-        {"background": True},
-        {"kv_transfer_params": {"do_remote_decode": True}},
-        {"kv_transfer_params": None},
+        *(b"", b"[]", b"{", b'"x"', b'{"n": 2}', b'{"use_beam_search": true}', b'{"background": true}'),
+        *(b'{"kv_transfer_params": {"do_remote_decode": true}}', b'{"kv_transfer_params": null}'),
     ],
 )
 def test_what_can_have_no_legs(body):
-    assert NIXL.first_body("/v1/completions", orjson.dumps(TEXT | body)) is None
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"'])
-def test_what_is_no_object_can_have_none_either(body):
+    assert NIXL.first_body("/v1/completions", b'{"model": "m"}') is not None
     assert NIXL.first_body("/v1/completions", body) is None
 
 
@@ -78,9 +71,7 @@ def test_what_is_no_answer_at_all(answer):
 def test_a_peer_pull_is_said_in_front_of_what_the_client_wrote():
     body = orjson.dumps(TEXT)
     told = pull_from_peer(body, "[fd00::7]:5711", "abc")
-    assert told.endswith(body[1:]) and orjson.loads(told) == TEXT | {
-        "kv_transfer_params": {
-            "remote_kv_source": {"kv_request_id": "abc", "remote_host": "fd00::7", "remote_port": 5711}
-        }
-    }
+    source = {"kv_request_id": "abc", "remote_host": "fd00::7", "remote_port": 5711}
+    assert told.endswith(body[1:])
+    assert orjson.loads(told) == TEXT | {"kv_transfer_params": {"remote_kv_source": source}}
     assert pull_from_peer(told, "h:5710", "def") is None, "another gateway has said where it comes from"

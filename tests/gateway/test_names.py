@@ -161,7 +161,7 @@ async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_a
     resolver(gpu_test=["127.0.0.2"])
     async with (
         engine("127.0.0.2") as process,
-        tls_in_front_of(process.port, server_context(tmp_path, "gpu.test")) as port,
+        tls_in_front_of(process.port, server_context(tmp_path, "DNS:gpu.test")) as port,
     ):
         flags = (
             "--model",

@@ -29,10 +29,10 @@ def issue(folder, name: str, names: str, ca: str = "ca") -> None:
              "-days", "2", "-extfile", f"{name}.names")  # fmt: skip
 
 
-def server_context(folder, host: str) -> ssl.SSLContext:
-    """What a server that is `host` uses; the authority's certificate is in `folder`/ca.pem."""
+def server_context(folder, names: str) -> ssl.SSLContext:
+    """What a server of these (`DNS:...,IP:...`) uses; the authority's certificate is in `folder`/ca.pem."""
     authority(folder)
-    issue(folder, "server", f"DNS:{host}")
+    issue(folder, "server", names)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
     return context

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.client_proto import ResponseHandler
 
-from replicas import Fleet, State
+from replicas import State
 from replicas.access import session_to
 from replicas.adopt import MOST_LETTERS, MOST_NAME, probe
 from replicas.answer import MOST_VALUES, Answer
@@ -23,26 +23,40 @@ MODELS = b'{"data":[{"id":"m"}]}'
 DEEP = b'{"data":' + b"[" * 10_000
 
 
-@asynccontextmanager
-async def engine(pages: dict[str, tuple[bytes, dict[str, str]]]):
-    """One that answers so, and 404 else."""
+def listed(entries: list) -> bytes:
+    return json.dumps({"data": entries}).encode()
 
-    async def answer(request: web.Request) -> web.Response:
-        assert request.headers["accept-encoding"] == "identity"
-        body, headers = {"/health": (b"", {}), "/v1/models": (MODELS, {}), **pages}.get(request.path, (None, {}))
-        return web.Response(status=404 if body is None else 200, body=body, headers=headers)
 
-    app = web.Application()
-    app.router.add_get("/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        async with session_to("127.0.0.1") as session:
-            yield session, f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    finally:
-        await runner.cleanup()
+@pytest.fixture
+def served(serve):
+    """`served(pages)` -> URL of an engine that answers so, with a body or a body and its headers, and 404 else."""
+
+    async def served(pages):
+        async def answer(request: web.Request) -> web.Response:
+            assert request.headers["accept-encoding"] == "identity"
+            page = {"/health": b"", "/v1/models": MODELS, **pages}.get(request.path)
+            body, headers = page if isinstance(page, tuple) else (page, {})
+            return web.Response(status=404 if body is None else 200, body=body, headers=headers)
+
+        return await serve(answer)
+
+    return served
+
+
+@pytest.fixture
+async def session():
+    async with session_to("127.0.0.1") as session:
+        yield session
+
+
+@pytest.fixture
+def found(served, session):
+    """`found(pages)` -> what is known of that engine."""
+
+    async def found(pages):
+        return await probe(await served(pages), session, 20)
+
+    return found
 
 
 @pytest.mark.parametrize(
@@ -57,11 +71,10 @@ async def engine(pages: dict[str, tuple[bytes, dict[str, str]]]):
     ],
     ids=["gzip", "long", "deep", "deep maps", "many values", "half a pair"],
 )
-async def test_an_answer_that_cannot_be_is_a_fault_in_words(body, headers, why):
-    async with engine({"/v1/models": (body, headers)}) as (session, url):
-        facts = await probe(url, session, 20)
-        assert facts.fault == "closed" and why in facts.error and not facts.serving
-        assert facts.large or len(body) < BIG
+async def test_an_answer_that_cannot_be_is_a_fault_in_words(found, body, headers, why):
+    facts = await found({"/v1/models": (body, headers)})
+    assert facts.fault == "closed" and why in facts.error and not facts.serving
+    assert facts.large or len(body) < BIG
 
 
 def test_values_are_counted_before_they_are_read():
@@ -69,20 +82,14 @@ def test_values_are_counted_before_they_are_read():
     assert answer.json() == {} and "65,536 values" in answer.unreadable
 
 
-async def test_an_engine_of_large_answers_is_asked_less_often_until_it_is_ready(until):
-    pages = {"/v1/models": (b'{"data":[]}', {}), "/version": (b'{"a":"' + b"x" * BIG + b'"}', {})}
-    async with engine(pages) as (_, url):
-        fleet = Fleet(interval=0.05)
-        try:
-            replica = fleet.add(url)
-            await until(lambda: replica.state is State.WARMING)
-            watch = fleet.engines[replica.id]
-            assert watch._interval() == FACTS
-            pages["/v1/models"] = (MODELS, {})
-            await watch.prove()
-            assert replica.state is State.READY and watch._interval() == 0.05
-        finally:
-            await fleet.stop()
+async def test_an_engine_of_large_answers_is_asked_less_often_until_it_is_ready(served, fleet, comes):
+    pages = {"/v1/models": b'{"data":[]}', "/version": b'{"a":"' + b"x" * BIG + b'"}'}
+    replica = await comes(fleet.add(await served(pages)), State.WARMING)
+    watch = fleet.engines[replica.id]
+    assert watch._interval() == FACTS
+    pages["/v1/models"] = MODELS
+    await watch.prove()
+    assert replica.state is State.READY and watch._interval() == fleet.interval
 
 
 @asynccontextmanager
@@ -145,43 +152,37 @@ async def test_a_body_in_small_chunks_is_read():
         assert not answer.fault and len(answer.body) == 300 * 24_000
 
 
-async def test_an_answer_as_long_as_may_be_is_read():
-    names = [{"id": f"model {number}"} for number in range(20_000)]
-    async with engine({"/v1/models": (json.dumps({"data": names}).encode(), {})}) as (session, url):
-        facts = await probe(url, session, 20)
-        assert facts.serving and len(facts.models) == 10_000 and "10,000 names" in facts.problems["models"].what
-        assert len((await get(session, url + "/v1/models", 20)).json()["data"]) == 20_000
+async def test_an_answer_as_long_as_may_be_is_read(served, session):
+    url = await served({"/v1/models": listed([{"id": f"model {number}"} for number in range(20_000)])})
+    facts = await probe(url, session, 20)
+    assert facts.serving and len(facts.models) == 10_000 and "10,000 names" in facts.problems["models"].what
+    assert len((await get(session, url + "/v1/models", 20)).json()["data"]) == 20_000
 
 
-async def test_names_and_numbers_that_cannot_be_are_not_taken():
+async def test_names_and_numbers_that_cannot_be_are_not_taken(found):
     entries = [{"id": "x" * (MOST_NAME + 1)}, {"id": "m", "root": "y" * 10_000, "max_model_len": 10**30}]
     page = b'\nvllm:cache_config_info{block_size="16",num_gpu_blocks="%s"} 1.0\n' % (b"9" * 5000)
-    pages = {"/v1/models": (json.dumps({"data": entries}).encode(), {}), "/metrics": (page, {})}
-    async with engine(pages) as (session, url):
-        facts = await probe(url, session, 20)
-        assert list(facts.models) == ["m"] and (facts.root, facts.max_model_len) == (None, None)
-        assert (facts.block_size, facts.num_blocks) == (16, None)
-    async with engine({"/v1/models": (json.dumps({"data": entries[:1]}).encode(), {})}) as (session, url):
-        facts = await probe(url, session, 20)
-        assert not facts.serving and "ids that are no text of at most 1,024 characters" in facts.error
+    facts = await found({"/v1/models": listed(entries), "/metrics": page})
+    assert list(facts.models) == ["m"] and (facts.root, facts.max_model_len) == (None, None)
+    assert (facts.block_size, facts.num_blocks) == (16, None)
+    facts = await found({"/v1/models": listed(entries[:1])})
+    assert not facts.serving and "ids that are no text of at most 1,024 characters" in facts.error
 
 
 def ranks(count: int) -> bytes:
     return b"".join(b'\nvllm:num_requests_running{engine="%d"} 1.0' % number for number in range(count))
 
 
-async def test_an_engine_of_too_many_ranks_counts_as_one_and_it_is_said():
-    async with engine({"/metrics": (ranks(1000), {})}) as (session, url):
-        facts = await probe(url, session, 20)
-        assert len(facts.events()) == 1 and "1,000 data-parallel ranks" in facts.problems["ranks"].what
+async def test_an_engine_of_too_many_ranks_counts_as_one_and_it_is_said(found):
+    facts = await found({"/metrics": ranks(1000)})
+    assert len(facts.events()) == 1 and "1,000 data-parallel ranks" in facts.problems["ranks"].what
     assert len(parse(ranks(MOST_RANKS), 0.0, NAMES).ranks) == MOST_RANKS
 
 
-async def test_ranks_told_in_another_way_are_bounded_too():
+async def test_ranks_told_in_another_way_are_bounded_too(found):
     told_by_sglang = {"page_size": 1, "max_total_num_tokens": 10**30, "dp_size": 10**9}
-    async with engine({"/server_info": (json.dumps(told_by_sglang).encode(), {})}) as (session, url):
-        facts = await probe(url, session, 20)
-        assert len(facts.events()) == 1 and "ranks" in facts.problems and facts.num_blocks is None
+    facts = await found({"/server_info": json.dumps(told_by_sglang).encode()})
+    assert len(facts.events()) == 1 and "ranks" in facts.problems and facts.num_blocks is None
 
 
 def test_a_page_of_a_million_lines_is_read_to_a_bound():
@@ -189,12 +190,10 @@ def test_a_page_of_a_million_lines_is_read_to_a_bound():
     assert parse(lines, 0.0, NAMES).running == 4096
 
 
-async def test_long_names_are_taken_up_to_so_many_letters():
-    names = [{"id": f"{number:1000}"} for number in range(1_000)]
-    async with engine({"/v1/models": (json.dumps({"data": names}).encode(), {})}) as (session, url):
-        facts = await probe(url, session, 20)
-        assert sum(map(len, facts.models)) - MOST_LETTERS in range(1_000) and facts.serving
-        assert "the others are not known" in str(facts.problems["models"])
+async def test_long_names_are_taken_up_to_so_many_letters(found):
+    facts = await found({"/v1/models": listed([{"id": f"{number:1000}"} for number in range(1_000)])})
+    assert sum(map(len, facts.models)) - MOST_LETTERS in range(1_000) and facts.serving
+    assert "the others are not known" in str(facts.problems["models"])
 
 
 def test_a_label_without_an_end_is_read_once():

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import ssl
 
 import pytest
 
@@ -11,7 +10,7 @@ from replicas.cluster_api import Pods, PodsError
 from replicas.discovery import Discovery
 from replicas.pods import Discover, Place, place
 
-from .certificates import authority, issue
+from .certificates import server_context
 from .cluster import Cluster
 
 APP = {"app": "vllm"}
@@ -27,17 +26,27 @@ async def cluster():
 
 
 @pytest.fixture
-async def discover(cluster, fleet, tmp_path):
-    """Starts a discovery of that cluster's pods."""
+async def discover(cluster, fleet, tmp_path, until):
+    """Starts a discovery of that cluster's pods, after these pods were created: name=(address, labels). Returns once
+    they are replicas and changes are followed."""
     tasks = []
 
-    def start(**fields) -> Discovery:
+    async def discover(**pods) -> Discovery:
+        for name, (address, labels) in pods.items():
+            await cluster.create(name, address, labels)
+        found = start()
+        await until(lambda: len(fleet.replicas) == len(pods), lambda: f"{roles(fleet)}, {found.problem}")
+        await cluster.watched.wait()
+        return found
+
+    def start() -> Discovery:
         where = Place(f"http://127.0.0.1:{cluster.port}", "inference", tmp_path)
-        found = Discovery(fleet, Discover(selector="app=vllm", url="http://{ip}:1", **fields), where)
+        found = Discovery(fleet, Discover(selector="app=vllm", url="http://{ip}:1"), where)
         tasks.append(asyncio.create_task(found.run()))
         return found
 
-    yield start
+    discover.start = start
+    yield discover
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -47,55 +56,66 @@ def roles(fleet) -> dict[str, str]:
     return {one.host: one.role for one in fleet.replicas.values()}
 
 
-async def test_pods_are_replicas_with_the_role_of_their_label(cluster, fleet, discover, until):
-    await cluster.create("p", "127.0.1.1", P)
-    await cluster.create("d", "127.0.1.2", D)
+@pytest.fixture
+def become(fleet, until):
+    """Wait until the fleet's replicas have these addresses and roles."""
+
+    async def become(wanted):
+        await until(lambda: roles(fleet) == wanted, lambda: str(roles(fleet)))
+
+    return become
+
+
+async def test_pods_are_replicas_with_the_role_of_their_label(cluster, discover, become):
     await cluster.create("other", "127.0.1.3", {"app": "redis"})
     await cluster.create("unplaced", None, D, "Pending")
-    found = discover()
-    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill", "127.0.1.2": "decode"}, lambda: str(roles(fleet)))
+    found = await discover(p=("127.0.1.1", P), d=("127.0.1.2", D))
+    await become({"127.0.1.1": "prefill", "127.0.1.2": "decode"})
     assert found.to_dict() == {"selector": "app=vllm", "replicas": 2, "problem": None}
     assert cluster.asked[0] == {"labelSelector": "app=vllm", "limit": "100", "namespace": "inference"}
 
 
 async def test_a_selector_that_finds_ever_more_pods_brings_so_many_and_keeps_those(
-    cluster, fleet, discover, until, monkeypatch, caplog
+    cluster, fleet, discover, become, until, monkeypatch, caplog
 ):
     monkeypatch.setattr(discovery, "MOST_PODS", 2)
     for number in range(1, 5):
         await cluster.create(f"p{number}", f"127.0.1.{number}", P)
-    discover()
+    discover.start()
     await until(lambda: [*roles(fleet)] == ["127.0.1.1", "127.0.1.2"], lambda: str(roles(fleet)))
     assert "finds more than 2 pods (see discover.selector); any other: it gets no requests" in caplog.text
     await cluster.change("p1", D)  # which does not cost it its place
-    await until(lambda: roles(fleet) == {"127.0.1.1": "decode", "127.0.1.2": "prefill"}, lambda: str(roles(fleet)))
+    await become({"127.0.1.1": "decode", "127.0.1.2": "prefill"})
     await cluster.create("a0", "127.0.1.9", P)  # a list begins with it
     await cluster.forget()
     await cluster.delete("p2")
-    await until(lambda: roles(fleet) == {"127.0.1.1": "decode", "127.0.1.3": "prefill"}, lambda: str(roles(fleet)))
+    await become({"127.0.1.1": "decode", "127.0.1.3": "prefill"})
 
 
-async def test_those_that_come_and_go_later_are_followed(cluster, fleet, discover, until):
-    discover()
-    await cluster.watched.wait()
+async def test_those_that_come_go_and_change_later_are_followed(cluster, discover, become):
+    await discover()
     await cluster.create("d", "127.0.1.2", D)
-    await until(lambda: roles(fleet) == {"127.0.1.2": "decode"})
+    await become({"127.0.1.2": "decode"})
     await cluster.create("p", "127.0.1.1", P)
-    await until(lambda: len(fleet.replicas) == 2)
+    await become({"127.0.1.2": "decode", "127.0.1.1": "prefill"})
     await cluster.change("d", deletionTimestamp="2026-11-24T00:00:00Z")
-    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill"}, "a pod that is to end went on getting requests")
+    await become({"127.0.1.1": "prefill"})  # a pod that is to end gets no more requests
     await cluster.delete("d")
+    await cluster.change("p", D)
+    await become({"127.0.1.1": "decode"})
+    await cluster.change("p", APP | {"llm-d.ai/role": "encode"})
+    await become({})
+    await cluster.change("p", P)
+    await become({"127.0.1.1": "prefill"})
     await cluster.delete("p")
-    await until(lambda: not fleet.replicas)
+    await become({})
 
 
 async def test_one_that_is_to_end_finishes_what_it_has(cluster, fleet, discover, until):
     running = {"127.0.1.1:1": 1}
     fleet.inflight, fleet._drain_timeout = lambda id: running.get(id, 0), 60.0
-    await cluster.create("p", "127.0.1.1", P)
-    discover()
-    (replica,) = await until(lambda: [*fleet.replicas.values()])
-    await cluster.watched.wait()
+    await discover(p=("127.0.1.1", P))
+    (replica,) = fleet.replicas.values()
     await cluster.change("p", deletionTimestamp="2026-11-24T00:00:00Z")
     await until(lambda: "1 requests to finish" in replica.reason, lambda: f"{replica.state}: {replica.reason}")
     assert replica.id in fleet.replicas
@@ -113,32 +133,21 @@ LISTS = {"labels": {"items": [pod(labels=["x"])]}, "a label": {"items": [pod(lab
          "pod": {"items": ["z"]}, "metadata": {"metadata": ["1"]}, "version": {"metadata": {"resourceVersion": 7}}, "items": {"items": 7}}  # fmt: skip
 
 
-@pytest.mark.parametrize("told", LISTS.values(), ids=LISTS)
-async def test_a_list_that_no_kubernetes_tells_is_a_problem_and_is_asked_for_again(
-    told, cluster, fleet, discover, until
-):
-    await cluster.create("p", "127.0.1.1", P)
-    found = discover()
-    await until(lambda: fleet.replicas)
-    await cluster.watched.wait()
-    cluster.told = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [], **told}).encode()
+CHANGES = {"long": b'{"x":"' + b"a" * 5_000_000 + b'"}\n', "deep": b"[" * 200_000 + b"\n", "a type": b'{"type":7}\n'}
+
+
+@pytest.mark.parametrize("what", [*LISTS, *CHANGES])
+async def test_what_no_kubernetes_tells_is_a_problem_and_is_asked_for_again(what, cluster, fleet, discover, until):
+    found = await discover(p=("127.0.1.1", P))
+    if what in LISTS:
+        told = {"metadata": {"resourceVersion": "1"}, "items": [], **LISTS[what]}
+        cluster.told = json.dumps(told).encode()
+    else:
+        cluster.changes = CHANGES[what]
     await cluster.forget()
     await until(lambda: "the answer is not a Kubernetes API's" in found.problem, lambda: found.problem)
     assert roles(fleet) == {"127.0.1.1": "prefill"}
-    cluster.told = None
-    await until(lambda: not found.problem)
-
-
-@pytest.mark.parametrize("change", [b'{"x":"' + b"a" * 5_000_000 + b'"}\n', b"[" * 200_000 + b"\n", b'{"type":7}\n'])
-async def test_a_change_that_no_kubernetes_tells_is_a_problem_and_is_asked_for_again(
-    change, cluster, fleet, discover, until
-):
-    await cluster.create("p", "127.0.1.1", P)
-    cluster.changes = change
-    found = discover()
-    await until(lambda: "the answer is not a Kubernetes API's" in found.problem, lambda: found.problem)
-    assert roles(fleet) == {"127.0.1.1": "prefill"}
-    cluster.changes = None
+    cluster.told = cluster.changes = None
     await until(lambda: not found.problem)
 
 
@@ -201,75 +210,64 @@ async def test_changes_that_come_together_are_told_together(cluster, pods, until
     assert len(told) == 1  # the next one comes after an hour
 
 
-async def test_while_the_api_is_away_its_replicas_stay_and_then_follow(cluster, fleet, discover, until):
-    await cluster.create("p", "127.0.1.1", P)
-    found = discover()
-    await until(lambda: fleet.replicas)
-    (replica,) = fleet.replicas.values()
-    port = cluster.port
+async def test_while_the_api_is_away_its_replicas_stay_and_then_follow(cluster, fleet, discover, become, until):
+    found = await discover(p=("127.0.1.1", P))
+    before, port = [*fleet.replicas.values()], cluster.port
     await cluster.stop()
     await until(lambda: "does not answer" in found.problem, lambda: found.problem)
-    assert [*fleet.replicas.values()] == [replica]
+    assert [*fleet.replicas.values()] == before
     await cluster.delete("p")
     await cluster.create("d", "127.0.1.2", D)
     await cluster.start(port)
-    await until(lambda: roles(fleet) == {"127.0.1.2": "decode"})
+    await become({"127.0.1.2": "decode"})
     assert not found.problem
 
 
-async def test_versions_that_the_api_has_forgotten_are_asked_all_over_again(cluster, fleet, discover, until):
-    await cluster.create("p", "127.0.1.1", P)
-    discover()
-    await cluster.watched.wait()
+async def test_versions_that_the_api_has_forgotten_are_asked_all_over_again(cluster, fleet, discover, become):
+    await discover(p=("127.0.1.1", P))
     (replica,) = fleet.replicas.values()
     cluster.watched.clear()
     await cluster.forget()
     await cluster.watched.wait()
     await cluster.create("d", "127.0.1.2", D)
-    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill", "127.0.1.2": "decode"})
+    await become({"127.0.1.1": "prefill", "127.0.1.2": "decode"})
     assert fleet.replicas[replica.id] is replica, "it lost what was known of its cache"
 
 
-async def test_what_an_operator_removed_stays_out_until_its_pod_is_another(cluster, fleet, discover, until):
-    await cluster.create("p", "127.0.1.1", P)
-    discover()
-    await cluster.watched.wait()
+async def test_what_an_operator_removed_stays_out_until_its_pod_is_another(cluster, fleet, discover, become):
+    await discover(p=("127.0.1.1", P))
     await fleet.remove("127.0.1.1:1")
     await cluster.create("d", "127.0.1.2", D)
-    await until(lambda: roles(fleet) == {"127.0.1.2": "decode"})
+    await become({"127.0.1.2": "decode"})
     await cluster.delete("p")
     await cluster.create("p", "127.0.1.1", P)
-    await until(lambda: "127.0.1.1" in roles(fleet))
+    await become({"127.0.1.2": "decode", "127.0.1.1": "prefill"})
 
 
-async def test_it_begins_where_other_processes_stand(cluster, fleet, discover, until):
+async def test_it_begins_where_other_processes_stand(cluster, discover, become, until):
     gone = []
     await cluster.create("removed", "127.0.1.1", P)
     await cluster.create("drained", "127.0.1.2", D)
-    found = discover()
+    found = discover.start()
     found.gone = gone.append
     found.resume(["127.0.1.1:1", "127.0.1.8:1"], ["127.0.1.1:1", "127.0.1.2:1", "127.0.1.8:1", "127.0.1.9:1"])
-    await until(lambda: roles(fleet) == {"127.0.1.2": "decode"})
+    await become({"127.0.1.2": "decode"})
     assert gone == ["127.0.1.8:1", "127.0.1.9:1"], "these went before this process knew of pods"
     await cluster.watched.wait()
     await cluster.delete("removed")
     await until(lambda: gone[2:] == ["127.0.1.1:1"])
     await cluster.create("again", "127.0.1.1", P)
-    await until(lambda: "127.0.1.1" in roles(fleet))
+    await become({"127.0.1.2": "decode", "127.0.1.1": "prefill"})
     await cluster.delete("drained")
     await until(lambda: gone[3:] == ["127.0.1.2:1"])
 
 
 async def test_who_goes_with_its_pod_is_told_before_and_not_what_an_operator_removes(cluster, fleet, discover, until):
     left = []
-    await cluster.create("p", "127.0.1.1", P)
-    await cluster.create("d", "127.0.1.2", D)
-    discover().leaving = left.extend
-    await until(lambda: len(fleet.replicas) == 2)
+    (await discover(p=("127.0.1.1", P), d=("127.0.1.2", D))).leaving = left.extend
     first, second = fleet.replicas.values()
     fleet.inflight = lambda id: int(id == first.id and not left)  # the drain goes on meanwhile
     removal = fleet.remove(first.id)
-    await cluster.watched.wait()
     await cluster.delete("p")
     await cluster.delete("d")
     await until(lambda: not fleet.replicas)
@@ -277,22 +275,18 @@ async def test_who_goes_with_its_pod_is_told_before_and_not_what_an_operator_rem
     assert left == [second]
 
 
-async def test_replicas_given_by_their_urls_are_not_touched(cluster, fleet, discover, until):
+async def test_replicas_given_by_their_urls_are_not_touched(cluster, fleet, discover, become):
     fleet.add("http://127.0.1.1:1#role=both")
-    await cluster.create("p", "127.0.1.1", P)
-    await cluster.create("d", "127.0.1.2", D)
-    discover()
-    await until(lambda: len(fleet.replicas) == 2)
+    await discover(p=("127.0.1.1", P), d=("127.0.1.2", D))
     assert roles(fleet) == {"127.0.1.1": "both", "127.0.1.2": "decode"}
-    await cluster.watched.wait()
     await cluster.delete("p")
     await cluster.delete("d")
-    await until(lambda: roles(fleet) == {"127.0.1.1": "both"})
+    await become({"127.0.1.1": "both"})
 
 
 async def test_an_api_that_refuses_is_said_with_what_would_help(cluster, fleet, discover, until):
     cluster.refuses = 403
-    found = discover()
+    found = discover.start()
     await until(lambda: "answers 403: pods is forbidden" in found.problem, lambda: found.problem)
     assert "get, list and watch pods" in found.problem
     cluster.refuses = 0
@@ -300,29 +294,21 @@ async def test_an_api_that_refuses_is_said_with_what_would_help(cluster, fleet, 
     await until(lambda: fleet.replicas)
 
 
-async def test_inside_a_cluster_the_account_of_the_pod_opens_the_api(fleet, until, tmp_path):
+async def test_inside_a_cluster_the_account_of_the_pod_opens_the_api(fleet, become, until, tmp_path):
     """Over TLS, by the authority and the token that the pod is given, and by the token that replaces it."""
-    authority(tmp_path)
-    issue(tmp_path, "server", "IP:127.0.0.1")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
-    for name, text in (
-        ("namespace", "inference"),
-        ("token", "of this hour"),
-        ("ca.crt", (tmp_path / "ca.pem").read_text()),
-    ):
-        (tmp_path / name).write_text(text)
+    context = server_context(tmp_path, "IP:127.0.0.1")
+    (tmp_path / "ca.pem").rename(tmp_path / "ca.crt")
+    (tmp_path / "namespace").write_text("inference")
+    (tmp_path / "token").write_text("of this hour")
     cluster = Cluster(token="of this hour")
     await cluster.start(tls=context)
     await cluster.create("p", "127.0.1.1", P)
     settings = Discover(selector="app=vllm")
-    where = place(
-        settings, tmp_path, {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(cluster.port)}
-    )
-    found = Discovery(fleet, settings, where)
+    there = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(cluster.port)}
+    found = Discovery(fleet, settings, place(settings, tmp_path, there))
     task = asyncio.create_task(found.run())
     try:
-        await until(lambda: roles(fleet) == {"127.0.1.1": "prefill"}, lambda: found.problem)
+        await become({"127.0.1.1": "prefill"})
         await cluster.watched.wait()  # first: with the next token it would not be answered
         cluster.token = "of the next one"
         await cluster.forget()
@@ -333,17 +319,6 @@ async def test_inside_a_cluster_the_account_of_the_pod_opens_the_api(fleet, unti
     finally:
         task.cancel()
         await cluster.stop()
-
-
-async def test_a_label_that_changes_changes_the_role(cluster, fleet, discover, until):
-    await cluster.create("one", "127.0.1.1", P)
-    discover()
-    await until(lambda: roles(fleet) == {"127.0.1.1": "prefill"})
-    await cluster.watched.wait()
-    await cluster.change("one", D)
-    await until(lambda: roles(fleet) == {"127.0.1.1": "decode"})
-    await cluster.change("one", {"app": "vllm", "llm-d.ai/role": "encode"})
-    await until(lambda: not fleet.replicas)
 
 
 async def test_ever_new_pods_in_a_stream_are_a_problem_and_what_was_known_is_told(cluster, pods, monkeypatch):

@@ -3,40 +3,30 @@
 import asyncio
 
 import pytest
-from aiohttp import web
 
-from replicas import Fleet, State, watch
+from replicas import State, watch
 from replicas.health import Health, Verdict
 
 READY, DEGRADED, WARMING = State.READY, State.DEGRADED, State.WARMING
 
 
-async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(engine, comes):
+async def test_what_takes_an_engines_port_between_two_looks_gets_no_traffic(fleets, engine, comes):
     """Nobody saw it down: the connection that was kept for asking has broken, so all is asked."""
-    fleet = Fleet(interval=0.5)
-    seen = []
+    fleet, seen, url = fleets(0.5), [], await engine()
     fleet.on_change.append(lambda replica, old, new: seen.append(new))
-    try:
-        url = await engine()
-        replica = await comes(fleet.add(url), READY)
-        engine.asked.clear()
-        await fleet.engines[replica.id].tick()
-        assert engine.asked[:1] == ["/health"] and "/v1/models" not in engine.asked, (
-            "a kept connection: the same process"
-        )
-        port = int(url.rpartition(":")[2])
-        await engine.stop()
-        await engine(port)
-        engine.html()
-        await comes(replica, WARMING)
-        assert "something else than the engine answers there" in replica.reason
-        assert State.FAILED not in seen
-        await engine.stop()
-        await engine(port, started="2.0")
-        await comes(replica, READY)
-        assert replica.incarnation == "2.00", "its cache is empty"
-    finally:
-        await fleet.stop()
+    replica = await comes(fleet.add(url), READY)
+    engine.asked.clear()
+    await fleet.engines[replica.id].tick()
+    assert engine.asked[:1] == ["/health"] and "/v1/models" not in engine.asked, "a kept connection: the same process"
+    await engine.stop()
+    await engine(replica.port)
+    engine.html()
+    await comes(replica, WARMING)
+    assert "something else than the engine answers there" in replica.reason and State.FAILED not in seen
+    await engine.stop()
+    await engine(replica.port, started="2.0")
+    await comes(replica, READY)
+    assert replica.incarnation == "2.00", "its cache is empty"
 
 
 @pytest.mark.parametrize("answers", ["without an API", "after a wrong answer"])
@@ -55,19 +45,18 @@ async def test_what_is_no_engine_is_known_as_such_until_something_else_is_there(
     await engine.stop()
     await comes(replica, State.FAILED)
     await until(lambda: not replica.foreign)  # nobody listens: an engine may be loading
-    await engine(int(url.rpartition(":")[2]))
+    await engine(replica.port)
     await comes(replica, READY)
     assert not replica.foreign
 
 
 async def test_whoever_needs_proof_has_it_without_waiting_for_the_next_turn(seldom, engine, comes, monkeypatch):
     """Nor for the pause between two looks; and those who ask together share one look."""
-    url = await engine()
-    replica = await comes(seldom.add(url), READY)
+    replica = await comes(seldom.add(await engine()), READY)
     monkeypatch.setattr(watch, "CLOSEST", 3600.0)
     assert replica.is_proven
     await engine.stop()
-    await engine(int(url.rpartition(":")[2]), started="2.0")
+    await engine(replica.port, started="2.0")
     assert not replica.is_proven and replica.incarnation == "1.00"
     engine.asked.clear()
     assert all(await asyncio.gather(*(seldom.prove(replica.id) for _ in range(5))))
@@ -120,27 +109,23 @@ async def test_an_engine_that_answers_late_is_not_asked_to_prove_itself(seldom, 
     assert replica.proof is not None
 
 
-async def test_what_took_an_engines_place_and_does_not_answer_is_not_taken_for_it(
-    seldom, engine, comes, until, monkeypatch
-):
+async def test_what_took_an_engines_place_silently_is_not_taken_for_it(seldom, engine, comes, until, monkeypatch):
     """Neither by those who wait for the look that it does not answer, nor by those who come after that."""
-    url = await engine()
-    replica = await comes(seldom.add(url), READY)
-    monkeypatch.setattr(watch, "DEADLINE", 0.05)
+    replica = await comes(seldom.add(await engine()), READY)
     await engine.stop()
-    await engine(int(url.rpartition(":")[2]), models=("other",))
+    await engine(replica.port, models=("other",))
     await until(lambda: not replica.is_proven)
     engine.hold.clear()
-    assert not await seldom.prove(replica.id)
+    with monkeypatch.context() as while_silent:
+        while_silent.setattr(watch, "DEADLINE", 0.05)
+        assert not await seldom.prove(replica.id)
     assert not replica.is_proven
     engine.hold.set()
     assert await seldom.prove(replica.id) and "other" in replica.models
 
 
 @pytest.mark.parametrize("closes", ["announced", "silently"])
-async def test_an_engine_that_closes_its_connections_is_well_and_not_asked_for_all_each_time(
-    fleet, engine, comes, until, closes
-):
+async def test_an_engine_that_closes_its_connections_is_well(fleet, engine, comes, until, closes):
     engine.closes = closes
     replica = await comes(fleet.add(await engine(running=False)), READY)
     assert await fleet.prove(replica.id) and replica.is_proven
@@ -150,13 +135,12 @@ async def test_an_engine_that_closes_its_connections_is_well_and_not_asked_for_a
 
 
 async def test_who_closed_one_connection_as_engines_do_that_end_is_asked_for_all_next_time(seldom, engine, comes):
-    url = await engine()
-    replica = await comes(seldom.add(url), READY)
+    replica = await comes(seldom.add(await engine()), READY)
     engine.closes = "announced"
     await seldom.engines[replica.id].tick()
     engine.closes = ""
     await engine.stop()
-    await engine(int(url.rpartition(":")[2]), models=("other",))
+    await engine(replica.port, models=("other",))
     await seldom.engines[replica.id].tick()
     assert "other" in replica.models
 
@@ -192,9 +176,7 @@ async def test_a_mock_that_names_no_models_is_out_for_good_once_it_answered_as_n
 
 @pytest.mark.parametrize("started", ["", "1.0"], ids=["never told a start", "told one before"])
 @pytest.mark.parametrize("change", [{"version": "0.33.0"}, {"models": ("other",)}])
-async def test_another_version_or_model_is_another_process_where_no_start_is_told(
-    fleet, engine, comes, until, change, started
-):
+async def test_another_version_or_model_is_another_process(fleet, engine, comes, until, change, started):
     replica = await comes(fleet.add(await engine(started=started)), READY)
     del engine.pages["/metrics"]
     before = replica.incarnation
@@ -209,15 +191,8 @@ async def test_another_version_or_model_is_another_process_where_no_start_is_tol
     await comes(replica, READY)
 
 
-async def two(fleet, serve, comes):
-    async def handler(request):
-        return web.json_response({"data": [{"id": "m"}]}) if request.path == "/v1/models" else web.Response()
-
-    return [await comes(fleet.add(await serve(handler)), READY) for _ in range(2)]
-
-
-async def test_one_that_fails_every_second_request_is_out_though_others_of_its_are_answered(fleet, serve, comes):
-    bad, good = await two(fleet, serve, comes)
+async def test_one_that_fails_every_second_request_is_out_though_others_of_its_are_answered(fleet, engine, comes):
+    bad, good = [await comes(fleet.add(await engine()), READY) for _ in range(2)]
     for _ in range(5):
         for replica in (bad, good):
             fleet.succeeded(replica.id)

@@ -1,10 +1,8 @@
 """The fleet and engines that end gracefully: they turn newcomers away, and finish what they have."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
-from aiohttp import web
 
 from replicas import State, health, watch
 
@@ -27,50 +25,27 @@ def held(fleet):
     return held
 
 
-@pytest.fixture
-async def engine(serve):
-    """One that computes: `health` and `answer` are what it says to probes and to newcomers."""
-    told = SimpleNamespace(health=200, answer=(200, {}), moves=True, generated=0)
-
-    async def handler(request):
-        if request.method == "POST":
-            status, body = told.answer
-            return web.json_response(body, status=status, dumps=lambda it: str(it).replace("'", '"').replace(": ", ":"))
-        if request.path == "/health":
-            return web.Response(status=told.health)
-        if request.path == "/metrics":
-            told.generated += told.moves
-            page = f"vllm:num_requests_running 1\nvllm:generation_tokens_total {told.generated}\n"
-            return web.Response(text=f"process_start_time_seconds 1\n{page}")
-        return web.json_response({"data": [{"id": "m"}]} if request.path == "/v1/models" else {})
-
-    told.url = await serve(handler)
-    return told
-
-
 def states(fleet, replica):
     return [new for id, _, new in fleet.seen if id == replica.id]
 
 
-async def test_health_that_says_503_while_requests_run_is_a_leave_and_no_death(
-    fleet, engine, held, comes, until, caplog
-):
-    replica = await comes(fleet.add(engine.url), READY)
+async def test_health_that_says_503_while_requests_run_is_a_leave_and_no_death(fleet, core, held, comes, until, caplog):
+    replica = await comes(fleet.add(core.url), READY)
     held.add(replica.id)
-    engine.health = 503
+    core.health = 503
     await comes(replica, LEAVING)
     assert "takes nothing new, and finishes what it has: /health answers 503" in replica.reason
     assert [one.levelname for one in caplog.records if "-> leaving" in one.getMessage()] == ["WARNING"]
     seen = [replica.moved_at]
     await until(lambda: replica.moved_at != seen[-1] and (seen.append(replica.moved_at) or len(seen) > 5))
     assert replica.state is LEAVING, "however long it takes: its counters move"
-    engine.health = 200
+    core.health = 200
     await comes(replica, READY)
     assert states(fleet, replica) == [State.WARMING, READY, LEAVING, READY]
 
 
-async def test_nobody_listens_any_more_and_its_connections_stand(fleet, engine, serve, held, comes, until):
-    replica = await comes(fleet.add(engine.url), READY)
+async def test_nobody_listens_any_more_and_its_connections_stand(fleet, core, serve, held, comes, until):
+    replica = await comes(fleet.add(core.url), READY)
     held.add(replica.id)
     await serve.stop()
     await comes(replica, LEAVING)
@@ -87,10 +62,8 @@ async def test_nobody_listens_any_more_and_its_connections_stand(fleet, engine, 
     assert states(fleet, replica) == [State.WARMING, READY, LEAVING, FAILED]
 
 
-async def test_requests_that_are_refused_while_others_run_do_not_show_that_nobody_is_there(
-    fleet, engine, serve, held, comes
-):
-    replica = await comes(fleet.add(engine.url), READY)
+async def test_refused_requests_show_no_end_while_others_run(fleet, core, serve, held, comes):
+    replica = await comes(fleet.add(core.url), READY)
     held.add(replica.id)
     await serve.stop()
     looks = []
@@ -102,55 +75,48 @@ async def test_requests_that_are_refused_while_others_run_do_not_show_that_nobod
 
 
 @pytest.mark.parametrize("answer", [(500, {"error": "ends"}), (200, ABORTED)], ids=["with an error", "by giving up"])
-async def test_it_fails_what_is_new_and_goes_on_with_what_it_has(fleet, engine, held, comes, answer):
+async def test_it_fails_what_is_new_and_goes_on_with_what_it_has(fleet, core, held, comes, answer):
     """vLLM with --shutdown-timeout: /health is 200, and the counters move."""
-    replica = await comes(fleet.add(engine.url), READY)
+    replica = await comes(fleet.add(core.url), READY)
     held.add(replica.id)
-    engine.answer = answer
+    core.answer = answer
     fleet.unconfirmed(replica.id)
     await comes(replica, LEAVING)
     assert replica.reason == "fails what it is newly sent, and goes on with what it has"
     fleet.succeeded(replica.id)  # one of those
     await asyncio.gather(*(fleet.prove(replica.id) for _ in range(3)))
     assert replica.state is LEAVING
-    engine.answer = 200, {}
+    core.answer = 200, {}
     await comes(replica, READY)
     assert states(fleet, replica) == [State.WARMING, READY, LEAVING, READY]
 
 
-async def test_one_that_fails_what_it_is_asked_and_does_not_end_takes_traffic_again_once_it_is_idle(
-    fleet, engine, held, comes
-):
-    replica = await comes(fleet.add(engine.url), READY)
-    engine.answer = 500, {}
+async def test_one_that_fails_what_is_new_and_stays_takes_traffic_again(fleet, core, held, comes):
+    replica = await comes(fleet.add(core.url), READY)
+    core.answer = 500, {}
     fleet.unconfirmed(replica.id)
     await comes(replica, LEAVING)
-    engine.moves = False
+    core.moves = False
     replica.moved_at = float("-inf")  # as after 20 s without a step
     await comes(replica, DEGRADED)
     fleet.succeeded(replica.id)  # a request to another endpoint, which works
     assert replica.state is READY
-    engine.moves = True
+    core.moves = True
     fleet.unconfirmed(replica.id)
     await comes(replica, DEGRADED)
     assert states(fleet, replica) == [State.WARMING, READY, LEAVING, DEGRADED, READY, DEGRADED]
 
 
-async def test_one_whose_time_is_up_is_gone_though_its_connections_stand(fleet, engine, serve, held, comes):
+async def test_one_whose_time_is_up_is_gone_though_its_connections_stand(fleet, core, serve, held, comes):
     """vLLM 0.32 whose streams did not end within --shutdown-timeout: its core is gone, and it waits for them."""
-    replica = await comes(fleet.add(engine.url), READY)
+    replica = await comes(fleet.add(core.url), READY)
     held.add(replica.id)
-    engine.answer = 500, {}
+    core.answer = 500, {}
     fleet.unconfirmed(replica.id)
     await comes(replica, LEAVING)
     await serve.stop()
     await comes(replica, FAILED)
     assert replica.ends, "what breaks there broke because it ends"
-    await serve_again(fleet, replica)
-    assert not replica.ends
-
-
-async def serve_again(fleet, replica):
-    """It is wanted again, as after an operator's drain."""
     await fleet.drain(replica.id)
     fleet.resume(replica.id)
+    assert not replica.ends

@@ -73,10 +73,7 @@ vllm:prefix_cache_hits_total{engine="1",model_name="tiny"} 0.0
 def test_ranks_are_known_before_their_first_request():
     scrape = parse(IDLE, 0.0)
     assert scrape.engines == (0, 1) and scrape.running is None and scrape.started is None
-    assert [one.num_blocks for one in scrape.ranks] == [2048, 2048] and [one.prefix_hits for one in scrape.ranks] == [
-        0,
-        0,
-    ]
+    assert [(one.num_blocks, one.prefix_hits) for one in scrape.ranks] == [(2048, 0), (2048, 0)]
     assert not missing(IDLE)
 
 

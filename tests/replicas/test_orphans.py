@@ -58,7 +58,7 @@ async def gateway():
 
 async def engines(process) -> list[int]:
     """The engines' pids, once they are ready."""
-    return json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+    return json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
 
 
 def parent(pid: int) -> int:

@@ -7,19 +7,10 @@ from replicas.pods import Discover, place
 from replicas.replica import parse_url
 
 
-@pytest.mark.parametrize(
-    "label, role",
-    [
-        ("prefill", "prefill"),
-        ("decode", "decode"),
-        ("prefill-decode", "both"),
-        ("both", "both"),
-        ("encode-prefill-decode", "both"),
-    ],
-)
-def test_the_role_is_what_the_label_says_as_llm_d_writes_it(label, role):
+@pytest.mark.parametrize("label", ["prefill", "decode", "prefill-decode", "both", "encode-prefill-decode"])
+def test_the_role_is_what_the_label_says_as_llm_d_writes_it(label):
     found = parse_url(Discover(selector="a=b").url_of("10.0.0.7", {"llm-d.ai/role": label}))
-    assert (found.url, found.role) == ("http://10.0.0.7:8000", role)
+    assert (found.url, found.role) == ("http://10.0.0.7:8000", label if label in ("prefill", "decode") else "both")
 
 
 def test_a_pod_without_the_label_takes_both_parts_and_an_address_of_ipv6_stands_in_brackets():
@@ -40,12 +31,8 @@ def test_a_url_says_what_no_label_says():
     url = "http://{ip}:8200#events=tcp://{ip}:5557,replay=tcp://{ip}:5558,role=decode"
     discover = Discover(selector="a=b", url=url)
     found = parse_url(discover.url_of("10.0.0.7", {}))
-    assert (found.port, found.source.endpoint, found.source.replay, found.role) == (
-        8200,
-        "tcp://10.0.0.7:5557",
-        "tcp://10.0.0.7:5558",
-        "decode",
-    )
+    assert (found.port, found.role) == (8200, "decode")
+    assert found.source[:2] == ("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558")
     assert parse_url(discover.url_of("10.0.0.7", {"llm-d.ai/role": "prefill"})).role == "prefill"
     mooncake = Discover(selector="a=b", url="http://{ip}:8000#transfer=mooncake,bootstrap=9000")
     assert parse_url(mooncake.url_of("10.0.0.7", {})).bootstrap == 9000

@@ -4,9 +4,8 @@ import asyncio
 from time import monotonic, sleep
 
 import pytest
-from aiohttp import web
 
-from replicas import Fleet, State
+from replicas import State
 from replicas.health import Health, Limits, Verdict
 from replicas.lifecycle import Event
 from replicas.pulse import BEAT_SECONDS, FRESH_SECONDS, LATE_SECONDS, MOST_FRESH_SECONDS, REMEMBERED, Pulse
@@ -96,17 +95,11 @@ def test_an_engine_is_not_lost_for_the_time_in_which_nobody_asked_it():
 
 
 @pytest.fixture
-async def watched(serve, until):
+async def watched(fleets, engine, comes):
     """A fleet of one READY replica, which is looked at when it is asked for alone; and its watch."""
-
-    async def handler(request):
-        return web.json_response({"data": [{"id": "m"}]})
-
-    fleet = Fleet(interval=3600.0)
-    replica = fleet.add(await serve(handler))
-    await until(lambda: replica.state is State.READY, lambda: replica.reason)
-    yield fleet, replica, fleet.engines[replica.id]
-    await fleet.stop()
+    fleet = fleets(3600.0)
+    replica = await comes(fleet.add(await engine()), State.READY)
+    return fleet, replica, fleet.engines[replica.id]
 
 
 async def test_what_broke_while_nobody_read_is_looked_at_and_not_counted(watched, until):
@@ -124,7 +117,7 @@ async def test_what_broke_while_nobody_read_is_looked_at_and_not_counted(watched
     assert replica.state is State.DEGRADED, "an engine's own errors do not come from that"
 
 
-async def test_a_look_that_failed_while_we_were_held_up_is_taken_again_once(watched, serve):
+async def test_a_look_that_failed_while_we_were_held_up_is_taken_again_once(watched, engine):
     """And not a second time, on a machine that is held up all the time."""
     fleet, replica, watch = watched
     found = watch.access.find
@@ -140,7 +133,7 @@ async def test_a_look_that_failed_while_we_were_held_up_is_taken_again_once(watc
     close, watch.access.close = watch.access.close, stays_open
     fleet.engines[replica.id].task.cancel()  # what it is nudged to do is done below
     watch.access.find = held_up
-    await serve.stop()
+    await engine.stop()
     failures = []
     for _ in range(3):
         await watch.tick(full=True)

@@ -3,23 +3,14 @@
 import asyncio
 
 import pytest
-from aiohttp import web
 
-from replicas import State, watch
-from replicas.engines.simulated.profile import SimProfile
-from replicas.launch.command import Command
+from replicas import State
 from replicas.launch.ports import pick
-from replicas.launch.supervisor import Backoff
 
+from .conftest import answering
+
+pytestmark = pytest.mark.usefixtures("impatient")
 READY, STOPPED, FAILED = State.READY, State.STOPPED, State.FAILED
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(watch, "SHORT_DEADLINE", 0.2)
-    monkeypatch.setattr(watch, "DEADLINE", 0.5)
-    monkeypatch.setattr(watch, "FACTS", 0.2)
-    monkeypatch.setattr(Backoff, "FIRST", 0.2)
 
 
 class Ranked:
@@ -29,29 +20,25 @@ class Ranked:
         self.serve, self.count, self.started, self.listed, self.adapters = serve, 2, 1.0, True, ()
 
     async def start(self, port: int = 0) -> str:
-        self.url = await self.serve(self.answer, port)
+        pages = {
+            "/health": "",
+            "/version": {"version": "0.32.0"},
+            "/metrics": self.metrics,
+            "/v1/models": lambda: {"data": [{"id": "m"}, *({"id": one, "parent": "m"} for one in self.adapters)]},
+            "/kv_event_sources": lambda: {str(rank): self.source(rank) for rank in range(self.count)} if self.listed else 404,
+        }  # fmt: skip
+        self.url = await self.serve(answering(pages), port)
         self.stop = self.serve.stop
         return self.url
 
-    async def answer(self, request: web.Request) -> web.Response:
-        pages = {"/health": "", "/version": {"version": "0.32.0"}, "/metrics": self.metrics()}
-        pages["/v1/models"] = {"data": [{"id": "m"}, *({"id": name, "parent": "m"} for name in self.adapters)]}
-        if self.listed:
-            pages["/kv_event_sources"] = {
-                str(rank): {"endpoint": f"tcp://*:{5600 + rank}", "replay_endpoint": f"tcp://*:{5700 + rank}"}
-                for rank in range(self.count)
-            }
-        page = pages.get(request.path)
-        if page is None:
-            return web.Response(status=404)
-        return web.json_response(page) if isinstance(page, dict) else web.Response(text=page)
+    def source(self, rank: int) -> dict:
+        return {"endpoint": f"tcp://*:{5600 + rank}", "replay_endpoint": f"tcp://*:{5700 + rank}"}
 
     def metrics(self) -> str:
         lines = [f"process_start_time_seconds {self.started}"]
         for rank in range(self.count):
-            lines.append(
-                f'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="{100 * self.count}"}} 1.0'
-            )
+            sizes = f'block_size="16",engine="{rank}",num_gpu_blocks="{100 * self.count}"'
+            lines.append(f"vllm:cache_config_info{{{sizes}}} 1.0")
             lines.append(f'vllm:num_requests_waiting{{engine="{rank}",model_name="m"}} {rank}.0')
         return "\n".join(lines) + "\n"
 
@@ -66,14 +53,9 @@ def become(fleet, until):
     """Wait until the fleet's replicas are these, all in one state; them in order."""
 
     async def become(ids, state=READY):
-        def told():
-            return {id: f"{one.state}: {one.reason}" for id, one in fleet.replicas.items()}
-
         await until(
-            lambda: (
-                sorted(fleet.replicas) == sorted(ids) and all(one.state is state for one in fleet.replicas.values())
-            ),
-            told,
+            lambda: {id: one.state for id, one in fleet.replicas.items()} == dict.fromkeys(ids, state),
+            lambda: {id: f"{one.state}: {one.reason}" for id, one in fleet.replicas.items()},
         )
         return [fleet.replicas[id] for id in ids]
 
@@ -95,10 +77,7 @@ async def test_each_rank_is_a_replica_with_its_own_events_load_and_cache(fleet, 
     assert [replica.num_blocks for replica in (zero, one)] == [100, 100]
     assert [replica.scrape.waiting for replica in (zero, one)] == [0, 1]
     assert zero.incarnation == one.incarnation == "1.00" and zero.version == "0.32.0"
-    assert [replica.headers for replica in (zero, one)] == [
-        {"X-data-parallel-rank": "0"},
-        {"X-data-parallel-rank": "1"},
-    ]
+    assert [replica.headers for replica in (zero, one)] == [{"X-data-parallel-rank": rank} for rank in "01"]
     assert len(fleet.engines) == 1 and zero.takes_rank("/v1/completions") and not zero.takes_rank("/v1/responses")
 
 
@@ -191,21 +170,11 @@ async def test_what_happens_to_all_ranks_of_an_engine_is_one_change(fleet, ranke
     assert seen[3:] == [one.id for one in ranks] + [""]
 
 
-@pytest.fixture
-def ranked_profile(fake_engine_argv):
-    class Fake(SimProfile):
-        @property
-        def ranks(self):
-            return 2
+async def test_a_launched_engines_ranks_are_there_from_the_start(fleet, fake_profile, become, alive, until):
+    class Ranked(type(fake_profile())):
+        ranks = property(lambda self: 2)
 
-        def command(self, host, ports, model):
-            return Command(fake_engine_argv("--port", str(ports.http)), {})
-
-    return Fake(engine="sim")
-
-
-async def test_a_launched_engines_ranks_are_there_from_the_start(fleet, ranked_profile, become, alive, until):
-    zero, one = await fleet.launch(1, ranked_profile)
+    zero, one = await fleet.launch(1, Ranked(engine="sim"))
     assert [replica.id for replica in (zero, one)] == list(fleet.replicas) and zero.managed
     http, ports = zero.port, fleet.engines[zero.engine].ports
     assert len(ports) == 7
@@ -221,26 +190,23 @@ async def test_a_launched_engines_ranks_are_there_from_the_start(fleet, ranked_p
     assert zero.state is STOPPED and not alive(pid)
 
 
-async def test_a_second_launch_takes_other_ports_and_devices(fleet, fake_engine_argv, monkeypatch):
+async def test_a_second_launch_takes_other_ports_and_devices(fleet, fake_profile, monkeypatch):
     """Also before the first one's engines listen."""
     asked = []
 
-    class Fake(SimProfile):
+    class Placed(type(fake_profile())):
         def place(self, count, used=()):
             asked.append(list(used))
             return self, [{"CUDA_VISIBLE_DEVICES": str(len(used) + number)} for number in range(count)]
 
-        def command(self, host, ports, model):
-            return Command(fake_engine_argv("--port", str(ports.http)), {})
-
     first = pick(1, "127.0.0.1", set(), run=64)[0]
-    monkeypatch.setattr(
-        "replicas.fleet.pick",
-        lambda count, host, taken, run: [
-            port for port in range(first, first + 64) if not taken & set(range(port, port + run))
-        ][: count * run : run],
-    )
-    await asyncio.gather(fleet.launch(2, Fake(engine="sim")), fleet.launch(1, Fake(engine="sim")))
+
+    def next_ones(count, host, taken, run):
+        free = [port for port in range(first, first + 64) if not taken & set(range(port, port + run))]
+        return free[: count * run : run]
+
+    monkeypatch.setattr("replicas.fleet.pick", next_ones)
+    await asyncio.gather(fleet.launch(2, Placed(engine="sim")), fleet.launch(1, Placed(engine="sim")))
     assert asked == [[], ["0", "1"]]
     ports = [port for engine in fleet.engines.values() for port in engine.ports]
     assert len(ports) == len(set(ports)) == 12

@@ -1,10 +1,6 @@
 """The fleet and engines that answer /health and compute nothing, as vLLM does when its core hangs."""
 
-import asyncio
-from types import SimpleNamespace
-
 import pytest
-from aiohttp import web
 
 from replicas import State, health, progress, watch
 from replicas.launch.supervisor import Backoff
@@ -23,33 +19,23 @@ def impatient(monkeypatch):
 
 
 @pytest.fixture
-async def hung(serve):
-    """URL of an engine whose core hangs; `running` and `generated` are what it reports, `wakes` ends its sleep."""
-    told = {"running": 0, "generated": 7}
-    wakes = asyncio.Event()
-
-    async def handler(request):
-        if request.method == "POST":
-            await wakes.wait()
-            return web.json_response({})
-        if request.path == "/metrics":
-            page = f"vllm:num_requests_running {told['running']}\nvllm:generation_tokens_total {told['generated']}\n"
-            return web.Response(text=f"process_start_time_seconds 1\n{page}")
-        return web.json_response({"data": [{"id": "m"}]} if request.path == "/v1/models" else {})
-
-    return SimpleNamespace(url=await serve(handler), told=told, wakes=wakes)
+def hung(core):
+    """An engine whose core hangs while it is idle: its counters stand still, and no prompt is answered."""
+    core.moves, core.running = False, 0
+    core.wakes.clear()
+    return core
 
 
 async def test_it_gets_no_traffic_until_its_counters_move(fleet, hung, comes):
     replica = await comes(fleet.add(hung.url), READY)
-    hung.told["running"] = 1
+    hung.running = 1
     await comes(replica, DEGRADED)
     assert "answers /health, but has computed nothing for" in replica.reason and "restart it" in replica.reason
     fleet.succeeded(replica.id)  # /tokenize, say: the API server does that alone
     for _ in range(3):
         fleet.failed(replica.id, "timeout")  # those that went elsewhere
     assert replica.state is DEGRADED and "has computed nothing for" in replica.reason
-    hung.told["generated"] += 1
+    hung.generated += 1
     await comes(replica, READY)
 
 

@@ -74,21 +74,6 @@ async def family(keep, tmp_path, until, fake_engine_argv):
     return process, control, [engine, *map(int, file.read_text().split())]
 
 
-def test_exit_codes_and_signals_are_told(keep):
-    process, control = keep(sys.executable, "-I", "-S", "-c", "raise SystemExit(7)")
-    pid_of(control)
-    assert line(control) == "exit 7"
-    assert process.wait(10) == 0
-    process, control = keep(sys.executable, "-I", "-S", "-c", SLEEP)
-    os.kill(pid_of(control), signal.SIGKILL)
-    assert line(control) == "exit -9"
-
-
-def test_a_command_that_is_not_there(keep):
-    _, control = keep("/nowhere/vllm", "serve")
-    assert line(control) == "error No such file or directory: /nowhere/vllm"
-
-
 async def test_stop_is_a_sigterm_and_the_engine_may_take_its_time(keep, until):
     code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); signal.pause()"
     _, control = keep(sys.executable, "-I", "-S", "-c", code)

@@ -22,12 +22,12 @@ from loadgen.calibrate import verb as calibrate
 from loadgen.demo import verb as demo
 from loadgen.options import BadInput, Failed
 from loadgen.plan import verb as plan
-from loadgen.report.tables import UNBOUNDED
 from loadgen.simulate import verb as simulate
 from policies.kv_space import BadModel
 from replicas import cli_errors
 from replicas.spelling import known_or_meant
 
+_UNBOUNDED = 100_000  # columns, more than any table needs
 _PADDING = re.compile(r" +$", re.M)
 
 
@@ -36,10 +36,8 @@ class Parser(cli_errors.PlainParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        program = self.prog.split()[0]
-        self.add_argument(
-            "-V", "--version", action="version", version=_version(program), help="show the version and exit"
-        )
+        said = _version(self.prog.split()[0])
+        self.add_argument("-V", "--version", action="version", version=said, help="show the version and exit")
 
     def refuse(self, why: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {why}\n")
@@ -86,7 +84,7 @@ def _console(args: argparse.Namespace) -> Console:
     if not console.is_terminal:
         console.file = cast(IO[str], Unpadded(console.file))
         if "COLUMNS" not in os.environ:
-            console.width = UNBOUNDED
+            console.width = _UNBOUNDED
     return console
 
 
@@ -127,11 +125,8 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         module.add_arguments(one)
         one.set_defaults(act=act)
     verbs.add_parser("version", help="print the version", description="Print the version.")
-    completion = verbs.add_parser(
-        "completion",
-        help="print a script that completes commands and flags in a shell",
-        description=f'Print a script that completes commands and flags: eval "$({prog} completion bash)".',
-    )
+    about = f'Print a script that completes commands and flags: eval "$({prog} completion bash)".'
+    completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell", description=about)  # fmt: skip
     completion.add_argument("shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS)
     return parser
 
@@ -143,29 +138,14 @@ def _version(prog: str) -> str:
 # Each command with its module, its function, and what it does: a line in the help of all, the first of its own.
 VERBS = (
     ("run", run, run.run_verb, "send a load to an OpenAI endpoint and report latencies, rates, hit rates and errors"),
-    (
-        "compare",
-        compare,
-        compare.compare_verb,
-        "send the same load to several endpoints, or to fresh engines per policy",
-    ),
-    (
-        "plan",
-        plan,
-        plan.plan_verb,
-        "compute what a model's KV cache holds, and the replicas that keep an SLO under a load",
-    ),
-    (
-        "simulate",
-        simulate,
-        simulate.simulate_verb,
-        "play a load in virtual time, without servers, and compare policies",
-    ),
+    ("compare", compare, compare.compare_verb, "send the same load to several endpoints, or to fresh engines per policy"),
+    ("plan", plan, plan.plan_verb, "compute what a model's KV cache holds, and the replicas that keep an SLO under a load"),
+    ("simulate", simulate, simulate.simulate_verb, "play a load in virtual time, without servers, and compare policies"),
     ("sweep", sweep, sweep.sweep_verb, "find the highest request rate at which an SLO is kept"),
     ("diff", diff, diff.diff_verb, "compare two files of --json and exit with 1 if anything got worse"),
     ("calibrate", calibrate, calibrate.calibrate_verb, "measure an engine, for simulated ones as fast as it"),
     ("demo", demo, demo.demo_verb, "play the same conversations under two policies, side by side, in two minutes"),
-)
+)  # fmt: skip
 COMMANDS = [*(verb for verb, *_ in VERBS), "version", "completion"]
 
 

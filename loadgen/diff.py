@@ -6,18 +6,19 @@ Exit codes: 0 if nothing got worse, 1 if something did or the two cannot be comp
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import orjson
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from loadgen.options import BadInput, flags
 from loadgen.report import comparison, files, noise, seeds, show
 from loadgen.report.noise import Verdict
 from loadgen.report.summary import PERCENTILES, Report, Reports, percentile_name
-from loadgen.report.tables import Cell, Fitting, Grid, fitted
+from loadgen.report.tables import Cell, Grid, drawn
 
 _LOOKS = {Verdict.BETTER: "better", Verdict.WORSE: "worse", Verdict.SAME: "soft", Verdict.NEITHER: ""}
 _PASSED_OVER = ("seed", "notes", "conversations", "last_start_s")  # workload fields that depend on the seed
@@ -37,9 +38,8 @@ def read(path: Path) -> Mapping[str, object]:
         why = getattr(error, "strerror", None) or f"not JSON: {error}"
         raise BadInput(f"{path}: {why}. Name two files that --json wrote") from None
     if not isinstance(figures, dict) or not reports_of(figures):
-        raise BadInput(
-            f"{path}: it has no figures of `loadgen run`, `compare`, `simulate` or `sweep`. Name two files that --json wrote"
-        )
+        verbs = "`loadgen run`, `compare`, `simulate` or `sweep`"
+        raise BadInput(f"{path}: it has no figures of {verbs}. Name two files that --json wrote")
     return figures
 
 
@@ -64,40 +64,32 @@ def pairs(args: argparse.Namespace, old: Reports, new: Reports) -> Iterator[tupl
         (before, was), (after, now) = *old.items(), *new.items()
         yield (before if before == after else f"{before or args.old} → {after or args.new}"), was, now
         return
-    common = [name for name in old if name in new]
-    if not common:
-        raise BadInput(
-            f"{args.old} has {', '.join(old) or 'one run'} and {args.new} has {', '.join(new) or 'one run'}: nothing to compare"
-        )
-    for name in common:
-        yield name, old[name], new[name]
+    if not old.keys() & new.keys():
+        there = " and ".join(f"{path} has {', '.join(of)}" for path, of in ((args.old, old), (args.new, new)))
+        raise BadInput(f"{there}: nothing to compare")
+    for name in old:
+        if name in new:
+            yield name, old[name], new[name]
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """Return the settings in which the two files differ, apart from the target."""
+    compared = [[one.get(part) or {} for one in (old, new)] for part in ("workload", "fleet")]
+    compared = [[{key: one[key] for key in one if key not in _PASSED_OVER} for one in pair] for pair in compared]
+    settings = [{"seeds": 1, **(one.get("setting") or {})} for one in (old, new)]
+    compared.append([{key: one.get(key) for key in ("seed", "seeds", "machine")} for one in settings])
     found = []
-    for part in ("workload", "fleet"):
-        was, now = old.get(part) or {}, new.get(part) or {}
+    for was, now in compared:
         for key in dict.fromkeys((*was, *now)):
-            if key not in _PASSED_OVER and was.get(key) != now.get(key):
-                found.append(_difference(key, was.get(key), now.get(key)))
-    was, now = ({"seeds": 1, **(one.get("setting") or {})} for one in (old, new))
-    found += [
-        _difference(key, was.get(key), now.get(key))
-        for key in ("seed", "seeds", "machine")
-        if was.get(key) != now.get(key)
-    ]
+            a, b = was.get(key), now.get(key)
+            if a is None or b is None:  # loads and fleets have different keys
+                found += [] if a == b else [f"{key} {b if a is None else a} in {'B' if a is None else 'A'} alone"]
+            elif a != b:
+                found.append(f"{key} {a} → {b}")
     return found
 
 
-def _difference(key: str, was: object, now: object) -> str:
-    """Describe one differing setting; loads and fleets have different keys, so one side may lack it."""
-    if was is None or now is None:
-        return f"{key} {now if was is None else was} in {'B' if was is None else 'A'} alone"
-    return f"{key} {was} → {now}"
-
-
-def table(old: Report, new: Report, void: str | None = None) -> Fitting:
+def table(old: Report, new: Report, void: str | None = None) -> Table:
     """Return a table with a row per figure: its values in A (`old`) and B (`new`), the verdict on B, and the change.
 
     `void`: why the two cannot be compared; no verdicts are shown then.
@@ -113,22 +105,14 @@ def table(old: Report, new: Report, void: str | None = None) -> Fitting:
         said = f"{judged} ({change})" if judged and change else judged or change
         values = (Cell(show.written(report, row.read, row.form)) for report in (old, new))
         rows.append([Cell(row.label), *values, Cell(said, _LOOKS[verdict] if judged else "")])
-    return fitted(Grid(("", "A", "B", "B against A"), rows), "by_seed" in old or "by_seed" in new)
+    return drawn(Grid(("", "A", "B", "B against A"), rows))
 
 
-def verdict_of(name: str, old: Report, new: Report, void: str | None) -> tuple[str, dict[Verdict, list[str]]]:
-    """Return the verdict in a sentence, and phrases on figures by verdict (none if `void` says why not to compare)."""
-    if void:
-        return f"{name}{': ' if name else ''}This comparison is void: {void}.", {verdict: [] for verdict in Verdict}
-    found = comparison.changes(new, old)
-    worse, better, count = found[Verdict.WORSE], found[Verdict.BETTER], comparison.counted(found)
-    if worse and better:
-        said = f"Mixed: {count}."
-    elif worse:
-        said = f"Worse: {count}."
-    else:
-        said = f"Better: {count}." if better else f"No difference beyond noise: {count}."
-    return (f"{name}: {said}" if name else said), found
+def verdict_of(found: Mapping[Verdict, Sequence[str]]) -> str:
+    """Return the verdict on all figures in a sentence; `found`: phrases on the figures that changed, by verdict."""
+    worse, better = found[Verdict.WORSE], found[Verdict.BETTER]
+    kind = "Mixed" if worse and better else "Worse" if worse else "Better" if better else "No difference beyond noise"
+    return f"{kind}: {comparison.counted(found)}."
 
 
 async def diff_verb(args: argparse.Namespace, console: Console) -> int:
@@ -138,20 +122,22 @@ async def diff_verb(args: argparse.Namespace, console: Console) -> int:
     if unlike := differences(old, new):
         console.print(Text(f"They were made differently: {'; '.join(unlike)}.", "yellow"), soft_wrap=True)
     written: dict[str, dict[str, object]] = {}
-    found = list(pairs(args, reports_of(old), reports_of(new)))
-    bad = False
-    for name, was, now in found:
+    sure, bad = "", False
+    for name, was, now in list(pairs(args, reports_of(old), reports_of(new))):
         void = comparison.void_because({"A": was, "B": now})
+        changes = {} if void else comparison.changes(now, was)
+        said = f"{name}: " if name else ""
+        said += f"This comparison is void: {void}." if void else verdict_of(changes)
         console.print(table(was, now, void))
-        said, changes = verdict_of(name, was, now, void)
         console.print(Text(said, "bold red" if void else "bold"), soft_wrap=True)
         for verdict in (Verdict.WORSE, Verdict.BETTER):
-            if changes[verdict]:
+            if changes.get(verdict):
                 console.print(show.bullets([f"{verdict.value}: {comparison.largest(changes[verdict])}"]))
-        written[name] = {"verdict": said, "void": void, **{one.value: changes[one] for one in _LOOKS if changes[one]}}
+        known = {one.value: changes[one] for one in _LOOKS if changes.get(one)}
+        written[name] = {"verdict": said, "void": void, **known}
         bad |= bool(void or changes[Verdict.WORSE])
-    sure = [(was, now) for name, was, now in found if not written[name]["void"]]
+        sure = sure or ("" if void else comparison.how_sure({"A": was, "B": now}))
     if sure:
-        console.print(f"\n[dim]{comparison.how_sure(dict(zip('AB', sure[0])))}[/]")
+        console.print(f"\n[dim]{sure}[/]")
     files.write_json(args.json, {"different": unlike, "targets": written}, console)
     return int(bad)

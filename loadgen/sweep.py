@@ -26,7 +26,7 @@ from loadgen.drive.records import Record
 from loadgen.options import ATTAINMENT, BadOption
 from loadgen.report import files, rates, seeds, show
 from loadgen.report.summary import Records, Report, now, setting
-from loadgen.report.tables import Fitting, Grid, fitted
+from loadgen.report.tables import Grid, drawn
 from loadgen.workload import datasets
 from loadgen.workload.conversations import Workload, at_rate, is_text, offer
 
@@ -243,7 +243,7 @@ def conclude(
     args: argparse.Namespace, console: Console, sweep: Sweep, records: Records, about: Mapping[str, object]
 ) -> None:
     """Print the answer and the curve that was measured, lowest rate first, and write the requested files."""
-    console.print(drawn(sweep))
+    console.print(drawn(table(sweep), (), "dim"))
     console.print(f"[bold]{sweep.answer}[/]\n[dim]{sweep.search.stopped}[/]", soft_wrap=True)
     reports = {f"{step['rate']:.4g}/s": step["report"] for step in sorted(sweep.steps, key=lambda step: step["rate"])}
     for name in [*reports][-1:]:
@@ -259,7 +259,3 @@ def table(sweep: Sweep) -> Grid:
     """Return the measured curve: one row per rate, lowest first."""
     steps = sorted(sweep.steps, key=lambda step: step["rate"])
     return show.tried(("offered /s",), [((f"{step['rate']:.4g}",), step["report"], step["kept"]) for step in steps])
-
-
-def drawn(sweep: Sweep) -> Fitting:
-    return fitted(table(sweep), any("by_seed" in step["report"] for step in sweep.steps), (), "dim")

@@ -29,6 +29,7 @@ from loadgen.drive.stack import Stack
 from loadgen.drive.target import model_of, stopped_by_interrupt
 from loadgen.report import files, show
 from loadgen.report.comparison import print_table
+from loadgen.report.progress import watched
 from loadgen.report.summary import Report, Reports, exit_code, now, setting, summarise
 from loadgen.run import until_interrupted
 from loadgen.workload.arrivals import conversation_starts
@@ -39,6 +40,7 @@ from replicas.pipes import refuse_pipe
 
 POLICIES = ("round_robin", "least_time")
 LEAST_CHARS = 2000  # minimum length of a text cut from a short file
+TALKS = 4  # conversations that the live view shows
 QUESTION = "Which module reads CSV?"
 
 
@@ -140,7 +142,7 @@ async def play(
         run = Run(conversations, starts, client, asking)
         before = await engines.cache_counts(stack.admin)
         with stopped_by_interrupt(run):
-            await live.watched(run, console, policy, which)
+            await watched(run, console, f"{policy}, {which}", TALKS)
         counted = engines.between(before, await engines.cache_counts(stack.admin))
         client.close()
         return {**summarise(run), "engines": counted}

@@ -7,14 +7,15 @@ Without any counters, the report has only the cached tokens that replies state.
 from __future__ import annotations
 
 import asyncio
-import re
 
 import orjson
 
 from loadgen.drive.client import BadURL, Client
+from replicas.engines import DEFAULT
+from replicas.metrics import parse
 
-_COUNTER = re.compile(rb"^(?:\w+:)?prefix_cache_(queries|hits)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+]+)", re.MULTILINE)
-Counts = dict[str, dict[str, float]]
+# By URL of an engine: prompt tokens that it looked up in its prefix cache since it began, and those that it found.
+Counts = dict[str, tuple[int, int]]
 
 
 async def replicas(admin: Client) -> list[dict[str, object]]:
@@ -29,43 +30,34 @@ async def replicas(admin: Client) -> list[dict[str, object]]:
 
 
 async def cache_counts(admin: Client) -> Counts:
-    """Return the "queries" and "hits" of each replica, by URL, in tokens since the engine began."""
-    found = await asyncio.gather(*(_read(str(item["url"])) for item in await replicas(admin)))
-    return {name: counts for name, counts in found if counts}
+    """Return the counters of each replica that has them."""
+    urls = [str(item["url"]) for item in await replicas(admin)]
+    found = await asyncio.gather(*map(_read, urls))
+    return {url: counts for url, counts in zip(urls, found) if counts}
 
 
-async def _read(url: str) -> tuple[str, dict[str, float]]:
+async def _read(url: str) -> tuple[int, int] | None:
     try:
         client = Client(url, timeout=5)
     except BadURL:
-        return url, {}
+        return None
     status, page, _ = await client.get("/metrics")
     client.close()
-    return url, parse_counts(page) if status == 200 else {}
-
-
-def parse_counts(page: bytes) -> dict[str, float]:
-    """Return {"queries": tokens looked up, "hits": tokens found}, summed over the engines on the page.
-
-    Returns {} if the page lacks either counter.
-    """
-    counts: dict[str, float] = {}
-    for name, value in _COUNTER.findall(page):
-        key = name.decode()
-        counts[key] = counts.get(key, 0.0) + float(value)
-    return counts if len(counts) == 2 else {}
+    found = parse(page, 0.0, DEFAULT.metrics) if status == 200 else None
+    if found is None or found.prefix_queries is None or found.prefix_hits is None:
+        return None
+    return found.prefix_queries, found.prefix_hits
 
 
 def between(before: Counts, after: Counts) -> dict[str, object] | None:
     """Return queries and hits (tokens) and hit rate between two readings, or None when no engine has counters."""
     if not after:
         return None
-    queries = hits = 0.0
-    for url, counts in after.items():
-        earlier = before.get(url)
-        if earlier is None or counts["queries"] < earlier["queries"]:
-            earlier = {"queries": 0.0, "hits": 0.0}  # the engine was started meanwhile
-        queries += counts["queries"] - earlier["queries"]
-        hits += counts["hits"] - earlier["hits"]
+    queries = hits = 0
+    for url, (asked, found) in after.items():
+        earlier = before.get(url, (0, 0))
+        if asked < earlier[0]:
+            earlier = (0, 0)  # the engine was started meanwhile
+        queries, hits = queries + asked - earlier[0], hits + found - earlier[1]
     hit_rate = round(hits / queries, 4) if queries else None
-    return {"engines": len(after), "queries": round(queries), "hits": round(hits), "hit_rate": hit_rate}
+    return {"engines": len(after), "queries": queries, "hits": hits, "hit_rate": hit_rate}

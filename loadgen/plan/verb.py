@@ -157,7 +157,7 @@ def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str
 def table(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> Table:
     gpus = args.tensor_parallel_size
     names = [name if name == one["dtype"] else f"{name} ({one['dtype']})" for name, one in found.items()]
-    shown = report_table("", *names, title=f"KV cache of one replica, {gpus} GPU{'s' * (gpus > 1)}", wrap=True)
+    shown = report_table("", *names, title=f"KV cache of one replica, {gpus} GPU{'s' * (gpus > 1)}")
     context = next(iter(found.values()))["context"]
     rows = (("bytes per token, each GPU", "bytes_per_token", count), ("tokens in each GiB", "tokens_per_gib", count),
             ("memory for it, each GPU", "memory", lambda value: f"{value / GIB:,.2f} GiB"), (f"blocks of {args.block_size or BLOCK} tokens", "blocks", count),
@@ -314,7 +314,7 @@ def curve(tried: list[Size]) -> Table:
     rate = next((point.report["offered"]["rate"] for size in tried for point in size.points.values()), None)
     offered = "" if rate is None else f" of {rate:.2f} offered"  # the same for every fleet; none in a closed loop
     title = f"Requests within the SLO, hit rate, and requests/s answered{offered}"
-    shown = report_table("replicas", *(f"{size.tokens:,} tokens" for size in tried), left=(), title=title, wrap=True)
+    shown = report_table("replicas", *(f"{size.tokens:,} tokens" for size in tried), left=(), title=title)
     for replicas in sorted({replicas for size in tried for replicas in size.points}):
         cells = [str(replicas)]
         for size in tried:

@@ -10,6 +10,7 @@ from rich.console import Console
 from loadgen.report import noise, rates, seeds, show
 from loadgen.report.noise import Row, Verdict
 from loadgen.report.summary import Report, Reports
+from loadgen.report.tables import drawn
 
 _NAMED = 3  # figures in a sentence; the table has all of them
 
@@ -115,7 +116,7 @@ def print_comparison(console: Console, reports: Reports) -> None:
 
 def print_table(console: Console, reports: Reports, rows: Sequence[Row] | None = None) -> None:
     """Print the targets' figures next to each other, and why each answered fewer requests than were offered."""
-    console.print(show.comparison_table(reports, rows))
+    console.print(drawn(show.compared(reports, rows)))
     same = len(offers := {rates.offered(report) for report in reports.values()}) == 1
     if same and offers != {""}:
         console.print(f"[dim]{offers.pop()}[/]")

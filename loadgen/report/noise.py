@@ -56,15 +56,10 @@ def judged(row: Row, report: Report, base: Report) -> Verdict:
     new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
     if row.better is None or new is None or old is None:
         return Verdict.NEITHER
-    if not _differ(row, report, base, new, old):
+    news, olds = seeds.each(report, row.read), seeds.each(base, row.read)
+    least, apart = row.least(old, base), True
+    if min(len(news), len(olds)) >= ENOUGH_SEEDS:
+        least, apart = min(_LEAST * abs(old), least), max(news) < min(olds) or max(olds) < min(news)
+    if not apart or abs(new - old) <= least:
         return Verdict.SAME
     return Verdict.BETTER if row.better((new, old)) == new else Verdict.WORSE
-
-
-def _differ(row: Row, report: Report, base: Report, new: float, old: float) -> bool:
-    news, olds = seeds.each(report, row.read), seeds.each(base, row.read)
-    if min(len(news), len(olds)) < ENOUGH_SEEDS:
-        return abs(new - old) > row.least(old, base)
-    return (max(news) < min(olds) or max(olds) < min(news)) and abs(new - old) > min(
-        _LEAST * abs(old), row.least(old, base)
-    )

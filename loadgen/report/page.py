@@ -45,23 +45,29 @@ def page(reports: Reports, records: Records, about: Mapping[str, object]) -> str
             figures = plots.of_sweep(sweep) + figures[:1]
         if plan:
             figures = plots.of_plan(plan, drawn) + figures
+    shown: dict[str, object] = {}
+    if not sweep and not others:
+        shown |= {
+            "head": show.head(report).plain,
+            "facts": show.facts(report),
+            "latencies": show.latencies(report, "max"),
+        }
+    elif not sweep:
+        shown["figures"] = show.compared(reports, most=_MOST_REPLICAS)
+        shown["rates"] = [f"{one}: {rates.rates(reports[one])}" for one in reports]
+        if not plan and len(others) < 3:
+            shown["sentences"] = [comparison.comparison(one, other, name, report) for one, other in others]
+            shown["how_sure"] = comparison.how_sure(reports)
     return _ENVIRONMENT.get_template("page.html").render(
         title=_title(reports, about),
         lines=drawn,
         plots=figures,
         about=about,
         drawable=drawable,
-        single=None if others or sweep else {"head": show.head(report).plain, "facts": show.facts(report)},
-        latencies=None if others or sweep else show.latencies(report, "max"),
-        figures=show.compared(reports, most=_MOST_REPLICAS) if others and not sweep else None,
         replicas=[] if sweep else list(_replicas(reports)),
-        rates=[f"{one}: {rates.rates(reports[one])}" for one in reports] if others and not sweep else [],
         troubles=[(one if others else "", said.plain) for one in reports for said in show.troubles(reports[one])],
-        sentences=[]
-        if sweep or plan or len(others) > 2
-        else [comparison.comparison(one, other, name, report) for one, other in others],
-        how_sure=comparison.how_sure(reports),
         made={key: value for key, value in known.items() if value not in (None, [], "") and key != "notes"},
+        **shown,
     )
 
 

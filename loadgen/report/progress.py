@@ -1,12 +1,14 @@
-"""The live view of a run: redrawn in place on a terminal, a plain line every few seconds elsewhere."""
+"""The live view of a run: redrawn in place on a terminal, a plain line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Iterator
 from time import perf_counter
 
 import numpy as np
+from rich.cells import cell_len, chop_cells
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -17,19 +19,18 @@ from loadgen.drive.records import Record
 from loadgen.drive.run import Run
 from loadgen.report import show
 from loadgen.report.shares import percent
+from loadgen.report.summary import cache_figures
 
-_FRAME_SECONDS, _LINE_SECONDS, _WINDOW_SECONDS = 0.5, 10.0, 10.0  # a frame takes the generator about 5 ms
+_FRAME_SECONDS, _TALK_SECONDS = 0.5, 0.2  # between frames, of which one takes the generator about 5 ms
+_LINE_SECONDS, _WINDOW_SECONDS = 10.0, 10.0
 _WIDTH = 92
 _MOST_ROWS = _MOST_DOTS = 16
 
 
-async def watched(
-    run: Run, console: Console, label: str, view: View | None = None, every: float | None = None
-) -> list[Record]:
-    """Run the load to its end while showing its progress; return its records."""
-    view = view or View(run, label)
-    shown = _redrawn(view, console, every or _FRAME_SECONDS) if console.is_terminal else watch_lines(view, console)
-    viewer = asyncio.create_task(shown)
+async def watched(run: Run, console: Console, label: str, talks: int = 0) -> list[Record]:
+    """Run the load to its end while showing its progress; return its records. `talks`: as for `View`."""
+    view = View(run, label, talks)
+    viewer = asyncio.create_task(_redrawn(view, console) if console.is_terminal else watch_lines(view, console))
     try:
         return await run.go()
     finally:
@@ -37,11 +38,11 @@ async def watched(
         await asyncio.gather(viewer, return_exceptions=True)
 
 
-async def _redrawn(view: View, console: Console, every: float) -> None:
+async def _redrawn(view: View, console: Console) -> None:
     with Live(console=console, auto_refresh=False, transient=True) as screen:
         while True:
             screen.update(view.frame(min(console.width, _WIDTH)), refresh=True)
-            await asyncio.sleep(every)
+            await asyncio.sleep(_TALK_SECONDS if view.talks else _FRAME_SECONDS)
 
 
 async def watch_lines(view: View, console: Console) -> None:
@@ -50,35 +51,39 @@ async def watch_lines(view: View, console: Console) -> None:
         await asyncio.sleep(_LINE_SECONDS)
         now, run = perf_counter(), view.run
         ttft = view.figures(now)["TTFT p50"]
-        said = (
-            f"{len(run.done)}/{run.total} after {now - began:.0f} s · TTFT p50 {ttft} · {len(run.inflight)} in flight"
-        )
-        console.print(f"{view.label}: {said}{f' · {view.failed} failed' if view.failed else ''}", highlight=False)
+        failed = f" · {view.failed} failed" if view.failed else ""
+        said = f"{len(run.done)}/{run.total} after {now - began:.0f} s · TTFT p50 {ttft}"
+        console.print(f"{view.label}: {said} · {len(run.inflight)} in flight{failed}", highlight=False)
 
 
 class View:
-    """The live view of a run; it keeps running sums, so that a redraw costs only the new records."""
+    """The live view of a run; it counts each record once, so that a redraw costs only the new records.
 
-    def __init__(self, run: Run, label: str):
-        self.run, self.label = run, label
+    `talks`: the number of conversations of which it shows question and answer.
+    """
+
+    def __init__(self, run: Run, label: str, talks: int = 0):
+        self.run, self.label, self.talks = run, label, talks
         self.counted = self.failed = 0
         self.requests: Counter[str] = Counter()  # these three are counted by replica
         self.prompt: Counter[str] = Counter()
         self.cached: Counter[str] = Counter()
         self.recent: deque[Record] = deque()  # ended in the last seconds, roughly in order
+        self.shown: list[Record] = []  # in flight, of the conversations that are shown
 
     def frame(self, width: int, now: float | None = None) -> RenderableType:
         now = perf_counter() if now is None else now
-        figures = Table.grid(padding=(0, 2, 0, 0))
-        for name, figure in self.figures(now).items():
-            figures.add_row(Text(name, "dim"), Text(figure, "bold"))
-        head = Text.assemble((self.label, "bold"), (f"   {len(self.run.inflight)} in flight", "dim"))
+        figures = Text("   ".join(f"{name} {figure}" for name, figure in self.figures(now).items()), "bold")
+        parts: list[RenderableType] = [Text(self.label, "bold").append(f"   {len(self.run.inflight)} in flight", "dim")]
         if self.failed:
-            head.append(f"   {self.failed} failed", "bold red")
-        parts: list[RenderableType] = [head, Text(), figures]
+            parts.append(Text(f"{self.failed} failed", "bold red"))
         if any(self.requests):  # replies name their replicas
-            parts += [Text(), self.replicas("replica", "in flight")]
-        return Group(*parts, Text(), self.bar(width - 24, Text(self.clock(now))))
+            parts += [Text(), self.replicas()]
+        seconds = max(0.0, now - self.run.began) if self.run.began else 0.0
+        bar = Table.grid(padding=(0, 1))
+        done = ProgressBar(max(1, self.run.total), len(self.run.done), max(10, width - 24), complete_style="cyan")
+        bar.add_row(done, Text(f"{len(self.run.done)}/{self.run.total}  {seconds:.0f} s"))
+        return Group(*parts, Text(), *self._talk(width), figures, bar)
 
     def figures(self, now: float) -> dict[str, str]:
         """Count the records since the last call, and return the figures of the last ten seconds as text."""
@@ -96,31 +101,20 @@ class View:
         seconds = min(max(now - self.run.began, 1e-9), _WINDOW_SECONDS)
         good = [record for record in self.recent if record.error is None]
         ttft = [record.ttft * 1000 for record in good if record.ttft is not None]
-        told = [record for record in good if record.prompt_tokens and record.cached_tokens is not None]
-        prompt, cached = (sum(getattr(one, key) for one in told) for key in ("prompt_tokens", "cached_tokens"))
         return {
             "requests/s": f"{len(good) / seconds:,.1f}",
             "output tokens/s": show.count(sum(record.outputs for record in good) / seconds),
             **{f"TTFT p{at}": show.milliseconds(np.percentile(ttft, at) if ttft else None) for at in (50, 99)},
-            "cache hit rate": show.percent(cached / prompt if prompt else None),
+            "hit rate": show.percent(cache_figures(good)["hit_rate"]),
         }
 
-    def clock(self, now: float) -> str:
-        return f"{len(self.run.done)}/{self.run.total}  {max(0.0, now - self.run.began) if self.run.began else 0:.0f} s"
-
-    def bar(self, width: int, text: Text) -> RenderableType:
-        grid = Table.grid(padding=(0, 1))
-        done = ProgressBar(max(1, self.run.total), len(self.run.done), max(10, width), complete_style="cyan")
-        grid.add_row(done, text)
-        return grid
-
-    def replicas(self, title: str, busy_title: str) -> Table:
+    def replicas(self) -> Table:
         """Return a table with a row per replica: requests, hit rate, and a dot per request in flight, if known."""
         busy = Counter(record.replica for record in self.run.inflight.values() if record.replica)
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for heading, justify in ((title, "left"), ("requests", "right"), ("from its cache", "left"), ("", "right")):
+        for heading, justify in (("replica", "left"), ("requests", "right"), ("from its cache", "left"), ("", "right")):
             table.add_column(heading, justify=justify, no_wrap=True)
-        table.add_column(busy_title, no_wrap=True, min_width=_MOST_DOTS)
+        table.add_column("in flight", no_wrap=True, min_width=_MOST_DOTS)
         names = sorted(set(self.requests) | set(busy), key=lambda name: (len(name), name))
         for name in names[:_MOST_ROWS]:
             rate = self.cached[name] / (self.prompt[name] or 1)
@@ -130,3 +124,23 @@ class View:
         if len(names) > _MOST_ROWS:
             table.add_row(Text(f"and {len(names) - _MOST_ROWS} more", "dim"))
         return table
+
+    def _talk(self, width: int) -> Iterator[Text]:
+        """Yield the lines of a few conversations, each shown until it is answered so that it can be read."""
+        going = self.run.inflight
+        self.shown = [record for record in self.shown if id(record) in going]
+        known = {id(record) for record in self.shown}
+        new = [record for key, record in going.items() if key not in known]
+        self.shown += new[: self.talks - len(self.shown)]
+        for record in self.shown:
+            yield one_line("? ", record.question, "cyan", width)
+            yield one_line("  ", record.text, "dim", width, end=True)
+        yield from (Text() for _ in range(2 * (self.talks - len(self.shown))))  # keep the layout steady
+
+
+def one_line(mark: str, text: str, style: str, width: int, end: bool = False) -> Text:
+    """Return `text` on one line, cut to its beginning or its end where it is too long."""
+    cut = text[-width:][::-1] if end else text[:width]
+    plain = "".join(letter if letter.isprintable() else " " for letter in cut)
+    kept = (chop_cells(plain, width - cell_len(mark)) or [""])[0]
+    return Text(mark + (kept[::-1] if end else kept), style, no_wrap=True)

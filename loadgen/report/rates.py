@@ -70,10 +70,8 @@ def offered(report: Report) -> str:
         return ""
     if not drawn or f"{drawn['rate']:.2f}" == f"{offered:.2f}":
         return f"{offered:,.2f} requests/s offered"
-    return (
-        f"{offered:,.2f} requests/s offered (drawn for {drawn['rate']:,.4g}: {drawn['arrivals']}, "
-        f"{report['conversations']:,.0f} conversations)"
-    )
+    drawn_for = f"{drawn['rate']:,.4g}: {drawn['arrivals']}, {report['conversations']:,.0f} conversations"
+    return f"{offered:,.2f} requests/s offered (drawn for {drawn_for})"
 
 
 def never_reached(report: Report) -> str:

@@ -6,8 +6,8 @@ _DIGITS = 4  # of a share in a report
 _MOST = 12  # digits; further differences are rounding errors
 
 
-def share(part: float, whole: float) -> float | None:
-    """Return `part / whole` with 4 digits, or as many as it takes to differ from 0 and 1; None if `whole` is 0."""
+def share(part: float | None, whole: float | None) -> float | None:
+    """Return `part / whole` with 4 digits, or as many as it takes to differ from 0 and 1; None without a `whole`."""
     if not whole:
         return None
     exact = part / whole

@@ -12,16 +12,10 @@ from loadgen.options import KEY_NEEDED
 from loadgen.report import noise, rates, seeds, warm
 from loadgen.report.noise import Row
 from loadgen.report.shares import percent as percentage
-from loadgen.report.summary import Report, Reports, fair_share
-from loadgen.report.tables import Cell, Fitting, Grid, fitted
+from loadgen.report.summary import LATENCIES, Latency, Report, Reports, fair_share
+from loadgen.report.tables import Cell, Grid, drawn
 
 _SHARES = 4  # replicas whose requests are listed one by one
-LATENCIES = (
-    ("TTFT", "ttft_ms", "to the first token"),
-    ("ITL", "itl_ms", "between chunks"),
-    ("TPOT", "tpot_ms", "per token after the first"),
-    ("E2E", "e2el_ms", "to the last token"),
-)
 
 
 def milliseconds(value: float | None) -> str:
@@ -56,7 +50,7 @@ def run_report(report: Report) -> RenderableType:
         known.add_column(style="dim", no_wrap=True)
         for fact in facts(report):
             known.add_row(*fact)
-        parts += [fitted(grid, "by_seed" in report, (0, len(grid.heads) - 1), "dim"), known]
+        parts += [drawn(grid, (0, len(grid.heads) - 1), "dim"), known]
     for trouble in troubles(report):
         parts += ["", trouble]
     return Group(*parts)
@@ -65,10 +59,8 @@ def run_report(report: Report) -> RenderableType:
 def head(report: Report) -> Text:
     """Return how many requests were answered, how fast, and why others were not sent."""
     text = Text(f"{count(report['completed'])} of {count(report['requests'])} requests answered", "bold")
-    rate, output = report["request_throughput"], report["output_throughput"]
-    text.append(
-        f" in {report['duration_s']:.1f} s · {rate:.2f} requests/s · {output:,.0f} output tokens/s", "not bold dim"
-    )
+    rates = f"{report['request_throughput']:.2f} requests/s · {report['output_throughput']:,.0f} output tokens/s"
+    text.append(f" in {report['duration_s']:.1f} s · {rates}", "not bold dim")
     if by_seed := report.get("by_seed"):
         text.append(f" · mean of {len(by_seed)} seeds, range in brackets", "not bold dim")
     if report["not_sent"]:
@@ -84,11 +76,13 @@ def head(report: Report) -> Text:
 def latencies(report: Report, *more: str) -> Grid:
     """Return a table of mean, percentiles and further figures (`more`, such as "max") of each latency."""
     names = ("mean", *report["percentiles"], *more)
-    waited = (("TTFT", "ttft_from_due_ms", "from when it was due"),) if report["generator"]["was_the_limit"] else ()
-    rows = [
-        [Cell(label), *(Cell(written(report, path_of(key, name), milliseconds)) for name in names), Cell(about, "soft")]
-        for label, key, about in (*LATENCIES[:1], *waited, *LATENCIES[1:])
-    ]
+    shown = [(one.name, f"{one.key}_ms", one.about) for one in LATENCIES]
+    if report["generator"]["was_the_limit"]:
+        shown.insert(1, ("TTFT", "ttft_from_due_ms", "from when it was due"))
+    rows = []
+    for label, key, about in shown:
+        figures = (written(report, path_of(key, name), milliseconds) for name in names)
+        rows.append([Cell(label), *map(Cell, figures), Cell(about, "soft")])
     return Grid(("", *names, ""), rows)
 
 
@@ -101,24 +95,19 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "goodput", f"{goodput['request_goodput']:.2f} requests/s ({within})"
     usage = cache["prompt_tokens"] is not None
     yield "prompt tokens", count(cache["prompt_tokens"]) if usage else "the server reports no usage"
-    for name, tokens, rate in (
-        ("reported", "cached_tokens", "hit_rate"),
-        ("predicted", "predicted_tokens", "predicted_hit_rate"),
-    ):
-        if cache[tokens] is not None:
-            yield f"cached, {name}", f"{count(cache[tokens])} ({percent(cache[rate])})"
-        elif name == "reported":
-            yield "cached, reported", "the engine does not report it (`hitherto doctor` says how it would)"
+    reported = "the engine does not report it (`hitherto doctor` says how it would)"
+    if cache["cached_tokens"] is not None:
+        reported = f"{count(cache['cached_tokens'])} ({percent(cache['hit_rate'])})"
+    yield "cached, reported", reported
+    if cache["predicted_tokens"] is not None:
+        yield "cached, predicted", f"{count(cache['predicted_tokens'])} ({percent(cache['predicted_hit_rate'])})"
     if report["replicas"]:
         yield "replicas", "  ".join(f"{name} {count(one['requests'])}" for name, one in report["replicas"].items())
     if late := generator["lateness_ms"]:
         bounded = f"at most {generator['max_concurrency']} at once"
         loop = {"closed": f"closed loop of {generator['users']}", "open": "open loop", "bounded": bounded}
-        yield (
-            "generator",
-            f"{loop[generator['loop']]}; sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99, "
-            f"used {generator['cpu_share'] * 100:.0f} % of a core",
-        )
+        sent = f"sent {milliseconds(late['p50'])} late at p50, {milliseconds(late['p99'])} at p99"
+        yield "generator", f"{loop[generator['loop']]}; {sent}, used {generator['cpu_share'] * 100:.0f} % of a core"
 
 
 _REMEDIES = {
@@ -145,18 +134,14 @@ def _caution(generator: Mapping[str, object]) -> Iterator[str]:
     """Yield a warning if the generator was the limit."""
     if not generator["was_the_limit"]:
         return
-    if generator["max_concurrency"]:
-        yield (
-            f"--max-concurrency {generator['max_concurrency']} held requests back: this was no open loop, "
-            "and the latencies leave out the time requests waited to be sent."
-        )
+    if bound := generator["max_concurrency"]:
+        left_out = "the latencies leave out the time requests waited to be sent"
+        yield f"--max-concurrency {bound} held requests back: this was no open loop, and {left_out}."
         return
     why = "Its core was not full, so the machine was busy with something else: lower the rate or use free cores."
     if generator["core_was_full"]:
-        why = (
-            f"Its core was full ({generator['cpu_busiest_second'] * 100:.0f} % in the busiest second): "
-            "lower the rate, or send a share of it from a second loadgen."
-        )
+        full = f"Its core was full ({generator['cpu_busiest_second'] * 100:.0f} % in the busiest second)"
+        why = f"{full}: lower the rate, or send a share of it from a second loadgen."
     yield f"The generator itself was late or busy: these figures describe it as much as the server. {why}"
 
 
@@ -180,19 +165,11 @@ def bullets(sentences: Iterable[str]) -> Table:
     return table
 
 
-def comparison_table(reports: Reports, rows: Sequence[Row] | None = None) -> Fitting:
-    """Return a table with a column per target.
-
-    The best value of a row is green; a value worse than that of the first target is red. Where a terminal is too narrow
-    for all targets, the remaining ones follow in a table below.
-    """
-    return fitted(compared(reports, rows), any("by_seed" in report for report in reports.values()), split=True)
-
-
 def compared(reports: Reports, rows: Sequence[Row] | None = None, most: int = _SHARES) -> Grid:
     """Return a table with a column per target, a row per known figure, and a row with the requests per replica.
 
-    With more than `most` replicas, that row has only the least and the most requests.
+    The best value of a row is green; a value worse than that of the first target is red. With more than `most`
+    replicas, the last row has only the least and the most requests.
     """
     found = []
     for row in rows or rows_of(reports):
@@ -249,20 +226,17 @@ def path_of(*path: str) -> Callable[[Report], float | None]:
     return read
 
 
-def latency(label: str, key: str, name: str) -> Row:
-    """Return the row of one percentile or mean, as in `latency("TTFT", "ttft_ms", "p99")`."""
+def latency(one: Latency, name: str) -> Row:
+    """Return the row of one mean or percentile of a latency; `name` is that of the figure, such as "p99"."""
     same = noise.SAME_TAIL if name.startswith("p") and float(name[1:]) >= 90 else noise.SAME
-    return Row(f"{label} {name}", path_of(key, name), milliseconds, min, lambda value, report: same * value)
+    read = path_of(f"{one.key}_ms", name)
+    return Row(f"{one.name} {name}", read, milliseconds, min, lambda value, report: same * value)
 
 
 def rows_of(reports: Reports) -> list[Row]:
     """Return the rows of a comparison; its latencies have the percentiles that were asked for."""
     names = ("mean", *next(iter(reports.values()))["percentiles"])
-    latencies = [
-        latency(label, key, name)
-        for label, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("E2E", "e2el_ms"))
-        for name in names
-    ]
+    latencies = [latency(one, name) for one in LATENCIES if one.key != "itl" for name in names]
     return [*_BEFORE, *latencies, *_AFTER]
 
 
@@ -301,7 +275,7 @@ DEMO_ROWS = (
     Row("cache hit rate, as the gateway predicted", path_of("cache", "predicted_hit_rate"), percent),
     Row("cache hit rate, as the engines report", path_of("cache", "hit_rate"), percent, max, noise.of_share),
     PREFILL,
-    *(latency(label, key, name) for label, key in (("TTFT", "ttft_ms"), ("E2E", "e2el_ms")) for name in ("p50", "p99")),
+    *(latency(one, name) for one in LATENCIES if one.key in ("ttft", "e2el") for name in ("p50", "p99")),
     _OFFERED,
     _ANSWERED,
 )
@@ -315,19 +289,13 @@ def tried(heads: Sequence[str], points: Iterable[tuple[Sequence[str], Report, bo
     """
     points = list(points)
     names = points[0][1]["percentiles"] if points else ()
-    ends = dict.fromkeys((names[0], names[-1])) if names else {}
-    columns = [
-        (f"{what} {name}", key, name) for what, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")) for name in ends
-    ]
-    rows = [
-        [
-            *map(Cell, named),
-            Cell(written(report, path_of("request_throughput"), number)),
-            Cell(written(report, path_of("goodput", "share"), percent), "yes" if kept else "no"),
-            *(Cell(written(report, path_of(*path), milliseconds)) for _, *path in columns),
-            Cell(written(report, path_of("cache", "hit_rate"), percent)),
-        ]
-        for named, report, kept in points
-    ]
-    titles = [title for title, *_ in columns]
+    ends = dict.fromkeys((*names[:1], *names[-1:]))
+    columns = [(one, name) for one in LATENCIES if one.key in ("ttft", "tpot") for name in ends]
+    rows = []
+    for named, report, kept in points:
+        times = (written(report, path_of(f"{one.key}_ms", name), milliseconds) for one, name in columns)
+        within = Cell(written(report, path_of("goodput", "share"), percent), "yes" if kept else "no")
+        before, after = written(report, path_of("request_throughput"), number), written(report, HIT_RATE.read, percent)
+        rows.append([*map(Cell, named), Cell(before), within, *map(Cell, times), Cell(after)])
+    titles = [f"{one.name} {name}" for one, name in columns]
     return Grid((*heads, "answered /s", "within the SLO", *titles, "hit rate"), rows)

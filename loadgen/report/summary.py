@@ -10,9 +10,10 @@ import os
 import platform
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,21 @@ _SLO_KEYS = ("ttft", "tpot", "e2el")
 _UNITS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
 
+class Latency(NamedTuple):
+    """A latency of reports, tables and plots; a report has its figures under `key` with "_ms" behind it."""
+
+    name: str
+    key: str
+    about: str
+    read: Callable[[Record], Iterable[float | None]]  # the seconds that one request has of it
+
+
+LATENCIES = (
+    Latency("TTFT", "ttft", "to the first token", lambda record: (record.ttft,)),
+    Latency("ITL", "itl", "between chunks", lambda record: record.gaps),
+    Latency("TPOT", "tpot", "per token after the first", lambda record: (record.tpot,)),
+    Latency("E2E", "e2el", "to the last token", lambda record: (record.e2e,)),
+)
 Report = Mapping[str, object]  # as `summarise` makes it
 Reports = Mapping[str, Report]  # by target or policy
 Records = Mapping[str, Sequence[Record]]
@@ -127,10 +143,10 @@ def summarise(
         "request_throughput": round(len(good) / seconds, 3),
         "output_throughput": round(output / seconds, 3),
         "total_output_tokens": output,
-        "ttft_ms": spread((record.ttft for record in good), percentiles),
-        "itl_ms": spread((gap for record in good for gap in record.gaps), percentiles),
-        "tpot_ms": spread((record.tpot for record in good), percentiles),
-        "e2el_ms": spread((record.e2e for record in good), percentiles),
+        **{
+            f"{one.key}_ms": spread((value for record in good for value in one.read(record)), percentiles)
+            for one in LATENCIES
+        },
         "ttft_from_due_ms": spread(
             (record.ttft + record.lateness for record in good if record.first is not None), percentiles
         ),
@@ -141,25 +157,25 @@ def summarise(
     }
 
 
-def cache_figures(records: list[Record]) -> dict[str, object]:
+def cache_figures(records: Sequence[Record]) -> dict[str, object]:
     """Return the prompt tokens, and how many were cached by the engines' reports and by the gateway's predictions.
 
     Each hit rate covers the requests that have the figure; `prefill_tokens` are those that engines had to compute.
     """
-    told = [record for record in records if record.prompt_tokens is not None]
-    reported = [record for record in told if record.cached_tokens is not None]
-    predicted = [record for record in told if record.predicted_tokens is not None]
-    prompt, cached = (sum(getattr(one, key) for one in reported) for key in ("prompt_tokens", "cached_tokens"))
-    hoped_of, hoped = (sum(getattr(one, key) for one in predicted) for key in ("prompt_tokens", "predicted_tokens"))
+    told = [one for one in records if one.prompt_tokens is not None]
+    reported = [(one.prompt_tokens, one.cached_tokens) for one in told if one.cached_tokens is not None]
+    predicted = [(one.prompt_tokens, one.predicted_tokens) for one in told if one.predicted_tokens is not None]
+    prompt, cached = map(sum, zip(*reported)) if reported else (None, None)
+    hoped_of, hoped = map(sum, zip(*predicted)) if predicted else (None, None)
     return {
-        "prompt_tokens": sum(record.prompt_tokens for record in told) if told else None,
+        "prompt_tokens": sum(one.prompt_tokens for one in told) if told else None,
         "reported_on": len(reported),
         "predicted_on": len(predicted),
-        "cached_tokens": cached if reported else None,
-        "predicted_tokens": hoped if predicted else None,
+        "cached_tokens": cached,
+        "predicted_tokens": hoped,
         "hit_rate": share(cached, prompt),
         "predicted_hit_rate": share(hoped, hoped_of),
-        "prefill_tokens": prompt - cached if reported else None,
+        "prefill_tokens": None if prompt is None else prompt - cached,
     }
 
 
@@ -168,18 +184,13 @@ def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str
 
     The header `x-hitherto-replica` names replicas; the result is empty where none is known.
     """
-    by_name: dict[str, list[Record]] = {name: [] for name in known}
-    for record in records:
-        if record.replica is not None:
-            by_name.setdefault(record.replica, []).append(record)
-    return {
-        name: {
-            "requests": len(mine),
-            "failed": sum(record.error is not None for record in mine),
-            **cache_figures([record for record in mine if record.error is None]),
-        }
-        for name, mine in sorted(by_name.items(), key=lambda item: (len(item[0]), item[0]))
-    }
+    names = {*known, *(record.replica for record in records if record.replica is not None)}
+    found = {}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        mine = [record for record in records if record.replica == name]
+        good = [record for record in mine if record.error is None]
+        found[name] = {"requests": len(mine), "failed": len(mine) - len(good), **cache_figures(good)}
+    return found
 
 
 def _generator(run: Load, seconds: float) -> dict[str, object]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from loadgen.drive.records import Load
+from loadgen.drive.records import Load, Record
 from loadgen.report.shares import percent
-from loadgen.report.summary import Report
+from loadgen.report.summary import Report, cache_figures
 from loadgen.workload.conversations import Conversation, is_text
 
 _LETTERS = 64  # characters of a prompt's first text: about a block of 16 tokens
@@ -28,36 +28,32 @@ def warm(run: Load) -> dict[str, object] | None:
     so that nothing of them should have been cached. `is_text`: the prompts are the same under another seed.
     """
     begins = {conversation.id: beginning(conversation) for conversation in run.conversations}
-    seen: set[Hashable] = set()
-    requests = prompt = cached = 0
+    firsts: dict[Hashable, Record] = {}
     for record in sorted(run.done, key=lambda record: record.sent):
-        if record.turn or record.conversation not in begins or (begins[record.conversation] in seen):
-            continue
-        seen.add(begins[record.conversation])
-        if record.error is None and record.prompt_tokens and record.cached_tokens is not None:
-            requests, prompt, cached = requests + 1, prompt + record.prompt_tokens, cached + record.cached_tokens
-    if not requests:
+        if not record.turn and record.conversation in begins:
+            firsts.setdefault(begins[record.conversation], record)
+    found = cache_figures([record for record in firsts.values() if record.error is None and record.prompt_tokens])
+    if not found["reported_on"]:
         return None
-    text = is_text(run.conversations)
-    return {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached, "is_text": text}
+    prompt = found["prefill_tokens"] + found["cached_tokens"]
+    told = {"requests": found["reported_on"], "prompt_tokens": prompt, "cached_tokens": found["cached_tokens"]}
+    return {**told, "is_text": is_text(run.conversations)}
 
 
 def notice(report: Report) -> Iterable[str]:
     """Yield a warning with a remedy if the caches were warm."""
     found = report.get("warm_caches")
     if found and found["cached_tokens"] > NOTICED * found["prompt_tokens"]:
-        prompts = "of the one prompt that begins like none before it"
-        if found["requests"] > 1:
-            prompts = f"of {found['requests']:,.0f} prompts that begin like none before them"
+        cached, prompt, number = (found[key] for key in ("cached_tokens", "prompt_tokens", "requests"))
+        prompts = "the one prompt that begins like none before it"
+        if number > 1:
+            prompts = f"{number:,.0f} prompts that begin like none before them"
         remedy = "take another --seed"
         if found["is_text"]:
             remedy = (
                 """send --extra-body '{"cache_salt": "NAME"}' with another name in each run, by which caches are """
                 "kept apart. Another --seed does not help: the texts stay the same"
             )
-        yield (
-            f"The caches were warm: {prompts} in this run, "
-            f"{found['cached_tokens']:,.0f} of {found['prompt_tokens']:,.0f} tokens were cached "
-            f"({percent(found['cached_tokens'] / found['prompt_tokens'], 0)}). On engines that have just started the "
-            f"figures would be worse. Restart them, or {remedy}."
-        )
+        of = f"{cached:,.0f} of {prompt:,.0f} tokens were cached ({percent(cached / prompt, 0)})"
+        worse = "On engines that have just started the figures would be worse"
+        yield f"The caches were warm: of {prompts} in this run, {of}. {worse}. Restart them, or {remedy}."

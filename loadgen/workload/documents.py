@@ -13,6 +13,7 @@ import sysconfig
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from textwrap import TextWrapper
 
 from loadgen.workload.conversations import BadWorkload
 
@@ -93,7 +94,8 @@ def _entries(tree: ast.Module, title: str):
 def file_documents(path: Path, length: int) -> list[Document]:
     """Cut a text file at paragraphs into documents of about `length` characters. Raises BadWorkload."""
     text = read_text(path)
-    paragraphs = [piece for part in text.split("\n\n") if part.strip() for piece in _pieces(part.strip(), length)]
+    cut = TextWrapper(length, expand_tabs=False, replace_whitespace=False, break_on_hyphens=False)
+    paragraphs = [piece for part in text.split("\n\n") for piece in cut.wrap(part.strip())]
     documents: list[list[str]] = []
     size = math.inf
     for paragraph in paragraphs:
@@ -115,17 +117,6 @@ def read_text(path: Path) -> str:
         raise BadWorkload(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise BadWorkload(f"{path}: {error.strerror}; name a UTF-8 text") from None
-
-
-def _pieces(paragraph: str, length: int):
-    """Yield the pieces of a paragraph, each at most `length` characters, cut at white space where possible."""
-    while len(paragraph) > length:
-        cut = max(paragraph.rfind(" ", 1, length), paragraph.rfind("\n", 1, length))
-        cut = cut if cut > 0 else length
-        yield paragraph[:cut]
-        paragraph = paragraph[cut:].strip()
-    if paragraph:
-        yield paragraph
 
 
 def _passages(title: str, paragraphs: list[str]) -> Document:

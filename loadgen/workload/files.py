@@ -5,11 +5,9 @@ A bad entry ends the reading or is skipped; in both cases its place and the reas
 
 from __future__ import annotations
 
-import codecs
 import gzip
-import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -47,7 +45,7 @@ class Reader:
         return self.rows(lambda line, number: parse(_json(line), number))
 
     def array(self, parse: Callable[[object, int], object]) -> Iterator:
-        """Yield the parsed items of one JSON array, as `rows` does, reading it piece by piece."""
+        """Yield the parsed items of one JSON array, as `rows` does."""
         return self._parsed("entry", _items, parse)
 
     def first_line(self) -> bytes:
@@ -70,7 +68,7 @@ class Reader:
         except OSError as error:
             raise BadWorkload(f"{self.path}: {error.strerror}; name {FILES}") from None
 
-    def _parsed(self, kind: str, split: Callable[[IO[bytes]], Iterator], parse: Callable) -> Iterator:
+    def _parsed(self, kind: str, split: Callable[[IO[bytes]], Iterable], parse: Callable) -> Iterator:
         number = 0
         with self._open() as file:
             try:
@@ -105,20 +103,6 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def _items(file: IO[bytes]) -> Iterator[object]:
-    """Yield the items of a JSON array without holding all of it; raise BadLine at an error, which ends the array."""
-    parse, decoded, text, at = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8")("replace"), "", 0
-    while True:
-        while at < len(text) and text[at] in " \t\r\n[,":
-            at += 1
-        if text[at : at + 1] == "]":
-            return
-        try:
-            item, at = parse(text, at)
-        except json.JSONDecodeError as error:
-            more = file.read(_CHUNK)
-            if not more:
-                raise BadLine(f"not JSON: {error.msg}") from None
-            text, at = text[at:] + decoded.decode(more), 0
-            continue
-        yield item
+def _items(file: IO[bytes]) -> list[object]:
+    found = _json(file.read())
+    return found if isinstance(found, list) else [found]

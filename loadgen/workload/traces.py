@@ -10,8 +10,8 @@ from __future__ import annotations
 import csv
 import math
 import random
+import statistics
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -67,18 +67,13 @@ def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) 
     roots: dict[str, str] = {}
 
     def parse(item: object, number: int) -> Timed:
-        at, length, output = (
-            _number(item, "timestamp"),
-            _tokens(item, "input_length", 1),
-            _tokens(item, "output_length", 0),
-        )
-        name = f"line-{number}"
+        at, length = _number(item, "timestamp"), _tokens(item, "input_length", 1)
+        output, name = _tokens(item, "output_length", 0), f"line-{number}"
         if "chat_id" in item:
             chat = str(item["chat_id"])
             name = roots[chat] = roots.get(str(item.get("parent_chat_id")), chat)
-        return at * unit, _single(
-            name, Span(_hash_ids(item.get("hash_ids"), length, block, number), length, block), output_len or output
-        )
+        span = Span(_hash_ids(item.get("hash_ids"), length, block, number), length, block)
+        return at * unit, _single(name, span, output_len or output)
 
     return reader.entries(parse)
 
@@ -91,11 +86,9 @@ def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
         there = f"{len(ids)} entries" if isinstance(ids, list) else "no list"
         raise BadLine(f'"hash_ids" has {there}, but {length} tokens are {whole + bool(rest)} blocks of {block}')
     alone = range(len(ids), -(-length // block))  # blocks without an id get names of their own
+    names = [_NOBODY_ELSES + (number << 20) + place for place in alone]
     try:
-        return array(
-            "I" if max(ids, default=0) < 1 << 32 and not alone else "Q",
-            [*ids, *(_NOBODY_ELSES + (number << 20) + place for place in alone)],
-        )
+        return array("I" if max(ids, default=0) < 1 << 32 and not names else "Q", [*ids, *names])
     except (TypeError, OverflowError):
         raise BadLine('"hash_ids" holds something that is no whole number') from None
 
@@ -124,9 +117,8 @@ def azure_trace(reader: Reader, output_len: int | None) -> Iterator[Timed]:
         if not prompt.isdecimal() or not output.isdecimal() or not int(prompt):
             raise BadLine(f"{prompt!r} and {output!r} are no lengths")
         span = Span((_NOBODY_ELSES + number,), int(prompt), int(prompt))
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp(), _single(
-            f"line-{number}", span, output_len or int(output)
-        )
+        when = when if when.tzinfo else when.replace(tzinfo=UTC)
+        return when.timestamp(), _single(f"line-{number}", span, output_len or int(output))
 
     return reader.rows(parse)
 
@@ -162,9 +154,7 @@ def replay(
         if len(taken) == requests:
             break
     if not taken:
-        raise BadWorkload(
-            f"{reader.path}: no request in that part of it" + "".join(f"; {note}" for note in reader.notes())
-        )
+        raise BadWorkload("; ".join((f"{reader.path}: no request in that part of it", *reader.notes())))
     taken.sort(key=lambda one: one[0])
     notes = reader.notes() + ([] if jitter else _coarse([at * speed for at, _ in taken]))
     return Workload([conversation for _, conversation in taken], [at for at, _ in taken], notes)
@@ -174,10 +164,9 @@ def _coarse(times: list[float]) -> list[str]:
     distinct = sorted(set(times))
     if len(distinct) * 3 > len(times) or len(distinct) < 2:
         return []
-    step = Counter(round(later - earlier, 3) for earlier, later in pairwise(distinct)).most_common(1)[0][0]
-    return [
-        f"{len(times):,} requests have {len(distinct):,} different times: --trace-jitter {step:g} spreads them over the steps"
-    ]
+    step = statistics.mode(round(later - earlier, 3) for earlier, later in pairwise(distinct))
+    different = f"{len(times):,} requests have {len(distinct):,} different times"
+    return [f"{different}: --trace-jitter {step:g} spreads them over the steps"]
 
 
 def conversation_file(
@@ -203,10 +192,8 @@ def conversation_file(
     found = (one for one in read(lambda item, number: _conversation(item, number, output_tokens)) if one.turns)
     held = _enough(found, requests, rng if shuffle else None)
     if not held:
-        raise BadWorkload(
-            f"{path}: no conversation in it has a message to answer; name {FILES}"
-            + "".join(f"; {note}" for note in reader.notes())
-        )
+        why = f"{path}: no conversation in it has a message to answer; name {FILES}"
+        raise BadWorkload("; ".join((why, *reader.notes())))
     wanted = requests if requests is not None else sum(len(conversation.turns) for conversation in held)
     conversations, index = [], 0
     while wanted > 0:

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from loadgen.cli import build_parser, main
-from loadgen.report import show
-from loadgen.sweep import Search, Sweep
-from loadgen.sweep import drawn as curve
+from loadgen.report import show, tables
+from loadgen.sweep import Search, Sweep, table
 
 from ..test_house import ROOT
 
@@ -105,5 +104,5 @@ def test_what_runs_against_servers_print_has_the_products_rows_and_columns(tmp_p
     [swept] = [
         printed for commands, printed in examples() if commands[0].startswith("loadgen sweep") and len(printed) > 1
     ]
-    assert words(swept[0]) in [words(line) for line in drawn(curve(sweep))]
+    assert words(swept[0]) in [words(line) for line in drawn(tables.drawn(table(sweep)))]
     assert all(len(re.split(r"  +", line)) == 8 for line in swept)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from loadgen.demo import live
 from loadgen.drive.records import Record
-from loadgen.report import progress, show
+from loadgen.report import progress, show, tables
 from loadgen.report.summary import summarise
 
 from . import conftest
@@ -123,7 +123,7 @@ def test_a_bound_on_concurrency_is_named_as_the_reason():
 
 def test_targets_side_by_side():
     one, other = summarise(run_of(told(0), told(1))), summarise(run_of(told(0, ttft=0.2), record(1, error="closed")))
-    text = drawn(show.comparison_table({"first": one, "second": other}))
+    text = drawn(tables.drawn(show.compared({"first": one, "second": other})))
     rows = {line.split("  ")[0].strip(): line.split() for line in text.splitlines() if line.strip()}
     assert rows["TTFT p50"][-4:] == ["100", "ms", "200", "ms"]
     assert rows["requests failed"][-2:] == ["0", "1"]
@@ -136,8 +136,8 @@ def test_targets_side_by_side():
 def test_engines_counters_are_shown_where_replies_report_nothing():
     counted = {"engines": {"hit_rate": 0.8}}  # with requests that were not the load's
     one, other = {**summarise(run_of(told())), **counted}, {**summarise(run_of(record())), **counted}
-    assert "counters" not in drawn(show.comparison_table({"both": one}))
-    text = drawn(show.comparison_table({"none": other}))
+    assert "counters" not in drawn(tables.drawn(show.compared({"both": one})))
+    text = drawn(tables.drawn(show.compared({"none": other})))
     assert "cache hit rate, engines' counters" in text and "80.0 %" in text and "engines' replies" not in text
 
 
@@ -150,11 +150,10 @@ def test_milliseconds(value, said):
 
 def test_the_live_view_shows_engines_and_conversations():
     going = told(3)
-    view = live.View(
-        run_of(told(0), told(1), inflight=[going, record(9, replica=None, pieces=[])]), "least_time", "2 of 2"
-    )
+    waiting = record(9, replica=None, pieces=[])
+    view = progress.View(run_of(told(0), told(1), inflight=[going, waiting]), "least_time", 4)
     text = drawn(view.frame(92, 5.0), 92)
-    assert "least_time  2 of 2" in text
+    assert "least_time   2 in flight" in text
     assert "? question 3?" in text and "some answer" in text and "? question 9?" in text
     assert "75 %" in text and "●" in text and "2/10" in text and "hit rate 75.0 %" in text
     height = text.count("\n")
@@ -166,12 +165,12 @@ def test_the_live_view_shows_engines_and_conversations():
 
 
 def test_the_live_view_of_a_run_that_has_just_begun():
-    assert "0/10" in drawn(live.View(run_of(), "p", "1 of 2").frame(60), 60)
+    assert "0/10" in drawn(progress.View(run_of(), "p", 4).frame(60), 60)
 
 
 @given(st.text(max_size=300), st.integers(12, 120), st.booleans())
 def test_a_line_stays_a_line(text, width, end):
-    line = live.one_line("? ", text, "", width, end).plain
+    line = progress.one_line("? ", text, "", width, end).plain
     assert cell_len(line) <= width
     assert line.isprintable()
 
@@ -189,7 +188,7 @@ async def test_plain_lines_where_there_is_no_terminal(monkeypatch):
 
     run.go = go
     with console.file:
-        await live.watched(run, console, "least_time", "1 of 2")
+        await progress.watched(run, console, "least_time")
         assert "least_time: 1/10 after" in console.export_text()
 
 

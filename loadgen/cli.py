@@ -126,7 +126,9 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         one.set_defaults(act=act)
     verbs.add_parser("version", help="print the version", description="Print the version.")
     about = f'Print a script that completes commands and flags: eval "$({prog} completion bash)".'
-    completion = verbs.add_parser("completion", help="print a script that completes commands and flags in a shell", description=about)  # fmt: skip
+    completion = verbs.add_parser(
+        "completion", help="print a script that completes commands and flags in a shell", description=about
+    )
     completion.add_argument("shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS)
     return parser
 
@@ -138,14 +140,14 @@ def _version(prog: str) -> str:
 # Each command with its module, its function, and what it does: a line in the help of all, the first of its own.
 VERBS = (
     ("run", run, run.run_verb, "send a load to an OpenAI endpoint and report latencies, rates, hit rates and errors"),
-    ("compare", compare, compare.compare_verb, "send the same load to several endpoints, or to fresh engines per policy"),
-    ("plan", plan, plan.plan_verb, "compute what a model's KV cache holds, and the replicas that keep an SLO under a load"),
-    ("simulate", simulate, simulate.simulate_verb, "play a load in virtual time, without servers, and compare policies"),
+    ("compare", compare, compare.compare_verb, "send one load to several endpoints, or to fresh engines per policy"),
+    ("plan", plan, plan.plan_verb, "compute what a model's KV cache holds, and the replicas that a load needs"),
+    ("simulate", simulate, simulate.simulate_verb, "play a load in virtual time under one policy or several"),
     ("sweep", sweep, sweep.sweep_verb, "find the highest request rate at which an SLO is kept"),
     ("diff", diff, diff.diff_verb, "compare two files of --json and exit with 1 if anything got worse"),
     ("calibrate", calibrate, calibrate.calibrate_verb, "measure an engine, for simulated ones as fast as it"),
     ("demo", demo, demo.demo_verb, "play the same conversations under two policies, side by side, in two minutes"),
-)  # fmt: skip
+)
 COMMANDS = [*(verb for verb, *_ in VERBS), "version", "completion"]
 
 

@@ -21,7 +21,7 @@ from loadgen.plan.pools import Engines, Load, Pool, Sizing, decode_pool, prefill
 from loadgen.plan.transfers import BUFFER_STEP, COLLATED, PER_TRANSFER, Transfer, step_seconds, transfer
 from loadgen.report import show
 from loadgen.report.show import milliseconds, percent
-from loadgen.report.tables import table
+from loadgen.report.tables import plain
 from policies.kv_space import KV_DTYPES, BadModel, KvSpace, NumberFormat, memory_for_kv
 from policies.transfers import LATENCY
 from replicas.simulated.profile import Profile
@@ -118,12 +118,10 @@ def plan_pools(given: Given, console: Console, about: dict[str, object]) -> int:
     console.print(transfer_table(given, moved, step))
     if sizings:
         prefill, decode = (sizing.pool for sizing in sizings)
-        pools = table("", "prefill", "decode", title="Pools")
-        pools.add_row("replicas", str(prefill.replicas), str(decode.replicas))
-        pools.add_row("busy (time, streams)", percent(prefill.busy), percent(decode.busy))
-        pools.add_row("TTFT", _ms(prefill.ttft), "")
-        pools.add_row("TPOT", "", _ms(decode.step))
-        console.print(pools)
+        rows = (("replicas", str(prefill.replicas), str(decode.replicas)),
+                ("busy (time, streams)", percent(prefill.busy), percent(decode.busy)),
+                ("TTFT", _ms(prefill.ttft), ""), ("TPOT", "", _ms(decode.step)))  # fmt: skip
+        console.print(plain("Pools", ("", "prefill", "decode"), rows))
     weights, fits = sizes(given)
     console.print(size_table(given, weights, fits))
     assumed = assumptions(given, bool(sizings))
@@ -225,9 +223,7 @@ def transfer_answers(given: Given, main: Transfer, step: float) -> list[str]:
         terms += f" + {main.bytes / 1e9:,.2f} GB / {given.args.link / 1e9:g} GB/s"
         again = f"computed again in {_ms(main.compute_seconds)} at the speed of {given.profile.name}"
         said.append(f"moved in {_ms(seconds)} ({terms}), {again}: {verdict}")
-        longer = "longer than a step, so the engine must go on decoding while it fetches, as with vLLM's NIXL connector"
-        hidden = longer if seconds > step else "hidden behind one"
-        said.append(f"that is {seconds / step:.1f} decode steps of {_ms(step)}: {hidden}")
+        said.append(f"that is {seconds / step:.1f} decode steps of {_ms(step)}")
     if given.piece < COLLATED:
         fewer = -(-main.tokens // COLLATED)
         said.append(f"Warning: {given.piece} tokens a transfer are {main.count:,} transfers; of {COLLATED} tokens they would be {fewer:,} and take "
@@ -237,16 +233,15 @@ def transfer_answers(given: Given, main: Transfer, step: float) -> list[str]:
 
 def transfer_table(given: Given, moved: Sequence[Transfer], step: float) -> Table:
     timed = ("moved", "computed", "steps", "pays") if given.args.link else ("computed",)
-    columns = ("prompt", "GiB", "buffer", "pieces", *timed)
-    shown = table(*columns, left=(), title="Moving a prompt's cache (buffer on each GPU)")
+    rows = []
     for one in moved:
-        cells = [f"{one.tokens:,}", f"{one.bytes / GIB:,.2f}", f"{one.buffer / GIB:,.2f}", f"{one.count:,}"]
-        if one.seconds is None:
-            shown.add_row(*cells, _ms(one.compute_seconds))
-        else:
-            pays = "yes" if one.pays else "no"
-            shown.add_row(*cells, _ms(one.seconds), _ms(one.compute_seconds), f"{one.seconds / step:,.1f}", pays)
-    return shown
+        row = [f"{one.tokens:,}", f"{one.bytes / GIB:,.2f}", f"{one.buffer / GIB:,.2f}", f"{one.count:,}"]
+        times = [_ms(one.compute_seconds)]
+        if one.seconds is not None:
+            times = [_ms(one.seconds), *times, f"{one.seconds / step:,.1f}", "yes" if one.pays else "no"]
+        rows.append(row + times)
+    heads = ("prompt", "GiB", "buffer", "pieces", *timed)
+    return plain("Moving a prompt's cache (buffer on each GPU)", heads, rows, left=())
 
 
 # ---- sizes in fewer bits
@@ -280,17 +275,15 @@ def sizes(given: Given) -> tuple[dict[str, int] | None, dict[str, dict[str, obje
 
 
 def size_table(given: Given, weights: dict[str, int] | None, fits: dict[str, dict[str, object]]) -> Table:
-    gpu = given.args.gpu_memory
-    fit = (
-        f", and tokens of cache that fit in {given.args.tensor_parallel_size} × {_gib(gpu)}" if gpu and weights else ""
-    )
-    shown = table("", *(f"KV {name}" for name in fits), title=f"Sizes{fit}")
-    shown.add_row("bytes of a token", *(f"{one['bytes_per_token']:,}" for one in fits.values()))
+    gpu, title = given.args.gpu_memory, "Sizes"
+    if gpu and weights:
+        title += f", and tokens of cache that fit in {given.args.tensor_parallel_size} × {_gib(gpu)}"
+    rows = [["bytes of a token", *(f"{one['bytes_per_token']:,}" for one in fits.values())]]
     for name, size in (weights or {}).items():
-        tokens = [one["tokens"][name] for one in fits.values() if "tokens" in one]
-        cells = ("no room" if one is None else f"{one / 1000:,.0f} k" for one in tokens)
-        shown.add_row(f"weights {name}, {size / 1e9:,.1f} GB", *cells)
-    return shown
+        tokens = [one["tokens"][name] for one in fits.values()] if gpu else [""] * len(fits)
+        cells = ("no room" if one is None else one and f"{one / 1000:,.0f} k" for one in tokens)
+        rows.append([f"weights {name}, {size / 1e9:,.1f} GB", *cells])
+    return plain(title, ("", *(f"KV {name}" for name in fits)), rows)
 
 
 def assumptions(given: Given, load: bool) -> list[str]:

@@ -25,7 +25,7 @@ from loadgen.plan.pools_verb import GIB
 from loadgen.report import files, rates, show
 from loadgen.report.show import count, percent
 from loadgen.report.summary import setting
-from loadgen.report.tables import table as report_table
+from loadgen.report.tables import Cell, Grid, drawn, plain
 from loadgen.simulate import Setting, rules
 from loadgen.simulate.verb import asked, interruptible
 from loadgen.workload import datasets
@@ -157,17 +157,17 @@ def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str
 def table(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> Table:
     gpus = args.tensor_parallel_size
     names = [name if name == one["dtype"] else f"{name} ({one['dtype']})" for name, one in found.items()]
-    shown = report_table("", *names, title=f"KV cache of one replica, {gpus} GPU{'s' * (gpus > 1)}")
     context = next(iter(found.values()))["context"]
     rows = (("bytes per token, each GPU", "bytes_per_token", count), ("tokens in each GiB", "tokens_per_gib", count),
             ("memory for it, each GPU", "memory", lambda value: f"{value / GIB:,.2f} GiB"), (f"blocks of {args.block_size or BLOCK} tokens", "blocks", count),
             ("tokens, as vLLM's log says", "tokens", count), ("tokens kept for later requests", "tokens_kept", count),
             ("longest request", "longest", count), (f"requests of {context:,} at once", "at_once", lambda value: f"{value:,.2f}"))  # fmt: skip
+    shown = []
     for label, key, form in rows:
         values = [one.get(key) for one in found.values()]
         if values[0] is not None and not (key == "tokens_kept" and values[0] == found[args.kv_cache_dtype]["tokens"]):
-            shown.add_row(label, *map(form, values))
-    return shown
+            shown.append([label, *map(form, values)])
+    return plain(f"KV cache of one replica, {gpus} GPU{'s' * (gpus > 1)}", ("", *names), shown)
 
 
 # ---- the fleet
@@ -314,17 +314,17 @@ def curve(tried: list[Size]) -> Table:
     rate = next((point.report["offered"]["rate"] for size in tried for point in size.points.values()), None)
     offered = "" if rate is None else f" of {rate:.2f} offered"  # the same for every fleet; none in a closed loop
     title = f"Requests within the SLO, hit rate, and requests/s answered{offered}"
-    shown = report_table("replicas", *(f"{size.tokens:,} tokens" for size in tried), left=(), title=title)
+    rows = []
     for replicas in sorted({replicas for size in tried for replicas in size.points}):
-        cells = [str(replicas)]
+        row = [Cell(str(replicas))]
         for size in tried:
             text = ""
             if point := size.points.get(replicas):
                 hits, answered = percent(point.report["cache"]["hit_rate"]), point.report["request_throughput"]
                 text = f"{percent(point.share)}  {hits:>7}  {answered:.2f} /s"
-            cells.append(f"[bold green]{text}[/]" if replicas == size.kept else text)
-        shown.add_row(*cells)
-    return shown
+            row.append(Cell(text, "best" if replicas == size.kept else ""))
+        rows.append(row)
+    return drawn(Grid(("replicas", *(f"{size.tokens:,} tokens" for size in tried)), rows), (), title=title)
 
 
 def assumptions(

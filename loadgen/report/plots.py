@@ -10,7 +10,8 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 import matplotlib
@@ -26,7 +27,6 @@ _SIZE = (5.2, 3.1)  # inches, of one plot; with 10.5-point letters it is legible
 _COLOURS = ("#12907f", "#d97a1e", "#5a76d8", "#c34f86", "#7d962c", "#8d62c9", "#3f9cc4", "#a9703d")
 _DASHES = ("-", (0, (4, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
 _WINDOW_REQUESTS, _MOST_WINDOWS = 25, 40  # per window of time: with fewer its figures are noise
-_MANY = 5  # targets; bands of so many cover each other
 _MOST_STEPS = 500  # of a distribution; more are not visible
 _LEAST_MS = 1e-3  # a logarithmic axis has no 0, but a virtual clock does
 _LOOK = {
@@ -73,10 +73,6 @@ def _clock(value: float, _: object = None) -> str:
     return f"{value / 60:.3g} min" if value >= 180 else f"{value:g} s"
 
 
-def _number(value: float, _: object = None) -> str:
-    return f"{value:g}"
-
-
 @dataclass(frozen=True, slots=True)
 class Plot:
     """A plot: named curves over common axes.
@@ -88,8 +84,8 @@ class Plot:
     caption: str
     curves: Mapping[str, Curve]
     drawn: Mapping[str, Line]  # the style of each curve
-    across: Callable[[float, object], str]  # writes values of the x axis
-    up: Callable[[float, object], str]  # writes values of the y axis
+    across: Callable[[float, object], str] | str  # writes values of the x axis
+    up: Callable[[float, object], str] | str  # writes values of the y axis
     limit: float | None = None  # of y, where a dashed line stands
     mark: float | None = None  # of x, where a dashed line stands
     label: str = ""  # of the x axis; only plots that have one name their curves in a legend of their own
@@ -132,7 +128,7 @@ class Plot:
         return text[text.index("<svg") :]
 
 
-def _scale(axis, form: Callable[[float, object], str], parts: list[Sequence[float]], limit: float | None) -> None:
+def _scale(axis, form: Callable[[float, object], str] | str, parts: list[Sequence[float]], limit: float | None) -> None:
     """Scale and label an axis for all values in `parts` and the limit."""
     values = np.concatenate(parts)
     low, high = np.nanmin(values), max(np.nanmax(values), limit or 0.0)
@@ -158,7 +154,6 @@ def lines(names: Iterable[str]) -> dict[str, Line]:
 def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> list[Plot]:
     """Return the plots of latencies and hit rate for which these runs have data; `drawn`: their styles."""
     slo = next((report["goodput"]["slo_ms"] for report in reports.values() if report.get("goodput")), {})
-    few = len(records) < _MANY
     good = {name: [record for record in done if record.error is None] for name, done in records.items()}
     plots = []
 
@@ -171,8 +166,8 @@ def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> li
         caption += " The dashed line is the SLO." if slo.get(one.key) else ""
         curve = partial(_distribution, one)
         add(f"{one.name} distribution", caption, curve, across=_milliseconds, up=_percent, mark=slo.get(one.key))
-    caption = f"Median of the requests sent in each window of time{'; the band above reaches to p99' if few else ''}."
-    add("TTFT over time", caption, partial(_over_time, _ttft if few else _median), across=_clock, up=_milliseconds)
+    caption = "Median of requests that were sent one after the other; the band above reaches to p99."
+    add("TTFT over time", caption, partial(_over_time, _ttft), across=_clock, up=_milliseconds)
     caption = "Cached tokens over prompt tokens, as engines report them, by when requests were sent."
     add("Hit rate over time", caption, partial(_over_time, _hit_rate), across=_clock, up=_percent)
     return plots
@@ -190,10 +185,6 @@ def _ttft(window: Sequence[Record]) -> list[float]:
     return list(np.percentile(times or [np.nan], (50, 99)))
 
 
-def _median(window: Sequence[Record]) -> list[float]:
-    return _ttft(window)[:1]
-
-
 def _hit_rate(window: Sequence[Record]) -> list[float]:
     rate = cache_figures(window)["hit_rate"]
     return [np.nan if rate is None else rate]
@@ -202,18 +193,16 @@ def _hit_rate(window: Sequence[Record]) -> list[float]:
 def _over_time(figure: Callable[[list[Record]], list[float]], done: Sequence[Record]) -> Curve | None:
     """Return the curve of `figure` over windows of time, with a band if it gives two values; None without values.
 
-    `figure`: takes the requests that were sent in a window.
+    `figure`: takes the requests of a window; all windows have about as many.
     """
     if len(done) < 2:
         return None
-    zero = began(done)
-    sent = np.array([record.sent - zero for record in done])
-    number = min(max(len(done) // _WINDOW_REQUESTS, 4), _MOST_WINDOWS)
-    edges = np.linspace(0, max(sent.max(), 1e-9), number + 1)
-    windows: list[list[Record]] = [[] for _ in range(number)]
-    for record, window in zip(done, np.clip(np.searchsorted(edges, sent, "right") - 1, 0, number - 1)):
-        windows[window].append(record)
-    curve = Curve((edges[1:] + edges[:-1]) / 2, *zip(*map(figure, windows)))
+    zero, ordered = began(done), sorted(done, key=lambda record: record.sent)
+    number = min(max(len(done) // _WINDOW_REQUESTS, 4), _MOST_WINDOWS, len(done))
+    edges = np.linspace(0, len(done), number + 1, dtype=int)
+    windows = [ordered[first:last] for first, last in pairwise(edges)]
+    middles = [fmean(record.sent - zero for record in window) for window in windows]
+    curve = Curve(middles, *zip(*map(figure, windows)))
     return None if np.isnan(curve.y).all() else curve
 
 
@@ -230,7 +219,8 @@ def of_sweep(sweep: Mapping[str, object]) -> list[Plot]:
                 f"Time {one.about}. Dashed: {'the SLO, and ' if limit else ''}the rate that was found, if one was."
             )
             marks = {"limit": limit, "mark": sweep["rate"], "label": label}
-            plots.append(Plot(f"{one.name} against load", caption, curves, lines(curves), _number, _milliseconds, **marks))  # fmt: skip
+            title, drawn = f"{one.name} against load", lines(curves)
+            plots.append(Plot(title, caption, curves, drawn, "{x:g}", _milliseconds, **marks))
     shares = {"all": Curve(rates, [step["share"] for step in steps])}
     plots.append(_within_the_slo(shares, lines(shares), sweep["attainment"], label))
     return [plot for plot in plots if plot.known]
@@ -250,7 +240,7 @@ def of_plan(plan: Mapping[str, object], drawn: Mapping[str, Line]) -> list[Plot]
 
 def _within_the_slo(curves: Mapping[str, Curve], drawn: Mapping[str, Line], attainment: float, label: str) -> Plot:
     caption = f"Share of the requests; dashed: the {attainment * 100:g} % asked for."
-    return Plot("Within the SLO", caption, curves, drawn, _number, _percent, limit=attainment, label=label)
+    return Plot("Within the SLO", caption, curves, drawn, "{x:g}", _percent, limit=attainment, label=label)
 
 
 def _curve(x: Sequence[float], milliseconds: Sequence[float | None]) -> Curve:

@@ -5,7 +5,7 @@ Where a terminal is narrower than a table, Rich folds cells at their blanks; a p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -29,17 +29,16 @@ class Grid(NamedTuple):
     rows: Sequence[Sequence[Cell]]
 
 
-def table(*columns: str, left: Sequence[int] = (0,), header_style: str = "bold", **about) -> Table:
-    """Return an empty table; columns are right-aligned except those in `left`. `about`: its title and caption."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style=header_style, title_justify="left", caption_justify="left", **about)  # fmt: skip
-    for number, heading in enumerate(columns):
+def drawn(grid: Grid, left: Sequence[int] = (0,), header_style: str = "bold", title: str | None = None) -> Table:
+    """Return the table of a grid for the terminal; columns are right-aligned except those in `left`."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style=header_style, title_justify="left", title=title)
+    for number, heading in enumerate(grid.heads):
         made.add_column(heading, overflow="fold", justify="left" if number in left else "right")
-    return made
-
-
-def drawn(grid: Grid, left: Sequence[int] = (0,), header_style: str = "bold") -> Table:
-    """Return the table of a grid for the terminal."""
-    made = table(*grid.heads, left=left, header_style=header_style)
     for row in grid.rows:
         made.add_row(*(Text(cell.text, STYLES.get(cell.look, "")) for cell in row))
     return made
+
+
+def plain(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> Table:
+    """Return a table of texts for the terminal, with a title above it."""
+    return drawn(Grid(heads, [[*map(Cell, row)] for row in rows]), left, title=title)

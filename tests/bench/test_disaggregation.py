@@ -17,7 +17,6 @@ from bench.disaggregation import (
     Run,
     chats,
     play,
-    prompts,
     runs,
     setting,
     table,
@@ -74,13 +73,6 @@ def test_a_run_tells_of_the_chats_times_between_tokens(monkeypatch):
     alone = Run("chats", "1:0:3", "always", requests=100, long=False)
     printed = table({run: told, alone: play(alone)})
     assert "always" in printed and f"{told.itl_p99:.1f}, {told.itl_p999:.1f} (" in printed
-
-
-def test_prompts_of_one_length_have_nothing_in_common():
-    made = prompts(2000, 13.0, 40, 1)
-    said = [one.turns[0].messages[0]["content"][0] for one in made.conversations]
-    assert {one.length for one in said} == {2000} and len({tuple(one.ids) for one in said}) == 40
-    assert len(made.starts) == 40
 
 
 def test_of_limits_the_gateway_knows_those_that_answers_are_held_against():

@@ -15,19 +15,8 @@ CLOSED = [cell for cell in CELLS if cell.users]
 
 
 def record(conversation, turn, sent, first, last, output, cached=0, replica="r0"):
-    return Record(
-        conversation,
-        turn,
-        sent,
-        sent=sent,
-        first=first,
-        last=last,
-        status=200,
-        prompt_tokens=100,
-        output_tokens=output,
-        cached_tokens=cached,
-        replica=replica,
-    )
+    counted = {"prompt_tokens": 100, "output_tokens": output, "cached_tokens": cached}
+    return Record(conversation, turn, sent, sent=sent, first=first, last=last, status=200, replica=replica, **counted)
 
 
 def test_the_figures_of_a_run():

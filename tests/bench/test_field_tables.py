@@ -2,27 +2,13 @@
 
 import subprocess
 
-import numpy as np
-from matplotlib.markers import MarkerStyle
-
 from bench import field_tables
 from bench.field_tables import OURS
 
 FIGURES = (
-    *(
-        "requests",
-        "ttft_mean",
-        "ttft_p50",
-        "ttft_p90",
-        "ttft_p99",
-        "e2e_mean",
-        "e2e_p99",
-        "tpot_mean",
-        "tpot_p99",
-        "tokens_s",
-    ),
-    *("tokens_s_busy", "wall", "trajectory", "goodput", "hit", "hit_least", "spread", "halves"),
-)
+    "requests ttft_mean ttft_p50 ttft_p90 ttft_p99 e2e_mean e2e_p99 tpot_mean tpot_p99 tokens_s tokens_s_busy "
+    "wall trajectory goodput hit hit_least spread halves"
+).split()
 
 
 def cell(seeds, **factors):
@@ -36,27 +22,6 @@ def cell(seeds, **factors):
 def cells(**seeds):
     names = "agents 10%", "rollouts 2 users a replica"
     return {name: cell(seeds, **{OURS: 1.0}, round_robin=2.0, sticky_least_loaded=1.5) for name in names}
-
-
-def test_what_is_beyond_the_edges_of_a_panel_points_out_of_it():
-    made = {"agents 10%": cell({}, **{OURS: 1.0, "round_robin": 20.0, "sticky_least_loaded": 0.5, "least_load": 3.0})}
-    figure = field_tables.drawn(made)
-    assert len(figure.axes) == len(field_tables.COMPARED)
-    for axes in figure.axes:
-        found = [(one.get_paths()[0].vertices, at) for one in axes.collections for at, _ in one.get_offsets()]
-        shown = sorted((beyond_of(path), round(float(at), 6)) for path, at in found)
-        assert shown == [("", 3.0), ("<", 0.7), (">", 12.0)]
-
-
-def beyond_of(path):
-    """Which way a mark points; nowhere, unless it is a triangle."""
-    same = [one for one in "<>" if np.array_equal(path, _marker(one))]
-    return same[0] if same else ""
-
-
-def _marker(shape):
-    style = MarkerStyle(shape)
-    return style.get_path().transformed(style.get_transform()).vertices
 
 
 def test_one_seed_is_said_to_be_one():

@@ -59,6 +59,16 @@ def answer(text: str = "fine", prompt: int = 100, cached: int | None = 64, heade
     )
 
 
+def openai(reply: bytes | None = None):
+    """A server that lists the model `tiny` and answers everything else with `reply`."""
+
+    async def respond(request, writer):
+        models = whole({"data": [{"id": "tiny"}]})
+        writer.write(models if request.path == "/v1/models" else reply or answer("one two three"))
+
+    return respond
+
+
 class Request:
     def __init__(self, line: str, headers: dict[str, str], body: bytes):
         self.method, self.path, _ = line.split(" ", 2)

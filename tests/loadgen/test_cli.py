@@ -36,18 +36,8 @@ def loadgen(monkeypatch, capfd):
     return run
 
 
-def openai(wire, headers=()):
-    async def respond(request, writer):
-        if request.path == "/v1/models":
-            writer.write(wire.whole({"data": [{"id": "tiny"}]}))
-        else:
-            writer.write(wire.answer("one two three", headers=headers))
-
-    return respond
-
-
 async def test_run_against_any_endpoint(loadgen, engine, wire, tmp_path):
-    async with engine(openai(wire)) as server:
+    async with engine(wire.openai()) as server:
         code, out, err = await loadgen(
             f"run --base-url {server.url}/v1 --num-prompts 12 --request-rate 200 --think-time 0 --slo ttft:5s,tpot:5s",
             f"--json {tmp_path / 'r.json'} --header X-Team=a=b --seed 3 --extra-body",
@@ -69,9 +59,9 @@ async def test_run_against_any_endpoint(loadgen, engine, wire, tmp_path):
 async def test_the_same_seed_sends_the_same_bodies(loadgen, engine, wire):
     bodies = []
     for _ in range(2):
-        async with engine(openai(wire)) as server:
+        async with engine(wire.openai()) as server:
             code, _, _ = await loadgen(
-                f"run --base-url {server.url} --num-prompts 6 --request-rate inf --think-time 0 --seed 5",
+                f"run --base-url {server.url} --num-prompts 6 --request-rate inf --think-time 0 --seed 5"
             )
             assert code == 0
             bodies.append(sorted(request.raw for request in server.requests))
@@ -83,7 +73,7 @@ async def test_a_file_of_conversations(loadgen, engine, wire, tmp_path):
     said = {"user": "hi", "assistant": "ho"}, {"user": "bye"}
     messages = [{"role": role, "content": text} for part in said for role, text in part.items()]
     path.write_text(json.dumps({"messages": messages}))
-    async with engine(openai(wire)) as server:
+    async with engine(wire.openai()) as server:
         code, out, _ = await loadgen(f"run --base-url {server.url} --dataset-path {path} --think-time 0")
         assert code == 0 and "2 of 2 requests answered" in out
         assert [message["content"] for message in server.requests[-1].json["messages"]] == ["hi", "ho", "bye"]
@@ -99,7 +89,7 @@ async def test_a_trace_with_a_bad_line_left_out(loadgen, engine, wire, tmp_path)
         + "\n{\n"
     )
     flags = ("--dataset-name", "bailian", "--dataset-path", str(path), "--trace-speed", "50")
-    async with engine(openai(wire)) as server:
+    async with engine(wire.openai()) as server:
         code, _, err = await loadgen(f"run --base-url {server.url}", *flags)
         assert code == 2 and err.startswith(f"loadgen run: --dataset-path {path}, line 7: not JSON")
         assert server.requests == []
@@ -115,14 +105,17 @@ async def test_a_trace_with_a_bad_line_left_out(loadgen, engine, wire, tmp_path)
 
 
 async def test_a_closed_loop_is_called_one(loadgen, engine, wire):
-    async with engine(openai(wire)) as server:
+    async with engine(wire.openai()) as server:
         code, out, _ = await loadgen(f"run --base-url {server.url} --dataset-name random --num-prompts 5 --users 2")
     assert code == 0 and "closed loop of 2" in out
 
 
 async def test_compare_targets(loadgen, engine, wire, tmp_path):
     headers = ("x-hitherto-replica: r1", "x-hitherto-cached-tokens: 48")
-    async with engine(openai(wire)) as plain, engine(openai(wire, headers)) as named:
+    async with (
+        engine(wire.openai()) as plain,
+        engine(wire.openai(wire.answer("one two three", headers=headers))) as named,
+    ):
         code, out, err = await loadgen(
             f"compare --target plain={plain.url} named={named.url} --num-prompts 8",
             f"--request-rate 200 --think-time 0 --json {tmp_path / 'c.json'}",
@@ -136,7 +129,7 @@ async def test_compare_targets(loadgen, engine, wire, tmp_path):
 
 
 async def test_json_on_standard_output_is_alone_there(loadgen, engine, wire):
-    async with engine(openai(wire)) as server:
+    async with engine(wire.openai()) as server:
         code, out, err = await loadgen(f"run --base-url {server.url} --num-prompts 2 --request-rate inf --json -")
     assert code == 0 and json.loads(out)["completed"] == 2
     assert "2 of 2 requests answered" in err
@@ -238,7 +231,7 @@ async def test_interrupting_a_comparison_tells_of_the_targets_measured_until_the
         asked.set()
         await asyncio.Event().wait()
 
-    async with engine(openai(wire)) as quick, engine(hold) as slow:
+    async with engine(wire.openai()) as quick, engine(hold) as slow:
         targets = (f"quick={quick.url}", f"slow={slow.url}", f"more={quick.url}")
         load = ("--num-prompts", "3", "--request-rate", "inf", "--think-time", "0", "--model", "m")
         running = asyncio.create_task(loadgen("compare --target", *targets, *load, f"--json {path}"))
@@ -252,7 +245,7 @@ async def test_interrupting_a_comparison_tells_of_the_targets_measured_until_the
 
 
 async def test_seeds_are_measured_one_after_the_other_and_shown_with_their_range(loadgen, engine, wire, tmp_path):
-    async with engine(openai(wire)) as server:
+    async with engine(wire.openai()) as server:
         code, out, err = await loadgen(
             f"run --base-url {server.url} --dataset-name random --num-prompts 4",
             "--request-rate inf --seeds 3 --seed 5 --percentiles 50,99.9",

@@ -148,17 +148,9 @@ def console():
         yield Console(file=nowhere, record=True, width=120)
 
 
-def openai(wire, **broken):
-    async def respond(request, writer):
-        models = wire.whole({"data": [{"id": "tiny"}]})
-        writer.write(models if request.path == "/v1/models" else broken.get("answer") or wire.answer("one two"))
-
-    return respond
-
-
 async def test_a_sweep_of_a_live_target(engine, wire, tmp_path, monkeypatch, console):
     monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.04)
-    async with engine(openai(wire)) as server:
+    async with engine(wire.openai()) as server:
         files = (f"--{kind} {tmp_path / 's'}.{kind}" for kind in ("json", "html", "csv"))
         args = arguments(server.url, "--request-rate 200 --goodput ttft:30s", *files)
         assert await sweep.sweep_verb(args, console) == 0
@@ -177,7 +169,7 @@ async def test_a_sweep_of_a_live_target(engine, wire, tmp_path, monkeypatch, con
 
 async def test_a_target_that_answers_nothing_ends_the_sweep(engine, wire, monkeypatch, console):
     monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.01)
-    async with engine(openai(wire, answer=wire.whole({"error": {"message": "no"}}, 400))) as server:
+    async with engine(wire.openai(wire.whole({"error": {"message": "no"}}, 400))) as server:
         assert await sweep.sweep_verb(arguments(server.url, "--request-rate 1000 --goodput ttft:1s"), console) == 1
     assert "Stopped: no request was answered (http_400)." in console.export_text()
 
@@ -190,7 +182,7 @@ async def test_a_sweep_without_ttft_or_tpot_is_written_all_the_same(
     monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.04)
     reply = wire.whole({"error": {"message": "no"}}, 400) if answers == "nothing" else wire.answer("one")
     files = [tmp_path / name for name in ("s.json", "s.html", "s.csv")]
-    async with engine(openai(wire, answer=reply)) as server:
+    async with engine(wire.openai(reply)) as server:
         flags = [word for file in files for word in (f"--{file.suffix[1:]}", str(file))]
         code = await sweep.sweep_verb(
             arguments(server.url, f"--request-rate 400 --output-len 1 --goodput {slo}", *flags), console
@@ -227,7 +219,7 @@ def test_given_rates_are_tried_and_no_others():
 
 
 async def test_a_sweep_with_seeds_has_the_range_over_them(engine, wire, tmp_path, console):
-    async with engine(openai(wire)) as server:
+    async with engine(wire.openai()) as server:
         flags = ("--rates", "200,100,400", "--seeds", "2", "--goodput", "ttft:30s", "--percentiles", "50,95")
         args = arguments(server.url, *flags, f"--json {tmp_path / 's.json'} --html {tmp_path / 's.html'}")
         assert await sweep.sweep_verb(args, console) == 0

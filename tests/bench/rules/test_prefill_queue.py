@@ -6,7 +6,8 @@ import pytest
 
 from bench.rules.prefill_queue import PrefillQueue, make_legs
 from loadgen.simulate import Setting, simulate
-from tests.loadgen.simulate.test_legs import PROFILE, fleet, nothing_is_left, turn, work
+from tests.loadgen.simulate.test_fleet_faults import work
+from tests.loadgen.simulate.test_legs import PROFILE, fleet, nothing_is_left, turn
 
 
 def test_the_free_take_those_who_wait_in_order_and_the_busy_none():

@@ -80,8 +80,7 @@ def test_the_gateway_is_started_with_files_from_the_folder_in_which_they_were_na
 
 
 @pytest.mark.parametrize(
-    "code, error, said",
-    [(2, BadOption, "refuses what it was given"), (1, StackFailed, "ended with exit code 1")],
+    "code, error, said", [(2, BadOption, "refuses what it was given"), (1, StackFailed, "ended with exit code 1")]
 )
 async def test_a_gateway_that_ends_at_once_is_explained(tmp_path, code, error, said):
     with pytest.raises(error, match=f"(?s){said}:.*in its words"):

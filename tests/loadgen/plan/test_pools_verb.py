@@ -70,14 +70,6 @@ def test_small_transfers_are_warned_of_and_large_ones_are_not(capsys):
         assert "Warning" not in printed(capsys, *flags, *more)
 
 
-def test_a_quicker_step_is_hidden_behind_a_longer_one(capsys):
-    flags = (*NUMBERS, "--prompt-tokens", "16", "--chunk-size", "256", *("--link", "900GB/s"))
-    assert "longer than a step" in sentences(printed(capsys, *flags))  # the handshake alone is
-    full = (*NUMBERS, "--prompt-tokens", "1000", "--output-tokens", "800", "--rate", "40", "--slo", "tpot:60ms", "--link", "900GB/s",
-            "--chunk-size", "256")  # fmt: skip
-    assert "hidden behind one" in sentences(printed(capsys, *full))
-
-
 def test_the_figures_as_json(capfd):
     found = planned(capfd, *NUMBERS, *LOAD, "--link", "100Gbit/s", "--gpu-memory", "80GB", "--parameters", "8B")
     assert found["prefill"]["pool"]["replicas"] == 4 and found["decode"]["pool"]["replicas"] == 6
@@ -136,30 +128,6 @@ def test_a_latent_has_no_formats_for_heads(capfd, tmp_path):
     found = planned(capfd, "--model", str(tmp_path), "-tp", "8", "--block-size", "64")
     assert list(found["kv"]) == ["fp16", "fp8"] and found["weights"] is None
     assert "the size of the weights is not known: --parameters 70B" in found["assumed"]
-
-
-@pytest.mark.parametrize(("flags", "why"), [
-    (["--pools"], "--pools needs a model: --model FOLDER, or --layers 80"),
-    (["--link", "100Gbit/s"], "--link is of --pools: add it"),
-    (["--rate", "5"], "--rate is of --pools: add it"),
-    (["--pools", *NUMBERS, "--rate", "4"], "the pools of a load also need --prompt-tokens, --output-tokens, --slo"),
-    (["--pools", *NUMBERS, "--slo", "ttft:1s"], "also need --rate, --prompt-tokens, --output-tokens"),
-    (["--pools", *NUMBERS, "--dataset-name", "chat"], "--pools takes its load as numbers"),
-    (["--pools", *NUMBERS, "--request-rate", "4"], "--pools takes its load as numbers"),
-    (["--pools", *NUMBERS, "--csv", "plan.csv"], "--json FILE has all figures"),
-    (["--pools", *NUMBERS, "--chunk-size", "100"], "--chunk-size 100 is no multiple of the block size, 16"),
-    (["--pools", *NUMBERS, "--prompt-tokens", "200000"], "are 200,000 tokens, and the longest request has 131,072"),
-    (["--pools", *NUMBERS, *LOAD[:-1], "e2el:10s"], "--slo e2el: the arithmetic of pools has ttft and tpot alone"),
-    (["--pools", *NUMBERS, *LOAD, "--attainment", "1"], "--attainment 1: pools are sized for a share between 0 and 1"),
-    (["--pools", *NUMBERS, "--profile", "gpu-9b"], "--profile: no profile 'gpu-9b'"),
-    (["--pools", *NUMBERS, "-tp", "2", "-dcp", "2"], "leave --decode-context-parallel-size out"),
-    (["--pools", *NUMBERS, *LOAD, "--gpu-memory", "80GB"], "give --weights 16GiB, --parameters 8B"),
-    (["--pools", *NUMBERS, *LOAD, "--gpu-memory", "80GB", "--parameters", "70B"], "leave no room for a cache"),
-])  # fmt: skip
-def test_bad_use_is_refused_with_what_would_be_right(capsys, flags, why):
-    assert main(["plan", *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("loadgen plan: ") and why in error and error.count("\n") == 1
 
 
 def examples() -> list[tuple[str, list[str]]]:

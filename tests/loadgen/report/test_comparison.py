@@ -13,7 +13,7 @@ def figures(**changes):
 def test_a_comparison_that_is_void_has_no_better_and_no_worse():
     new = figures(completed=40, failed=60, ttft_ms={"p50": 10.0, "p99": 20.0})
     assert comparison("new", new, "old", figures()) == [
-        "new cannot be compared with old: they did not answer the same requests, and 60 failed with new, 0 with old.",
+        "new cannot be compared with old: they did not answer the same requests, and 60 failed with new, 0 with old."
     ]
 
 

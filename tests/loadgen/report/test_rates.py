@@ -20,36 +20,24 @@ def report(answered: float, rate: float | None = 10.0, **fields) -> dict:
     }
 
 
-@pytest.mark.parametrize(
-    "made, said",
-    [
-        (report(10.2), "10.00 requests/s offered, 10.20 answered"),
-        (
-            report(9.78, duration_s=10.22),
-            "10.00 requests/s offered, 9.78 answered: the last answer came 0.22 s after the last conversation had begun",
-        ),
-        (
-            report(5, offered={"later_turns": 60, "think_s": 1.5}),
-            "60 of 100 requests are later turns, which wait for a reply and 1.5 s to think",
-        ),
-        (report(5, offered={"later_turns": 60}), "60 of 100 requests are later turns, which wait for a reply;"),
-        (report(5, generator={"max_concurrency": 3, "was_the_limit": True}), "at most 3 were in flight"),
-        (report(5, generator={"was_the_limit": True}), "the generator was late"),
-        (report(5, failed=7), "10.00 requests/s offered, 5.00 answered: 7 failed; "),
-        (report(5, failed=7, not_sent=3), "answered: 7 failed and 3 not sent; "),
-        (report(5, not_sent=3), "answered: 3 not sent; "),
-        (report(5, interrupted=True), "the run was stopped early"),
-        (
-            report(11.9, interrupted=True),
-            "10.00 requests/s offered, 11.90 answered: the run was stopped early; what is offered is the whole load's rate",
-        ),
-        (
-            report(5, None, generator={"users": 4}),
-            "5.00 requests/s answered; none offered, since each of 4 users sends when the last answer has come",
-        ),
-        (report(5, None), "5.00 requests/s answered; all conversations began at once, so no rate was offered"),
-    ],
-)
+LATER, LAST = {"later_turns": 60}, "the last answer came 0.22 s after the last conversation had begun"
+
+
+@pytest.mark.parametrize("made, said", [
+    (report(10.2), "10.00 requests/s offered, 10.20 answered"),
+    (report(9.78, duration_s=10.22), f"10.00 requests/s offered, 9.78 answered: {LAST}"),
+    (report(5, offered=LATER | {"think_s": 1.5}), "are later turns, which wait for a reply and 1.5 s to think"),
+    (report(5, offered=LATER), "60 of 100 requests are later turns, which wait for a reply;"),
+    (report(5, generator={"max_concurrency": 3, "was_the_limit": True}), "at most 3 were in flight"),
+    (report(5, generator={"was_the_limit": True}), "the generator was late"),
+    (report(5, failed=7), "10.00 requests/s offered, 5.00 answered: 7 failed; "),
+    (report(5, failed=7, not_sent=3), "answered: 7 failed and 3 not sent; "),
+    (report(5, not_sent=3), "answered: 3 not sent; "),
+    (report(5, interrupted=True), "the run was stopped early"),
+    (report(11.9, interrupted=True), "the run was stopped early; what is offered is the whole load's rate"),
+    (report(5, None, generator={"users": 4}), "none offered, since each of 4 users sends when the last"),
+    (report(5, None), "5.00 requests/s answered; all conversations began at once, so no rate was offered"),
+])  # fmt: skip
 def test_why_fewer_are_answered_than_offered(made, said):
     assert said in rates(made)
 

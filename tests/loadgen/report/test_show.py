@@ -164,10 +164,6 @@ def test_the_live_view_shows_engines_and_conversations():
     assert "question 3?" not in again and "3/10" in again
 
 
-def test_the_live_view_of_a_run_that_has_just_begun():
-    assert "0/10" in drawn(progress.View(run_of(), "p", 4).frame(60), 60)
-
-
 @given(st.text(max_size=300), st.integers(12, 120), st.booleans())
 def test_a_line_stays_a_line(text, width, end):
     line = progress.one_line("? ", text, "", width, end).plain

@@ -1,15 +1,13 @@
 """Requests in two legs, in virtual time: who does what, how long it takes, and what is left when something fails."""
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.simulate import Fleet, Network, Setting, Turn, simulate
-from loadgen.workload import generators
-from loadgen.workload.conversations import Workload
 from replicas.simulated.profile import load_profile
+
+from .test_fleet_faults import work
 
 PROFILE = load_profile("gpu-8b", num_blocks=4096)
 ROLES = ["prefill", "decode", "decode"]
@@ -24,15 +22,6 @@ def turn(blocks, output=24, first=1, tail=8):
 
 def fleet(legs="always", roles=ROLES, policy="least_time", **more):
     return Fleet([more.pop("profile", PROFILE)] * len(roles), policy, 1, roles=roles, legs=legs, **more)
-
-
-def work(requests=90, rate=30.0, seed=1):
-    rng, at, starts = random.Random(seed), 0.0, []
-    asked = generators.chat(rng, requests, num_prefixes=3, prefix_len=500, turns=3, think_time=0.3, output_len=40)
-    for _ in asked:
-        starts.append(at)
-        at += rng.expovariate(rate * len(asked) / requests)
-    return Workload(asked, starts)
 
 
 def nothing_is_left(made):
@@ -78,8 +67,8 @@ def test_an_engine_sends_one_cache_at_a_time():
 
 
 def test_without_roles_there_are_no_legs_whatever_the_rule():
-    told = [(r.sent, r.first, r.last, r.replica) for r in simulate(work(), Setting("least_time", [PROFILE] * 3)).done]
-    made = simulate(work(), Setting("least_time", [PROFILE] * 3, roles=["both"] * 3, legs="always"))
+    told = [(r.sent, r.first, r.last, r.replica) for r in simulate(work(90), Setting("least_time", [PROFILE] * 3)).done]
+    made = simulate(work(90), Setting("least_time", [PROFILE] * 3, roles=["both"] * 3, legs="always"))
     assert [(r.sent, r.first, r.last, r.replica) for r in made.done] == told and not made.transfers
 
 
@@ -98,16 +87,11 @@ def test_the_gateways_rule_moves_the_long_prompt_and_leaves_the_chats():
 @pytest.mark.parametrize("policy", ["least_time", "round_robin", "llmd_weights"])
 @pytest.mark.parametrize("legs", ["seconds", "always", "over:64", "llmd:64", "never"])
 def test_every_request_ends_on_a_decoder_under_every_rule(policy, legs):
-    made = simulate(work(), Setting(policy, [PROFILE] * 3, 1, roles=ROLES, legs=legs))
+    made = simulate(work(90), Setting(policy, [PROFILE] * 3, 1, roles=ROLES, legs=legs))
     assert len(made.done) == 90 and all(record.error is None and record.first < record.last for record in made.done)
     assert {record.replica for record in made.done} == {"r1", "r2"}
     assert (len(made.transfers) == 90) if legs == "always" and policy == "least_time" else len(made.transfers) <= 90
     assert bool(made.transfers) == (legs not in ("seconds", "never") or (policy != "least_time" and legs == "seconds"))
-
-
-def test_the_same_seed_gives_the_same_run():
-    runs = [simulate(work(), Setting("least_time", [PROFILE] * 3, 1, roles=ROLES, legs="over:64")) for _ in range(2)]
-    assert [(r.first, r.last, r.replica) for r in runs[0].done] == [(r.first, r.last, r.replica) for r in runs[1].done]
 
 
 def test_the_lease_holds_the_prefillers_blocks_until_they_are_read():
@@ -181,11 +165,11 @@ def test_whatever_is_lost_every_request_ends_once_and_nothing_is_left(legs, gate
 
 
 def test_gaps_between_tokens_are_those_of_the_steps():
-    made = simulate(work(), Setting("least_time", [PROFILE] * 3, 1, roles=ROLES, legs="over:64", timed=True))
+    made = simulate(work(90), Setting("least_time", [PROFILE] * 3, 1, roles=ROLES, legs="over:64", timed=True))
     assert any(record.outputs > 20 for record in made.done)
     for record in made.done:
         assert len(record.gaps) == record.outputs - 1
         assert sum(record.gaps) == pytest.approx(record.last - record.first)
-    untimed = simulate(work(), Setting("least_time", [PROFILE] * 3, 1, roles=ROLES, legs="over:64"))
+    untimed = simulate(work(90), Setting("least_time", [PROFILE] * 3, 1, roles=ROLES, legs="over:64"))
     assert [record.last for record in untimed.done] == [record.last for record in made.done]
     assert not any(record.gaps for record in untimed.done)

@@ -107,7 +107,7 @@ def test_the_record_says_the_defaults_and_what_was_given(trace):
 
 def test_the_names_of_vllms_benchmark():
     args = given(
-        *"--dataset-name random --random-input-len 50 --random-output-len 7 --random-range-ratio 0.5 --num-prompts 9".split(),
+        *"--dataset-name random --random-input-len 50 --random-output-len 7 --random-range-ratio 0.5 --num-prompts 9".split()
     )
     turns = [conversation.turns[0] for conversation in datasets.workload(args).conversations]
     assert all(25 <= span.length <= 75 for turn in turns for span in spans_of(turn.messages)) and all(

@@ -22,7 +22,6 @@ from rich.console import Console
 from loadgen import options, run
 from loadgen.drive import target
 from loadgen.drive.client import Client
-from loadgen.drive.records import Record
 from loadgen.options import ATTAINMENT, BadOption
 from loadgen.report import files, rates, seeds, show
 from loadgen.report.summary import Records, Report, now, setting
@@ -79,12 +78,11 @@ class Search:
         else:
             self.missed = rate
         if self.kept and self.missed and self.missed / self.kept <= 1 + self.precision:
-            self.stopped = f"Stopped where the highest rate that keeps it and the lowest that does not were within {self.precision * 100:g} %."
+            near = f"within {self.precision * 100:g} %"
+            self.stopped = f"Stopped where the highest rate that keeps it and the lowest that does not were {near}."
         elif self.missed is None and self.kept >= self.limit:
-            self.stopped = (
-                f"Stopped at {self.limit:.4g} requests/s: a higher rate would send all of this load in less than "
-                f"{_LEAST_SECONDS:g} s. Ask more (--num-prompts)."
-            )
+            why = f"a higher rate would send all of this load in less than {_LEAST_SECONDS:g} s"
+            self.stopped = f"Stopped at {self.limit:.4g} requests/s: {why}. Ask more (--num-prompts)."
         elif self.kept is None and self.missed <= self.first / 2**_MOST_HALVINGS:
             self.stopped = f"Stopped: not even {self.missed:.4g} requests/s keep it."
         elif self.steps >= _MOST_STEPS:
@@ -110,16 +108,15 @@ class Sweep:
 
     @property
     def answer(self) -> str:
+        kept, missed = self.search.kept, self.search.missed
         slo = f"{self.attainment * 100:g} % of requests within {show.limits(self.slo)}"
-        if self.search.kept is None:
+        if kept is None:
             return f"No rate that was tried kept the SLO: {slo}."
-        report = next(step["report"] for step in self.steps if step["rate"] == self.search.kept)
-        short = rates.never_reached(report)
-        if short:
+        if short := rates.never_reached(next(step["report"] for step in self.steps if step["rate"] == kept)):
             short = f" But {short}: ask more (--num-prompts)."
-        if self.search.missed is None:
-            return f"At least {self.search.kept:.4g} requests/s, the highest rate that was tried, keep the SLO: {slo}.{short}"
-        return f"{self.search.kept:.4g} requests/s is the highest rate that kept the SLO: {slo}. {self.search.missed:.4g} did not.{short}"
+        if missed is None:
+            return f"At least {kept:.4g} requests/s, the highest rate that was tried, keep the SLO: {slo}.{short}"
+        return f"{kept:.4g} requests/s is the highest rate that kept the SLO: {slo}. {missed:.4g} did not.{short}"
 
     def figures(self) -> dict[str, object]:
         """Return the figures that `--json` and the HTML page have under "sweep"."""
@@ -138,10 +135,8 @@ def own_rate(work: Workload) -> float:
     """Return the request rate (per second) of the load's own starts. Raises BadOption where all begin at once."""
     rate = offer(work.conversations, work.starts).rate
     if rate is None:
-        raise BadOption(
-            "a sweep needs a load whose conversations begin at different times: more of them (--num-prompts), "
-            "and a finite --request-rate"
-        )
+        needed = "more of them (--num-prompts), and a finite --request-rate"
+        raise BadOption(f"a sweep needs a load whose conversations begin at different times: {needed}")
     return rate
 
 
@@ -173,21 +168,31 @@ def check(args: argparse.Namespace) -> None:
 async def sweep_verb(args: argparse.Namespace, console: Console) -> int:
     check(args)
     began, works = now(), [datasets.workload(one) for one in datasets.of_seeds(args)]
-    work = works[0]
-    own = own_rate(work)
+    work, own = works[0], own_rate(works[0])
     show.print_notes(console, work.notes)
     if is_text(work.conversations):
-        show.print_notes(
-            console, ["The texts of this load are the same in every step, so caches may be warm from the step before."]
-        )
-    limit = own * work.starts[-1] / _LEAST_SECONDS
-    sweep = Sweep(
-        Search(args.request_rate or own, args.precision, limit, given=args.rates), files.slo(args), args.attainment, []
-    )
+        same = "The texts of this load are the same in every step, so caches may be warm from the step before."
+        show.print_notes(console, [same])
+    search = Search(args.request_rate or own, args.precision, own * work.starts[-1] / _LEAST_SECONDS, given=args.rates)
+    sweep = Sweep(search, files.slo(args), args.attainment, [])
     client = Client(args.base_url, target.headers(args), args.timeout)
     model, records = await target.model_of(client, args.model), {}
     with run.until_interrupted(console):
-        await climb(args, console, sweep, works, client, model, records)
+        while (rate := search.rate) is not None:
+            reports = []
+            for number, each in enumerate(works):  # a load with each seed; every step and seed has its own tokens
+                salt = args.seed + len(sweep.steps) * len(works) + number
+                asking = target.asking(argparse.Namespace(**{**vars(args), "seed": salt}), model)
+                load = await run.ask(args, console, at_rate(each, rate), client, asking, f"{rate:.4g}/s")
+                if load.interrupted:
+                    search.stopped = BY_HAND
+                    break
+                reports.append(run.figures(args, load))
+                records[seeds.label(f"{rate:.4g}/s", args.seed + number, args.seeds)] = load.done
+            else:
+                step = sweep.add(rate, seeds.merged(reports))
+                console.print(f"[dim]{rate:.4g} requests/s: {show.percent(step['share'])} within the SLO[/]")
+                search.stopped = hopeless(step) or search.stopped
     client.close()
     about = {
         "target": client.base_url,
@@ -196,37 +201,9 @@ async def sweep_verb(args: argparse.Namespace, console: Console) -> int:
         "setting": setting(["loadgen", *sys.argv[1:]], args.seed, args.seeds, began),
     }
     conclude(args, console, sweep, records, about)
-    if not sweep.search.stopped or sweep.search.stopped == BY_HAND:
+    if not search.stopped or search.stopped == BY_HAND:
         return options.INTERRUPTED
-    return 0 if sweep.search.kept else 1
-
-
-async def climb(
-    args: argparse.Namespace,
-    console: Console,
-    sweep: Sweep,
-    works: Sequence[Workload],
-    client: Client,
-    model: str,
-    records: dict[str, list[Record]],
-) -> None:
-    """Try one rate after the other with every seed (a load of `works` each); each step and seed has its own tokens."""
-    while (rate := sweep.search.rate) is not None:
-        reports = []
-        for number, work in enumerate(works):
-            salt = args.seed + len(sweep.steps) * len(works) + number
-            other_tokens = argparse.Namespace(**{**vars(args), "seed": salt})
-            load = await run.ask(
-                args, console, at_rate(work, rate), client, target.asking(other_tokens, model), f"{rate:.4g}/s"
-            )
-            if load.interrupted:
-                sweep.search.stopped = BY_HAND
-                return
-            reports.append(run.figures(args, load))
-            records[seeds.label(f"{rate:.4g}/s", args.seed + number, args.seeds)] = load.done
-        step = sweep.add(rate, seeds.merged(reports))
-        console.print(f"[dim]{rate:.4g} requests/s: {show.percent(step['share'])} within the SLO[/]")
-        sweep.search.stopped = hopeless(step) or sweep.search.stopped
+    return 0 if search.kept else 1
 
 
 def hopeless(step: Mapping[str, object]) -> str:

@@ -1,18 +1,17 @@
 """The examples in docs/loadgen.md: each command is one, and what virtual time printed it prints again."""
 
-import io
 import json
 import re
 import shlex
 
 import pytest
-from rich.console import Console
 
 from loadgen.cli import build_parser, main
 from loadgen.report import show, tables
 from loadgen.sweep import Search, Sweep, table
 
 from ..test_house import ROOT
+from .report.conftest import drawn
 
 PAGE = (ROOT / "docs/loadgen.md").read_text()
 
@@ -82,19 +81,13 @@ def test_rows_of_measured_tables_are_rows_of_the_product():
         assert label in names, label
 
 
-def drawn(what: object) -> list[str]:
-    console = Console(file=io.StringIO(), width=250)
-    console.print(what)
-    return console.file.getvalue().splitlines()
-
-
 def test_what_runs_against_servers_print_has_the_products_rows_and_columns(tmp_path, monkeypatch, capsys):
     """Their figures are the day's; what they are of, and where it stands, is today's."""
     monkeypatch.chdir(tmp_path)
     command = "simulate --replicas 2 --policies least_time --dataset-name random --num-prompts 20 --request-rate 9 --goodput ttft:1s"
     assert main([*command.split(), "--json", "one.json"]) == 0
     report = json.loads((tmp_path / "one.json").read_text())["targets"]["least_time"]
-    labels = [re.split(r"  +", line.strip())[0] for line in drawn(show.run_report(report))]
+    labels = [re.split(r"  +", line.strip())[0] for line in drawn(show.run_report(report), 250).splitlines()]
     [run] = [printed for commands, printed in examples() if commands[0].startswith("loadgen run") and printed]
     assert re.fullmatch(r"38 of 38 requests answered in [\d.]+ s · [\d.]+ requests/s · \d+ output tokens/s", run[0])
     for line in run[1:]:
@@ -104,5 +97,5 @@ def test_what_runs_against_servers_print_has_the_products_rows_and_columns(tmp_p
     [swept] = [
         printed for commands, printed in examples() if commands[0].startswith("loadgen sweep") and len(printed) > 1
     ]
-    assert words(swept[0]) in [words(line) for line in drawn(tables.drawn(table(sweep)))]
+    assert words(swept[0]) in [words(line) for line in drawn(tables.drawn(table(sweep)), 250).splitlines()]
     assert all(len(re.split(r"  +", line)) == 8 for line in swept)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from loadgen.calibrate.ask import CalibrationError, Client, Refused, Reply
 from loadgen.calibrate.fit import NAMES, NEW, Fit, decode_sample, prompt_sample
-from loadgen.calibrate.measure import changed, full_steps, most_at_once, spread, step_seconds
+from loadgen.calibrate.measure import changed, full_steps, spread, step_seconds
 
 
 def reply(first: float, gap: float, chunks: int, tokens: int | None = None) -> Reply:
@@ -57,10 +57,6 @@ def test_steps_that_a_long_prompt_filled(ms, steps):
     assert full_steps([one / 1e3 for one in ms]) == steps
 
 
-def test_how_many_ran_at_once():
-    assert most_at_once([reply(0.0, 0.1, 10), reply(0.5, 0.1, 10), reply(0.8, 0.1, 10), reply(3.0, 0.1, 10)]) == 3
-
-
 def test_change_between_two_fits_is_that_of_the_region_that_changed_most():
     def of(base, latency):
         return Fit(dict.fromkeys(NAMES, 0.0) | {"base": base, "latency": latency}, {})
@@ -97,17 +93,9 @@ def events(*data: dict) -> str:
 
 async def test_chunks_and_usage(ask):
     chunk = {"choices": [{"index": 0, "text": ""}]}
-    usage = {
-        "choices": [],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}},
-    }
-    got = await ask(200, events(chunk, chunk, chunk, usage), "text/event-stream")
-    assert (len(got.times), got.record.prompt_tokens, got.record.cached_tokens, got.tokens) == (
-        3,
-        2,
-        1,
-        3,
-    ) and got.ttft > 0
+    counted = {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}
+    got = await ask(200, events(chunk, chunk, chunk, {"choices": [], "usage": counted}), "text/event-stream")
+    assert (len(got.times), got.record.prompt_tokens, got.record.cached_tokens) == (3, 2, 1) and got.ttft > 0
     got = await ask(200, events(chunk), "text/event-stream")
     assert got.record.prompt_tokens is None and got.record.cached_tokens is None  # an engine that gives no usage
 

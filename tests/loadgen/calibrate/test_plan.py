@@ -44,11 +44,3 @@ def test_a_slow_engine_is_asked_less():
     quick, slow = (plan.make(limits(), fit(factor), 60) for factor in (0.2, 20))
     assert slow.sent[1] < quick.sent[1] / 10 and slow.sent[0] < quick.sent[0]
     assert max(one.tokens for one in slow.questions) < max(one.tokens for one in quick.questions)
-
-
-@pytest.mark.parametrize(
-    "most, factor, expected",
-    [(14336, 4, [64, 256, 1024, 4096, 14336]), (100, 2, [64, 100]), (64, 2, [64]), (50, 2, [50])],
-)
-def test_sizes_end_with_the_largest(most, factor, expected):
-    assert plan.sizes(most, factor) == expected

@@ -1,13 +1,22 @@
-"""Runs as they come out of the generator, made up."""
+"""Runs as they come out of the generator, made up, and what a terminal shows of reports."""
 
+import io
 import random
 import types
 
 import pytest
+from rich.console import Console
 
 from loadgen.drive.records import Record
 from loadgen.report.summary import summarise
 from loadgen.workload.conversations import Offer
+
+
+def drawn(thing: object, width: int = 100) -> str:
+    """What a terminal of this width shows of it, without colours."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(thing)
+    return console.file.getvalue()
 
 
 def made(number: int, seed: int = 0, **fields) -> list[Record]:

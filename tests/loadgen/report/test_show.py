@@ -12,13 +12,7 @@ from loadgen.report import progress, show, tables
 from loadgen.report.summary import summarise
 
 from . import conftest
-
-
-def drawn(thing, width=100) -> str:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"), color_system=None)
-    with console.file:
-        console.print(thing)
-        return console.export_text()
+from .conftest import drawn
 
 
 def record(number=0, ttft=0.1, **fields) -> Record:

@@ -18,12 +18,8 @@ SHARED = [next(names) for _ in range(100)]
 
 def asked(at, tokens, output, blocks=None):
     """One line of Mooncake's format; its blocks are its own unless given."""
-    return {
-        "timestamp": at,
-        "input_length": tokens,
-        "output_length": output,
-        "hash_ids": blocks or [next(names) for _ in range(-(-tokens // 512))],
-    }
+    own = [next(names) for _ in range(-(-tokens // 512))]
+    return {"timestamp": at, "input_length": tokens, "output_length": output, "hash_ids": blocks or own}
 
 
 @pytest.mark.parametrize(

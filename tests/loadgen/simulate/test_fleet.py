@@ -83,9 +83,8 @@ def test_a_prompt_that_an_engine_refuses_while_it_computes_holds_up_nobody_else(
     small = replace(PROFILE, max_model_len=3072)
     long = turn([10_000 + i for i in range(200)])
     work = conversations(40, turns=2, shared=4)
-    fleet = run(
-        "round_robin", [part for pair in zip(work, [[long]] * len(work)) for part in pair], profiles=[small] * 2
-    )
+    mixed = [part for pair in zip(work, [[long]] * len(work)) for part in pair]
+    fleet = run("round_robin", mixed, profiles=[small] * 2)
     refused = [r for r in fleet.result.records if r.turn is long]
     answered = [r for r in fleet.result.records if r.turn is not long]
     assert [r.error for r in refused] == ["http_400"] * 40

@@ -35,9 +35,8 @@ def hit_rate(outcome):
 
 def wrong(outcome):
     """Share of prompt tokens about which gateway and engine did not agree whether they are cached."""
-    return sum(abs(r.predicted_tokens - r.cached_tokens) for r in outcome.done) / sum(
-        r.prompt_tokens for r in outcome.done
-    )
+    off = sum(abs(record.predicted_tokens - record.cached_tokens) for record in outcome.done)
+    return off / sum(record.prompt_tokens for record in outcome.done)
 
 
 @settings(max_examples=25)
@@ -61,16 +60,14 @@ def test_every_request_ends_once_and_every_ledger_reads_zero(policy, gateways, s
         fleet.at(start, lambda turn=turn: fleet.send(turn, None, lambda: ended.append(turn)))
     fleet.run()
     records = fleet.result.records
-    assert len(ended) == len(records) == len(load.conversations) and {id(turn) for turn in ended} == {
-        id(r.turn) for r in records
-    }
+    assert len(ended) == len(records) == len(load.conversations)
+    assert {id(turn) for turn in ended} == {id(record.turn) for record in records}
     for gateway in fleet.gateways:
         load = gateway.router.ledger.total()
         assert (load.requests, load.prefill_tokens, load.context_tokens) == (0, 0, 0)
     for record in records:
-        assert record.error or (
-            record.first > record.sent and record.end >= record.first and record.replica not in record.tried
-        )
+        assert record.error or record.sent < record.first <= record.end
+        assert record.error or record.replica not in record.tried
     assert lost or not any(record.error for record in records)
 
 

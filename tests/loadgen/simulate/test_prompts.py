@@ -14,23 +14,14 @@ from replicas.simulated.model import sim_model_dir
 from replicas.simulated.tokens import Tokens
 
 SALT, SEED = 5, chain_seed("simulated", 16)
+LOOK = {"name": "look", "description": "Look it up.", "parameters": {"type": "object"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"what": "bag"}'}}
 CHAT = {
-    "tools": [
-        {
-            "type": "function",
-            "function": {"name": "look", "description": "Look it up.", "parameters": {"type": "object"}},
-        }
-    ],
+    "tools": [{"type": "function", "function": LOOK}],
     "messages": [
         {"role": "system", "content": "Be brief. " * 30},
         {"role": "user", "content": "Where is my bag? " * 20},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"what": "bag"}'}}
-            ],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "1", "content": "Lost in Lyon. " * 20},
         {"role": "assistant", "content": "In Lyon, I am afraid."},
         {"role": "user", "content": [{"type": "text", "text": "Why?"}]},

@@ -106,21 +106,17 @@ def test_the_record_says_the_defaults_and_what_was_given(trace):
 
 
 def test_the_names_of_vllms_benchmark():
-    args = given(
-        *"--dataset-name random --random-input-len 50 --random-output-len 7 --random-range-ratio 0.5 --num-prompts 9".split()
-    )
-    turns = [conversation.turns[0] for conversation in datasets.workload(args).conversations]
-    assert all(25 <= span.length <= 75 for turn in turns for span in spans_of(turn.messages)) and all(
-        4 <= turn.max_tokens <= 10 for turn in turns
-    )
-    args = given(
-        *"--dataset-name prefix_repetition --prefix-repetition-num-prefixes 2 --prefix-repetition-prefix-len 64".split(),
-        *"--prefix-repetition-suffix-len 16 --prefix-repetition-output-len 4".split(),
-    )
-    spans = [list(spans_of(conversation.turns[0].messages)) for conversation in datasets.workload(args).conversations]
-    assert len({prefix for prefix, _ in spans}) == 2 and {
-        (prefix.length, suffix.length) for prefix, suffix in spans
-    } == {(64, 16)}
+    flags = "--random-input-len 50 --random-output-len 7 --random-range-ratio 0.5 --num-prompts 9"
+    load = datasets.workload(given("--dataset-name", "random", *flags.split()))
+    turns = [conversation.turns[0] for conversation in load.conversations]
+    assert all(25 <= span.length <= 75 for turn in turns for span in spans_of(turn.messages))
+    assert all(4 <= turn.max_tokens <= 10 for turn in turns)
+    flags = {"num-prefixes": 2, "prefix-len": 64, "suffix-len": 16, "output-len": 4}
+    words = [word for name, value in flags.items() for word in (f"--prefix-repetition-{name}", value)]
+    load = datasets.workload(given("--dataset-name", "prefix_repetition", *words))
+    spans = [list(spans_of(conversation.turns[0].messages)) for conversation in load.conversations]
+    assert len({prefix for prefix, _ in spans}) == 2
+    assert {(prefix.length, suffix.length) for prefix, suffix in spans} == {(64, 16)}
 
 
 def test_the_document_names_every_load_and_only_flags_there_are():

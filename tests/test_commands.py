@@ -3,7 +3,7 @@
 The blocks of quickstart.md that begin with ```bash are run, in their order, against simulated engines. Of all other
 blocks each line that begins with a program's name is a command; `CHECKS` says how each program's are read, and
 `NOT_READ` names the programs whose own parser is not at hand, with the reason. A program in neither fails the test.
-`vllm serve` is read by vLLM's own parser in tests/vllm/test_documents.py; clients.md is run by `make test-clients`.
+`vllm serve` is read by vLLM's own parser in tests/vllm/test_command_lines.py; clients.md is run by `make test-clients`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_READ = {
     "docker": "there is no daemon; make test-compose starts the stack, and this one is another project's image",
-    "vllm": "by vLLM's own parser, in tests/vllm/test_documents.py, and `vllm bench serve` in tests/clients",
+    "vllm": "by vLLM's own parser, in tests/vllm/test_command_lines.py, and `vllm bench serve` in tests/clients",
     "vllm-router": "another project's, from its command-line reference",
     "openssl": "by the tests of TLS",
     "python -m sglang.launch_server": "there is no CPU build of SGLang; its flags are read in its source",

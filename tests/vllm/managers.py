@@ -39,15 +39,9 @@ class Managed:
         import torch
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
+        from vllm.v1 import kv_cache_interface as interface
         from vllm.v1.core import kv_cache_utils
         from vllm.v1.core.kv_cache_manager import KVCacheManager
-        from vllm.v1.kv_cache_interface import (
-            FullAttentionSpec,
-            KVCacheConfig,
-            KVCacheGroupSpec,
-            MambaSpec,
-            SlidingWindowSpec,
-        )
         from vllm.v1.request import Request
 
         self.ahead = ahead if drops else 0
@@ -55,25 +49,26 @@ class Managed:
         if kind != "mamba":
             self.unit = self.whole
         of_heads = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-        specs = [FullAttentionSpec(**of_heads)]
+        specs = [interface.FullAttentionSpec(**of_heads)]
         if kind == "windows":
-            specs += [SlidingWindowSpec(**of_heads, sliding_window=window) for window in (80, 17, 80)]
+            specs += [interface.SlidingWindowSpec(**of_heads, sliding_window=window) for window in (80, 17, 80)]
         if kind == "mamba":
-            specs += [MambaSpec(block_size=size, shapes=((2,),), dtypes=(torch.float32,), mamba_cache_mode="align")]
-        groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+            specs += [
+                interface.MambaSpec(block_size=size, shapes=((2,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+            ]
+        groups = [interface.KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
         more = self.of_version(kv_cache_utils)
         if not getattr(Managed, "seeded", False):
             kv_cache_utils.init_none_hash(sha256)
             Managed.seeded = True
         self.hasher = kv_cache_utils.get_request_block_hasher(self.unit, sha256, **more)
         self.manager = KVCacheManager(
-            KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups), max_model_len=4096,
+            interface.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups), max_model_len=4096,
             scheduler_block_size=self.whole, hash_block_size=self.unit, enable_caching=True, use_eagle=drops and not more,
             enable_kv_cache_events=True, dcp_world_size=dcp, **more,
         )  # fmt: skip
-        self.request = lambda name, ids: Request(
-            name, ids, SamplingParams(max_tokens=64), None, block_hasher=self.hasher
-        )
+        answer = SamplingParams(max_tokens=64)
+        self.request = lambda name, ids: Request(name, ids, answer, None, block_hasher=self.hasher)
         self.number = 0
 
     def of_version(self, kv_cache_utils) -> dict:

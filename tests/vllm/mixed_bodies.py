@@ -22,10 +22,8 @@ class Mixer:
 
     def text(self, empty: bool = True) -> str:
         words = ["hello world", "I am", " the quick", "Don't", " 3.14", "def f(x):", "\n", " ", "x"]
-        pieces = [
-            self._one(ODD_TEXTS[:-1] if self._chance(0.3) else words)
-            for _ in range(self._random.randrange(0 if empty else 1, 7))
-        ]
+        count = self._random.randrange(0 if empty else 1, 7)
+        pieces = [self._one(ODD_TEXTS[:-1] if self._chance(0.3) else words) for _ in range(count)]
         made = "".join(piece[: self._random.randrange(1, 40)] for piece in pieces)
         return made if empty or made.strip() else made + "x"
 
@@ -37,9 +35,8 @@ class Mixer:
     def arguments(self) -> str:
         keys, values = ["city", "n", "\u00e9", "<b>"], [1, 2.5, None, True, 'Paris "x"', [1, "a"], {"b": 1e-7}]
         made = {self._one(keys): self._one([*values, self.text()]) for _ in range(self._random.randrange(4))}
-        return self._one(
-            [json.dumps(made), json.dumps(made, ensure_ascii=False, indent=1), "", '{"a": 1e3,  "b":-0.0}']
-        )
+        written = json.dumps(made), json.dumps(made, ensure_ascii=False, indent=1)
+        return self._one([*written, "", '{"a": 1e3,  "b":-0.0}'])
 
     def chat(self) -> tuple[str, Body]:
         messages: list[Body] = []
@@ -53,18 +50,14 @@ class Mixer:
         if self._chance(0.3):
             body["tools"] = self._random.sample(TOOLS, self._random.randrange(1, 4))
             body["tool_choice"] = self._one(["auto", "none", "required"])
+        variable = self._one(["enable_thinking", "foo", "date_string", "thinking"])
         fields = {
-            "chat_template_kwargs": {
-                self._one(["enable_thinking", "foo", "date_string", "thinking"]): self._one(
-                    [True, False, "26 Jul 2024", None]
-                )
-            },
+            "chat_template_kwargs": {variable: self._one([True, False, "26 Jul 2024", None])},
             "reasoning_effort": self._one(["none", "low", "high"]),
-            "add_generation_prompt": False,
-            "add_special_tokens": True,
+            "add_generation_prompt": False, "add_special_tokens": True,
             "documents": [{"title": "a", "text": self.text()}],
             "truncate_prompt_tokens": self._random.randrange(1, 40),
-        }
+        }  # fmt: skip
         body.update({key: value for key, value in fields.items() if self._chance(0.1)})
         if self._chance(0.15):
             body.update(continue_final_message=True, add_generation_prompt=False)
@@ -81,11 +74,8 @@ class Mixer:
         return [answer, *(result(self.content(), tool_call_id=name) for name in names)]
 
     def completion(self) -> tuple[str, Body]:
-        body = {
-            "prompt": self._one(
-                [self.text(False), [self.text(False), self.text(False)], [1, 2, 3], [[1, 2], [3, 4, 5]]]
-            )
-        }
+        prompts = [self.text(False), [self.text(False), self.text(False)], [1, 2, 3], [[1, 2], [3, 4, 5]]]
+        body = {"prompt": self._one(prompts)}
         if self._chance(0.3):
             body["add_special_tokens"] = self._chance(0.5)
         if self._chance(0.2):
@@ -106,47 +96,22 @@ class Mixer:
         if self._chance(0.4):
             body["instructions"] = self.text()
         if self._chance(0.3):
-            body["tools"] = [
-                {
-                    "type": "function",
-                    "name": "get_weather",
-                    "description": "d",
-                    "parameters": {"type": "object"},
-                    "strict": True,
-                }
-            ]
+            tool = {"type": "function", "name": "get_weather", "description": "d", "parameters": {"type": "object"}}
+            body["tools"] = [tool | {"strict": True}]
         return RESPONSES, body
 
     def message(self) -> tuple[str, Body]:
         messages: list[Body] = []
         for _ in range(self._random.randrange(1, 4)):
-            told = {
-                "type": "tool_result",
-                "tool_use_id": "toolu_001",
-                "content": self._one([self.text(), [text(self.text())]]),
-            }
-            messages.append(
-                user(
-                    self._one(
-                        [
-                            self.text(),
-                            [text(self.text())],
-                            [text(self.text()), text(self.text())],
-                            [told, text(self.text())],
-                        ]
-                    )
-                )
-            )
+            told = {"type": "tool_result", "tool_use_id": "toolu_001"}
+            told["content"] = self._one([self.text(), [text(self.text())]])
+            asked = self.text(), [text(self.text())], [text(self.text()), text(self.text())]
+            messages.append(user(self._one([*asked, [told, text(self.text())]])))
             if self._chance(0.8):
                 used = {"type": "tool_use", "id": "toolu_001", "name": "get_weather", "input": {"city": self.text()}}
                 thought = {"type": "thinking", "thinking": self.text(), "signature": "s"}
-                messages.append(
-                    said(
-                        self._one(
-                            [self.text(), [text(self.text()), used], [thought, text(self.text())], [thought, used]]
-                        )
-                    )
-                )
+                answers = self.text(), [text(self.text()), used], [thought, text(self.text())], [thought, used]
+                messages.append(said(self._one(answers)))
         body: Body = {"messages": messages, "max_tokens": 16}
         if self._chance(0.5):
             body["system"] = self._one([self.text(), [text(self.text()), text(self.text())]])
@@ -160,13 +125,11 @@ class Mixer:
         for i in range(self._random.randrange(1, 4)):
             function: Body = {"name": self._one(["look_up", "\u00e9", "a.b-c"]) + str(i)}
             if self._chance(0.8):
-                function["description"] = self._one(
-                    ["", "Look it up.", "two\nlines", "ends\n", "a\r\nb\n\n", self.text()]
-                )
+                described = ["", "Look it up.", "two\nlines", "ends\n", "a\r\nb\n\n", self.text()]
+                function["description"] = self._one(described)
             if self._chance(0.9):
-                function["parameters"] = self._one(
-                    [self._object(0), self._object(0), self._object(0), {}, self._schema(0)]
-                )
+                schemas = [self._object(0), self._object(0), self._object(0), {}, self._schema(0)]
+                function["parameters"] = self._one(schemas)
             tools.append({"type": "function", "function": function})
         return CHAT, {"messages": [user("Which one?")], "tools": tools}
 
@@ -193,14 +156,9 @@ class Mixer:
             "nullable": self._chance(0.7),
             "title": self._one(["A title", "", "two\nlines", 3]),
             "examples": self._one([["e", 1, None, 'y"z'], [], [1]]),
-            "minimum": 3,
-            "format": "date",
-            "oneOf": [{"type": "string"}],
-            "anyOf": [{"type": "string"}, {"type": "null"}],
-            "const": "a",
-            "$ref": "#/x",
-            "additionalProperties": False,
-        }
+            "minimum": 3, "format": "date", "oneOf": [{"type": "string"}],
+            "anyOf": [{"type": "string"}, {"type": "null"}], "const": "a", "$ref": "#/x", "additionalProperties": False,
+        }  # fmt: skip
         rare = ("oneOf", "const", "$ref")
         return schema | {key: one for key, one in fields.items() if self._chance(0.02 if key in rare else 0.15)}
 

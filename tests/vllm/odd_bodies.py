@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .bodies import (
-    CHAT,
-    COMPLETIONS,
-    DOCUMENT,
-    EMBEDDINGS,
-    ODD,
-    PLAIN,
-    WEATHER,
-    Body,
-    chat,
-    complete,
-    message,
-    respond,
-    text,
-    user,
-)
+from gateway.prompt.prompt import CHAT, COMPLETIONS, EMBEDDINGS
+
+from .bodies import DOCUMENT, ODD, PLAIN, WEATHER, Body, chat, complete, message, respond, text, user
 
 # Longer than the context of a small engine: cut to what leaves room for the output.
 _MANY = list(range(1, 20_000))
@@ -29,22 +16,16 @@ TOO_LONG: dict[str, tuple[str, Body]] = {
     "ids, a hundred tokens": complete(_MANY, truncate_prompt_tokens=-1, max_tokens=100),
     "text": complete("x y " * 12_000, truncate_prompt_tokens=-1, max_tokens=8),
     "chat, one token": chat(user("x y " * 12_000), truncate_prompt_tokens=-1, max_tokens=1),
-    "chat, a hundred tokens": chat(
-        user("x y " * 12_000), truncate_prompt_tokens=-1, max_completion_tokens=100, max_tokens=7
-    ),
+    "chat, a hundred tokens": chat(user("x y " * 12_000), truncate_prompt_tokens=-1, max_completion_tokens=100, max_tokens=7),
     "truncation auto": respond("x y " * 12_000, truncation="auto", max_output_tokens=50),
-}
+}  # fmt: skip
 
 _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 # What cannot be known from the body alone.
 INEXACT: dict[str, tuple[str, Body]] = {
     "an image": chat(user([text("What is this?"), _IMAGE])),
-    "an image in Messages": message(
-        user([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}])
-    ),
-    "an image in Responses": respond(
-        [user([{"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}])]
-    ),
+    "an image in Messages": message(user([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}])),
+    "an image in Responses": respond([user([{"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}])]),
     "sound": chat(user([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}])),
     "a suffix": complete("def f(", suffix="return x"),
     "embeds": complete("x", prompt_embeds="AAAA"),
@@ -54,7 +35,7 @@ INEXACT: dict[str, tuple[str, Body]] = {
     "an item of an unknown kind": respond([user("x"), {"type": "item_reference", "id": "i"}]),
     "a tool of Anthropic's own": message(user("x"), tools=[{"type": "bash_20250124", "name": "bash"}]),
     "padding": (EMBEDDINGS, {"input": "x", "padding": "max_length"}),
-}
+}  # fmt: skip
 
 _HELLO = b'{"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]'
 _ASKED = b'{"model": "tiny", "max_tokens": 1, "prompt": '
@@ -122,25 +103,13 @@ EMBEDDED: dict[str, tuple[str, Body]] = {
 
 _OF_CHAT = {
     "add_generation_prompt": (False, True, None),
-    "continue_final_message": (True, None),
-    "bos_token": ("<x>", ""),
-    "chat_template": ("", None, "auto"),
-    "conversation": ([],),
-    "documents": ([], [DOCUMENT], "x"),
-    "enable_thinking": (True, False, None, "auto", 0, "false", []),
-    "max_length": (5,),
-    "messages": ([], None, "auto", [user("x")], "x"),
-    "model_config": ("x",),
-    "namespace": ("x",),
-    "padding": ("max_length",),
-    "reasoning_effort": ("high", None),
-    "return_assistant_tokens_mask": (True, False),
-    "self": ("x",),
-    "tokenize": (True,),
-    "tokenizer": ("x",),
-    "tools": ([], [WEATHER], None, "x"),
-    "truncation": (True,),
-}
+    "continue_final_message": (True, None), "bos_token": ("<x>", ""), "chat_template": ("", None, "auto"),
+    "conversation": ([],), "documents": ([], [DOCUMENT], "x"),
+    "enable_thinking": (True, False, None, "auto", 0, "false", []), "max_length": (5,),
+    "messages": ([], None, "auto", [user("x")], "x"), "model_config": ("x",), "namespace": ("x",),
+    "padding": ("max_length",), "reasoning_effort": ("high", None), "return_assistant_tokens_mask": (True, False),
+    "self": ("x",), "tokenize": (True,), "tokenizer": ("x",), "tools": ([], [WEATHER], None, "x"), "truncation": (True,),
+}  # fmt: skip
 
 
 def _developer(content: Any, **more: Any) -> Body:
@@ -159,15 +128,8 @@ STEERED: dict[str, tuple[str, Body]] = {
     "two lists of documents": chat(*PLAIN, documents=[DOCUMENT], chat_template_kwargs={"documents": []}),
     "two lists of tools": chat(*PLAIN, tools=[WEATHER], chat_template_kwargs={"tools": []}),
     "tools and null": chat(*PLAIN, tools=[WEATHER], chat_template_kwargs={"tools": None}),
-    "no prompt, and a variable for one": chat(
-        *PLAIN, add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True}
-    ),
-    "go on, and a variable against it": chat(
-        *PLAIN[:3],
-        add_generation_prompt=False,
-        continue_final_message=True,
-        chat_template_kwargs={"add_generation_prompt": True, "continue_final_message": False},
-    ),
+    "no prompt, and a variable for one": chat(*PLAIN, add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True}),
+    "go on, and a variable against it": chat(*PLAIN[:3], add_generation_prompt=False, continue_final_message=True, chat_template_kwargs={"add_generation_prompt": True, "continue_final_message": False}),
     **{f"cut to {keep!r}": chat(*PLAIN, truncate_prompt_tokens=keep) for keep in (0, -2, 1, 10, "10", 10.0, 10**7)},
     **{f"cut to 10, {side}": chat(*PLAIN, truncate_prompt_tokens=10, truncation_side=side) for side in ("left", "right", "x")},
     "a text cut to 2": complete("Hello world how are you", truncate_prompt_tokens=2),

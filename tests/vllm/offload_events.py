@@ -15,10 +15,7 @@ from types import SimpleNamespace
 
 import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-    OffloadingEventGroupSpec,
-    OffloadingEventsTracker,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events as offloading
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext, make_offload_key
@@ -39,9 +36,8 @@ def request(text: int, blocks: int = BLOCKS, tokens: int = SIZE * BLOCKS) -> Sim
     for start in range(0, len(ids) - SIZE + 1, SIZE):
         parent = hashes[-1] if hashes else None
         hashes.append(hash_block_tokens(sha256, parent, ids[start : start + SIZE], None))
-    return SimpleNamespace(
-        all_token_ids=ids, block_hashes=hashes, lora_request=None, num_tokens=len(ids), request_id=str(text)
-    )
+    known = {"all_token_ids": ids, "block_hashes": hashes, "num_tokens": len(ids)}
+    return SimpleNamespace(**known, lora_request=None, request_id=str(text))
 
 
 def on_the_gpu(one: SimpleNamespace) -> list:
@@ -57,15 +53,12 @@ def on_the_gpu(one: SimpleNamespace) -> list:
 def play(describing: bool, chunk: int) -> tuple[list[str], list[list[int]]]:
     group = SimpleNamespace(
         group_idx=0, tokens_per_block=SIZE, tokens_per_chunk=SIZE * chunk, hashes_per_chunk=chunk,
-        kv_event_group_spec=OffloadingEventGroupSpec("full_attention", None), sliding_window_size_in_chunks=None,
+        kv_event_group_spec=offloading.OffloadingEventGroupSpec("full_attention", None), sliding_window_size_in_chunks=None,
         is_eagle_group=False,
     )  # fmt: skip
-    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, describing))
-    manager, encode, payloads = (
-        CPUOffloadingManager(2 * BLOCKS // chunk, "lru", enable_events=True),
-        msgspec.msgpack.Encoder().encode,
-        [],
-    )
+    tracker = offloading.OffloadingEventsTracker(OffloadingKVEventsConfig(True, describing))
+    manager = CPUOffloadingManager(2 * BLOCKS // chunk, "lru", enable_events=True)
+    payloads = []
     for text in range(3):
         one, context = request(text), ReqContext(req_id=str(text))
         came, went = on_the_gpu(one)
@@ -77,11 +70,11 @@ def play(describing: bool, chunk: int) -> tuple[list[str], list[list[int]]]:
         manager.complete_store(keys, context)
         manager.on_request_finished(context)
         for events in (came, list(tracker.take_events(manager.take_events())), went):
-            payloads.append(encode(KVEventBatch(ts=1.5, events=events, data_parallel_rank=0)).hex())
+            payloads.append(msgspec.msgpack.encode(KVEventBatch(ts=1.5, events=events, data_parallel_rank=0)).hex())
     return payloads, found(group, manager, tracker)
 
 
-def found(group: SimpleNamespace, manager: CPUOffloadingManager, tracker: OffloadingEventsTracker) -> list[list[int]]:
+def found(group: SimpleNamespace, manager: CPUOffloadingManager, tracker) -> list[list[int]]:
     scheduler = object.__new__(OffloadingConnectorScheduler)
     scheduler.__dict__ |= {
         "config": SimpleNamespace(kv_group_configs=(group,), supports_partial_tail=False), "manager": manager,
@@ -93,10 +86,8 @@ def found(group: SimpleNamespace, manager: CPUOffloadingManager, tracker: Offloa
         for blocks in range(BLOCKS + 1):
             for tokens in range(SIZE // 2, SIZE * (BLOCKS + 1), SIZE // 2):
                 one = request(text, blocks, tokens)
-                keys = [
-                    make_offload_key(last, 0)
-                    for last in one.block_hashes[group.hashes_per_chunk - 1 :: group.hashes_per_chunk]
-                ]
+                lasts = one.block_hashes[group.hashes_per_chunk - 1 :: group.hashes_per_chunk]
+                keys = [make_offload_key(last, 0) for last in lasts]
                 for local in range(0, tokens, SIZE):  # as vLLM finds no more there than leaves a token to compute
                     status = SimpleNamespace(
                         req=one, req_context=ReqContext(req_id="found"), num_locally_computed_tokens=local,

@@ -36,11 +36,5 @@ def _plain(value: object) -> object:
         return {name: str(one) for name, one in shown.items()} if shown is not None else str(value)
 
 
-def main() -> None:
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-    verdicts = [judge(parser, words) for words in json.load(sys.stdin)]
-    json.dump({"verdicts": verdicts}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+print(json.dumps([judge(parser, words) for words in json.load(sys.stdin)]))

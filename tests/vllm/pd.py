@@ -1,17 +1,19 @@
 """What is asked of engines that compute prompts for one another, and what their answers and metrics say."""
 
 import asyncio
-import json
 import os
 import random
 import re
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from ..gateway.running import Running, counted
+from ..gateway.test_continue import as_a_whole, events
 from .engines import Engine, folder, gateway, version
 from .traffic import WORDS, caught_up
 from .witness import Witness
@@ -51,17 +53,15 @@ def asked(way: str, text: str, stream: bool, most: int = 24) -> tuple[str, dict]
 def body_of(way: str, said: list[tuple[str, str]], stream: bool, most: int = 24) -> tuple[str, dict]:
     """A conversation as a request of an API: a system prompt may stand at its start."""
     messages = [{"role": role, "content": text} for role, text in said]
-    body: dict = {"model": "tiny", "temperature": 0, "stream": stream}
+    body: dict = {"model": "tiny", "temperature": 0, "stream": stream, "max_tokens": most}
     if way == "completions":
-        return "/v1/completions", body | {"prompt": " ".join(text for _, text in said), "max_tokens": most}
-    if way == "chat":
-        return "/v1/chat/completions", body | {"messages": messages, "max_tokens": most}
+        return "/v1/completions", body | {"prompt": " ".join(text for _, text in said)}
     if way == "responses":
+        del body["max_tokens"]
         return "/v1/responses", body | {"input": messages, "max_output_tokens": most}
-    if said[0][0] == "system":
-        body["system"] = said[0][1]
-        messages = messages[1:]
-    return "/v1/messages", body | {"messages": messages, "max_tokens": most}
+    if way == "messages" and said[0][0] == "system":
+        body["system"] = messages.pop(0)["content"]
+    return "/v1/chat/completions" if way == "chat" else "/v1/messages", body | {"messages": messages}
 
 
 class Talk:
@@ -98,43 +98,30 @@ OWN = re.compile(
     r'"(id|created|created_at|completed_at|item_id|\w*cach\w*|\w*created?_\w*tokens|'
     r'input_tokens|system_fingerprint|kv_transfer_params)":\s*("[^"]*"|[\d.]+|null)'
 )
+ENDED = re.compile(r'"(?:finish|stop)_reason":\s*"(\w+)"')
 
 
 def said(answer: httpx.Response, stream: bool) -> str:
-    """What it says, byte for byte: but for ids and times, and in a stream for how many tokens an event has."""
+    """Return what an answer says, of a stream its text and why it ended, else all but ids and times."""
     assert answer.status_code == 200, answer.text
-    return streamed(answer.text) if stream else OWN.sub(r'"\1":_', answer.text)
+    return told(answer.text, stream)
 
 
-def streamed(text: str) -> str:
-    """What a stream says, and why it ended."""
-    return "".join(word + reason for word, reason in map(piece, events(text)))
-
-
-def events(text: str) -> list[dict]:
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+def told(text: str, stream: bool) -> str:
+    if stream:  # how many tokens an event has depends on the moment
+        return as_a_whole(events(text))[0] + " ".join(ENDED.findall(text))
+    return OWN.sub(r'"\1":_', text)
 
 
 def words(answer: httpx.Response, stream: bool) -> str:
     """The text of an answer."""
     if stream:
-        return "".join(word for word, _ in map(piece, events(answer.text)))
+        return as_a_whole(events(answer.text))[0]
     told = answer.json()
     if "choices" in told:
         return "".join(one.get("text") or one["message"]["content"] or "" for one in told["choices"])
     parts = told["content"] if "content" in told else [part for one in told["output"] for part in one["content"]]
     return "".join(part["text"] for part in parts)
-
-
-def piece(event: dict) -> tuple[str, str]:
-    """The text in one event of a stream of any API, and why it ended."""
-    if "choices" in event:
-        if not event["choices"]:  # the usage
-            return "", ""
-        choice = event["choices"][0]
-        return choice.get("text") or choice.get("delta", {}).get("content") or "", choice["finish_reason"] or ""
-    delta = event.get("delta", "")
-    return (delta, "") if isinstance(delta, str) else (delta.get("text", ""), delta.get("stop_reason") or "")
 
 
 async def alone(engine: Engine, path: str, body: dict) -> httpx.Response:
@@ -165,17 +152,30 @@ async def turn(process: Running, talk: Talk, seen: dict[Engine, Witness], single
     path, body = talk.ask()
     for witness in seen.values():
         await caught_up(process, witness, 60)
-    legs = (await process.admin.post("/explain", params={"path": path}, json=body)).json()["legs"]
+    legs = await legs_now(process, path, body)
     before = [await sources(engine.url) for engine in seen]
     answer, truth = await asyncio.gather(process.client.post(path, json=body), alone(single, path, body))
     assert said(answer, talk.stream) == said(truth, talk.stream), body
-    assert answer.headers["x-hitherto-replica"] == [*seen][1].url.removeprefix("http://"), process.log
+    assert answer.headers["x-hitherto-replica"] == [*seen][1].id, process.log
     after = [await sources(engine.url) for engine in seen]
     at_p, at_d = ({one: b[one] - a[one] for one in b} for a, b in zip(before, after, strict=True))
     assert at_p[HELD] == legs["held_tokens"] and at_p[FETCHED] == 0
     assert at_d[FETCHED] == legs["moved_tokens"] and at_d[HELD] == sum(at_d.values()) - legs["moved_tokens"]
     talk.hear(answer)
     return at_p[HELD], at_d[FETCHED]
+
+
+async def until(true: Callable[[], Awaitable[Any]], seconds: float = PATIENCE) -> Any:
+    """Wait until what `true()` returns is true, and return that. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not (found := await true()):
+            await asyncio.sleep(0.02)
+        return found
+
+
+async def legs_now(process: Running, path: str, body: dict) -> dict | None:
+    """The legs that this request would have now."""
+    return (await process.admin.post("/explain", params={"path": path}, json=body)).json()["legs"]
 
 
 async def page_of(url: str) -> str:

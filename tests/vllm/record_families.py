@@ -8,8 +8,6 @@ writes the answers into `tests/gateway/prompt/families.jsonl`, beside what other
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,39 +22,23 @@ from ..gateway.prompt.families import (
     families_of,
     harmony_vocabulary,
 )
-from .engines import ENVIRONMENT, folder, version
-
-RENDERING = Path(__file__).with_name("rendering.py")
+from .engines import release, rendered, version
 
 
 def ask(names: list[str], store: Path) -> dict[str, dict[str, str | None]]:
     """Of each family the digests of its bodies' ids, None where vLLM refuses the body."""
-    jobs, results = store / "jobs", store / "results"
-    jobs.write_text("".join(json.dumps({
-        "folder": str(FAMILIES[name](store / name)), "chat_template": None, "bodies": list(bodies(name).values()),
-    }) + "\n" for name in names))  # fmt: skip
-    more = {"VLLM_SYSTEM_START_DATE": TODAY}
+    env = {"VLLM_SYSTEM_START_DATE": TODAY}
     if "gpt-oss" in names:
-        more["TIKTOKEN_ENCODINGS_BASE"] = str(harmony_vocabulary(store / "harmony"))
-    with (store / "log").open("w") as log:
-        done = subprocess.run(
-            [folder() / "bin" / "python", RENDERING, jobs, results], stdout=log, stderr=log,
-            env={**os.environ, **ENVIRONMENT, **more}, timeout=600, check=False,
-        )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError((store / "log").read_text()[-3000:])
-    answers = [json.loads(line) for line in results.read_text().splitlines()]
+        env["TIKTOKEN_ENCODINGS_BASE"] = str(harmony_vocabulary(store / "harmony"))
+    jobs = [(FAMILIES[name](store / name), None, bodies(name).values()) for name in names]
     return {
-        name: {
-            body: digest(answer["ids"]) if "ids" in answer else None
-            for body, answer in zip(bodies(name), answered, strict=True)
-        }
-        for name, answered in zip(names, answers, strict=True)
+        name: {body: digest(one["ids"]) if "ids" in one else None for body, one in zip(bodies(name), made, strict=True)}
+        for name, made in zip(names, rendered(store, jobs, env), strict=True)
     }
 
 
 def main() -> None:
-    names, number = sys.argv[1:] or families_of(version()), ".".join(map(str, version()))
+    names, number = sys.argv[1:] or families_of(version()), release()
     kept = {}
     for line in RECORDED.read_text().splitlines() if RECORDED.is_file() else ():
         told = json.loads(line)

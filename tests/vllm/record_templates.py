@@ -9,13 +9,13 @@ import json
 import tempfile
 from pathlib import Path
 
-from .engines import folder, version
-from .test_templates import SUMMARY, compare_all, summary
+from .engines import version
+from .test_templates import SUMMARY, cases, compare, summary
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as store:
-        compared = compare_all(folder() / "bin" / "python", Path(store))
+        compared = compare(Path(store), cases(Path(store)))
     templates = {name: summary(case) for name, case in sorted(compared.items())}
     SUMMARY.write_text(json.dumps({"vllm": version(), "templates": templates}, indent=0) + "\n")
 

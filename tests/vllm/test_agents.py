@@ -1,21 +1,28 @@
 """Sessions of coding agents over two engines: what is predicted is found, and it is most of what they say."""
 
 import json
-from contextlib import AsyncExitStack
 
 import pytest
 
+from loadgen.demo.tiny_model import tiny_model
+
 from ..gateway.prompt.reference import model_dir
 from .bodies import MESSAGES, RESPONSES
-from .engines import gateway, tiny_model, version
-from .traffic import caught_up
-from .witness import Chains, Witness
+from .engines import gateway, release, version
+from .traffic import cached, caught_up, predicted, prompt_tokens
 
 pytestmark = pytest.mark.exact
 
 SESSIONS, TURNS = 4, 5
 RULES = "You are a coding agent. Work in small steps, and test what you change. " * 12
 SCHEMA = {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}}
+
+
+@pytest.fixture(scope="module")
+def both(start_engine, tmp_path_factory):
+    folder = tiny_model(tmp_path_factory.mktemp("models") / "qwen3", model_dir("qwen3"))
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    return [engine.wait() for engine in [start_engine(*flags, model=folder, blocks=1024) for _ in range(2)]]
 
 
 def told(session: int, turn: int) -> str:
@@ -34,13 +41,9 @@ def codex(session: int, turns: int) -> dict:
             more = {"name": "look_up", "namespace": "mcp", "arguments": "{}"}
         if turn == 2 and version() >= (0, 32):
             call, out, more = "custom_tool_call", "custom_tool_call_output", {"name": "apply_patch", "input": "*** é"}
+        thought = [{"type": "reasoning_text", "text": "So."}]
         items += [
-            {
-                "type": "reasoning",
-                "id": f"rs_{turn}",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": "So."}],
-            },
+            {"type": "reasoning", "id": f"rs_{turn}", "summary": [], "content": thought},
             {"type": call, "call_id": f"c{turn}", **more},
             {"type": out, "call_id": f"c{turn}", "output": told(session, turn)},
         ]
@@ -78,36 +81,18 @@ def claude(session: int, turns: int) -> dict:
             "metadata": {"user_id": f"user_session_{session}"}}  # fmt: skip
 
 
-def cached(usage: dict) -> tuple[int, int]:
-    """(tokens of the prompt, those that the engine found)"""
-    if "input_tokens_details" in usage:
-        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
-    found = usage.get("cache_read_input_tokens") or 0
-    return usage["input_tokens"] + found + (usage.get("cache_creation_input_tokens") or 0), found
-
-
-async def test_sessions_of_coding_agents(start_engine, tmp_path_factory):
-    folder = tiny_model(tmp_path_factory.mktemp("models") / "qwen3", model_dir("qwen3"))
-    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    both = [start_engine(*flags, model=folder, blocks=1024) for _ in range(2)]
-    for engine in both:
-        engine.wait()
-    chains = Chains()
-    async with gateway(*both) as process, AsyncExitStack() as closing:
-        witnesses = {engine.url.removeprefix("http://"): Witness(engine, chains) for engine in both}
-        for witness in witnesses.values():
-            closing.callback(witness.close)
-        for path, session in ((RESPONSES, codex), (MESSAGES, claude)):
-            prompts, predicted, found, places = 0, 0, 0, [set() for _ in range(SESSIONS)]
-            for turn in range(TURNS):
-                for one in range(SESSIONS):
-                    answer = await process.client.post(path, json={"model": "tiny", **session(one, turn)}, timeout=120)
-                    assert answer.status_code == 200, answer.text
-                    tokens, held = cached(answer.json()["usage"])
-                    prompts, found = prompts + tokens, found + held
-                    predicted += int(answer.headers["x-hitherto-cached-tokens"])
-                    places[one].add(answer.headers["x-hitherto-replica"])
-                    await caught_up(process, witnesses[answer.headers["x-hitherto-replica"]])
-            said = f"{predicted:,} tokens predicted, {found:,} found of {prompts:,}; replicas {list(map(len, places))}"
-            print(f"\nvLLM {'.'.join(map(str, version()))} {path}, {SESSIONS} sessions of {TURNS} turns: {said}")
-            assert predicted == found > prompts / 2, said
+@pytest.mark.parametrize("path, session", [(RESPONSES, codex), (MESSAGES, claude)])
+async def test_sessions_of_coding_agents(both, witness_of, path, session):
+    witnesses = {engine.id: witness_of(engine) for engine in both}
+    prompts = expected = found = 0
+    async with gateway(*both) as process:
+        for turn in range(TURNS):
+            for one in range(SESSIONS):
+                answer = await process.client.post(path, json={"model": "tiny", **session(one, turn)}, timeout=120)
+                assert answer.status_code == 200, answer.text
+                prompts, found = prompts + prompt_tokens(answer), found + cached(answer)
+                expected += predicted(answer)
+                await caught_up(process, witnesses[answer.headers["x-hitherto-replica"]])
+    said = f"{expected:,} tokens predicted, {found:,} found of {prompts:,}"
+    print(f"\nvLLM {release()} {path}, {SESSIONS} sessions of {TURNS} turns: {said}")
+    assert expected == found > prompts / 2, said

@@ -8,21 +8,19 @@ import pytest
 from loadgen.calibrate.ask import Client
 from replicas.simulated.profile import load_profile
 
-from .engines import Engine, block_size, tiny_model, version
+from .engines import block_size, release
 
 
 @pytest.fixture(scope="module")
-def engine(vllm_python, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("calibrate")
-    with Engine(tiny_model(folder / "model"), "--max-num-seqs", "24", log=folder / "engine.log", blocks=1024) as engine:
-        yield engine
+def engine(start_engine):
+    return start_engine("--max-num-seqs", "24", blocks=1024).wait()
 
 
 async def test_what_vllm_tells_of_itself(engine):
     async with Client(engine.url) as client:
         known = await client.learn(None)
         assert await client.at_work() == 0
-    assert known.model == "tiny" and known.version.startswith(".".join(map(str, version())))
+    assert known.model == "tiny" and known.version.startswith(release())
     limits = known.limits
     assert (limits.num_blocks, limits.block_size, limits.max_num_seqs) == (1024, block_size(), 24)
     assert set(limits.told.values()) == {"reported by the engine"}

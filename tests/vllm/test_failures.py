@@ -1,8 +1,10 @@
 """What real engines answer when something is wrong with a request, and what the gateway makes of it."""
 
 import asyncio
+from collections import Counter
 from time import monotonic
 
+from . import bodies
 from .engines import gateway
 
 OUTSIDE = 99_999_999  # of any vocabulary
@@ -23,50 +25,35 @@ async def test_streams_that_are_the_clients_fault_teach_nothing(engines):
             assert answer.status_code == 200 and "out of vocabulary" in answer.text, answer.text
         await asyncio.sleep(max(0.0, begun + 2.5 - monotonic()))  # longer than an engine that computes may be silent
         await complete(process, [OUTSIDE] * 100)
-        page = (await process.admin.get("/metrics")).text
-        assert 'hitherto_requests_total{path="completions",status="4xx"} 41.0' in page
-        assert all(
-            line.endswith(" 0.0")
-            for line in page.splitlines()
-            if line.startswith(("hitherto_ttft_seconds_count", "hitherto_replica_ttft_seconds_count"))
-        )
+        assert await process.counted("hitherto_requests_total", path="completions", status="4xx") == 41
+        for whose in ("", "replica_"):
+            assert await process.counted(f"hitherto_{whose}ttft_seconds_count") == 0
         status = await process.status()
-        assert {one["events"] for one in status["replicas"]} == {"live"} and {
-            one["state"] for one in status["replicas"]
-        } == {"ready"}
-        assert {one["errors"] for one in status["replicas"]} == {0} and status["totals"]["errors"] == 0
-        counts: dict[str, int] = {}
-        for start in range(0, 120, 6):
-            answers = await asyncio.gather(
-                *(complete(process, [300 + start + number, 400] * 50) for number in range(6))
-            )
-            for answer in answers:
-                where = answer.headers["x-hitherto-replica"]
-                counts[where] = counts.get(where, 0) + 1
-        print("afterwards", counts)
+        for one in status["replicas"]:
+            assert (one["events"], one["state"], one["errors"]) == ("live", "ready", 0)
+        assert status["totals"]["errors"] == 0
+        counts: Counter[str] = Counter()
+        for start in range(300, 420, 6):
+            answers = await asyncio.gather(*(complete(process, [start + number, 400] * 50) for number in range(6)))
+            counts.update(answer.headers["x-hitherto-replica"] for answer in answers)
         assert len(counts) == 2 and min(counts.values()) >= 20, counts
 
 
 async def test_numbers_beyond_the_engines_limits_are_refused_as_it_does(engines):
     async with gateway(*engines) as process:
         for path, body in (
-            ("/v1/completions", {"prompt": "hello", "n": 16_385}),
-            ("/v1/completions", {"prompt": "hello", "max_tokens": 100_000}),
-            (
-                "/v1/chat/completions",
-                {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 100_000},
-            ),
-            ("/v1/responses", {"input": "hi", "max_output_tokens": 100_000}),
-            ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100_000}),
+            bodies.complete("hello", n=16_385),
+            bodies.complete("hello", max_tokens=100_000),
+            bodies.chat(bodies.user("hi"), max_completion_tokens=100_000),
+            bodies.respond("hi", max_output_tokens=100_000),
+            bodies.message(bodies.user("hi"), max_tokens=100_000),
         ):
             ours = await process.client.post(path, json={"model": "tiny", **body})
             theirs = await process.client.post(engines[0].url + path, json={"model": "tiny", **body})
             assert (ours.status_code, theirs.status_code) == (400, 400)
-            words = [
-                answer.json()["error"]["message"].replace("max_completion_tokens", "max_tokens")
-                for answer in (ours, theirs)
-            ]
-            assert words[1].startswith(words[0]), words
+            said, told = (answer.json()["error"]["message"] for answer in (ours, theirs))
+            said, told = (words.replace("max_completion_tokens", "max_tokens") for words in (said, told))
+            assert told.startswith(said), (said, told)
 
 
 async def test_a_response_that_is_announced_is_not_begun(engines):

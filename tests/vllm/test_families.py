@@ -3,14 +3,14 @@
 import pytest
 
 from ..gateway.prompt.families import FAMILIES, compare, families_of
-from .engines import version
+from .engines import release, version
 from .record_families import ask
 
 pytestmark = [pytest.mark.exact, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def answers(vllm_python, tmp_path_factory):
+def answers(vllm, tmp_path_factory):
     return ask(families_of(version()), tmp_path_factory.mktemp("families"))
 
 
@@ -18,6 +18,6 @@ def answers(vllm_python, tmp_path_factory):
 def test_the_ids_are_vllms_or_the_gateway_declines(name, answers, tmp_path):
     if name not in answers:
         pytest.skip("this vLLM is older than the model")
-    found = compare(name, FAMILIES[name](tmp_path / "model"), ".".join(map(str, version())), answers[name])
+    found = compare(name, FAMILIES[name](tmp_path / "model"), release(), answers[name])
     assert not found.wrong
     assert len(found.equal) >= 0.9 * found.requests >= 200, found.reasons

@@ -1,47 +1,46 @@
-"""Models whose layers are not all alike: cached tokens as predicted, and as the engine reports.
+"""Models whose layers are not all alike, and one with an EAGLE head: cached tokens as predicted, and as the engine
+reports.
 
-vLLM keeps a cache group for each layer here, three of another kind and one of full attention, and drops their blocks
-one by one. In 0.32 the others keep only what a later prompt can resume at, in 0.28 states do.
+vLLM keeps a cache group for each layer where they are not alike, three of another kind and one of full attention, and
+drops their blocks one by one. In 0.32 the others keep only what a later prompt can resume at, in 0.28 states do.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from .engines import block_size, gateway, tiny_model, version
-from .traffic import LATE_SECONDS, Talk, caught_up, drive, plain, share_equal, wrong
-from .witness import Witness
+from loadgen.demo.tiny_model import tiny_model
 
+from .engines import block_size, gateway, version
+from .traffic import LATE_SECONDS, exactly, talking
+
+GROUPED = ("sliding_window", "mamba")
 WINDOWS = (80, 80, 80, 0)  # tokens; 0: full attention. In blocks of 16 the last 5 matter, in blocks of 32 the last 3
 REQUESTS = 220
 TOKENS = 5120  # that the cache has blocks for, over all groups
-LONGEST = 700  # tokens of a talk, before its last turn
 
 
-@pytest.fixture(scope="module", params=["sliding_window", "mamba"])
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def engine(kind, start_engine, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / kind
+@pytest.fixture
+def engine(kind, start_engine, tmp_path):
     flags = ["--max-model-len", "1024", "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", "64M"]
+    model = tiny_model(tmp_path / kind, windows=WINDOWS if kind == "sliding_window" else ())
     if kind == "mamba":
         if version() < (0, 32) and "amx_tile" in Path("/proc/cpuinfo").read_text():
             pytest.skip("before 0.32 vLLM packs an LFM2's convolutions for AMX, and then cannot compute them")
-        model = convolutional(tiny_model(folder))
         flags += ["--load-format", "dummy", "--enable-prefix-caching"]
-    else:
-        model = tiny_model(folder, windows=WINDOWS)
+        convolutional(model)
+    if kind == "eagle":
+        speculator = {"method": "eagle", "model": str(head_of(model)), "num_speculative_tokens": 2}
+        flags += ["--load-format", "dummy", "--speculative-config", json.dumps(speculator)]
     started = start_engine(*flags, model=model, blocks=TOKENS // block_size())
     yield started.wait()
     started.stop()
 
 
-def convolutional(model: Path) -> Path:
-    """The same as an LFM2 without weights: short convolutions, whose states vLLM keeps as those of Mamba layers."""
+def convolutional(model: Path) -> None:
+    """Make it an LFM2 without weights: short convolutions, whose states vLLM keeps as those of Mamba layers."""
     config = json.loads((model / "config.json").read_text())
     (model / "model.safetensors").unlink()
     (model / "config.json").write_text(json.dumps({
@@ -52,44 +51,27 @@ def convolutional(model: Path) -> Path:
         "num_key_value_heads": 2, "max_position_embeddings": 16384, "norm_eps": 1e-5, "rope_theta": 10000.0,
         "conv_L_cache": 3, "layer_types": ["conv", "conv", "full_attention", "conv"], "tie_word_embeddings": True,
     }))  # fmt: skip
-    return model
 
 
-@pytest.fixture
-def witness(engine):
-    follows = Witness(engine)
-    yield follows
-    follows.close()
+def head_of(model: Path) -> Path:
+    """An EAGLE head for it, without weights."""
+    head = shutil.copytree(model, model.with_name("head"))
+    (head / "model.safetensors").unlink()
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return head
 
 
-def shorter(dice) -> Talk:
-    talk = plain(dice)
-    talk.longest = LONGEST
-    return talk
-
-
-def report(outcomes) -> str:
-    over = sum(one.predicted > one.cached for one in outcomes)
-    under = sum(one.predicted < one.cached for one in outcomes)
-    return f"of {len(outcomes)} predictions {len(outcomes) - over - under} equal, {over} over, {under} under"
-
-
-@pytest.mark.exact
-async def test_every_prediction_is_exact_once_events_have_come(kind, engine, witness):
-    before = len(witness.steps)
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=pytest.mark.exact) for one in GROUPED] + ["eagle"])
+async def test_every_prediction_is_exact_once_events_have_come(kind, engine, witness_of):
+    witness = witness_of(engine)
     async with gateway(engine) as process:
-        outcomes = await drive(process, REQUESTS, shorter, between=lambda _: caught_up(process, witness))
-    print(kind, report(outcomes))
-    assert share_equal(outcomes) == 1, wrong(outcomes)
-    steps = witness.steps[before:]
-    assert sum(len(step.removed) for step in steps) > engine.blocks, "hardly anything was evicted"
-    kinds = {event["kv_cache_spec_kind"] for event in witness.events if event["type"] == "BlockStored"}
-    assert kinds == {kind, "full_attention"}
-    shares = [one.cached / one.prompt for one in outcomes if one.cached]
-    assert len(shares) > REQUESTS / 3
-    # where full attention alone decided, the map would have promised more
-    assert any(promised_by_full_attention(one, witness) > one.cached for one in outcomes)
-
-
-def promised_by_full_attention(one, witness: Witness) -> int:
-    return max(one.held(witness, LATE_SECONDS))
+        outcomes = await exactly(process, REQUESTS, talking(longest=700), witnesses=[witness])
+    removed = sum(len(step.removed) for step in witness.steps)
+    assert removed > engine.blocks or kind not in GROUPED, "hardly anything was evicted"
+    assert sum(one.cached > 0 for one in outcomes) > REQUESTS / 3
+    if kind in GROUPED:
+        kinds = {event["kv_cache_spec_kind"] for event in witness.events if event["type"] == "BlockStored"}
+        assert kinds == {kind, "full_attention"}
+        # where full attention alone decided, the map would have promised more
+        assert any(max(one.held(witness, LATE_SECONDS)) > one.cached for one in outcomes)

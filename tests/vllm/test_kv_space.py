@@ -1,16 +1,13 @@
 """The KV arithmetic of `hitherto plan` is vLLM's: its own log says as many tokens, blocks and as long a context."""
 
 import json
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from policies.kv_space import KvSpace, read
 
-from .engines import ENVIRONMENT, version
+from .engines import by_vllm, version
 
 MEMORY = 64 << 20
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 3, "torch_dtype": "bfloat16", "hidden_act": "silu",
@@ -30,7 +27,7 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def logged(vllm_python, tmp_path_factory) -> dict[str, dict]:
+def logged(vllm, tmp_path_factory) -> dict[str, dict]:
     """By name, what vLLM says of a cache of MEMORY bytes: one process for all models, each left to fit its context
     itself."""
     cases = {}
@@ -39,21 +36,13 @@ def logged(vllm_python, tmp_path_factory) -> dict[str, dict]:
             continue  # its CPU build can't load one
         folder = tmp_path_factory.mktemp(name)
         (folder / "config.json").write_text(json.dumps(config))
-        cases[name] = {
-            "folder": str(folder),
-            "kv_cache_memory_bytes": MEMORY,
-            "max_model_len": -1,
-            "max_num_batched_tokens": 2048,
-        }
-    ran = subprocess.run([vllm_python, Path(__file__).parent / "kv_sizes.py"], input=json.dumps(cases), text=True, timeout=280,
-                         capture_output=True, env={**os.environ, **ENVIRONMENT})  # fmt: skip
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-5000:]
-    sizes = [json.loads(line.removeprefix("SIZE ")) for line in ran.stdout.splitlines() if line.startswith("SIZE ")]
-    tokens = re.findall(r"KV cache size: ([\d,]+) tokens", ran.stdout + ran.stderr)
+        cases[name] = {"folder": str(folder), "kv_cache_memory_bytes": MEMORY, "max_model_len": -1}
+        cases[name]["max_num_batched_tokens"] = 2048
+    lines = by_vllm("kv_sizes.py", asked=json.dumps(cases))
+    sizes = [json.loads(line.removeprefix("SIZE ")) for line in lines if line.startswith("SIZE ")]
+    tokens = re.findall(r"KV cache size: ([\d,]+) tokens", "\n".join(lines))
     assert len(sizes) == len(tokens) == len(cases)
-    return {
-        size["name"]: {**size, "tokens": int(said.replace(",", ""))} for size, said in zip(sizes, tokens, strict=True)
-    }
+    return {size["name"]: size | {"tokens": int(said.replace(",", ""))} for size, said in zip(sizes, tokens)}
 
 
 @pytest.mark.parametrize("name", MODELS)

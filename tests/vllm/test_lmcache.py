@@ -22,9 +22,11 @@ import zmq.asyncio
 
 from replicas.launch import ports
 
+from ..gateway.running import counted
 from ..gateway.test_copies import compared
 from ..gateway.test_lmcache import Published, read
-from .engines import Engine, folder, gateway, version
+from .engines import folder, gateway, version
+from .pd import page_of
 
 LMCACHE = os.environ.get("HITHERTO_LMCACHE", "")
 REQUESTS = 60
@@ -34,40 +36,28 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(params=[256, 32])
-def engine(request, model, tmp_path):
+def engine(request, start_engine, tmp_path):
     """Behind it a server with chunks of so many tokens; the engine itself has room for 4,096 tokens."""
     if version() < (0, 32):
         pytest.skip("LMCache 0.5.6 was seen with vLLM 0.32")
     [port] = ports.pick(1, "127.0.0.1", set())
     env = {"PYTHONPATH": LMCACHE, "PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false"}
-    command = [
-        folder() / "bin" / "python",
-        "-m",
-        "lmcache.v1.multiprocess.server",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    command += ["--chunk-size", str(request.param), "--l1-size-gb", "0.5", "--eviction-policy", "LRU"]
+    flags = f"--host 127.0.0.1 --port {port} --chunk-size {request.param} --l1-size-gb 0.5 --eviction-policy LRU"
+    command = [folder() / "bin" / "python", "-m", "lmcache.v1.multiprocess.server", *flags.split()]
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
     connector = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
                  "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector"}  # fmt: skip
     with (tmp_path / "server.log").open("wb") as log:
         server = subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log)
-        try:
-            with Engine(
-                model,
-                *("--kv-transfer-config", json.dumps(connector)),
-                log=tmp_path / "engine.log",
-                blocks=128,
-                env=env | {"LMCACHE_MP_TRANSFER_MODE": "lmcache_driven"},
-            ) as started:
-                started.chunk = request.param
-                yield started
-        finally:
-            server.kill()
-            server.wait(20)
+    try:
+        env |= {"LMCACHE_MP_TRANSFER_MODE": "lmcache_driven"}
+        started = start_engine("--kv-transfer-config", json.dumps(connector), blocks=128, env=env).wait()
+        started.chunk = request.param
+        yield started
+        started.stop()
+    finally:
+        server.kill()
+        server.wait(20)
 
 
 class Told(Published):
@@ -122,6 +112,4 @@ async def test_predictions_are_what_lmcache_delivers(engine):
         # A chunk that a later step stores may be told without the one before it (LMCache 0.5.6 ends the request's
         # session first): what is behind it is found and not predicted.
         assert outcomes["over"] == 0 and outcomes["equal"] >= 0.85 * REQUESTS, outcomes
-        page = (await direct.get("/metrics")).text
-        hits = "vllm:external_prefix_cache_hits_total{"
-        assert sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(hits)) > 10_000
+        assert counted(await page_of(engine.url), "vllm:external_prefix_cache_hits_total") > 10_000

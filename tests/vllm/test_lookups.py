@@ -8,20 +8,17 @@ from .lookups import ask, jobs, number
 REQUESTS = 2000
 
 
-@pytest.mark.parametrize(
-    "job",
-    jobs(REQUESTS, "0.33"),
-    ids=lambda job: f"{job['kind']}-dcp{job['dcp']}-{job['drops']}-ahead{job['ahead']}",
-)
-def test_each_prediction_is_what_the_manager_finds(vllm_python, job):
+def name(job: dict) -> str:
+    return f"{job['kind']}-dcp{job['dcp']}-{job['drops']}-ahead{job['ahead']}"
+
+
+@pytest.mark.parametrize("job", jobs(REQUESTS, "0.33"), ids=name)
+def test_each_prediction_is_what_the_manager_finds(vllm, job):
     job = {**job, "vllm": number()}
     if job["ahead"] and job["vllm"] < "0.33":
         pytest.skip("before 0.33 no token behind a block names it")
     (answers,) = ask([job])
     compared = list(followed(job, answers))
     right = sum(predicted == found for predicted, found in compared)
-    print(
-        f"vLLM {job['vllm']}, {job['kind']}, dcp {job['dcp']}, drops {job['drops']}, "
-        f"ahead {job['ahead']}: {right} of {len(compared)} equal"
-    )
+    print(f"vLLM {job['vllm']}, {name(job)}: {right} of {len(compared)} equal")
     assert right == len(compared)

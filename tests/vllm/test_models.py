@@ -4,7 +4,6 @@ request comes to, and what an engine is restarted as is followed."""
 import asyncio
 import json
 import shutil
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -12,11 +11,11 @@ import pytest_asyncio
 
 from loadgen.demo.tiny_model import tiny_model
 
-from ..gateway.running import Running, counted, running
+from ..gateway.running import Running, counted
 from ..redis_server import RedisServer, binaries
 from ..redis_server import running as redis_running
-from .engines import Engine, block_size, heard
-from .traffic import WAYS, Talk, drive, share_equal, wrong
+from .engines import Engine, block_size, gateway, heard
+from .traffic import drive, share_equal, talking, wrong
 from .witness import Witness
 
 pytestmark = pytest.mark.exact
@@ -41,9 +40,7 @@ def other(start_engine, model, tmp_path_factory):
     (files / "tokenizer_config.json").write_text(json.dumps(config))
     folder = tiny_model(tmp_path_factory.mktemp("models") / "other", files, seed=5)
     size = 2 * block_size()
-    engine = start_engine("--max-model-len", str(CONTEXT), model=folder, name="other", size=size, blocks=TOKENS // size)
-    yield engine
-    engine.stop()
+    return start_engine("--max-model-len", str(CONTEXT), model=folder, name="other", size=size, blocks=TOKENS // size)
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +54,14 @@ def redis_url(tmp_path_factory):
 @pytest_asyncio.fixture
 async def workers(engine, other, redis_url):
     """A gateway of two workers before both, each request on a connection of its own, so that both workers get some."""
-    urls = engine.replica_url, other.wait().replica_url
-    flags = "--workers", "2", "--redis-url", redis_url, "--policy", "least_time"
-    async with running("--replica-url", *urls, *flags) as process, fresh_connections(process):
-        await process.until(lambda status: heard(status, 2) and compared(status), 60)
-        yield process
-
-
-@asynccontextmanager
-async def fresh_connections(process: Running):
-    kept = process.client
+    settings = {"workers": 2, "redis_url": redis_url, "policy": "least_time"}
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=process.url, timeout=30, limits=limits) as process.client:
-        yield
-    process.client = kept
+    async with gateway(engine.replica_url, other.wait().replica_url, **settings) as process:
+        kept = process.client
+        async with httpx.AsyncClient(base_url=process.url, timeout=30, limits=limits) as process.client:
+            await process.until(compared, 60)
+            yield process
+        process.client = kept
 
 
 def compared(status: dict) -> bool:
@@ -84,30 +75,19 @@ async def all_caught_up(process: Running, witnesses: list[Witness]) -> None:
             for witness in witnesses:
                 await asyncio.to_thread(witness.settled, 0.03)
             page = (await process.admin.get("/metrics")).text
-            found = {
-                (number, witness.url): counted(
-                    page,
-                    "hitherto_map_replica_blocks",
-                    worker=str(number),
-                    replica=witness.url.removeprefix("http://"),
-                )
-                for witness in witnesses
-                for number in range(2)
-            }
-            if all(found[number, one.url] == one.held for one in witnesses for number in range(2)):
+            if all(
+                counted(page, "hitherto_map_replica_blocks", worker=worker, replica=one.id) == one.held
+                for one in witnesses
+                for worker in "01"
+            ):
                 return
 
 
 async def driven(process: Running, witnesses: list[Witness], models: tuple[str, ...], count: int, seed: int) -> None:
     """Conversations with each model, all of whose predictions are exact, hits among them for each model."""
-
-    def talk(dice) -> Talk:
-        made = Talk(dice, dice.choice(WAYS), dice.choice(models))
-        made.longest = 600
-        return made
-
+    make = talking(models, longest=600)
     outcomes = await drive(
-        process, count, talk, talks=6, seed=seed, between=lambda _: all_caught_up(process, witnesses)
+        process, count, make, talks=6, seed=seed, between=lambda _: all_caught_up(process, witnesses)
     )
     assert share_equal(outcomes) == 1, wrong(outcomes)
     for model in models:

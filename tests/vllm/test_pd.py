@@ -1,13 +1,10 @@
-"""Prompts computed by one real engine and answered by another, the KV cache moved between them by NIXL over TCP."""
+"""Prompts computed by one real engine and answered by another, the KV cache moved between them over TCP: by NIXL, or by
+Mooncake's transfer engine, where the engine that answers waits meanwhile."""
 
 import asyncio
 import json
 import random
-import re
-from statistics import median
-from time import monotonic
 
-import httpx
 import pytest
 
 from gateway import cli
@@ -16,136 +13,154 @@ from replicas.launch import ports
 from replicas.launch.profile import SHIPPED
 
 from ..gateway.running import counted
-from .engines import Engine, folder, gateway
-from .pd import (
-    EXACTLY,
-    FETCHED,
-    LONG,
-    PATIENCE,
-    SHORT,
-    SYSTEMS,
-    WAYS,
-    Talk,
-    alone,
-    apart,
-    asked,
-    needs_nixl,
-    page_of,
-    prompts,
-    said,
-    sources,
-    spread,
-    turn,
-    with_role,
-)
-from .traffic import caught_up
-from .witness import Witness
+from . import pd
+from .engines import Engine, folder, gateway, version
+from .fleet import pools, ready
+from .pd import WAYS, alone, asked, prompts, said
+from .traffic import cached, caught_up
 
 pytestmark = pytest.mark.pd
-TURNS = 6  # of a conversation, of each way of asking
-
-
-def with_connector(start_engine) -> Engine:
-    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}  # fmt: skip
-    env = {
-        "UCX_TLS": "tcp,self,sm,cma",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pick(1, "127.0.0.1", set())[0]),
-    }
-    return start_engine(*EXACTLY, "--kv-transfer-config", json.dumps(config), env=env)
+TURNS = 3  # of a conversation
+QUICK = {"marks": pytest.mark.quick}
+# vLLM's connector asks torch for the number of its GPU and does no more with it than to select that GPU again, which on
+# a CPU does nothing. It is the only thing in it that needs a GPU.
+MOONCAKE_ON_CPU = """
+import torch
+torch.accelerator.current_device_index = lambda: 0
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import MooncakeConnector
+"""
 
 
 @pytest.fixture(scope="module")
-def trio(single, start_engine) -> list[Engine]:
+def with_connector(start_engine, tmp_path_factory):
+    """`with_connector(transfer)` starts an engine with that connector."""
+    package, modules = folder() / "mooncake", tmp_path_factory.mktemp("mooncake")
+    (modules / "mooncake_on_cpu.py").write_text(MOONCAKE_ON_CPU)
+
+    def start(transfer: str) -> Engine:
+        config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+        [port] = ports.pick(1, "127.0.0.1", set())
+        if transfer == "nixl":
+            config |= {"kv_buffer_device": "cpu"}
+            env = {"UCX_TLS": "tcp,self,sm,cma", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                   "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}  # fmt: skip
+        else:
+            config |= {"kv_connector": "MooncakeConnector", "kv_connector_module_path": "mooncake_on_cpu",
+                       "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}  # fmt: skip
+            env = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port), "VLLM_HOST_IP": "127.0.0.1", "PYTHONHASHSEED": "0",
+                   "PYTHONPATH": f"{package}:{modules}", "LD_LIBRARY_PATH": str(package / "system")}  # fmt: skip
+        engine = start_engine(*pd.EXACTLY, "--kv-transfer-config", json.dumps(config), env=env)
+        if transfer == "mooncake":
+            engine.replica_url += f",transfer=mooncake,bootstrap={port}"
+        return engine
+
+    return start
+
+
+def started(single: Engine, with_connector, transfer: str) -> list[Engine]:
     """A prefiller, a decoder, and the single engine."""
-    made = [with_connector(start_engine) for _ in range(2)]
-    made.append(single)
-    for engine in made:
+    trio = [with_connector(transfer), with_connector(transfer), single]
+    for engine in trio:
         engine.wait()
-        spread(engine.pid)
-    yield made
-    for engine in made[:2]:
-        engine.stop()
+        pd.spread(engine.pid)
+    return trio
+
+
+@pytest.fixture(scope="module")
+def nixl(single, with_connector) -> list[Engine]:
+    return started(single, with_connector, "nixl")
+
+
+@pytest.fixture(scope="module")
+def mooncake(single, with_connector) -> list[Engine]:
+    if version()[:2] != (0, 32) or not (folder() / "mooncake" / "ready").exists():
+        pytest.skip("needs vLLM 0.32 with Mooncake's transfer engine in its environment: tests/vllm/install.sh")
+    return started(single, with_connector, "mooncake")
+
+
+@pytest.fixture
+def trio(transfer, request) -> list[Engine]:
+    return request.getfixturevalue(transfer)
 
 
 @pytest.mark.parametrize(
-    "way, stream",
+    "transfer, way, stream",
     [
         # of each API one of both is quick
-        pytest.param(way, stream, id=f"{way}-{form}", marks=[pytest.mark.quick] if (at % 2 == 0) == stream else [])
+        pytest.param("nixl", way, stream, marks=[pytest.mark.quick] if (at % 2 == 0) == stream else [])
         for at, way in enumerate(WAYS)
-        for form, stream in (("whole", False), ("streamed", True))
-    ],
+        for stream in (False, True)
+    ]
+    + [("mooncake", way, way in WAYS[::2]) for way in WAYS],
 )
-async def test_answers_are_those_of_one_engine_and_caches_are_what_was_predicted(trio, witness_of, way, stream):
+async def test_answers_are_those_of_one_engine_and_caches_are_what_was_predicted(
+    trio, witness_of, transfer, way, stream
+):
     """Of conversations with a common beginning, of which each part holds more with each turn."""
     prefiller, decoder, single = trio
-    seen: dict[Engine, Witness] = {engine: witness_of(engine) for engine in (prefiller, decoder)}
-    found = fetched = 0
-    async with apart(prefiller, decoder) as process:
-        dice = random.Random(f"{way} {stream}")
-        for at in range(2):
-            talk = Talk(dice, way, f"{way}, {stream}. {SYSTEMS[1]}", (SHORT, LONG)[at], stream)
-            for _ in range(TURNS // 2):
-                held, moved = await turn(process, talk, seen, single)
-                found, fetched = found + held, fetched + moved
+    seen = {engine: witness_of(engine) for engine in (prefiller, decoder)}
+    lengths = (pd.SHORT, pd.LONG) if transfer == "nixl" else (pd.SHORT,)
+    turns, dice = [], random.Random(f"{way} {stream}")
+    async with pd.apart(prefiller, decoder) as process:
+        for words in lengths:
+            talk = pd.Talk(dice, way, f"{way}, {stream}. {pd.SYSTEMS[1]}", words, stream)
+            turns += [await pd.turn(process, talk, seen, single) for _ in range(TURNS)]
         page = (await process.admin.get("/metrics")).text
-    assert found > 2 * len(SYSTEMS[1].split()) and fetched > 0
+    found = sum(held for held, _ in turns)
+    assert found > len(lengths) * len(pd.SYSTEMS[1].split()) and all(fetched > 0 for _, fetched in turns)
     assert counted(page, "hitherto_reported_cached_tokens_total") == found
     for leg in ("prefill", "decode"):
-        assert counted(page, "hitherto_legs_total", leg=leg, outcome="complete") == TURNS
-    assert counted(page, "hitherto_predictions_total", outcome="equal") == TURNS
+        assert counted(page, "hitherto_legs_total", leg=leg, outcome="complete") == len(turns)
+    assert counted(page, "hitherto_predictions_total", outcome="equal") == len(turns)
     assert counted(page, "hitherto_reservations") == counted(page, "hitherto_prompt_mismatches_total") == 0
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("way", WAYS)
-async def test_usage_has_what_the_prefiller_found_cached(trio, way):
-    prefiller, decoder, _ = trio
-    async with apart(prefiller, decoder) as process:
+async def test_usage_has_what_the_prefiller_found_cached(nixl, way):
+    prefiller, decoder, _ = nixl
+    async with pd.apart(prefiller, decoder) as process:
         path, body = asked(way, *prompts(1, 77 + WAYS.index(way)), False)
         await alone(prefiller, path, body)
-        answer = await process.client.post(path, json=body)
-        name = "cache_read_input_tokens" if way == "messages" else "cached_tokens"
-        [told] = {int(number) for number in re.findall(rf'"{name}":\s*(\d+)', answer.text)}
-        found = await process.counted("hitherto_reported_cached_tokens_total")
-        assert told == found >= prefiller.block_size
+        told = cached(await process.client.post(path, json=body))
+        assert told == await process.counted("hitherto_reported_cached_tokens_total") >= prefiller.block_size
         assert await process.counted("hitherto_legs_total", leg="decode", outcome="complete") == 1
 
 
-async def test_what_a_decoder_holds_is_asked_whole_again(trio, witness_of):
+async def test_what_a_decoder_holds_is_asked_whole_again(nixl, witness_of):
     """The engine publishes the blocks that it fetched, so the map has them at the decoder."""
-    prefiller, decoder, _ = trio
-    witness = witness_of(decoder)
-    async with apart(prefiller, decoder) as process:
-        (text,) = prompts(1, 200)
-        path, body = asked("completions", text, False)
+    prefiller, decoder, _ = nixl
+    async with pd.apart(prefiller, decoder) as process:
+        path, body = asked("completions", *prompts(1, 200), False)
         await process.client.post(path, json=body)
-        await caught_up(process, witness, 60)
-        again = await process.client.post(path, json=body)
-        page = (await process.admin.get("/metrics")).text
-        assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == 1
-        assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        await caught_up(process, witness_of(decoder), 60)
+        assert cached(await process.client.post(path, json=body)) > 0
+        assert await process.counted("hitherto_legs_total", leg="decode", outcome="complete") == 1
 
 
-async def test_an_engine_without_a_connector_is_known_before_a_request_is_sent(trio):
-    _, decoder, single = trio
-    async with apart(single, decoder) as process:
+async def test_an_engine_without_a_connector_is_known_before_a_request_is_sent(nixl):
+    _, decoder, single = nixl
+    async with pd.apart(single, decoder) as process:
         for text in prompts(3, 300):
             path, body = asked("chat", text, False)
             answer, truth = await asyncio.gather(process.client.post(path, json=body), alone(single, path, body))
             assert said(answer, False) == said(truth, False)
-        page = (await process.admin.get("/metrics")).text
-        assert counted(page, "hitherto_leg_choices_total", choice="apart") == 0
+        assert await process.counted("hitherto_leg_choices_total", choice="apart") == 0
         assert b"--kv-transfer-config" in b"".join(process.log)
-        assert counted(page, "hitherto_reservations") == 0
+        assert await process.counted("hitherto_reservations") == 0
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("with_connector", [True, False], ids=["a pair", "a prefiller without a connector"])
-async def test_the_doctor_tries_a_transfer(trio, monkeypatch, with_connector):
+@pytest.mark.parametrize(
+    "transfer, name, paired",
+    [
+        pytest.param("nixl", "NIXL", True, **QUICK),
+        pytest.param("nixl", "NIXL", False, **QUICK),
+        ("mooncake", "Mooncake", True),
+    ],
+)
+async def test_the_doctor_tries_a_transfer(trio, monkeypatch, name, paired):
     prefiller, decoder, single = trio
-    first = prefiller if with_connector else single
+    first = prefiller if paired else single
     found, line = [], doctor.line
 
     def noted(finding):
@@ -154,32 +169,31 @@ async def test_the_doctor_tries_a_transfer(trio, monkeypatch, with_connector):
         return line(finding)
 
     monkeypatch.setattr(doctor, "line", noted)
-    before = (await sources(decoder.url))[FETCHED]
-    urls = with_role(first, "prefill"), with_role(decoder, "decode")
+    before = (await pd.sources(decoder.url))[pd.FETCHED]
+    urls = pd.with_role(first, "prefill"), pd.with_role(decoder, "decode")
     code = await asyncio.to_thread(cli.main, ["doctor", "--model", str(first.model), "--replica-url", *urls])
-    fetched = (await sources(decoder.url))[FETCHED] - before
+    fetched = (await pd.sources(decoder.url))[pd.FETCHED] - before
     level, text = found[-1]
-    if with_connector:
-        assert level == "ok" and "answered a prompt that was computed there (NIXL)" in text and fetched > 0
+    if paired:
+        assert level == "ok" and f"answered a prompt that was computed there ({name})" in text and fetched > 0
     else:  # as its metrics show; where they did not come in time, the trial does
         assert ("has no connector" if len(found) == 1 else "kept nothing") in text
         assert code == 1 and level == "fail" and "--kv-transfer-config" in text
         assert fetched == 0
 
 
-@pytest.mark.quick
-async def test_no_answer_that_had_not_begun_is_lost_with_its_decoder(trio, start_engine):
-    """It is killed while it writes answers in one piece; the decoder that is left writes them, and the others."""
+@pytest.mark.parametrize("transfer", [pytest.param("nixl", **QUICK), "mooncake"])
+async def test_no_answer_that_had_not_begun_is_lost_with_its_decoder(trio, transfer, with_connector):
+    """It is killed while it writes answers in one piece; the decoder that is left writes them, and the others. Nobody
+    waits for the end of a prefiller that sends to it."""
     prefiller, decoder, single = trio
-    victim = with_connector(start_engine).wait()
-    spread(victim.pid)
-    async with apart(prefiller, decoder, victim) as process:
-        bodies = [body for _, body in [asked("completions", text, False, 300) for text in prompts(4, 500)]]
-        for body in bodies:
-            body["ignore_eos"] = True
+    victim = with_connector(transfer).wait()
+    pd.spread(victim.pid)
+    async with pd.apart(prefiller, decoder, victim) as process:
+        bodies = [asked("completions", text, False, 300)[1] | {"ignore_eos": True} for text in prompts(4, 500)]
         answers = [asyncio.create_task(process.client.post("/v1/completions", json=body)) for body in bodies]
-        async with asyncio.timeout(PATIENCE):
-            while not counted(await page_of(victim.url), "vllm:num_requests_running"):
+        async with asyncio.timeout(pd.PATIENCE):
+            while not counted(await pd.page_of(victim.url), "vllm:num_requests_running"):
                 assert not all(one.done() for one in answers), "it was given none"
                 await asyncio.sleep(0.02)
         victim.kill()
@@ -191,48 +205,18 @@ async def test_no_answer_that_had_not_begun_is_lost_with_its_decoder(trio, start
     assert counted(page, "hitherto_reservations") == 0
 
 
-async def test_how_long_the_legs_take(trio):
-    """Prints what a first token takes in two legs and in one, prompts of some 2,000 tokens, one after the other."""
-    prefiller, decoder, single = trio
-    in_two, whole = [], []
-    async with apart(prefiller, decoder) as process:
-        for text in prompts(12, 400):
-            path, body = asked("completions", " ".join([text] * 2), True)
-            for found, client, base in (
-                (in_two, process.client, ""),
-                (whole, httpx.AsyncClient(timeout=PATIENCE), single.url),
-            ):
-                begun = monotonic()
-                async with client.stream("POST", base + path, json=body) as answer:
-                    async for _ in answer.aiter_lines():
-                        found.append(monotonic() - begun)
-                        break
-        page = (await process.admin.get("/metrics")).text
-        moved = counted(page, "hitherto_transfer_seconds_sum") / max(
-            1, counted(page, "hitherto_transfer_seconds_count")
-        )
-    print(f"first token: two legs {1e3 * median(in_two):.0f} ms, one engine {1e3 * median(whole):.0f} ms; "
-          f"of that the transfer {1e3 * moved:.0f} ms")  # fmt: skip
-
-
 async def test_pools_are_launched_with_all_that_a_transfer_needs(model, tmp_path):
     """From the shipped profile alone: side channels, host buffers, roles."""
-    needs_nixl()
-    profile = tmp_path / "pd.yaml"
+    pd.needs_nixl()
     shipped = (SHIPPED / "pd-cpu.yaml").read_text()
-    profile.write_text(shipped + f"executable: {folder()}/bin/vllm\n")
-    pools = f"{{prefill: {{profile: {profile}, launch: 1, role: prefill}}, decode: {{profile: {profile}, launch: 1, role: decode}}}}"
-    async with gateway(pools=pools, model=model, policy="round_robin", ready=False) as hitherto:
-        ready = await hitherto.until(lambda status: [one["state"] for one in status["replicas"]] == ["ready"] * 2, 180)
-        for one in ready["replicas"]:
-            spread(one["pid"])
-        await hitherto.ready_for_legs(2)
+    async with gateway(model=model, **pools(tmp_path, 1, shipped)) as process:
+        await ready(process)
+        await process.ready_for_legs(2)
         for text in prompts(3, 5):
             path, body = asked("chat", text, False)
-            answer = await hitherto.client.post(path, json=body | {"model": model.name}, timeout=120)
+            answer = await process.client.post(path, json=body, timeout=120)
             assert answer.status_code == 200, answer.text
-        page = (await hitherto.admin.get("/metrics")).text
-        legs = "\n".join(line for line in page.splitlines() if line.startswith("hitherto_leg"))
-        assert counted(page, "hitherto_legs_total", leg="prefill", outcome="complete") == 3, legs
-        assert counted(page, "hitherto_legs_total", leg="decode", outcome="complete") == 3, legs
+        page = (await process.admin.get("/metrics")).text
+        for leg in ("prefill", "decode"):
+            assert counted(page, "hitherto_legs_total", leg=leg, outcome="complete") == 3, page
         assert counted(page, "hitherto_predictions_total", outcome="over") == 0

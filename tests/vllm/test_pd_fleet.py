@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from ..gateway.running import counted
+from ..gateway.running import Running, counted
 from .engines import Engine
-from .fleet import Fleet, both, in_turns, in_use, nothing_left
+from .fleet import both, in_turns, in_use, nothing_left, ready, roles
 from .pd import FETCHED, HELD, PATIENCE, WAYS, Talk, asked, prompts, sources, talks
 
 pytestmark = [pytest.mark.pd, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]
@@ -26,7 +26,7 @@ TALKS, TURNS = 25, 8
 ATTEMPTS, SLOW = 3, ("transfer stalled", "hung")
 
 
-async def test_two_hundred_answers_are_those_of_one_engine(fleet: Fleet, single: Engine):
+async def test_two_hundred_answers_are_those_of_one_engine(fleet: Running, single: Engine):
     """Conversations with one of two system prompts, each turn of which goes to the next prefiller and decoder, so that
     these hold different parts of it. What is predicted to be cached on either side is."""
     for seed in range(ATTEMPTS):
@@ -68,19 +68,19 @@ class Figures:
     sources: dict[str, dict[str, float]]
 
     @classmethod
-    async def of(cls, fleet: Fleet, spans: int = 0) -> Figures:
+    async def of(cls, fleet: Running, spans: int = 0) -> Figures:
         """With so many spans of requests at least."""
         await fleet.collector.until(lambda it: len(it.of("SERVER")) >= spans, PATIENCE)
-        replicas = [one for of_role in (await fleet.roles()).values() for one in of_role]
+        replicas = (await fleet.status())["replicas"]
         told = {one["id"]: await sources(one["url"]) for one in replicas}
-        roles = {one["id"]: one["role"] for one in replicas}
-        return cls(await fleet.page(), len(fleet.collector.of("SERVER")), roles, told)
+        page = (await fleet.admin.get("/metrics")).text
+        return cls(page, len(fleet.collector.of("SERVER")), {one["id"]: one["role"] for one in replicas}, told)
 
     def gain(self, before: Figures, name: str, **labels: str) -> float:
         return counted(self.page, name, **labels) - counted(before.page, name, **labels)
 
 
-async def conversations(fleet: Fleet, single: Engine, seed: int) -> None:
+async def conversations(fleet: Running, single: Engine, seed: int) -> None:
     async def turn(talk: Talk) -> None:
         path, body = talk.ask()
         talk.hear(await both(fleet, single, path, body))
@@ -92,7 +92,7 @@ async def conversations(fleet: Fleet, single: Engine, seed: int) -> None:
         await in_turns([turn(talk) for talk in found], 1 if number < 2 else 4)
 
 
-async def test_clients_that_leave_leave_nothing_behind(fleet: Fleet, single: Engine):
+async def test_clients_that_leave_leave_nothing_behind(fleet: Running, single: Engine):
     chance = random.Random(9)
 
     async def one(at: int, text: str) -> None:
@@ -106,25 +106,24 @@ async def test_clients_that_leave_leave_nothing_behind(fleet: Fleet, single: Eng
         await both(fleet, single, *asked(way, text, False))
 
 
-async def test_what_was_kept_for_clients_that_left_is_freed(fleet: Fleet, single: Engine):
+async def test_what_was_kept_for_clients_that_left_is_freed(fleet: Running, single: Engine):
     """Prompts are computed and wait for their decoders, which were stopped. Then the clients leave: one decoder goes on
     and finds that nobody waits, the other is killed, so that nobody tells the prefillers anything."""
-    roles = await fleet.roles()
-    decoders = [one["pid"] for one in roles["decode"]]
+    of_role = await roles(fleet)
+    decoders = [one["pid"] for one in of_role["decode"]]
     clients: list[asyncio.Task] = []
     try:
         for pid in decoders:
             os.killpg(pid, signal.SIGSTOP)
         before = await fleet.counted("hitherto_legs_total", leg="prefill", outcome="complete")
-        clients += [
-            asyncio.create_task(fleet.client.post(path, json=body))
-            for path, body in (asked(way, text, False) for way, text in zip(WAYS, prompts(4, 17), strict=True))
-        ]
+        for way, text in zip(WAYS, prompts(4, 17), strict=True):
+            path, body = asked(way, text, False)
+            clients.append(asyncio.create_task(fleet.client.post(path, json=body)))
         async with asyncio.timeout(PATIENCE):
             while await fleet.counted("hitherto_legs_total", leg="prefill", outcome="complete") < before + 4:
                 assert not any(client.done() for client in clients)
                 await asyncio.sleep(0.05)
-        kept = [await in_use(one["url"]) for one in roles["prefill"]]
+        kept = [await in_use(one["url"]) for one in of_role["prefill"]]
         for client in clients:
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
@@ -136,7 +135,7 @@ async def test_what_was_kept_for_clients_that_left_is_freed(fleet: Fleet, single
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGCONT)
     assert all(kept), kept
-    await fleet.ready({decoders[1]})
+    await ready(fleet, {decoders[1]})
     await nothing_left(fleet)
     for way, text in zip(WAYS, prompts(4, 18), strict=True):
         await both(fleet, single, *asked(way, text, False))

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ..gateway.running import counted
+from ..gateway.running import Running, counted
+from ..gateway.test_continue import as_a_whole, events
 from .engines import Engine
-from .fleet import Fleet, nothing_left
-from .pd import OWN, alone, asked, events, page_of, piece, prompts, said, streamed
+from .fleet import nothing_left, ready, roles
+from .pd import PATIENCE, alone, asked, legs_now, page_of, prompts, said, told, until
 
 pytestmark = [pytest.mark.pd, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]
 BEFORE = "before the request"
@@ -29,7 +30,6 @@ HANDED_OVER = "when it is handed over"
 FETCHED = "while the cache is fetched"
 WRITTEN = "while the answer is written"
 MOMENTS = (BEFORE, COMPUTED, HANDED_OVER, FETCHED, WRITTEN)
-ANSWER_SECONDS = 300.0
 # In which requests are sent until they are at the moment: they may be past it, and pairs whose transfer failed in the
 # rounds before are left out for up to 320 s, so that no two pairs without a common engine may be there.
 REACHED_SECONDS = 600.0
@@ -53,8 +53,8 @@ class Asked:
     def stream(self) -> bool:
         return self.body["stream"]
 
-    async def ask(self, fleet: Fleet) -> None:
-        async with fleet.client.stream("POST", self.path, json=self.body, timeout=ANSWER_SECONDS) as answer:
+    async def ask(self, fleet: Running) -> None:
+        async with fleet.client.stream("POST", self.path, json=self.body, timeout=PATIENCE) as answer:
             self.writes = answer.headers.get("x-hitherto-replica", "")
             async for text in answer.aiter_text():
                 self.text += text
@@ -62,19 +62,19 @@ class Asked:
             assert answer.status_code == 200, self.text
 
     def is_whole(self) -> bool:
-        return (streamed(self.text) if self.stream else OWN.sub(r'"\1":_', self.text)) == self.truth
+        return told(self.text, self.stream) == self.truth
 
     def is_broken_off(self) -> bool:
         """Whether it is the beginning of the answer, and says that there is no more."""
-        told = events(self.text)
-        begun = "".join(word for word, _ in map(piece, told[:-1]))
-        return "error" in told[-1] and self.truth.startswith(begun) and begun != ""
+        *answer, last = [one for one in events(self.text) if one != "[DONE]"]
+        begun = as_a_whole(answer)[0]
+        return "error" in last and self.truth.startswith(begun) and begun != ""
 
 
 class Round:
     """One moment, and one way of striking."""
 
-    def __init__(self, fleet: Fleet, single: Engine, moment: str, number: int):
+    def __init__(self, fleet: Running, single: Engine, moment: str, number: int):
         self.fleet, self.single, self.moment, self.number = fleet, single, moment, number
         self.stopped: set[int] = set()
         self.killed: set[int] = set()
@@ -96,24 +96,20 @@ class Round:
             with suppress(ProcessLookupError):
                 os.killpg(self.stopped.pop(), signal.SIGCONT)
 
-    async def until(self, true, seconds: float = ANSWER_SECONDS) -> None:
-        async with asyncio.timeout(seconds):
-            while not await true():
-                await asyncio.sleep(0.02)
-
     async def run(self) -> list[Asked]:
         tried_until = time.monotonic() + REACHED_SECONDS
         for attempt in itertools.takewhile(lambda _: time.monotonic() < tried_until, itertools.count()):
             requests = await self.made(attempt)
             self.struck.clear()
             try:
-                if await self.sent(requests) and await self.at_moment(requests):
-                    others = self.strike(requests)
-                    self.signal(others, signal.SIGCONT)
-                    await asyncio.gather(*(one.task for one in requests))
-                    return requests
-                self.go_on()  # else those that wait for a stopped engine would be given up
+                reached = await self.sent(requests) and await self.at_moment(requests)
+                if reached:
+                    self.strike(requests)
+                else:
+                    self.go_on()  # else those that wait for a stopped engine would be given up
                 await asyncio.gather(*(one.task for one in requests))
+                if reached:
+                    return requests
             finally:
                 self.go_on()
                 for one in requests:
@@ -135,8 +131,9 @@ class Round:
         return requests
 
     async def sent(self, requests: list[Asked]) -> bool:
-        """Send them, and whether two of them share no engine."""
-        self.roles = await self.fleet.roles()
+        """Send them, and whether two of them share no engine. Each waits until the one before is placed, so that each
+        of two engines gets every other one."""
+        self.roles = await roles(self.fleet)
         self.done = await self.legs_done()
         if self.moment == BEFORE:
             first = await self.legs_of(requests[0])
@@ -145,54 +142,37 @@ class Round:
         elif self.moment in (HANDED_OVER, FETCHED):
             self.signal(self.roles["decode"], signal.SIGSTOP)
         for one in requests:
-            await self.send(one)
+            if self.moment != BEFORE:
+                one.legs = await self.legs_of(one)
+            before = await self.fleet.counted("hitherto_leg_choices_total")
+            one.task = asyncio.create_task(one.ask(self.fleet))
+            await until(lambda before=before: self.placed_since(before))
         return self.moment == BEFORE or self.second(requests) is not None
 
     async def at_moment(self, requests: list[Asked]) -> bool:
         """Whether all come to be at the moment, which those that were sent may be past, or never come to."""
-        try:
-            await self.come(requests)
-        except TimeoutError:
-            return False
-        if self.moment == COMPUTED and await self.legs_done() != self.done:
-            return False
-        return self.moment == BEFORE or not any(one.task.done() for one in requests)
-
-    async def come(self, requests: list[Asked]) -> None:
-        """Wait until they are there."""
-        if self.moment == COMPUTED:
-            await self.until(self.computes, MOMENT_SECONDS)
-        if self.moment in (HANDED_OVER, FETCHED):
-            await self.until(lambda: self.have_done(self.done + 4), MOMENT_SECONDS)
-        if self.moment == FETCHED:
-            self.signal(self.roles["prefill"], signal.SIGSTOP)
-            self.signal(self.roles["decode"], signal.SIGCONT)
-            await self.until(lambda: self.fetches(requests), MOMENT_SECONDS)
-        if self.moment == WRITTEN:
-            await self.until(lambda: self.have_begun(requests[2:]), MOMENT_SECONDS)
-
-    async def send(self, one: Asked) -> None:
-        """Wait until it is placed, so that each of two engines gets every other one."""
-        if self.moment != BEFORE:
-            one.legs = await self.legs_of(one)
-        before = await self.fleet.counted("hitherto_leg_choices_total")
-        one.task = asyncio.create_task(one.ask(self.fleet))
-
-        async def placed() -> bool:
-            return await self.fleet.counted("hitherto_leg_choices_total") > before
-
-        await self.until(placed)
+        with suppress(TimeoutError):
+            if self.moment == COMPUTED:
+                await until(self.computes, MOMENT_SECONDS)
+                if await self.legs_done() != self.done:
+                    return False
+            if self.moment in (HANDED_OVER, FETCHED):
+                await until(lambda: self.have_done(self.done + 4), MOMENT_SECONDS)
+            if self.moment == FETCHED:
+                self.signal(self.roles["prefill"], signal.SIGSTOP)
+                self.signal(self.roles["decode"], signal.SIGCONT)
+                await until(lambda: self.fetches(requests), MOMENT_SECONDS)
+            if self.moment == WRITTEN:
+                await until(lambda: self.have_begun(requests[2:]), MOMENT_SECONDS)
+            return self.moment == BEFORE or not any(one.task.done() for one in requests)
+        return False
 
     async def legs_of(self, one: Asked) -> dict:
         """Where it would go now. Pairs whose transfer failed, in the round before, are left out for a while."""
-        found: list[dict] = []
+        return await until(lambda: legs_now(self.fleet, one.path, one.body))
 
-        async def is_there() -> bool:
-            found.extend(legs for legs in [await self.fleet.explained(one.path, one.body)] if legs)
-            return bool(found)
-
-        await self.until(is_there)
-        return found[0]
+    async def placed_since(self, before: float) -> bool:
+        return await self.fleet.counted("hitherto_leg_choices_total") > before
 
     async def legs_done(self) -> float:
         return await self.fleet.counted("hitherto_legs_total", leg="prefill", outcome="complete")
@@ -202,7 +182,7 @@ class Round:
 
     async def computes(self) -> bool:
         """Whether each prefiller has a request, or a leg is done: then they are past it."""
-        return await self.legs_done() != self.done or await self.at_all("prefill", ("num_requests_running",))
+        return await self.legs_done() != self.done or await self.at_all("prefill", "num_requests_running")
 
     async def have_begun(self, streams: list[Asked]) -> bool:
         """Whether each has text; one that ended without any says why."""
@@ -214,20 +194,20 @@ class Round:
     async def fetches(self, requests: list[Asked]) -> bool:
         """Whether each decoder has a request. One that is answered is past it, and no decoder may have one any more."""
         gauges = ("num_requests_waiting", "num_requests_running")
-        return any(one.task.done() for one in requests) or await self.at_all("decode", gauges)
+        return any(one.task.done() for one in requests) or await self.at_all("decode", *gauges)
 
-    async def at_all(self, role: str, gauges: tuple[str, ...]) -> bool:
+    async def at_all(self, role: str, *gauges: str) -> bool:
         """Whether each engine of the role has a request that one of the gauges counts."""
         pages = [await page_of(one["url"]) for one in self.roles[role]]
         return all(sum(counted(page, f"vllm:{name}") for name in gauges) > 0 for page in pages)
 
-    def strike(self, requests: list[Asked]) -> list[dict]:
-        """The prefiller of the first request, and the decoder of one that is computed elsewhere. Returns those that
-        were only held up until now."""
+    def strike(self, requests: list[Asked]) -> None:
+        """The prefiller of the first request, and the decoder of one that is computed elsewhere; those that were only
+        held up until now go on."""
         if self.moment != BEFORE:
             self.strike_at(requests[0].legs["prefill"], self.second(requests))
-        held = [one for of_role in self.roles.values() for one in of_role if one["pid"] in self.stopped]
-        return [one for one in held if one["id"] not in self.struck]
+        held = [one for one in itertools.chain(*self.roles.values()) if one["pid"] in self.stopped]
+        self.signal([one for one in held if one["id"] not in self.struck], signal.SIGCONT)
 
     def second(self, requests: list[Asked]) -> str | None:
         """The decoder of requests that share neither engine with the first one."""
@@ -237,13 +217,13 @@ class Round:
 
     def strike_at(self, *ids: str) -> None:
         self.struck = set(ids)
-        self.signal([one for of_role in self.roles.values() for one in of_role if one["id"] in ids], self.number)
+        self.signal([one for one in itertools.chain(*self.roles.values()) if one["id"] in ids], self.number)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_no_request_that_had_not_begun_is_lost_with_an_engine(fleet: Fleet, single, number, moment):
-    await fleet.ready()
+async def test_no_request_that_had_not_begun_is_lost_with_an_engine(fleet: Running, single, number, moment):
+    await ready(fleet)
     found = Round(fleet, single, moment, number)
     for at, one in enumerate(await found.run()):
         had_begun = moment == WRITTEN and one.stream and one.writes in found.struck
@@ -251,5 +231,5 @@ async def test_no_request_that_had_not_begun_is_lost_with_an_engine(fleet: Fleet
             assert one.is_broken_off(), (at, one)
         else:
             assert one.is_whole(), (at, one)
-    await fleet.ready(found.killed)
+    await ready(fleet, found.killed)
     await nothing_left(fleet)

@@ -57,7 +57,7 @@ class Parts:
 
 
 @pytest.fixture(scope="module")
-def parts(vllm_python, tmp_path_factory) -> Parts:
+def parts(vllm, tmp_path_factory) -> Parts:
     if not (folder() / "sglang" / "sglang").is_dir():
         pytest.skip("needs SGLang's wheel in the environment of vLLM 0.32: tests/vllm/install.sh")
     found = Parts(tmp_path_factory.mktemp("sglang") / "log")

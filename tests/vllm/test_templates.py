@@ -7,10 +7,9 @@ here: vLLM's ids are what they are compared with.
 """
 
 import json
-import os
-import subprocess
-import time
 from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,20 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.prompt.pipeline import Pipeline
+from gateway.prompt.prompt import CHAT, MESSAGES, RESPONSES
 from gateway.prompt.render import renderer
+from loadgen.demo.tiny_model import tiny_model
 from replicas.engines.vllm.versions import version_quirks
+from replicas.simulated.model import sim_model_dir
 
 from ..gateway.prompt.reference import model_dir
-from .bodies import CHAT, CORPUS, MESSAGES, PLAIN, WEATHER, Body, call, chat, message, result, said, system, text, user
+from .bodies import CORPUS, PLAIN, WEATHER, Body, call, chat, message, result, said, system, text, user
 from .chat_templates import PACKAGES, chat_templates, model_folder
-from .engines import ENVIRONMENT, version
+from .engines import release, rendered, version
+from .odd_bodies import STEERED
 
 pytestmark = [pytest.mark.exact, pytest.mark.timeout(900)]
 
-RENDERING = Path(__file__).with_name("rendering.py")
 SUMMARY = Path(__file__).with_name("templates.json")
 LLAMA_CPP, XINFERENCE = PACKAGES
 # Of the second package: what the first has not, by what is particular to it.
@@ -99,14 +101,9 @@ BODIES: dict[str, tuple[str, Body]] = {
 }  # fmt: skip
 INLINE = [name for name in BODIES if name.startswith(("inline", "a system among"))]
 # Tool calls stay out: of those, many templates loop over the arguments, which is not compiled.
-IN_PARTS = (
-    "one part",
-    "several parts",
-    "parts without a system",
-    "parts and texts",
-    "parts with tools",
-    "part with a cache mark",
-)
+IN_PARTS = ("one part", "several parts", "part with a cache mark")
+IN_PARTS += ("parts without a system", "parts and texts", "parts with tools")
+STEERABLE = {"sim": sim_model_dir(), "qwen3": model_dir("qwen3"), "llama3_2": model_dir("llama3_2")}
 
 
 @dataclass
@@ -116,6 +113,7 @@ class Case:
     name: str
     folder: Path
     given: Path | None = None
+    bodies: Mapping[str, tuple[str, Body]] = field(default_factory=lambda: BODIES)
     theirs: dict[str, dict] = field(default_factory=dict)
     equal: list[str] = field(default_factory=list)
     declined: dict[str, str] = field(default_factory=dict)
@@ -144,18 +142,17 @@ def cases(store: Path) -> list[Case]:
 def gateway_says(case: Case) -> dict[str, list]:
     """For each body the prompts, or the refusals, of its rounds."""
     pipeline = Pipeline(case.folder, "tiny", 16, chat_template=case.given, max_model_len=131_072)
-    pipeline.follow(version_quirks(".".join(map(str, version()))))
-    made: dict[str, list] = {name: [] for name in BODIES}
+    pipeline.follow(version_quirks(release()))
+    made: dict[str, list] = {name: [] for name in case.bodies}
     for turn in range(3):  # by Jinja and learned, by plan, by what is known of prefixes
-        for name in list(BODIES)[:: -1 if turn == 1 else 1]:
-            path, body = BODIES[name]
+        for name in list(made)[:: -1 if turn == 1 else 1]:
+            path, body = case.bodies[name]
             before = sum(one.by_plan for one in pipeline.renderers.values())
             try:
-                prompt = pipeline.prepare(path, json.dumps(body).encode())
+                made[name].append(prompt := pipeline.prepare(path, json.dumps(body).encode()))
             except ApiError as error:
                 made[name].append(error)
                 continue
-            made[name].append(prompt)
             if turn == 2 and prompt.mode == "exact" and name in IN_PARTS:
                 by_plan = sum(one.by_plan for one in pipeline.renderers.values()) > before
                 (case.compiled if by_plan else case.uncompiled).append(name)
@@ -180,61 +177,37 @@ def judge(case: Case, name: str, rounds: list) -> None:
     case.equal.append(name)
 
 
-@pytest.fixture(scope="module")
-def compared(vllm_python, tmp_path_factory) -> dict[str, Case]:
-    return compare_all(vllm_python, tmp_path_factory.mktemp("templates"))
-
-
-def compare_all(vllm_python: Path, store: Path) -> dict[str, Case]:
-    began = time.monotonic()
-    made = cases(store)
-    jobs, results = store / "jobs", store / "results"
-    jobs.write_text("".join(json.dumps({
-        "folder": str(case.folder), "chat_template": case.given and str(case.given), "bodies": list(BODIES.values()),
-    }) + "\n" for case in made))  # fmt: skip
-    with (store / "log").open("w") as log, pytest.MonkeyPatch.context() as patch:
+def compare(store: Path, made: list[Case]) -> dict[str, Case]:
+    """Have vLLM and the gateway make prompts, at the same time, and compare them."""
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setattr(renderer, "_PATIENCE", 1)
         patch.setattr(renderer, "_FIRST_CHECKED", 0)
         patch.setattr(renderer, "_CHECK_MASK", 2**40 - 1)
-        process = subprocess.Popen(
-            [vllm_python, RENDERING, jobs, results], stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT}
-        )
-        try:
-            ours = [gateway_says(case) for case in made]
-            middle = time.monotonic()
-            process.wait(600)
-        finally:
-            process.kill()
-            process.wait()
-    assert process.returncode == 0, (store / "log").read_text()[-3000:]
-    for case, said_by_us, line in zip(made, ours, results.read_text().splitlines(), strict=True):
-        case.theirs = dict(zip(BODIES, json.loads(line), strict=True))
+        answers = pool.submit(rendered, store, [(case.folder, case.given, case.bodies.values()) for case in made])
+        ours = [gateway_says(case) for case in made]
+    for case, said_by_us, theirs in zip(made, ours, answers.result(), strict=True):
+        case.theirs = dict(zip(case.bodies, theirs, strict=True))
         for name, rounds in said_by_us.items():
             judge(case, name, rounds)
-    show(made)
-    print(f"gateway {middle - began:.0f} s, all {time.monotonic() - began:.0f} s")
     return {case.name: case for case in made}
+
+
+@pytest.fixture(scope="module")
+def compared(vllm, tmp_path_factory) -> dict[str, Case]:
+    store = tmp_path_factory.mktemp("templates")
+    return compare(store, cases(store))
+
+
+@pytest.fixture(scope="module")
+def steered(vllm, tmp_path_factory) -> dict[str, Case]:
+    store = tmp_path_factory.mktemp("steered")
+    bodies = {name: case for name, case in STEERED.items() if case[0] != RESPONSES or version() >= (0, 30)}
+    return compare(store, [Case(name, tiny_model(store / name, of), None, bodies) for name, of in STEERABLE.items()])
 
 
 def summary(case: Case) -> dict[str, Any]:
     """How many of the bodies that vLLM takes are equal, and why the others are declined."""
     return {"equal": len(case.equal), "declined": dict(Counter(case.declined.values())), "wrong": len(case.different)}
-
-
-def show(made: list[Case]) -> None:
-    """Shown by `pytest -s` or -rP."""
-    declined = Counter(why[:100] for case in made for why in case.declined.values())
-    refused = sum("refused" in theirs for case in made for theirs in case.theirs.values())
-    print(
-        f"\nvLLM {'.'.join(map(str, version()))}: {len(made)} templates x {len(BODIES)} bodies: "
-        f"{sum(len(case.equal) for case in made)} equal, {sum(declined.values())} declined, "
-        f"{sum(len(case.different) for case in made)} different, {refused} refused by vLLM"
-    )
-    for why, count in declined.most_common():
-        print(f"  declined {count}: {why}")
-    for case in made:
-        if case.different or case.why_not or case.uncompiled:
-            print(f"  {case.name}: different {case.different}, why not {case.why_not}, uncompiled {case.uncompiled}")
 
 
 def test_the_ids_are_vllms_or_the_gateway_declines(compared):
@@ -276,3 +249,13 @@ def test_system_messages_within_a_conversation(compared, name):
 def test_lists_of_parts_are_compiled(compared, name):
     case = compared[name]
     assert len(case.compiled) >= 4 and not case.uncompiled
+
+
+@pytest.mark.parametrize("name", STEERABLE)
+def test_fields_and_variables_by_which_a_client_steers_the_rendering(steered, name):
+    """Of what vLLM takes the gateway makes the same ids, or it says that it does not know them."""
+    case = steered[name]
+    assert not case.different
+    # whether a null reaches the template is not certain of every version, and the demo model's names the role
+    assert all(body.startswith("developer") for body in case.declined), case.declined
+    assert len(case.equal) >= 40

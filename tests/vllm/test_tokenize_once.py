@@ -12,10 +12,13 @@ import httpx
 import pytest
 
 from gateway.prompt.forward import LEAST_TOKENS
+from gateway.prompt.prompt import CHAT, COMPLETIONS
+from loadgen.demo.tiny_model import tiny_model
 
 from ..gateway.prompt.reference import model_dir
-from .bodies import CALLED, COMPLETIONS, DOCUMENT, PLAIN, SHUFFLED, WEATHER, chat, complete, said, system, text, user
-from .engines import Engine, block_size, gateway, lora, tiny_model
+from ..gateway.test_continue import events
+from .bodies import CALLED, DOCUMENT, PLAIN, SHUFFLED, WEATHER, chat, complete, said, system, text, user
+from .engines import block_size, gateway, lora
 
 CONTEXT = 4096  # tokens, also of its whole cache
 LONG = "The river runs past the copper mill, and every year of the 1870s somebody writes down how high it stood. "
@@ -85,26 +88,20 @@ REFUSED = {
     "no temperature": chat(RULES, *PLAIN, temperature=-1),
     "unheard-of tool": chat(RULES, *PLAIN, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "nobody"}}),
 }  # fmt: skip
-# What both refuse, each in its own words: the gateway knows how long a prompt may be.
-TOO_LONG = {"chat": chat(system(LONG * 240), *PLAIN), "completion": complete(LONG * 240)}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(vllm, tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("models") / "tiny", model_dir("qwen3"))
 
 
 @pytest.fixture(scope="module")
-def engine(vllm_python, model, tmp_path_factory):
+def engine(start_engine, tmp_path_factory):
     """Its own engine: a real template, tool calls, an adapter, and a context that prompts can be too long for."""
-    folder = tmp_path_factory.mktemp("engine")
+    red = lora(tmp_path_factory.mktemp("adapters") / "red", 5)
     flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
-             "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"red={lora(folder / 'red', 5)}"]  # fmt: skip
-    one = Engine(model, *flags, log=folder / "log", events=None, blocks=CONTEXT // block_size())
-    try:
-        yield one.wait()
-    finally:
-        one.stop()
+             "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"red={red}"]  # fmt: skip
+    return start_engine(*flags, events=None, blocks=CONTEXT // block_size()).wait()
 
 
 def asked(path: str, body: dict) -> bytes:
@@ -114,7 +111,7 @@ def asked(path: str, body: dict) -> bytes:
 async def answer(client: httpx.AsyncClient, path: str, body: bytes):
     reply = await client.post(path, content=body, headers={"content-type": "application/json"})
     if reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream"):
-        return joined([json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")])
+        return joined([one for one in events(reply.text) if one != "[DONE]"])
     return reply.status_code, alike(reply.json())
 
 
@@ -132,9 +129,7 @@ def joined(chunks: list[dict]):
     whole: dict = {}
     for chunk in map(alike, chunks):
         for choice in chunk.pop("choices"):
-            merge(
-                whole.setdefault(choice["index"], {}), {key: value for key, value in choice.items() if key != "index"}
-            )
+            merge(whole.setdefault(choice.pop("index"), {}), choice)
         whole |= {key: value for key, value in chunk.items() if value is not None}
     return 200, whole
 
@@ -146,11 +141,7 @@ def merge(into: dict, more: dict) -> None:
         elif key == "tool_calls":
             for call in value or ():
                 merge(into.setdefault(f"call {call.get('index')}", {}), call)
-        elif (
-            isinstance(value, str | list)
-            and isinstance(into.get(key), str | list)
-            and key not in ("role", "finish_reason", "type", "id")
-        ):
+        elif isinstance(value, str | list) and into.get(key) and key not in ("role", "finish_reason", "type", "id"):
             into[key] = into[key] + value
         elif value is not None:
             into[key] = value
@@ -190,11 +181,9 @@ async def test_an_engine_sent_ids_answers_what_it_answers_to_the_text(engine, mo
         for name, (path, body) in AS_IDS.items():
             request = asked(path, body)
             await answer(direct, path, request)  # from here on its prompt is cached
-            if (
-                await answer(direct, path, request) != (got := await answer(process.client, path, request))
-                or got[0] != 200
-            ):
-                different.append((name, await answer(direct, path, request), got))
+            theirs, got = [await answer(client, path, request) for client in (direct, process.client)]
+            if theirs != got or got[0] != 200:
+                different.append((name, theirs, got))
         assert different == []
         assert await sent(process) == before | {"ids": before.get("ids", 0) + len(AS_IDS)}
         assert (await process.status())["replicas"][0]["takes_ids"].count("yes") == 2
@@ -217,7 +206,7 @@ async def test_what_needs_its_text_is_sent_as_text_and_what_is_refused_is_refuse
         assert (await process.status())["replicas"][0]["takes_ids"].count("yes") == 2
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_an_engine_with_another_tokenizer_or_template_is_never_sent_ids(engine, path, tmp_path):
     """The gateway was given another model than the engine serves: nothing it would send is what the engine makes."""
     async with gateway(engine, model=model_dir("llama3_2")) as process:

@@ -6,26 +6,17 @@ import json
 import httpx
 import pytest
 
-from ..gateway.running import running
+from .engines import gateway
 
 ANSWER = 64  # tokens
 
 
 def chat(tokens, **fields):
-    return {
-        "model": "tiny", "messages": [{"role": "user", "content": "count"}], "max_tokens": tokens, "ignore_eos": True, **fields
-    }  # fmt: skip
+    asked = {"messages": [{"role": "user", "content": "count"}], "max_tokens": tokens, "ignore_eos": True}
+    return {"model": "tiny", **asked, **fields}
 
 
-@pytest.fixture(scope="module")
-def storing(start_engine):
-    """One that keeps responses, and answers in the background."""
-    engine = start_engine(events=None, blocks=1024, env={"VLLM_ENABLE_RESPONSES_API_STORE": "1"})
-    yield engine.wait()
-    engine.stop()
-
-
-async def test_what_was_used_is_logged_once(storing, tmp_path):
+async def test_what_was_used_is_logged_once(engine, tmp_path):
     file = tmp_path / "usage.jsonl"
 
     def lines() -> list[dict]:
@@ -36,8 +27,7 @@ async def test_what_was_used_is_logged_once(storing, tmp_path):
             await asyncio.sleep(0.05)
         return lines()
 
-    async with running("--replica-url", storing.replica_url, "--usage-log", str(file)) as process:
-        await process.ready(1)
+    async with gateway(engine, usage_log=file) as process:
         client = process.client
         client.timeout = httpx.Timeout(120)
 
@@ -59,8 +49,7 @@ async def test_what_was_used_is_logged_once(storing, tmp_path):
         left = (await logged(count + 4))[-1]
         assert left["outcome"] == "aborted" and 0 < left["output_tokens"] <= 4000
 
-        usage = {"include_usage": True}
-        body = chat(ANSWER, stream=True, stream_options=usage)
+        body = chat(ANSWER, stream=True, stream_options={"include_usage": True})
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":

@@ -5,11 +5,13 @@ engines that others share are only stopped for a while, and well again when a te
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from replicas import Fleet, State
 from replicas.launch import profile
 
-from ..gateway.running import Running, alive
+from ..gateway.running import Running, alive, stopped
 from .engines import block_size, dtype, folder, gateway
 
 BACK = 240  # seconds for a restart: 15 alone, a minute and more on a machine that is busy with other things
@@ -36,27 +38,16 @@ def launch_profile(**fields) -> str:
 
 def below(pid: int) -> list[int]:
     """A process and all below it, parents first."""
-    found = [pid]
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as children:
-                for child in children.read().split():
-                    found += below(int(child))
-    return found
-
-
-def server_of(pid: int) -> int:
-    """The process of an engine that answers HTTP, and was started."""
-    return pid
+    children = []
+    with suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children += map(int, (thread / "children").read_text().split())
+    return [pid, *itertools.chain.from_iterable(map(below, children))]
 
 
 def core_of(pid: int) -> int:
     """The process of an engine that computes."""
-    for one in below(pid):
-        with open(f"/proc/{one}/cmdline") as words:
-            if words.read().startswith("VLLM::EngineCore"):
-                return one
-    raise AssertionError(f"no engine core below {pid}")
+    return next(one for one in below(pid) if Path(f"/proc/{one}/cmdline").read_text().startswith("VLLM::EngineCore"))
 
 
 class Load:
@@ -69,68 +60,52 @@ class Load:
         self.answered: list[str] = []  # the replicas that did, in order
         self.cut = 0  # streams that broke off and said so
         self.failed: list[str] = []  # had not begun to be answered
-        self.slowest = 0.0  # seconds to the end of an answer
-        self.tasks = [asyncio.create_task(self._client(number)) for number in range(clients)]
+
+    async def __aenter__(self) -> "Load":
+        self._tasks = [asyncio.create_task(self._client(number)) for number in range(len(self.asked))]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _client(self, client_number: int) -> None:
         async with httpx.AsyncClient(base_url=self.url, timeout=300) as client:
             while True:
-                began = time.monotonic()
                 try:
                     await self._ask(client, client_number)
                 except httpx.HTTPError as error:
                     self.failed.append(repr(error))
-                self.slowest = max(self.slowest, time.monotonic() - began)
                 self.asked[client_number] += 1
                 await asyncio.sleep(0.1)
 
     async def _ask(self, client: httpx.AsyncClient, client_number: int) -> None:
         number = self.asked[client_number]
         streams = self.streams and (client_number + number) % 2 == 0
-        body = {
-            "model": self.model,
-            "prompt": f"{PROMPT}{client_number}.{number}",
-            "max_tokens": 16,
-            "ignore_eos": True,
-            "stream": streams,
-        }
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            text = await answer.aread()
+        body = {"model": self.model, "prompt": f"{PROMPT}{client_number}.{number}", "max_tokens": 16}
+        answer = await client.post("/v1/completions", json=body | {"ignore_eos": True, "stream": streams})
         if answer.status_code != 200:
-            self.failed.append(f"{answer.status_code} {text.decode()}")
-        elif streams and b"[DONE]" not in text:
-            assert b"the answer broke off" in text, text
+            self.failed.append(f"{answer.status_code} {answer.text}")
+        elif streams and "[DONE]" not in answer.text:
+            assert "the answer broke off" in answer.text, answer.text
             self.cut += 1
         else:
             self.answered.append(answer.headers["x-hitherto-replica"])
 
-    async def stop(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
     async def all_move_on(self, seconds: float = 60) -> None:
         """Wait until each client has asked and been answered once more."""
-        before, end = list(self.asked), time.monotonic() + seconds
-        while any(now == then for now, then in zip(self.asked, before)):
-            assert time.monotonic() < end, f"a client waits for more than {seconds:g} s"
-            await asyncio.sleep(0.05)
+        before = list(self.asked)
+        async with asyncio.timeout(seconds):
+            while any(now == then for now, then in zip(self.asked, before)):
+                await asyncio.sleep(0.05)
 
-    async def gets(self, replica: str, count: int = 10) -> None:
-        """Wait until a replica has answered so many more."""
-        before, end = len(self.answered), time.monotonic() + 120
-        while self.answered[before:].count(replica) < count:
-            assert time.monotonic() < end, f"{replica} gets no traffic: {self.answered[-20:]}"
-            await asyncio.sleep(0.05)
-
-
-@asynccontextmanager
-async def loaded(one: Running, model: str, streams: bool = True):
-    load = Load(one, model, streams)
-    try:
-        yield load
-    finally:
-        await load.stop()
+    async def gets(self, *replicas: str, count: int = 10) -> None:
+        """Wait until each of these replicas has answered so many more."""
+        before = len(self.answered)
+        async with asyncio.timeout(120):
+            while any(self.answered[before:].count(one) < count for one in replicas):
+                await asyncio.sleep(0.05)
 
 
 def state_of(status: dict, id: str) -> dict:
@@ -148,8 +123,7 @@ async def becomes(one: Running, id: str, *states: str, seconds: float = 60) -> d
 @pytest.fixture
 async def launched(model, tmp_path):
     """A gateway with two engines of its own, both ready."""
-    file = tmp_path / "watched.yaml"
-    file.write_text(launch_profile())
+    (file := tmp_path / "watched.yaml").write_text(launch_profile())
     async with gateway(launch=2, profile=file, model=model, ready=False) as one:
         await one.until(lambda status: sum(replica["state"] == "ready" for replica in status["replicas"]) == 2, BACK)
         yield one
@@ -160,18 +134,17 @@ async def test_own_engines_that_die_or_hang_come_back_and_no_request_fails(launc
     status = await launched.status()
     id, other = (replica["id"] for replica in status["replicas"])
     faults = [
-        ("SIGKILL", signal.SIGKILL, server_of, "killed by SIGKILL"),
-        ("SIGKILL of its core", signal.SIGKILL, core_of, "one of its processes was killed or crashed"),
-        ("SIGSTOP", signal.SIGSTOP, server_of, "though its process is alive: it hangs, so it was killed"),
+        (signal.SIGKILL, "server", "killed by SIGKILL"),
+        (signal.SIGKILL, "core", "one of its processes was killed or crashed"),
+        (signal.SIGSTOP, "server", "though its process is alive: it hangs, so it was killed"),
     ]
-    async with loaded(launched, status["models"][0]) as load:
-        for name, number, whom, reason in faults:
-            await load.gets(id), await load.gets(other)
-            before, load.slowest = state_of(await launched.status(), id), 0.0
-            processes, began = below(before["pid"]), time.monotonic()
-            os.kill(whom(before["pid"]), number)
+    async with Load(launched, status["models"][0]) as load:
+        for number, whom, reason in faults:
+            await load.gets(id, other)
+            before = state_of(await launched.status(), id)
+            processes = below(before["pid"])
+            os.kill(core_of(before["pid"]) if whom == "core" else before["pid"], number)
             await becomes(launched, id, "degraded", "failed")
-            seen = time.monotonic() - began
             await load.gets(other)
             await launched.until(lambda status: state_of(status, id)["restarts"] > before["restarts"], 60)
             said = b"".join(launched.log).decode()
@@ -179,26 +152,17 @@ async def test_own_engines_that_die_or_hang_come_back_and_no_request_fails(launc
             assert not [pid for pid in processes if alive(pid)]
             if number == signal.SIGSTOP:
                 await load.all_move_on()
-                print(
-                    f"{name}: seen after {seen:.1f} s, restarted after {time.monotonic() - began:.1f} s, slowest request {load.slowest:.1f} s"
-                )
-                break  # what follows is a start like the others: the gateway will be killed in the midst of it
-            await becomes(launched, id, "ready", seconds=BACK)
-            back = time.monotonic() - began
-            await load.gets(id)
-            print(
-                f"{name}: seen after {seen:.1f} s, back after {back:.1f} s, slowest request {load.slowest:.1f} s, {load.cut} streams cut"
-            )
-            assert not load.failed, (name, load.failed)
-        assert not load.failed, load.failed
+            else:  # what follows the last is a start like the others: the gateway will be killed in the midst of it
+                await becomes(launched, id, "ready", seconds=BACK)
+                await load.gets(id)
+            assert not load.failed, (reason, load.failed)
     assert load.cut <= 4 * len(faults)  # those that had begun, one a client at most
     processes = below(launched.process.pid)
     assert len(processes) >= 1 + 2 * 3  # itself, and of each engine the keeper, the server and the core
     launched.process.kill()
-    end = time.monotonic() + 20
-    while left := [pid for pid in processes[1:] if alive(pid)]:
-        assert time.monotonic() < end, f"the gateway was killed, and its engines were not: {left}"
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(20):  # its engines are killed, too
+        while any(alive(pid) for pid in processes[1:]):
+            await asyncio.sleep(0.05)
 
 
 # Starts that fail
@@ -226,9 +190,7 @@ async def test_starts_that_fail_say_why_in_vllms_own_words_and_what_to_do(model,
             while replica.state is not State.FAILED:
                 assert replica.state is State.STARTING and time.monotonic() < end, (replica.state, replica.reason)
                 await asyncio.sleep(0.05)
-            assert remedy in replica.reason and words in replica.reason and "next start in" in replica.reason, (
-                replica.reason
-            )
+            assert all(one in replica.reason for one in (remedy, words, "next start in")), replica.reason
             await fleet.remove(replica.id)
     finally:
         await fleet.stop()
@@ -237,51 +199,29 @@ async def test_starts_that_fail_say_why_in_vllms_own_words_and_what_to_do(model,
 # Engines that run already
 
 
-@asynccontextmanager
-async def stopped(*pids: int):
-    """SIGSTOP; the end of the block, however it comes, is SIGCONT."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield time.monotonic()
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-
 @pytest.mark.parametrize(
     ("whom", "word"), [("server", "did not answer within"), ("core", "answers /health, but has computed nothing for")]
 )
 async def test_an_adopted_engine_that_hangs_is_passed_over_until_it_goes_on(engines, whom, word):
     """Its API server, or the process that computes: then /health is answered all the time."""
-    async with gateway(*engines) as one, loaded(one, "tiny", streams=False) as load:
-        ill, well = (engine.url.removeprefix("http://") for engine in engines)
-        await load.gets(ill), await load.gets(well)
-        pid = engines[0].pid if whom == "server" else core_of(engines[0].pid)
-        async with stopped(pid) as began:
+    async with gateway(*engines) as one, Load(one, "tiny", streams=False) as load:
+        ill, well = (engine.id for engine in engines)
+        await load.gets(ill, well)
+        with stopped(core_of(engines[0].pid) if whom == "core" else engines[0].pid):
             found = await becomes(one, ill, "degraded", "failed")
-            seen = time.monotonic() - began
             assert word in found["reason"], found["reason"]
-            await load.gets(well, 20)
+            await load.gets(well, count=20)
             await load.all_move_on()  # also those that were with the ill one and had no first byte
-            moved = time.monotonic() - began
             assert not load.failed
-        began = time.monotonic()
         await becomes(one, ill, "ready")
-        back = time.monotonic() - began
         await load.gets(ill)
-        print(
-            f"{whom} stopped: seen after {seen:.1f} s, all clients served after {moved:.1f} s, ready {back:.1f} s after it went on"
-        )
         assert not load.failed
 
 
 async def test_an_adopted_engine_with_another_model_gets_no_traffic(engine):
     async with gateway(engine, ready=False, served_model_name="other") as one:
-        id = engine.url.removeprefix("http://")
-        found = await becomes(one, id, "warming")
-        await one.until(lambda status: "serves tiny" in state_of(status, id)["reason"])
-        found = state_of(await one.status(), id)
-        assert "not 'other': another server is on this port" in found["reason"]
+        await becomes(one, engine.id, "warming")
+        status = await one.until(lambda status: "serves tiny" in state_of(status, engine.id)["reason"])
+        assert "not 'other': another server is on this port" in state_of(status, engine.id)["reason"]
         answer = await one.client.post("/v1/completions", json={"model": "other", "prompt": "x"})
         assert answer.status_code == 503 and "serves tiny" in answer.text

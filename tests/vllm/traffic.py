@@ -5,12 +5,15 @@ tenant's salt, and one of few instructions at its start. It grows with each answ
 """
 
 import asyncio
-import json
 import random
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ..gateway.running import Running
+import httpx
+
+from ..gateway.running import Running, predicted
+from ..gateway.test_continue import events
 from .witness import Witness
 
 WORDS = (
@@ -20,7 +23,20 @@ WAYS = ("chat", "stream", "text", "ids")
 # How long before a request was sent the map may have last been right: events lie in queues and sockets for a few
 # milliseconds, for longer on a machine that has other work.
 LATE_SECONDS = 0.5
-LONGEST = 900  # tokens of a talk; after that another one begins
+
+
+def cached(answer: httpx.Response) -> int:
+    """The cached tokens that an engine reports, in any API."""
+    usage = answer.json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    return (details["cached_tokens"] if details else usage.get("cache_read_input_tokens")) or 0
+
+
+def prompt_tokens(answer: httpx.Response) -> int:
+    """The tokens of a prompt that an engine reports, in any API."""
+    usage = answer.json()["usage"]
+    whole = usage.get("prompt_tokens") or usage["input_tokens"]
+    return whole + sum(usage.get(f"cache_{how}_input_tokens") or 0 for how in ("read", "creation"))
 
 
 @dataclass
@@ -30,7 +46,6 @@ class Outcome:
     way: str
     model: str
     salt: str | None
-    choices: int
     replica: str
     prompt: int
     predicted: int
@@ -52,46 +67,40 @@ class Outcome:
         return {min(reach, most) * size for reach in witness.reaches(chains, self.sent - early, self.answered)}
 
 
+@dataclass
 class Talk:
-    def __init__(self, dice: random.Random, way: str, model: str = "tiny", salt: str | None = None, choices: int = 1):
-        self.dice, self.way, self.model, self.salt, self.choices = dice, way, model, salt, choices
-        self.longest = LONGEST
-        root = f"Instruction {dice.randrange(3)}. " + " ".join(WORDS) * 4
-        self.messages = [{"role": "system", "content": root}]
-        self.text, self.ids = root, []
-        self.tokens = 0
+    """A conversation; after `longest` tokens another one begins."""
 
-    @property
-    def over(self) -> bool:
-        return self.tokens > self.longest
+    dice: random.Random
+    way: str
+    model: str
+    salt: str | None
+    choices: int
+    longest: int
+    ids: list[int] = field(default_factory=list)
+    tokens: int = 0
 
-    def words(self, least: int, most: int) -> str:
-        return " ".join(self.dice.choices(WORDS, k=self.dice.randint(least, most)))
+    def __post_init__(self):
+        self.text = f"Instruction {self.dice.randrange(3)}. " + " ".join(WORDS) * 4
+        self.messages = [{"role": "system", "content": self.text}]
 
     def ask(self) -> tuple[str, dict]:
         """The next request's path and body."""
         # no seed: vLLM 0.32 on a CPU dies of one when a prompt is computed in parts (torch has no set_offset there)
-        body = {
-            "model": self.model,
-            "max_tokens": self.dice.choice((1, 4, 20, 40)),
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        body |= {"cache_salt": self.salt} if self.salt else {}
-        body |= {"n": self.choices} if self.choices > 1 else {}
+        body = {"model": self.model, "max_tokens": self.dice.choice((1, 4, 20, 40)), "ignore_eos": True}
+        body |= {"return_token_ids": True, "n": self.choices} | ({"cache_salt": self.salt} if self.salt else {})
+        words = " ".join(self.dice.choices(WORDS, k=self.dice.randint(20, 90)))
         if self.way in ("chat", "stream"):
-            self.messages.append({"role": "user", "content": self.words(20, 90)})
+            self.messages.append({"role": "user", "content": words})
             body["messages"] = self.messages
             if self.way == "stream":
                 body |= {"stream": True, "stream_options": {"include_usage": True}}
             return "/v1/chat/completions", body
         if self.way == "text":
-            self.text += " " + self.words(20, 90)
-            return "/v1/completions", body | {"prompt": self.text}
-        if not self.ids:
-            return "/v1/completions", body | {"prompt": self.text}
-        self.ids += [self.dice.randrange(300, 1000) for _ in range(self.dice.randint(20, 90))]
-        return "/v1/completions", body | {"prompt": self.ids}
+            self.text += " " + words
+        elif self.ids:
+            self.ids += [self.dice.randrange(300, 1000) for _ in range(self.dice.randint(20, 90))]
+        return "/v1/completions", body | {"prompt": self.ids or self.text}
 
     def hear(self, answers: list[dict]) -> None:
         """Go on from what was answered: one object, or a stream's chunks."""
@@ -105,6 +114,15 @@ class Talk:
             self.ids = first[0]["prompt_token_ids"] + first[0]["token_ids"]
 
 
+def talking(models=("tiny",), salts=(None,), ways=WAYS, choices=1, longest=900) -> Callable[[random.Random], Talk]:
+    """What makes talks of any of these models or adapters, tenants' salts and ways."""
+    return lambda dice: Talk(dice, dice.choice(ways), dice.choice(models), dice.choice(salts), choices, longest)
+
+
+MODELS = ("tiny", "red", "blue")
+plain, mixed = talking(), talking(MODELS, (None, "a", "b"))
+
+
 async def turn(gateway: Running, talk: Talk) -> Outcome:
     """One request of a talk, sent and judged."""
     path, body = talk.ask()
@@ -113,24 +131,23 @@ async def turn(gateway: Running, talk: Talk) -> Outcome:
     answered = time.time()
     assert response.status_code == 200, response.text
     if talk.way == "stream":
-        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
-        assert lines.pop() == "[DONE]"
-        answers = [json.loads(line) for line in lines]
+        *answers, last = events(response.text)
+        assert last == "[DONE]"
     else:
         answers = [response.json()]
     talk.hear(answers)
     usage = answers[-1]["usage"]
     ids = answers[0].get("prompt_token_ids") or answers[0]["choices"][0]["prompt_token_ids"]
     talk.tokens = usage["total_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
     return Outcome(
-        talk.way, talk.model, talk.salt, talk.choices, response.headers["x-hitherto-replica"], usage["prompt_tokens"],
-        int(response.headers["x-hitherto-cached-tokens"]), usage["prompt_tokens_details"]["cached_tokens"],
-        ids, sent, answered,
+        talk.way, talk.model, talk.salt, response.headers["x-hitherto-replica"], usage["prompt_tokens"],
+        predicted(response), cached, ids, sent, answered,
     )  # fmt: skip
 
 
 async def drive(
-    gateway: Running, requests: int, make, talks: int = 12, clients: int = 1, seed: int = 1, between=None
+    gateway: Running, requests: int, make=plain, talks: int = 12, clients: int = 1, seed: int = 1, between=None
 ) -> list[Outcome]:
     """`clients` at a time take turns in `talks` conversations, each made by `make(dice)`, until `requests` are
     answered. `between(outcome)` is awaited after each."""
@@ -143,7 +160,7 @@ async def drive(
         for _ in left:
             talk = idle.pop(dice.randrange(len(idle)))
             outcomes.append(outcome := await turn(gateway, talk))
-            idle.append(make(dice) if talk.over else talk)
+            idle.append(make(dice) if talk.tokens > talk.longest else talk)
             if between:
                 await between(outcome)
 
@@ -151,29 +168,14 @@ async def drive(
     return outcomes
 
 
-def plain(dice: random.Random) -> Talk:
-    """A talk with the base model, of any way."""
-    return Talk(dice, dice.choice(WAYS))
-
-
-def mixed(dice: random.Random) -> Talk:
-    """A talk of any way, model, adapter and tenant."""
-    return Talk(dice, dice.choice(WAYS), dice.choice(("tiny", "red", "blue")), dice.choice((None, "a", "b")))
-
-
-def unsalted(dice: random.Random) -> Talk:
-    """A talk of any way, model and adapter."""
-    return Talk(dice, dice.choice(WAYS), dice.choice(("tiny", "red", "blue")))
-
-
-async def events(gateway: Running) -> dict[str, float]:
-    """The gateway's counts of events, of all replicas together."""
-    counts: dict[str, float] = {}
-    for line in (await gateway.admin.get("/metrics")).text.splitlines():
-        if line.startswith("hitherto_event_"):
-            name = line.removeprefix("hitherto_event_").partition("_total")[0]
-            counts[name] = counts.get(name, 0) + float(line.rpartition(" ")[2])
-    return counts
+async def exactly(gateway: Running, requests: int, make=plain, *, witnesses: Iterable[Witness], **options):
+    """`drive`, and after each answer wait until its replica's events have come: then each prediction is exact."""
+    of_replica = {witness.id: witness for witness in witnesses}
+    outcomes = await drive(
+        gateway, requests, make, **options, between=lambda one: caught_up(gateway, of_replica[one.replica])
+    )
+    assert share_equal(outcomes) == 1, wrong(outcomes)
+    return outcomes
 
 
 async def caught_up(gateway: Running, witness: Witness, seconds: float = 10) -> None:
@@ -194,4 +196,5 @@ def share_equal(outcomes: list[Outcome]) -> float:
 def wrong(outcomes: list[Outcome]) -> str:
     """The mispredicted ones, for a failed assertion."""
     found = [one for one in outcomes if not one.equal]
-    return f"{len(found)} of {len(outcomes)}:\n" + "\n".join(map(str, found[:20]))
+    over = sum(one.predicted > one.cached for one in found)
+    return f"{len(found)} of {len(outcomes)}, {over} of them over:\n" + "\n".join(map(str, found[:20]))

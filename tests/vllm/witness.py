@@ -1,6 +1,6 @@
 """Reads an engine's events beside the gateway, and says what the engine held at each moment.
 
-Nothing of `cachemap` is used: chains are interned tuples, copies are counted, batches are kept in the order and with
+Nothing of `cachemap` is used: chains are interned tuples, copies are counted, events are kept in the order and with
 the time that the engine gave them. Of an engine with several cache groups chains are those of full attention; a block
 of another group is a name of its own.
 """
@@ -54,10 +54,10 @@ class Chains:
 class Witness:
     """Follows one engine from its first event on, in a thread, until closed."""
 
-    def __init__(self, engine, chains: Chains | None = None):
-        self.url, self.block_size, self.chains = engine.url, engine.block_size, chains or Chains()
+    def __init__(self, engine, chains: Chains):
+        self.url, self.id, self.block_size, self.chains = engine.url, engine.id, engine.block_size, chains
         self.steps: list[Step] = []
-        self.batches: list[bytes] = []  # payloads as they came
+        self.batches = 0  # that came
         self.events: list[dict] = []
         self._of_key: dict[int | bytes, int] = {}
         self._groups: set[int] = set()  # those of another kind than full attention
@@ -73,7 +73,7 @@ class Witness:
     def _ask(self, endpoint: str) -> None:
         """All the engine has recorded until now. Its socket drops what is 1,000 messages ahead of the network: the rest
         is asked for."""
-        while not self._answered(endpoint, len(self.batches)):
+        while not self._answered(endpoint, self.batches):
             pass
 
     def _answered(self, endpoint: str, start: int) -> bool:
@@ -85,8 +85,8 @@ class Witness:
             asking.connect(endpoint)
             asking.send_multipart([b"", start.to_bytes(8, "big")])
             while (frames := asking.recv_multipart())[-2] != END:
-                if int.from_bytes(frames[-2], "big") > len(self.batches):
-                    assert len(self.batches) > start, f"the engine no longer has batch {start}"
+                if int.from_bytes(frames[-2], "big") > self.batches:
+                    assert self.batches > start, f"the engine no longer has batch {start}"
                     return False
                 self._batch(frames)
         return True
@@ -99,19 +99,16 @@ class Witness:
 
     def _batch(self, frames: list[bytes]) -> None:
         number = int.from_bytes(frames[-2], "big")
-        if number < len(self.batches):
+        if number < self.batches:
             return  # had from the record already
-        assert number == len(self.batches), f"batch {number} follows {len(self.batches) - 1}"
+        assert number == self.batches, f"batch {number} follows {self.batches - 1}"
         at, events, *_ = msgspec.msgpack.decode(frames[-1])
         self._groups |= {event["group_idx"] for event in events if event.get("kv_cache_spec_kind", FULL) != FULL}
         # Groups tell of the same blocks one after the other, and full attention alone tells what is in them.
-        for event in events:
-            self.events.append(event)
-            if self._further(event):
-                continue
-            self.steps.append(self._step(at, event))
+        self.events += events
+        self.steps += [self._step(at, event) for event in events if not self._further(event)]
         self.steps += [self._in_group(at, event) for event in events if self._further(event)]
-        self.batches.append(frames[-1])
+        self.batches += 1
 
     def _further(self, event: dict) -> bool:
         return event.get("group_idx") in self._groups
@@ -162,8 +159,8 @@ class Witness:
         """Wait until no event has come for a while."""
         count, since = -1, time.monotonic()
         while time.monotonic() - since < seconds:
-            if count != len(self.batches):
-                count, since = len(self.batches), time.monotonic()
+            if count != self.batches:
+                count, since = self.batches, time.monotonic()
             time.sleep(0.01)
 
     def close(self) -> None:

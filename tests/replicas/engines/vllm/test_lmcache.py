@@ -1,4 +1,5 @@
-"""What an engine publishes of LMCache's chunks, recorded of LMCache's own classes by tests/vllm/lmcache_events.py."""
+"""What an engine publishes of LMCache's chunks, recorded of the own classes of LMCache 0.5.6. The program that recorded
+it is in this repository's history, as `tests/vllm/lmcache_events.py`."""
 
 from array import array
 

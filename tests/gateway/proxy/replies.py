@@ -1,5 +1,6 @@
 """Literal requests, and replicas that answer them by a script."""
 
+import asyncio
 import json
 
 from ..http.talk import read_request
@@ -20,6 +21,7 @@ def chunk(data):
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+ENDS = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -54,7 +56,7 @@ def answers(body=ANSWER, status=b"200 OK", headers=b"", seen=None, close_after=F
     return script
 
 
-def streams(*pieces, end=chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n", pause=None, seen=None):
+def streams(*pieces, end=ENDS, pause=None, seen=None):
     """A replica that streams these pieces and `end`, with `pause()` after each piece. Without an `end`, it closes."""
 
     async def script(reader, writer):
@@ -75,13 +77,25 @@ def streams(*pieces, end=chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n", pause=None, 
     return script
 
 
-def says(raw, then_hangs=True):
-    """A replica that answers one request with these bytes."""
+NEXT = object()
+
+
+def says(*steps, then_hangs=True):
+    """A replica on whose connection a request is read, and then bytes are written, events waited for, further requests
+    read (NEXT), and functions called."""
 
     async def script(reader, writer):
         await read_request(reader)
-        writer.write(raw)
-        await writer.drain()
+        for step in steps:
+            if isinstance(step, bytes):
+                writer.write(step)
+                await writer.drain()
+            elif isinstance(step, asyncio.Event):
+                await step.wait()
+            elif step is NEXT:
+                await read_request(reader)
+            else:
+                step()
         if then_hangs:
             await reader.read()
 
@@ -96,3 +110,12 @@ LONG = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi " 
 
 
 USAGE = b'{"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}}'
+
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+ASKS = {
+    CHAT: {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
+    COMPLETIONS: {"model": "m", "prompt": "hello"},
+    RESPONSES: {"model": "m", "input": "hello"},
+    MESSAGES: {"model": "m", "max_tokens": 900, "messages": [{"role": "user", "content": "hello"}]},
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from cachemap import CacheMap
@@ -36,6 +37,13 @@ class Stack:
         await talker.say(request)
         return talker
 
+    async def crowd(self, count: int, request: bytes) -> list[Talker]:
+        """Send a request on each of so many connections of their own."""
+        talkers = [await self.talk() for _ in range(count)]
+        for talker in talkers:
+            await talker.say(request)
+        return talkers
+
     async def ask(self, request: bytes, seconds: float = 5):
         """Status, headers and body of the response to a request on a connection of its own."""
         return await (await self.talk()).ask(request, seconds)
@@ -63,6 +71,12 @@ class Stack:
         return not self.proxy.exchanges and not any(
             (total.requests, total.prefilling, total.prefill_tokens, total.decoding, total.context_tokens)
         )
+
+
+async def all_answered(talkers: Iterable[Talker], seconds: float = 5) -> None:
+    """Each gets a complete answer of status 200."""
+    for talker in talkers:
+        assert (await talker.response(seconds))[0] == 200
 
 
 def backend_for(proxy: Proxy, port: int, models=("m",)) -> Backend:

@@ -63,20 +63,9 @@ ANSWERS = {
     "embeddings": b'{"object":"list","data":[{"object":"embedding","embedding":[0.1]}]}', "tokenize": b'{"count":1,"tokens":[1]}', "detokenize": b'{"any":1}',
 }  # fmt: skip
 JUNK = [
-    b"{}",
-    b'{"ok":true}',
-    b'{"status":"ok"}',
-    b'{"error":null}',
-    b'"ok"',
-    b"ok",
-    b"[]",
-    b"<html>",
-    b"  <html>",
-    b"6\r\n<html>\r\n",
-    b"",
-    b"0\r\n\r\n",
-    b"2\r\n{}\r\n0\r\n\r\n",
-]
+    b"{}", b'{"ok":true}', b'{"status":"ok"}', b'{"error":null}', b'"ok"', b"ok", b"[]", b"<html>", b"  <html>",
+    b"6\r\n<html>\r\n", b"", b"0\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n",
+]  # fmt: skip
 
 
 def sight(label, data, streams=False, whole=True, content_type=b"application/json"):
@@ -246,28 +235,20 @@ def test_what_comes_before_the_first_token_of_a_response():
     progress = b"event: response.in_progress\ndata: {}\n\n"
     item = b'event: response.output_item.added\ndata: {"type":"response.output_item.added"}\n\n'
     started = b'event: message_start\ndata: {"type":"message_start"}\n\n'
-    for early in (
-        created,
-        created + progress,
-        chunk(created) + chunk(progress),
-        created[:50],
-        created.replace(b'"}}', b"x" * 100_000 + b'"}}'),
-    ):
+    long = created.replace(b'"}}', b"x" * 100_000 + b'"}}')
+    for early in (created, created + progress, chunk(created) + chunk(progress), created[:50], long):
         assert streamed("responses", early) is Sight.EARLY
     assert streamed("responses", created + progress + item) is Sight.ANSWER
     assert streamed("messages", started) is streamed("messages", started + PINGS[2]) is Sight.EARLY
-    assert (
-        streamed("messages", started + b'event: content_block_start\ndata: {"type":"content_block_start"}\n\n')
-        is Sight.ANSWER
-    )
+    block = b'event: content_block_start\ndata: {"type":"content_block_start"}\n\n'
+    assert streamed("messages", started + block) is Sight.ANSWER
 
 
 def test_text_about_errors_is_none():
     said = json.dumps({"choices": [{"delta": {"content": '"error": {"code": 500}'}}], "error": None}).encode()
     assert error_status(b"data: " + said + b"\n\n", True) == 0
-    item = json.dumps(
-        {"type": "response.completed", "response": {"output": [{"type": "mcp_call", "error": "no such tool"}]}}
-    ).encode()
+    called = {"output": [{"type": "mcp_call", "error": "no such tool"}]}
+    item = json.dumps({"type": "response.completed", "response": called}).encode()
     assert error_status(b"data: " + item + b"\n\n", True) == 0
 
 

@@ -85,52 +85,42 @@ async def test_a_stream_that_ends_between_events_is_told_of_however_its_lines_an
         assert body.startswith(EVENT) and b"\n\ndata: {" in body[len(EVENT) :].replace(b"\r\n", b"\n")
 
 
-async def test_a_stream_without_chunks_whose_lines_end_with_crlf_is_told_that_it_stalled():
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
-    async with stack(says(head + CRLF_EVENT), idle_timeout=0.2) as s:
-        talk = await s.say(post())
-        assert b"no byte for 0.2 s" in await talk.rest()
-
-
-@pytest.mark.parametrize("line", [b"data: half\r\n", b"data: half\n"])
-async def test_death_within_an_event_cuts_the_connection_though_its_chunk_is_whole(line):
-    async with stack(streams(chunk(EVENT), chunk(line), end=None)) as s:
-        talk = await s.say(post())
-        raw = await talk.rest()
-        assert raw.endswith(chunk(line))
-
-
-@pytest.mark.parametrize("torn", [b"ff\r\ndata: half", b"ff"])
-async def test_death_inside_a_chunk_cuts_the_connection(torn):
-    async with stack(streams(chunk(EVENT), torn, end=None)) as s:
+@pytest.mark.parametrize(
+    ("begun", "end"),
+    [
+        (SSE_HEAD + chunk(EVENT) + chunk(b"data: half\r\n"), chunk(b"data: half\r\n")),
+        (SSE_HEAD + chunk(EVENT) + chunk(b"data: half\n"), chunk(b"data: half\n")),
+        (SSE_HEAD + chunk(EVENT) + b"ff\r\ndata: half", b""),
+        (SSE_HEAD + chunk(EVENT) + b"ff", b""),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", b"half"),
+    ],
+    ids=["an event, CRLF", "an event", "a chunk", "a chunk's size", "a plain body"],
+)
+async def test_death_within_an_event_a_chunk_or_a_plain_body_cuts_the_connection(begun, end):
+    async with stack(says(begun, then_hangs=False)) as s:
         talk = await s.say(post())
         raw = await talk.rest()
-        assert EVENT in raw and not raw.endswith(b"0\r\n\r\n") and b"[DONE]" not in raw
+        assert raw.endswith(end) and not raw.endswith((b"}", b"0\r\n\r\n")) and b"[DONE]" not in raw
 
 
-async def test_death_inside_a_plain_body_cuts_the_connection():
-    async with stack(says(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", then_hangs=False)) as s:
-        talk = await s.say(post())
-        assert not (await talk.rest()).endswith(b"}")
-
-
-async def test_a_stream_that_stalls_is_ended_with_an_error_event():
-    async with stack(streams(chunk(EVENT), pause=lambda: asyncio.sleep(30)), idle_timeout=0.2) as s:
-        _, _, body = await s.ask(post())
+@pytest.mark.parametrize(
+    "begun",
+    [SSE_HEAD + chunk(EVENT), SSE_HEAD.replace(b"Transfer-Encoding: chunked", b"Connection: close") + CRLF_EVENT],
+    ids=["chunked", "without chunks, its lines end with CRLF"],
+)
+async def test_a_stream_that_stalls_is_ended_with_an_error_event(begun):
+    async with stack(says(begun), idle_timeout=0.2) as s:
+        talk = await s.say(post(extra=b"Connection: close\r\n"))
+        body = await talk.rest()
         assert b"no byte for 0.2 s" in body and b"[DONE]" not in body
 
 
 @pytest.mark.parametrize("after", ["request", "first event"])
 async def test_a_client_that_leaves_aborts_the_request_upstream(after):
-    left = asyncio.Event()
-    arrived = asyncio.Event()
+    left, arrived = asyncio.Event(), asyncio.Event()
 
     async def script(reader, writer):
-        await read_request(reader)
-        if after == "first event":
-            writer.write(SSE_HEAD + chunk(EVENT))
-        arrived.set()
-        assert await reader.read() == b""
+        await says(SSE_HEAD + chunk(EVENT) if after == "first event" else b"", arrived.set)(reader, writer)
         left.set()
 
     async with stack(script) as s:
@@ -145,16 +135,7 @@ async def test_a_client_that_leaves_aborts_the_request_upstream(after):
 
 
 async def test_a_client_that_does_not_read_is_dropped_and_the_replica_not_blamed():
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD)
-        writer.write(chunk(EVENT))
-        for _ in range(400):
-            writer.write(chunk(b"d" * 65536))
-            await writer.drain()
-        writer.write(b"0\r\n\r\n")
-        await reader.read()
-
+    script = streams(chunk(EVENT), *[chunk(b"d" * 65536)] * 400)
     async with stack(script, idle_timeout=0.3) as s:
         await s.say(post())
         await eventually(lambda: s.metrics.client_aborts.total() == 1)

@@ -22,8 +22,8 @@ ERROR = b'data: {"error":{"message":"no","code":500}}\n\n'
 CHAT, MESSAGES, RESPONSES = b"/v1/chat/completions", b"/v1/messages", b"/v1/responses"
 
 
-def old(request):
-    return request.replace(b"HTTP/1.1", b"HTTP/1.0")
+def asked(version, **how):
+    return post(**how).replace(b"HTTP/1.1", b"HTTP/" + version)
 
 
 ENDS_BY_CLOSE = pytest.mark.parametrize(
@@ -54,7 +54,7 @@ async def test_a_client_of_http_1_0_gets_its_stream_without_chunks_from_a_connec
 
     async with stack(script) as s:
         for _ in range(2):
-            talk = await s.say(old(post()))
+            talk = await s.say(asked(b"1.0"))
             head, _, body = (await talk.rest()).partition(b"\r\n\r\n")
             assert body == EVENT + DONE and b"transfer-encoding" not in head.lower()
             await eventually(s.idle)
@@ -64,7 +64,7 @@ async def test_a_client_of_http_1_0_gets_its_stream_without_chunks_from_a_connec
 async def test_a_client_of_http_1_0_gets_json_that_came_in_chunks_as_it_is():
     head = SSE_HEAD.replace(b"text/event-stream; charset=utf-8", b"application/json")
     async with stack(says(head + chunk(ANSWER[:9]) + chunk(ANSWER[9:]) + b"0\r\n\r\n")) as s:
-        talk = await s.say(old(post()))
+        talk = await s.say(asked(b"1.0"))
         assert (await talk.rest()).endswith(b"\r\n\r\n" + ANSWER)
 
 
@@ -72,15 +72,15 @@ async def test_a_client_of_http_1_0_that_keeps_its_connection_is_told_that_it_st
     async with stack(answers()) as s:
         talk = await s.talk()
         for request in (post(), post(extra=b"X-Own: y\r\n"), post(path=b"/no/such/path")):
-            keeping = old(request).replace(b"\r\n", b"\r\nConnection: keep-alive\r\n", 1)
+            keeping = request.replace(b"HTTP/1.1", b"HTTP/1.0").replace(b"\r\n", b"\r\nConnection: keep-alive\r\n", 1)
             assert (await talk.ask(keeping))[1]["connection"] == "keep-alive"
-        await talk.say(old(post()))
+        await talk.say(asked(b"1.0"))
         assert b"connection: close" in (await talk.rest()).lower()
 
 
 async def test_a_client_of_http_1_0_is_told_that_its_engine_died():
     async with stack(says(SSE_HEAD + chunk(EVENT), then_hangs=False)) as s:
-        talk = await s.say(old(post()))
+        talk = await s.say(asked(b"1.0"))
         body = (await talk.rest()).partition(b"\r\n\r\n")[2]
         assert body.startswith(EVENT + b'data: {"error"') and b"the answer broke off" in body and s.faults == ["closed"]
 
@@ -88,15 +88,8 @@ async def test_a_client_of_http_1_0_is_told_that_its_engine_died():
 async def test_framing_that_is_broken_is_no_end_for_a_client_of_http_1_0():
     here = asyncio.Event()
 
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + chunk(EVENT))
-        await here.wait()
-        writer.write(b"1;" + b"x" * 70_000)
-        await reader.read()
-
-    async with stack(script) as s:
-        talk = await s.say(old(post()))
+    async with stack(says(SSE_HEAD + chunk(EVENT), here, b"1;" + b"x" * 70_000)) as s:
+        talk = await s.say(asked(b"1.0"))
         await talk.until(EVENT)
         here.set()
         assert (await talk.rest()).startswith(b'data: {"error"') and s.faults == ["protocol"]
@@ -135,7 +128,7 @@ async def test_a_stream_with_its_last_event_is_whole_when_its_connection_is_clos
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 async def test_a_stream_that_ends_before_its_last_event_is_no_whole_one(path, events, version):
     async with stack(says(UNFRAMED + events, then_hangs=False)) as s:
-        talk = await s.say(post(path=path).replace(b"HTTP/1.1", b"HTTP/" + version))
+        talk = await s.say(asked(version, path=path))
         if events.endswith(b"\n\n"):
             body = (await talk.rest()).partition(b"\r\n\r\n")[2]
             assert body.startswith(events) and b"the answer broke off" in body
@@ -162,18 +155,6 @@ async def test_json_that_ends_within_its_object_resets_the_connection_and_a_whol
         await was_reset(talk)
         await eventually(s.idle)
         assert s.faults == ["closed"]
-
-
-async def test_what_ends_before_anything_is_computed_goes_to_another_replica():
-    announced = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
-    async with stack(says(UNFRAMED + announced, then_hangs=False), answers()) as s:
-        for _ in range(4):
-            assert (await s.ask(post()))[2] == ANSWER
-        assert set(s.faults) == {"closed"}
-
-
-def asked(version, **how):
-    return post(**how).replace(b"HTTP/1.1", b"HTTP/" + version)
 
 
 @ENDS_BY_CLOSE

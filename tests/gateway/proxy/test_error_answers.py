@@ -11,7 +11,7 @@ from replicas import State
 
 from ..http.talk import eventually, free_port, read_request
 from .engine_events import DIED, DONE, ERRORS, NAMES, PINGS, ROLE, TOKEN
-from .replies import ANSWER, LONG, answers, chunk, post, reply, streams
+from .replies import ANSWER, ENDS, LONG, NEXT, SSE_HEAD, answers, chunk, post, reply, says, streams
 from .stack import stack
 
 
@@ -89,71 +89,25 @@ async def test_the_engines_own_error_is_tried_elsewhere_the_clients_is_told(path
             assert sorted(bodies) == sorted([event + DONE, TOKEN + DONE]) and s.metrics.retries.total() == 0
 
 
-async def test_an_error_object_with_status_200_is_treated_alike():
-    for code, faults in ((400, set()), (500, {"error answer"})):
-        error = json.dumps({"error": {"message": "x", "code": code}}).encode()
-        async with stack(answers(error), answers()) as s:
-            await s.answered(2, post())
-            await eventually(lambda: s.metrics.requests.total() == 2)
-            assert set(s.faults) == faults and len(s.faults) == s.metrics.retries.total()
-            assert s.metrics.requests.total(status="4xx") == (code == 400)
-
-
-HTML = b"<html><body>It works!</body></html>"
-
-
-@pytest.mark.parametrize(
-    ("head", "body"),
-    [(b"200 OK\r\nContent-Type: text/html", HTML), (b"200 OK", HTML), (b"200 OK\r\nContent-Type: application/json", b'"ok"'), (b"200 OK", b""),
-     (b"200 OK\r\nContent-Type: application/json", b'{"status":"ok"}'), (b"200 OK\r\nContent-Type: application/json", b"{}"),
-     (b"200 OK\r\nContent-Type: application/json", b'{"ok":true}'), (b"200 OK\r\nContent-Type: text/event-stream", b"error: no such page\n\n"),
-     (b"200 OK\r\nContent-Type: application/json", b'{"object":"list","data":[{"id":"m","object":"model","created":1}]}'),
-     (b"404 Not Found\r\nContent-Type: text/html", HTML), (b"405 Not Allowed\r\nContent-Type: text/html", HTML),
-     (b"302 Found\r\nContent-Type: text/html", b"")],
-)  # fmt: skip
-async def test_what_no_engine_wrote_reaches_no_client_and_counts_as_a_failure(head, body):
-    async def other(reader, writer):
-        while True:
-            await read_request(reader)
-            writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
-
-    async with stack(other, answers()) as s:
-        talk = await s.talk()
-        for _ in range(2):
-            assert (await talk.ask(post()))[0::2] == (200, ANSWER)
-        assert set(s.faults) == {"foreign answer"} and s.metrics.upstream_errors.total() == len(s.faults)
-    async with stack(other) as s:
-        talk = await s.talk()
-        status, _, got = await talk.ask(post())
-        assert status == 502 and b"no answer of an inference engine" in got
-
-
 @pytest.mark.parametrize("spelling", [b"Application/JSON", b"APPLICATION/json; Charset=UTF-8"])
 async def test_a_media_type_may_be_written_in_any_case(spelling):
-    async def script(reader, writer):
-        while True:
-            await read_request(reader)
-            head = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n"
-            writer.write(head % (spelling, len(ANSWER)) + ANSWER)
-
-    async with stack(script) as s:
-        assert (await s.ask(post()))[0::2] == (200, ANSWER) and s.faults == []
-
-
-async def test_nor_has_that_of_a_stream():
-    """It is one: its first token is learned from."""
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Event-Stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(head + chunk(TOKEN) + chunk(DONE) + b"0\r\n\r\n")
-        await writer.drain()
-        await reader.read()
-
-    async with stack(script) as s:
-        assert (await s.ask(post()))[2] == TOKEN + DONE
+    """That of a stream, too: its first token is learned from."""
+    plain = reply().replace(b"application/json", spelling)
+    stream = SSE_HEAD.replace(b"text/event-stream", b"Text/Event-Stream") + chunk(TOKEN) + ENDS
+    async with stack(says(plain, NEXT, stream)) as s:
+        talk = await s.talk()
+        assert (await talk.ask(post()))[0::2] == (200, ANSWER) and s.faults == []
+        assert (await talk.ask(post()))[2] == TOKEN + DONE
         await eventually(s.idle)
         assert s.metrics.ttft_seconds.count(()) == 1
+
+
+async def test_a_clients_own_error_behind_a_200_is_told_and_not_tried_elsewhere():
+    error = b'{"error":{"message":"x","code":400}}'
+    async with stack(answers(error), answers()) as s:
+        await s.answered(2, post())
+        await eventually(lambda: s.metrics.requests.total() == 2)
+        assert not s.faults and not s.metrics.retries.total() and s.metrics.requests.total(status="4xx") == 1
 
 
 async def test_what_a_client_asks_of_other_paths_may_have_any_shape():
@@ -177,15 +131,11 @@ async def test_an_announced_response_is_no_first_token_and_can_still_go_elsewher
 
 
 async def test_after_two_replicas_went_down_under_a_request_no_third_is_tried():
-    async def dies(reader, writer):
-        await read_request(reader)
-        asked.append(1)
-
     asked = []
+    dies = says(lambda: asked.append(1), then_hangs=False)
     async with stack(dies, dies, dies, dies, retries=5) as s:
         status, headers, body = await s.ask(post())
-        error = json.loads(body)["error"]
-        assert (status, error["code"], len(asked)) == (502, "replicas_lost", 2)
+        assert (status, json.loads(body)["error"]["code"], len(asked)) == (502, "replicas_lost", 2)
         assert headers["x-should-retry"] == "false", "clients of OpenAI and Anthropic retry a 502 by themselves"
 
 
@@ -320,16 +270,9 @@ async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_a
         slow.candidate.costs.ttft.value, now = 5.0, monotonic() + 1000
         talk, chosen = await s.talk(), []
         for number in range(100):  # four a second, that share nothing
-            chosen.append(
-                (
-                    await talk.ask(
-                        post(
-                            {"model": "m", "prompt": f"{number} " * 20, "stream": True},
-                            b"/v1/completions",
-                        )
-                    )
-                )[1]["x-hitherto-replica"]
-            )
+            body = {"model": "m", "prompt": f"{number} " * 20, "stream": True}
+            _, headers, _ = await talk.ask(post(body, b"/v1/completions"))
+            chosen.append(headers["x-hitherto-replica"])
             await eventually(s.idle)
             now += 0.25
             s.proxy.sweep(now)
@@ -338,55 +281,66 @@ async def test_a_replica_found_slow_is_tried_again_within_seconds_while_others_a
         assert chosen[0] == quick.id and chosen[-1] == slow.id and len(chosen) > 8
 
 
-@pytest.mark.parametrize(("name", "pieces"), [
-    ("an error event in two chunks", (chunk(DIED[:10]), chunk(DIED[10:]))),
-    ("an error event behind its first letter, which is a size as well", (chunk(DIED[:1]), chunk(DIED[1:]))),
-    ("an error behind a role that is cut in two", (chunk(ROLE[:40]), chunk(ROLE[40:] + DIED))),
-    ("an error behind pings and a role that is cut in two", (chunk(PINGS[0] + ROLE[:40]), chunk(ROLE[40:] + DIED))),
-    ("a chunk's size in a packet of its own", (b"%x\r\n" % len(DIED), DIED + b"\r\n")),
-    ("an error that is not the first member", (chunk(b'data: {"id":"1","error":{"message":"died","code":500}}\n\n'),)),
-    ("a failed response by its type alone", (chunk(b'data: {"sequence_number":3,"type":"response.failed","response":{"error":{"code":"server_error"}}}\n\n'),)),
-    ("only the end", ()),
+CHAT, MESSAGES = b"/v1/chat/completions", b"/v1/messages"
+MESSAGE_START = b'event: message_start\ndata: {"type":"message_start"}\n\n' + PINGS[2]
+
+
+@pytest.mark.parametrize(("path", "pieces", "told"), [
+    (CHAT, (chunk(DIED[:10]), chunk(DIED[10:])), b""),
+    (CHAT, (chunk(DIED[:1]), chunk(DIED[1:])), b""),  # the first letter is a size as well
+    (CHAT, (chunk(ROLE[:40]), chunk(ROLE[40:] + DIED)), b""),
+    (CHAT, (chunk(PINGS[0] + ROLE[:40]), chunk(ROLE[40:] + DIED)), b""),
+    (CHAT, (b"%x\r\n" % len(DIED), DIED + b"\r\n"), b""),
+    (CHAT, (chunk(PINGS[0]), chunk(DIED)), PINGS[0]),
+    (CHAT, (chunk(ROLE), chunk(DIED)), ROLE),
+    (b"/v1/completions", (chunk(PINGS[1]), chunk(DIED)), PINGS[1]),
+    (MESSAGES, (chunk(MESSAGE_START), chunk(DIED)), MESSAGE_START),
 ])  # fmt: skip
-async def test_a_stream_that_fails_in_any_shape_is_tried_elsewhere(name, pieces):
+async def test_an_error_in_several_reads_is_tried_elsewhere(path, pieces, told):
+    """Also behind what only announces an answer (`told` by the second replica, too): the first read is held back, so
+    the client has nothing yet."""
     begun = asyncio.Event()
 
     async def next_read():
-        await eventually(
-            lambda: (
-                begun.is_set()
-                or any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges)
-                or not s.proxy.exchanges
-            )
-        )
+        """Wait until the piece is held back, or the replica was left."""
+        await eventually(lambda: begun.is_set() or withheld() or not s.proxy.exchanges)
         begun.set()
 
-    async with stack(streams(*pieces, pause=next_read if len(pieces) > 1 else None), streams(chunk(TOKEN))) as s:
-        talk = await s.talk()
-        bodies = [(await ask(s, b"/v1/chat/completions", talk))[2] for _ in range(2)]
-        assert bodies == [TOKEN + DONE] * 2 and len(set(s.faults)) == 1
+    def withheld():
+        return any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges)
 
-
-@pytest.mark.parametrize(("path", "first"), [
-    (b"/v1/chat/completions", PINGS[0]), (b"/v1/chat/completions", ROLE), (b"/v1/completions", PINGS[1]),
-    (b"/v1/messages", b'event: message_start\ndata: {"type":"message_start"}\n\n' + PINGS[2]),
-])  # fmt: skip
-async def test_an_error_behind_what_only_announces_an_answer_is_tried_elsewhere(path, first):
-    """Each in a read of its own: the first is held back, so the client has nothing yet."""
-
-    async def until_it_is_held_back():
-        await eventually(
-            lambda: (
-                any(x.attempt is not None and x.attempt.withheld for x in s.proxy.exchanges) or not s.proxy.exchanges
-            )
-        )
-
-    async with stack(
-        streams(chunk(first), chunk(DIED), pause=until_it_is_held_back), streams(chunk(first), chunk(TOKEN))
-    ) as s:
+    async with stack(streams(*pieces, pause=next_read), streams(chunk(told) * bool(told) + chunk(TOKEN))) as s:
         talk = await s.talk()
         bodies = [(await ask(s, path, talk))[2] for _ in range(2)]
-        assert bodies == [first + TOKEN + DONE] * 2 and len(set(s.faults)) == 1
+        assert bodies == [told + TOKEN + DONE] * 2 and len(set(s.faults)) == 1
+
+
+GIVEN_UP = b'data: {"choices":[{"index":0,"text":"","delta":{},"finish_reason":"abort"}],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\n'
+HALF = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"half"}}\n\n'
+MESSAGE_GIVEN_UP = (
+    b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":null,"stop_sequence":null},"usage":{}}\n\n'
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "pieces", "fault"),
+    [
+        (b"/v1/completions", (TOKEN, GIVEN_UP), "aborted"),  # vLLM that stops ends what it has begun with this
+        (MESSAGES, (MESSAGE_START + HALF, MESSAGE_GIVEN_UP), "aborted"),
+        *((path, (TOKEN, DIED[:10], DIED[10:]), "error answer") for path in (CHAT, b"/v1/responses", MESSAGES)),
+    ],
+)
+async def test_an_answer_that_fails_or_is_given_up_in_the_middle_is_no_complete_one(path, pieces, fault):
+    seen = asyncio.Event()
+    async with stack(streams(*map(chunk, pieces), pause=seen.wait)) as s:
+        talk = await s.say(post(body_for(path), path))
+        await talk.until(pieces[0])
+        seen.set()
+        assert pieces[-1] in await talk.until(b"\r\n0\r\n\r\n")
+        await eventually(lambda: s.metrics.requests.total() == 1)
+        assert s.metrics.requests.total(status="5xx") == 1 and s.faults == [fault]
+        assert s.metrics.predictions.total() == 0
 
 
 @pytest.mark.parametrize("junk", [b'data: {"status":"ok"}\n\n', b'data: {"tick":1}\n\n' * 20_000], ids=["one", "many"])
@@ -401,29 +355,10 @@ async def test_a_stream_with_no_event_of_an_api_counts_as_no_engines_and_teaches
         assert s.metrics.requests.total(status="5xx") == 1
 
 
-async def test_an_answer_that_the_engine_gave_up_is_no_complete_one():
-    """vLLM that stops ends what it has begun with this."""
-    last = b'{"choices":[{"index":0,"text":"","delta":{},"finish_reason":"abort"}],"usage":{"prompt_tokens":9,"completion_tokens":1}}'
-    seen = asyncio.Event()
-    async with stack(streams(chunk(TOKEN), chunk(b"data: " + last + b"\n\n"), pause=seen.wait)) as s:
-        talk = await s.say(post(body_for(b"/v1/completions"), b"/v1/completions"))
-        await talk.until(chunk(TOKEN))
-        seen.set()
-        assert last in await talk.until(b"0\r\n\r\n")
-        await eventually(lambda: s.metrics.requests.total() == 1)
-        assert s.metrics.requests.total(status="5xx") == 1
-        assert s.faults == ["aborted"]
-        assert s.metrics.predictions.total() == 0
-
-
 SILENT = [
     b"",
-    chunk(b": ping\n\n"),
-    chunk(b": ping\n\n") + chunk(DONE),
-    chunk(DONE),
-    chunk(b"data:[DONE]\r\n\r\n"),
-    chunk(b"\n\n\n"),
-    chunk(b"data:\n\n"),
+    *map(chunk, [PINGS[0], DONE, b"data:[DONE]\r\n\r\n", b"\n\n\n", b"data:\n\n"]),
+    chunk(PINGS[0]) + chunk(DONE),
 ]
 
 
@@ -458,15 +393,3 @@ async def test_comments_that_went_to_a_client_who_waited_are_no_other_servers():
         assert body.startswith(b": ping\n\ndata: {") and b"a stream without an event" in body
         await eventually(lambda: s.metrics.requests.total(status="cut") == 1)
         assert s.faults == [] and s.unconfirmed == [exchange.tried[0].id], "whose fault it is nobody knows"
-
-
-@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/responses", b"/v1/messages"])
-async def test_an_error_that_is_split_after_the_first_token_counts(path):
-    seen = asyncio.Event()
-    async with stack(streams(chunk(TOKEN), chunk(DIED[:10]), chunk(DIED[10:]), pause=seen.wait)) as s:
-        talk = await s.say(post(body_for(path), path))
-        await talk.until(TOKEN)
-        seen.set()
-        await talk.until(b"\r\n0\r\n\r\n")
-        await eventually(lambda: s.metrics.requests.total() > 0)
-        assert s.faults == ["error answer"]

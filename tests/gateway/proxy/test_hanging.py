@@ -7,9 +7,15 @@ import pytest
 from replicas import State, metrics
 from replicas.engines.vllm.metrics import NAMES
 
-from ..http.talk import eventually, read_request
+from ..http.talk import eventually
 from .replies import ANSWER, EVENT, SSE_HEAD, answers, chunk, post, reply, says
 from .stack import stack
+
+
+async def until_sent(s, count=1):
+    await eventually(lambda: any(len(x.attempts) == count and x.attempt.sent_at for x in s.proxy.exchanges))
+    (exchange,) = s.proxy.exchanges
+    return exchange, exchange.attempt
 
 
 @pytest.mark.parametrize(("state", "patience"), [(State.FAILED, 0.0), (State.DEGRADED, 10.0)])
@@ -39,36 +45,19 @@ async def test_a_request_without_a_first_byte_leaves_a_replica_that_hangs(state,
         assert s.faults == ["hung"] and s.metrics.retries.total() == 1
 
 
-async def hang(s, count, state, waited, begun):
-    """The request's attempt of this number has `begun`: its replica is in this state now, and it has waited so long."""
-    await eventually(lambda: any(len(x.attempts) == count and begun(x.attempt) for x in s.proxy.exchanges))
-    (exchange,) = s.proxy.exchanges
-    s.becomes(exchange.attempt.backend.replica, state)
-    s.proxy.sweep(exchange.attempt.sent_at + waited)
-
-
 async def test_a_request_that_has_left_a_slow_replica_stays_with_the_next():
     """All of a machine that is overloaded look unwell by turns, and still answer."""
     wait = asyncio.Event()
-
-    async def slow(reader, writer):
-        await read_request(reader)
-        await wait.wait()
-        writer.write(reply(ANSWER))
-
+    slow = says(wait, reply())
     async with stack(slow, slow, slow, retries=5, request_timeout=120.0) as s:
         talk = await s.say(post())
         for count in (1, 2):
-            await hang(s, count, State.DEGRADED, 20.0, lambda attempt: attempt.sent_at)
+            _, attempt = await until_sent(s, count)
+            s.becomes(attempt.backend.replica, State.DEGRADED)
+            s.proxy.sweep(attempt.sent_at + 20.0)
         wait.set()
         assert (await talk.response())[0::2] == (200, ANSWER)
         assert s.metrics.retries.total() == 1
-
-
-async def until_sent(s, count=1):
-    await eventually(lambda: any(len(x.attempts) == count and x.attempt.sent_at for x in s.proxy.exchanges))
-    (exchange,) = s.proxy.exchanges
-    return exchange, exchange.attempt
 
 
 def figures(at, generated):
@@ -79,12 +68,7 @@ def figures(at, generated):
 async def test_what_an_engine_has_stays_there_while_its_counters_move(state):
     """Whatever it answers to newcomers: one that drains fails those. Its own limit ends it, not its replica's state."""
     wait = asyncio.Event()
-
-    async def slow(reader, writer):
-        await read_request(reader)
-        await wait.wait()
-        writer.write(reply(ANSWER))
-
+    slow = says(wait, reply())
     async with stack(slow, slow, request_timeout=1000.0) as s:
         talk = await s.say(post())
         exchange, attempt = await until_sent(s)
@@ -121,26 +105,21 @@ async def test_a_request_leaves_an_engine_that_ends_and_stands_still_and_that_is
         assert s.faults == [] and s.metrics.retries.total(reason="left") == 3
 
 
-async def test_a_connection_that_an_engine_breaks_as_it_ends_is_no_crash():
-    """Its time is over, and it is killed."""
-    async with stack(*[says(SSE_HEAD)] * 3, answers(), retries=1) as s:
+@pytest.mark.parametrize("others", [[], [answers()]], ids=["all end", "one is well"])
+async def test_a_connection_that_an_engine_breaks_as_it_ends_is_no_crash(others):
+    """Its time is over, and it is killed. Where all engines end, a client that has nothing is told to come again."""
+    async with stack(*[says(SSE_HEAD)] * 3, *others, retries=1) as s:
         talk = await s.say(post())
         for count in range(1, 4):
             _, attempt = await until_sent(s, count)
             s.becomes(attempt.backend.replica, State.LEAVING)
             attempt.upstream.transport.abort()
-        assert (await talk.response())[0::2] == (200, ANSWER)
-        assert s.faults == [] and s.metrics.retries.total(reason="left") == 3
-
-
-async def test_where_all_engines_end_a_request_that_has_nothing_is_told_to_come_again():
-    async with stack(says(SSE_HEAD)) as s:
-        talk = await s.say(post())
-        _, attempt = await until_sent(s)
-        s.becomes(attempt.backend.replica, State.LEAVING)
-        attempt.upstream.transport.abort()
         status, headers, body = await talk.response()
-        assert (status, headers["retry-after"]) == (503, "1") and b"no_replica_ready" in body
+        if others:
+            assert (status, body) == (200, ANSWER)
+        else:
+            assert (status, headers["retry-after"]) == (503, "1") and b"no_replica_ready" in body
+        assert s.faults == [] and s.metrics.retries.total(reason="left") == 3
 
 
 async def test_a_stream_from_an_engine_that_ends_may_pause_for_its_own_limit():

@@ -13,7 +13,7 @@ from replicas import State
 
 from ..http.talk import eventually, read_request
 from .engine_events import DIED, DONE, PINGS, ROLE, TOKEN
-from .replies import EVENT, SSE_HEAD, answers, chunk, post, says, streams
+from .replies import EVENT, SSE_HEAD, answers, chunk, post, reply, says, streams
 from .stack import stack
 from .test_error_answers import body_for
 
@@ -129,25 +129,22 @@ async def test_another_replica_answers_behind_them():
         await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
 
 
-async def test_a_client_that_waits_too_long_for_an_answer_is_told_in_the_stream():
+@pytest.mark.parametrize("stops", [False, True], ids=["it waits too long", "the gateway stops"])
+async def test_a_client_that_has_only_comments_is_told_in_the_stream(stops):
     async with stack(says(SSE_HEAD + chunk(PINGS[0])), request_timeout=60.0) as s:
         talk = await s.say(post(body_for(b"/v1/chat/completions")))
         await until(s, talk, PINGS[0])
         (exchange,) = s.proxy.exchanges
-        exchange.begun -= 59
-        s.proxy.sweep(exchange.attempt.seen_at + 59)
-        assert exchange.unanswered, "it said that it is alive"
-        s.proxy.sweep(exchange.attempt.seen_at + 61)
-        assert b"within 60 s" in await talk.until(b"\r\n0\r\n\r\n")
-
-
-async def test_a_client_that_has_only_comments_when_the_gateway_stops_is_told_in_the_stream():
-    async with stack(says(SSE_HEAD + chunk(PINGS[0]))) as s:
-        talk = await s.say(post(body_for(b"/v1/chat/completions")))
-        await until(s, talk, PINGS[0])
-        s.proxy.drain()
-        assert s.proxy.refuse_unanswered() == 1
-        assert b'"code":"shutting_down"' in await talk.until(b"\r\n0\r\n\r\n")
+        if stops:
+            s.proxy.drain()
+            assert s.proxy.refuse_unanswered() == 1
+        else:
+            exchange.begun -= 59
+            s.proxy.sweep(exchange.attempt.seen_at + 59)
+            assert exchange.unanswered, "it said that it is alive"
+            s.proxy.sweep(exchange.attempt.seen_at + 61)
+        told = b'"code":"shutting_down"' if stops else b"within 60 s"
+        assert told in await talk.until(b"\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize("path", [b"/v1/messages", b"/v1/responses", b"/v1/chat/completions"])
@@ -236,12 +233,7 @@ async def test_behind_another_status_than_200_they_are_held_back_with_the_error(
     """Which is told whole, in the client's own format."""
     go_on = asyncio.Event()
 
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD.replace(b"200 OK", b"500 No") + chunk(PINGS[0]))
-        await go_on.wait()
-        writer.write(chunk(DIED) + b"0\r\n\r\n")
-
+    script = says(SSE_HEAD.replace(b"200 OK", b"500 No") + chunk(PINGS[0]), go_on, chunk(DIED) + b"0\r\n\r\n")
     async with stack(script, request_timeout=60.0) as s:
         talk = await s.say(post(body_for(b"/v1/messages"), b"/v1/messages"))
         exchange = await s.exchange(lambda attempt: attempt.withheld)
@@ -256,11 +248,7 @@ async def test_a_comment_cut_in_two_does_not_make_an_answer_of_it():
     """The engine dies behind it: another one answers, and the client's connection is whole."""
     dies = asyncio.Event()
 
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + chunk(PINGS[0]) + chunk(PINGS[0])[:7])
-        await dies.wait()
-
+    script = says(SSE_HEAD + chunk(PINGS[0]) + chunk(PINGS[0])[:7], dies, then_hangs=False)
     async with stack(script, streams(chunk(ROLE), chunk(TOKEN)), request_timeout=60.0) as s:
         s.becomes([*s.proxy.backends.values()][1].replica, State.DEGRADED)
         talk = await s.say(post(body_for(b"/v1/chat/completions")))
@@ -274,31 +262,15 @@ async def test_a_comment_cut_in_two_does_not_make_an_answer_of_it():
         assert rest == b"".join(map(chunk, (ROLE, TOKEN, DONE))) + b"0\r\n\r\n"
 
 
-ANNOUNCED = {
-    b"/v1/chat/completions": (ROLE, EVENT),
-    b"/v1/messages": EVENTS[b"/v1/messages"][:2],
-    b"/v1/responses": EVENTS[b"/v1/responses"][:2],
-}
-
-
-@pytest.mark.parametrize("path", ANNOUNCED)
+@pytest.mark.parametrize("path", EVENTS)
 @pytest.mark.parametrize("size", [1, 7])
 async def test_an_announcement_in_tiny_chunks_is_looked_at_as_often_as_it_is_long(monkeypatch, path, size):
     """An engine that trickles has the gateway's other clients wait no longer than its bytes take."""
-    announcement, token = ANNOUNCED[path]
+    announcement, token, _ = EVENTS[path]
     piece = b"".join(chunk(announcement[at : at + size]) for at in range(0, len(announcement), size))
     pieces = [piece] * (50_000 // len(piece))
     sent = b"".join(pieces)
     go_on = asyncio.Semaphore(0)
-
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD)
-        for one in pieces:
-            writer.write(one)
-            await go_on.acquire()
-        writer.write(chunk(token))
-        await asyncio.Event().wait()
 
     read_in_chunks, read_for_errors = [], []
     monkeypatch.setattr(chunks, "CHUNK", Counted(chunks.CHUNK, read_in_chunks))
@@ -310,15 +282,10 @@ async def test_an_announcement_in_tiny_chunks_is_looked_at_as_often_as_it_is_lon
 
     monkeypatch.setattr(looked_at, "error_status", error_status)
     monkeypatch.setattr(deadlines, "KEEP_ALIVE_SECONDS", 600.0)  # on a busy machine all of this takes longer than 5 s
-    async with stack(script) as s:
+    async with stack(streams(*pieces, end=chunk(token), pause=go_on.acquire)) as s:
         talk = await s.say(post(body_for(path), path))
         for so_far in range(1, len(pieces) + 1):
-            await eventually(
-                lambda so_far=so_far: any(
-                    x.attempt is not None and len(x.attempt.withheld) == so_far * len(piece) for x in s.proxy.exchanges
-                )
-            )
-            (exchange,) = s.proxy.exchanges
+            exchange = await s.exchange(lambda attempt, length=so_far * len(piece): len(attempt.withheld) == length)
             s.proxy.sweep(exchange.attempt.sent_at + 2)
             assert exchange.unanswered
             go_on.release()
@@ -342,25 +309,19 @@ async def test_a_whole_answer_in_tiny_reads_is_not_looked_at_for_each(monkeypatc
 
     async def script(reader, writer):
         await read_request(reader)
-        size = len(beginning) + 200 * 10 + len(end)
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % size + beginning
-        )
-        for _ in range(200):
+        whole = reply(beginning + b"x" * 2000 + end)
+        writer.write(whole[: -2000 - len(end)])
+        for at in range(-2000 - len(end), -len(end), 10):
             await go_on.acquire()
-            writer.write(b"x" * 10)
+            writer.write(whole[at : at + 10])
         await go_on.acquire()
         writer.write(end)
 
     async with stack(script) as s:
         talk = await s.say(post({**json.loads(body_for(b"/v1/chat/completions")), "stream": False}))
         for so_far in range(201):
-            await eventually(
-                lambda so_far=so_far: any(
-                    x.attempt is not None and len(x.attempt.withheld) == len(beginning) + 10 * so_far
-                    for x in s.proxy.exchanges
-                )
-            )
+            length = len(beginning) + 10 * so_far
+            await s.exchange(lambda attempt, length=length: len(attempt.withheld) == length)
             go_on.release()
         status, _, body = await talk.response()
         assert status == 200 and body == beginning + b"x" * 2000 + end

@@ -2,9 +2,11 @@
 
 import asyncio
 
+import pytest
+
 from replicas import State
 
-from ..http.talk import Talker, eventually
+from ..http.talk import eventually
 from .replies import ANSWER, answers, post
 from .stack import stack
 
@@ -17,9 +19,7 @@ class Broken(asyncio.Transport):
 
 
 async def respond(s) -> tuple[int, bytes]:
-    talk: Talker = await s.talk()
-    status, _, body = await talk.ask(post())
-    return status, body
+    return (await s.ask(post()))[0::2]
 
 
 def doubted(s, look):
@@ -56,21 +56,17 @@ async def test_the_same_process_gets_the_request_once_it_has_proved_to_be_that()
         assert not s.faults and not s.metrics.retries.total()
 
 
-async def test_who_answered_all_and_closed_its_connection_again_gets_the_request():
+@pytest.mark.parametrize(
+    ("look", "retries"),
+    [(lambda replica: replica, {}), (is_another, {("replaced",): 1})],
+    ids=["answered all and closed its connection again", "is another process that serves"],
+)
+async def test_who_serves_gets_the_request_as_any_replica_would_and_nobody_is_blamed(look, retries):
     seen = []
     async with stack(answers(seen=seen)) as s:
-        looked = doubted(s, lambda replica: replica)
+        looked = doubted(s, look)
         assert await respond(s) == (200, ANSWER)
-        assert len(looked) == len(seen) == 1 and not s.faults
-
-
-async def test_another_process_that_serves_gets_it_as_any_replica_would_and_nobody_is_blamed():
-    seen = []
-    async with stack(answers(seen=seen)) as s:
-        looked = doubted(s, is_another)
-        assert await respond(s) == (200, ANSWER)
-        assert len(looked) == len(seen) == 1
-        assert s.metrics.retries.values == {("replaced",): 1} and not s.faults
+        assert len(looked) == len(seen) == 1 and s.metrics.retries.values == retries and not s.faults
 
 
 async def test_what_is_no_engine_any_more_gets_nothing():
@@ -95,50 +91,12 @@ async def test_what_is_no_engine_any_more_gets_nothing():
         assert s.metrics.replica_requests.values == {(second.id, "2xx"): 3}, "it was sent nothing the fourth time"
 
 
-async def test_what_was_replaced_while_its_connection_was_being_opened_gets_nothing():
-    """It may have been looked at by its watcher meanwhile, and be proven, as another process."""
-    async with stack(answers()) as s:
-        (backend,) = s.proxy.backends.values()
-        opened, backend.pool.connect = [], lambda *given: opened.append(given)
-        talk = await s.say(post())
-        await eventually(lambda: opened)
-        backend.replica.incarnation = "2"
-        type(backend.pool).connect(backend.pool, *opened[0])
-        await eventually(lambda: len(opened) == 2)
-        assert s.metrics.retries.values == {("replaced",): 1}
-        type(backend.pool).connect(backend.pool, *opened[1])
-        assert (await talk.response())[0] == 200
-
-
 async def test_who_cannot_be_looked_at_is_as_good_as_away():
     async with stack(answers(), answers()) as s:
         looked = doubted(s, lambda replica: None)
         list(s.proxy.backends.values())[1].replica.proof = None
         assert await respond(s) == (200, ANSWER)
         assert len(looked) == 1 and s.faults == ["connect"]
-
-
-async def test_a_replica_that_drains_gets_what_it_was_chosen_for():
-    async with stack(answers()) as s:
-        (backend,) = s.proxy.backends.values()
-        opened, backend.pool.connect = [], lambda *given: opened.append(given)
-        talk = await s.say(post())
-        await eventually(lambda: opened)
-        backend.replica.state = State.DRAINING
-        type(backend.pool).connect(backend.pool, *opened[0])
-        assert (await talk.response())[0] == 200
-
-
-async def test_a_replica_that_began_to_leave_meanwhile_gets_nothing_new():
-    async with stack(answers(), answers()) as s:
-        leaving, _ = s.proxy.backends.values()
-        opened, leaving.pool.connect = [], lambda *given: opened.append(given)
-        talk = await s.say(post())
-        await eventually(lambda: opened)
-        s.becomes(leaving.replica, State.LEAVING)
-        type(leaving.pool).connect(leaving.pool, *opened[0])
-        assert (await talk.response())[0] == 200
-        assert not s.faults and s.metrics.retries.values == {("replaced",): 1}
 
 
 async def test_a_replica_that_is_drained_before_it_was_looked_at_is_not_blamed():
@@ -185,3 +143,33 @@ async def test_a_bug_in_the_question_who_is_there_does_not_keep_the_request_wait
         first.prove, first.replica.proof = prove, Broken()
         assert await respond(s) == (200, ANSWER)
         assert s.faults == ["connect"] and "a bug" in caplog.text
+
+
+def another(replica):
+    """It may have been looked at by its watcher meanwhile, and be proven, as another process."""
+    replica.incarnation = "2"
+
+
+@pytest.mark.parametrize(
+    ("becomes", "replicas", "retries"),
+    [
+        (another, 1, {("replaced",): 1}),
+        (lambda replica: setattr(replica, "state", State.DRAINING), 1, {}),  # it gets what it was chosen for
+        (lambda replica: setattr(replica, "state", State.LEAVING), 2, {("replaced",): 1}),  # and this one nothing new
+    ],
+    ids=["another process", "drains", "leaves"],
+)
+async def test_what_changed_while_its_connection_was_being_opened_is_looked_at_again(becomes, replicas, retries):
+    async with stack(*[answers()] * replicas) as s:
+        backend = next(iter(s.proxy.backends.values()))
+        opened, backend.pool.connect = [], lambda *given: opened.append(given)
+        talk = await s.say(post())
+        await eventually(lambda: opened)
+        becomes(backend.replica)
+        s.proxy.changed()
+        type(backend.pool).connect(backend.pool, *opened[0])
+        if retries and replicas == 1:
+            await eventually(lambda: len(opened) == 2)
+            type(backend.pool).connect(backend.pool, *opened[1])
+        assert (await talk.response())[0] == 200
+        assert not s.faults and s.metrics.retries.values == retries

@@ -30,17 +30,13 @@ def listening(port: int = 0) -> socket.socket:
     return one
 
 
-async def sent(s) -> None:
-    await s.exchange()
-
-
 async def test_a_process_that_ends_before_it_takes_the_connection_has_not_had_the_request():
     """Its kernel resets what waits to be accepted; another process listens at the address."""
     seen, ends = [], listening()
     port = ends.getsockname()[1]
     async with stack(ports=[port]) as s:
         talk = await s.say(post())
-        await sent(s)
+        await s.exchange()
         ends.close()
 
         async with scripted(answers(seen=seen), listening(port)):
@@ -48,22 +44,23 @@ async def test_a_process_that_ends_before_it_takes_the_connection_has_not_had_th
         assert len(seen) == 1 and not s.faults and s.metrics.retries.values == {("reconnect",): 1}
 
 
-def closes(accepted: list, *, first: int = 99):
+def closes(accepted: list, *, first: int = 99, then=answers()):
     """Takes connections and closes the `first` of them without a look."""
 
     async def script(reader, writer):
         accepted.append(reader)
         if len(accepted) > first:
-            await answers()(reader, writer)
+            await then(reader, writer)
 
     return script
 
 
-async def test_what_closes_the_first_connection_at_once_is_asked_once_more():
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "another replica is asked first"])
+async def test_what_closes_the_first_connection_at_once_is_asked_once_more_where_nobody_else_is_left(others):
     accepted = []
-    async with stack(closes(accepted, first=1)) as s:
+    async with stack(closes(accepted, first=1), *[answers()] * others) as s:
         assert (await s.ask(post()))[0] == 200
-        assert len(accepted) == 2 and not s.faults
+        assert len(accepted) == 2 - others and len(s.faults) == others
 
 
 @pytest.mark.parametrize(("retries", "asked"), [(2, 2), (1, 2), (0, 1)])
@@ -74,25 +71,27 @@ async def test_what_closes_every_connection_is_asked_twice_within_the_retries(re
         assert len(accepted) == asked and len(s.faults) == 1
 
 
-async def test_replicas_that_read_a_part_of_it_are_not_said_to_go_down_with_it():
-    """Its client may ask again, and is told so."""
-    asked = []
+def reads(size: int, asked: list, says: bytes = b""):
+    """Reads a part of the request, says something, and resets the connection with the rest unread."""
 
     async def script(reader, writer):
-        asked.append(await reader.readexactly(100))
-        writer.transport.abort()  # with the rest unread: a reset
+        asked.append(await reader.readexactly(size))
+        writer.write(says)
+        await writer.drain()
+        writer.transport.abort()
 
-    async with stack(script, script) as s:
-        status, headers, body = await s.ask(post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions"), 20)
+    return script
+
+
+async def test_replicas_that_read_a_part_of_it_are_not_said_to_go_down_with_it():
+    """Its client may ask again, and is told so. Who has begun to answer is not asked again."""
+    asked, large = [], post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions")
+    async with stack(*[reads(100, asked)] * 2) as s:
+        status, headers, body = await s.ask(large, 20)
         assert status == 503 and b"replicas_lost" not in body and b"no replica answered" in body
         assert "x-should-retry" not in headers and len(asked) == 3
-
-
-async def test_another_replica_is_asked_first():
-    accepted, seen = [], []
-    async with stack(closes(accepted), answers(seen=seen)) as s:
-        assert (await s.ask(post()))[0] == 200
-        assert len(accepted) == 1 and len(seen) == 1
+    async with stack(reads(10, asked, b"HTTP/1.1 200")) as s:
+        assert (await s.ask(large))[0] == 502 and len(asked) == 4
 
 
 async def test_a_connection_that_is_closed_before_the_request_is_sent_is_opened_once_more(monkeypatch):
@@ -117,44 +116,29 @@ async def test_a_connection_that_is_closed_before_the_request_is_sent_is_opened_
 
 async def test_the_only_replica_that_can_go_on_with_a_stream_is_asked_once_more_too():
     accepted = []
-
-    async def goes_on(reader, writer):
-        accepted.append(reader)
-        if len(accepted) > 1:
-            await engine("2")(reader, writer)
-
-    async with continued(engine("1", b"", 2), goes_on) as s:
+    async with continued(engine("1", b"", 2), closes(accepted, first=1, then=engine("2"))) as s:
         assert told((await s.ask(post(GREEDY_BODY)))[2]) == ("abcdef", {"1"})
         assert len(accepted) == 2 and s.faults == ["closed"], "the first one's"
-
-
-async def test_who_has_read_all_of_it_may_have_begun():
-    asked = []
-
-    async def script(reader, writer):
-        asked.append(await read_request(reader))
-
-    async with stack(script) as s:
-        assert (await s.ask(post()))[0] == 502
-        assert len(asked) == 1 and s.faults == ["closed"]
 
 
 LARGE = post(b"x" * 30_000_000, path=b"/v1/audio/transcriptions")
 
 
-def resets(writer) -> None:
+async def resets(writer) -> None:
     """Closes as a load balancer does whose time is over: with a reset, whatever was read."""
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 
-async def test_a_reset_long_after_the_request_was_sent_does_not_say_that_it_was_not_read():
+@pytest.mark.parametrize("later", [False, True], ids=["closes", "resets when it has computed for long"])
+async def test_who_has_read_all_of_it_may_have_begun(later):
     asked = []
 
     async def script(reader, writer):
         asked.append(await read_request(reader))
-        await asyncio.sleep(0.5)  # it computes
-        resets(writer)
+        if later:
+            await asyncio.sleep(0.5)
+            await resets(writer)
 
     async with stack(script) as s:
         assert (await s.ask(post()))[0] == 502
@@ -169,7 +153,7 @@ async def answered_by_the_second(first) -> None:
     async def script(reader, writer):
         asked.append(await reader.readuntil(b"\r\n\r\n"))
         if len(asked) == 1:
-            return await first(reader, writer)
+            return await first(writer)
         await reader.readexactly(30_000_000)
         writer.write(reply(b"{}"))
         await reader.read()
@@ -182,29 +166,12 @@ async def answered_by_the_second(first) -> None:
 async def test_a_reset_while_a_part_of_the_request_is_under_way_does_however_late(monkeypatch):
     monkeypatch.setattr(upstream, "UNREAD_SECONDS", 0.0, raising=False)
 
-    async def resets_it(reader, writer):
-        resets(writer)
-
-    await answered_by_the_second(resets_it)
-
-
-async def test_who_has_begun_to_answer_is_not_asked_again():
-    asked = []
-
-    async def script(reader, writer):
-        asked.append(await reader.readexactly(10))
-        writer.write(b"HTTP/1.1 200")
-        await writer.drain()
-        writer.transport.abort()  # with the rest unread: a reset
-
-    async with stack(script) as s:
-        assert (await s.ask(post(b"x" * 1_000_000, path=b"/v1/audio/transcriptions")))[0] == 502
-        assert len(asked) == 1
+    await answered_by_the_second(resets)
 
 
 async def test_who_closes_its_side_in_the_middle_of_a_large_request_is_not_waited_for():
-    async def closes_its_side(reader, writer):
-        reader._transport.pause_reading()
+    async def closes_its_side(writer):
+        writer.transport.pause_reading()
         writer.write_eof()
         await asyncio.sleep(30)
 

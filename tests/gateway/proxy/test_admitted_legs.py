@@ -9,42 +9,29 @@ from gateway.proxy.admission.overload import Overload
 from policies import Classes, QosClass, Rules, Slo
 
 from ..http.talk import eventually, read_request
-from .replies import EVENT, SSE_HEAD, answers, chunk, post, reply
+from .legs import HANDED, give_roles, leg_of
+from .replies import ENDS, EVENT, SSE_HEAD, answers, chunk, post, reply
 from .stack import stack
-from .test_legs import HANDED, give_roles, leg_of
-from .test_queue import Engine
-
-USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":20,"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
+from .test_queue import USAGE, Engine, waiting
 
 
-class Prefiller(Engine):
-    """Answers first legs, in the order in which it is told to; others as an engine does."""
+class LegEngine(Engine):
+    """Notes whom it was sent, and which leg. It answers those that it `holds` (all, if that is None) once it is told
+    to, first legs with parameters and others with a stream."""
 
-    async def __call__(self, reader, writer):
-        while True:
-            _, body = await read_request(reader)
-            name = json.loads(body)["messages"][0]["content"].split()[0]
-            self.seen.append((name, leg_of(json.loads(body))))
-            await self._event(name).wait()
-            writer.write(reply(HANDED))
-
-
-class Decoder(Engine):
-    """Streams answers at once, but for the names that it `holds`, of which it sends the beginning."""
-
-    def __init__(self, *holds):
+    def __init__(self, holds=()):
         super().__init__()
         self.holds, self.bodies = holds, []
 
     async def __call__(self, reader, writer):
         while True:
-            _, body = await read_request(reader)
-            name = json.loads(body)["messages"][0]["content"].split()[0]
-            self.seen.append((name, leg_of(json.loads(body))))
-            self.bodies.append(json.loads(body))
-            if name in self.holds:
+            body = json.loads((await read_request(reader))[1])
+            name, leg = body["messages"][0]["content"].split()[0], leg_of(body)
+            self.seen.append((name, leg))
+            self.bodies.append(body)
+            if self.holds is None or name in self.holds:
                 await self._event(name).wait()
-            writer.write(SSE_HEAD + chunk(EVENT) + chunk(USAGE) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            writer.write(reply(HANDED) if leg == "prefill" else SSE_HEAD + chunk(EVENT) + chunk(USAGE) + ENDS)
 
 
 def ask(name, *headers, **more):
@@ -67,13 +54,8 @@ async def pool(*engines, roles=("prefill", "decode"), when_full=("wait",), slo=S
         assert not s.proxy.placing.queue._tickets and s.proxy.placing.queue._space.requests == 0
 
 
-async def send(s, *args, **more):
-    talker = await s.say(ask(*args, **more))
-    return talker
-
-
-def waiting(queue):
-    return sum(queue.reading()["queued_requests"].values())
+def waits(queue):
+    return sum(waiting(queue).values())
 
 
 def counted(s):
@@ -83,12 +65,12 @@ def counted(s):
 @asynccontextmanager
 async def all_busy(**given):
     """A prompt in two legs is being computed, and one that is whole on the decoder."""
-    prefiller, decoder = Prefiller(), Decoder("whole")
+    prefiller, decoder = LegEngine(None), LegEngine(["whole"])
     more = given.pop("engines", ())
     async with pool(prefiller, decoder, *more, **given) as (s, queue):
-        first = await send(s, "legs")
+        first = await s.say(ask("legs"))
         await eventually(lambda: prefiller.seen == [("legs", "prefill")])
-        second = await send(s, "whole", logprobs=True, n=2)
+        second = await s.say(ask("whole", logprobs=True, n=2))
         await eventually(lambda: decoder.seen == [("whole", "whole")])
         yield s, queue, prefiller, decoder
         prefiller.answer("legs")
@@ -99,8 +81,8 @@ async def all_busy(**given):
 
 async def test_who_waits_for_a_pair_is_placed_anew_when_the_prefiller_is_free():
     async with all_busy() as (s, queue, prefiller, decoder):
-        third = await send(s, "third")
-        await eventually(lambda: waiting(queue) == 1)
+        third = await s.say(ask("third"))
+        await eventually(lambda: waits(queue) == 1)
         assert [name for name, _ in prefiller.seen + decoder.seen] == ["legs", "whole"]
         decoder.answer("whole")
         prefiller.answer("legs")
@@ -114,9 +96,9 @@ async def test_who_waits_for_a_pair_is_placed_anew_when_the_prefiller_is_free():
 
 
 async def test_what_was_predicted_of_both_legs_is_compared_with_what_the_client_got():
-    prefiller, decoder = Prefiller(), Decoder()
+    prefiller, decoder = LegEngine(None), LegEngine()
     async with pool(prefiller, decoder) as (s, queue):
-        one = await send(s, "one")
+        one = await s.say(ask("one"))
         await eventually(lambda: prefiller.seen != [])
         ((_, ticket),) = queue._tickets.values()
         assert ticket.costs is [*s.proxy.backends.values()][1].candidate.costs and ticket.ttft > 0.01
@@ -131,7 +113,7 @@ async def test_what_was_predicted_of_both_legs_is_compared_with_what_the_client_
 @pytest.mark.parametrize("when_full, decision, status", [("reject", "refused", 429), ("observe", "observed", 200)])
 async def test_who_no_pair_answers_in_time_is_refused_or_counted_in_shadow_mode(when_full, decision, status):
     async with all_busy(when_full=(when_full,), slo=Slo(1e-4)) as (s, _, prefiller, decoder):
-        third = await send(s, "third")
+        third = await s.say(ask("third"))
         if status == 200:
             await eventually(lambda: ("third", "prefill") in prefiller.seen or ("third", "whole") in decoder.seen)
             prefiller.answer("third")
@@ -143,13 +125,13 @@ async def test_who_no_pair_answers_in_time_is_refused_or_counted_in_shadow_mode(
 
 async def test_a_limit_of_a_requests_own_counts_for_both_legs():
     async with all_busy(when_full=("reject",)) as (s, *_):
-        third = await send(s, "third", b"x-hitherto-slo: ttft=1ms")
+        third = await s.say(ask("third", b"x-hitherto-slo: ttft=1ms"))
         assert (await third.response())[0] == 429 and counted(s)["refused", "ttft"] == 1
 
 
 async def test_a_degraded_request_goes_in_two_legs_with_a_short_answer():
     async with all_busy(when_full=("degrade",)) as (s, _, prefiller, decoder):
-        third = await send(s, "third")
+        third = await s.say(ask("third"))
         await eventually(lambda: ("third", "prefill") in prefiller.seen)
         prefiller.answer("legs")
         prefiller.answer("third")
@@ -159,19 +141,19 @@ async def test_a_degraded_request_goes_in_two_legs_with_a_short_answer():
 
 
 async def test_a_spilled_request_is_answered_by_the_slow_pool_alone():
-    slow = Decoder()
+    slow = LegEngine()
     given = {"engines": (slow,), "roles": ("prefill", "decode", "both"), "spill": (2,)}
     async with all_busy(when_full=("spill",), slo=Slo(1e-4), **given) as (s, _, prefiller, decoder):
-        third = await send(s, "third")
+        third = await s.say(ask("third"))
         status, headers, _ = await third.response()
         assert (status, headers["x-hitherto-degraded"]) == (200, "slow pool") and slow.seen == [("third", "whole")]
 
 
 async def test_a_leg_that_fails_is_followed_by_another_without_waiting_again():
-    refused, decoder = [], Decoder()
+    refused, decoder = [], LegEngine()
     refusing = answers(b'{"error": {"message": "no"}}', b"500 Internal Server Error", seen=refused)
     async with pool(refusing, decoder) as (s, _):
-        one = await send(s, "one")
+        one = await s.say(ask("one"))
         assert (await one.response())[0] == 200
         assert refused and decoder.seen == [("one", "whole")] and counted(s) == {("admitted", "room"): 1}
 
@@ -181,8 +163,8 @@ async def test_a_body_that_can_be_that_of_no_leg_is_judged_whole():
     async with all_busy() as (s, queue, prefiller, decoder):
         prefiller.answer("legs")
         await eventually(lambda: ("legs", "decode") in decoder.seen)
-        third = await send(s, "third", kv_transfer_params={"do_remote_prefill": False})
-        await eventually(lambda: waiting(queue) == 1)
+        third = await s.say(ask("third", kv_transfer_params={"do_remote_prefill": False}))
+        await eventually(lambda: waits(queue) == 1)
         decoder.answer("whole")
         assert (await third.response())[0] == 200
         assert ("third", "whole") in decoder.seen and ("third", "prefill") not in prefiller.seen
@@ -190,8 +172,8 @@ async def test_a_body_that_can_be_that_of_no_leg_is_judged_whole():
 
 async def test_who_leaves_while_it_waits_for_a_pair_leaves_nothing():
     async with all_busy() as (s, queue, *_):
-        third = await send(s, "third")
-        await eventually(lambda: waiting(queue) == 1)
+        third = await s.say(ask("third"))
+        await eventually(lambda: waits(queue) == 1)
         await third.close()
-        await eventually(lambda: waiting(queue) == 0)
+        await eventually(lambda: waits(queue) == 0)
         assert counted(s)["left", "client"] == 1

@@ -16,9 +16,9 @@ from policies import NAMES, Candidate, Choice, CostGroup, Demand, Ledger, Load, 
 
 from ...policies.test_router import Prefixes
 from ..http.talk import eventually
+from .legs import HANDED, asks, disaggregated
 from .replies import BODY, answers, post
 from .stack import stack
-from .test_legs import HANDED, asks, disaggregated
 
 LOADS = st.builds(
     lambda prefilling, decoding, tokens: Load(prefilling + decoding, prefilling, prefilling * tokens, decoding, decoding * tokens),

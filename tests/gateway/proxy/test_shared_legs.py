@@ -14,7 +14,7 @@ from policies.leg_rules import make_leg_rule
 from replicas.engines import TRANSFERS
 from tests.redis_server import Proxy
 
-from .test_shared import SIZE, TOKENS, all_of, prompt, together, until
+from .test_shared import SIZE, TOKENS, all_end, all_of, prompt, together, until
 
 PREFILLERS, DECODERS = [f"10.0.0.{i}:80" for i in range(4)], [f"10.0.1.{i}:80" for i in range(2)]
 
@@ -29,10 +29,9 @@ class Legs:
             for names in (PREFILLERS, DECODERS)
         ]
         self.outcomes: Counter = Counter()
-        self.shared = SharedLedger(
-            RedisClients(parse(url)), "test", self.router.ledger, getattr(self.router.policy, "cost", None),
-            observe=lambda outcome, _: self.outcomes.update([outcome]), deadline=deadline,
-        )  # fmt: skip
+        cost, clients = getattr(self.router.policy, "cost", None), RedisClients(parse(url))
+        count = lambda outcome, _: self.outcomes.update([outcome])  # noqa: E731
+        self.shared = SharedLedger(clients, "test", self.router.ledger, cost, observe=count, deadline=deadline)
         self.open = []
 
     async def place(self, hashes=()):
@@ -84,9 +83,7 @@ async def test_first_legs_of_several_gateways_at_once_are_spread_as_if_of_one(st
         counted = together(server)
         assert [counted[one][:3] for one in PREFILLERS] == [(16, 16, 16 * TOKENS)] * 4
         assert sum(counted[one][0] for one in DECODERS) == sum(counted[one][3] for one in DECODERS) == 64
-        for one in fleet:
-            one.end_all()
-        await until(lambda: not together(server))
+        await all_end(server, *fleet)
 
 
 async def test_two_gateways_never_both_take_the_same_of_the_prefillers_that_are_free(redis_server):
@@ -116,8 +113,7 @@ async def test_legs_that_are_decided_too_late_are_taken_back(redis_server):
         await asyncio.gather(*(one.place(prompt(n + 1)) for n in range(10)))
         assert one.outcomes["late"] == 20 and len(one.open) == 20
         await until(lambda: together(redis_server) == all_of([one.router.ledger]))
-        one.end_all()
-        await until(lambda: not together(redis_server))
+        await all_end(redis_server, one)
 
 
 async def test_without_redis_both_legs_are_chosen_here():

@@ -16,9 +16,9 @@ from replicas.simulated.model import sim_model_dir
 
 from ..collector import collecting
 from ..http.talk import eventually, free_port, read_request
-from .replies import EVENT, LONG, SSE_HEAD, USAGE, answers, chunk, post, reply, says, silent, streams
+from .legs import HANDED, give_roles
+from .replies import BODY, ENDS, EVENT, LONG, NEXT, SSE_HEAD, USAGE, answers, chunk, post, reply, says, silent, streams
 from .stack import stack
-from .test_legs import HANDED, give_roles
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -58,6 +58,15 @@ async def traced(monkeypatch, *scripts, env=None, **options):
         await asyncio.to_thread(spans.close)
 
 
+async def spans_of(monkeypatch, *scripts, ask=(post(),), **options):
+    """What is sent to the collector of these requests: the spans of clients' requests, those of attempts, and what the
+    clients were answered."""
+    async with traced(monkeypatch, *scripts, **options) as made:
+        answered = [await made.ask(request) for request in ask]
+        collector = await made.collected()
+    return collector.of("SERVER"), collector.of("CLIENT"), answered
+
+
 async def test_a_request_is_a_span_with_its_attempt_below_it(monkeypatch):
     seen = []
     async with traced(monkeypatch, answers(USAGE, seen=seen)) as made:
@@ -94,10 +103,8 @@ async def test_a_request_is_a_span_with_its_attempt_below_it(monkeypatch):
 
 async def test_a_clients_trace_goes_on_through_the_gateway(monkeypatch):
     seen = []
-    async with traced(monkeypatch, answers(seen=seen)) as made:
-        await made.ask(post(extra=b"traceparent: " + traceparent() + b"\r\ntracestate: a=1\r\ntracestate: b=2\r\n"))
-        collector = await made.collected()
-    (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
+    asked = post(extra=b"traceparent: " + traceparent() + b"\r\ntracestate: a=1\r\ntracestate: b=2\r\n")
+    (server,), (client,), _ = await spans_of(monkeypatch, answers(seen=seen), ask=[asked])
     assert (server.trace, server.parent) == (TRACE, PARENT)
     assert (client.trace, client.parent) == (TRACE, server.id)
     assert server.state == client.state == "a=1,b=2"
@@ -107,24 +114,17 @@ async def test_a_clients_trace_goes_on_through_the_gateway(monkeypatch):
 
 async def test_what_the_client_does_not_sample_is_not_sent_and_its_header_stays(monkeypatch):
     seen = []
-    async with traced(monkeypatch, answers(seen=seen)) as made:
-        await made.ask(post(extra=b"traceparent: " + traceparent("00") + b"\r\ntracestate: a=1\r\n"))
-        collector = await made.collected()
-    assert collector.spans == []
+    asked = post(extra=b"traceparent: " + traceparent("00") + b"\r\ntracestate: a=1\r\n")
+    assert (await spans_of(monkeypatch, answers(seen=seen), ask=[asked]))[:2] == ([], [])
     assert told_of(seen[0][0]) == [traceparent("00")] and b"tracestate: a=1\r\n" in seen[0][0]
 
 
 async def test_what_we_do_not_sample_the_replica_does_not_either(monkeypatch):
     seen = []
-    async with traced(
-        monkeypatch,
-        answers(seen=seen),
-        env={"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"},
-    ) as made:
-        await made.ask(post())
-        await made.ask(post(extra=b"traceparent: " + traceparent() + b"\r\n"))
-        collector = await made.collected()
-    assert {span.trace for span in collector.spans} == {TRACE}  # its parent is sampled
+    env = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
+    asked = [post(), post(extra=b"traceparent: " + traceparent() + b"\r\n")]
+    servers, clients, _ = await spans_of(monkeypatch, answers(seen=seen), ask=asked, env=env)
+    assert {span.trace for span in servers + clients} == {TRACE}  # its parent is sampled
     (unsampled,), (sampled,) = told_of(seen[0][0]), told_of(seen[1][0])
     assert re.fullmatch(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-00", unsampled) and sampled.endswith(b"-01")
 
@@ -137,10 +137,8 @@ async def test_what_we_do_not_sample_the_replica_does_not_either(monkeypatch):
 )  # fmt: skip
 async def test_a_header_that_is_not_valid_begins_a_new_trace(monkeypatch, header):
     seen = []
-    async with traced(monkeypatch, answers(seen=seen)) as made:
-        await made.ask(post(extra=header + b"\r\ntracestate: a=1\r\n"))
-        collector = await made.collected()
-    (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
+    asked = post(extra=header + b"\r\ntracestate: a=1\r\n")
+    (server,), (client,), _ = await spans_of(monkeypatch, answers(seen=seen), ask=[asked])
     assert server.parent == "" and server.trace != TRACE and server.state == ""
     assert told_of(seen[0][0]) == [f"00-{server.trace}-{client.id}-01".encode()]
     assert b"tracestate" not in seen[0][0]  # it belongs to the header that was not valid
@@ -148,20 +146,13 @@ async def test_a_header_that_is_not_valid_begins_a_new_trace(monkeypatch, header
 
 async def test_a_retry_is_a_second_attempt_and_says_why(monkeypatch):
     first, second = [], []
-    async with traced(
-        monkeypatch, answers(status=b"503 Service Unavailable", seen=first), answers(USAGE, seen=second)
-    ) as made:
-        await made.ask(post())
-        collector = await made.collected()
-    (server,), (failed, went) = collector.of("SERVER"), collector.of("CLIENT")
+    full = answers(status=b"503 Service Unavailable", seen=first)
+    (server,), (failed, went), _ = await spans_of(monkeypatch, full, answers(USAGE, seen=second))
     assert failed.parent == went.parent == server.id
     assert (failed.told["http.response.status_code"], failed.told["error.type"], failed.failed) == (503, "503", True)
     assert "http.request.resend_count" not in failed.told and "hitherto.cached_tokens.observed" not in failed.told
-    assert (went.told["http.request.resend_count"], went.told["hitherto.retry_reason"], went.failed) == (
-        1,
-        "status 503",
-        False,
-    )
+    assert (went.told["http.request.resend_count"], went.told["hitherto.retry_reason"]) == (1, "status 503")
+    assert not went.failed
     assert failed.told["hitherto.replica"] != went.told["hitherto.replica"]
     assert (server.told["http.response.status_code"], server.failed) == (200, False)
     assert [name for name, _, _ in server.events] == ["prepared", "chosen", "chosen"]
@@ -183,47 +174,32 @@ async def test_both_legs_are_attempts_that_name_each_other(monkeypatch):
 
 
 async def test_an_attempt_without_a_connection(monkeypatch):
-    async with traced(monkeypatch, ports=(free_port(),), retries=0) as made:
-        status, _, _ = await made.ask(post())
-        collector = await made.collected()
-    (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
-    assert status == 503
+    (server,), (client,), [(status, *_)] = await spans_of(monkeypatch, ports=(free_port(),), retries=0)
     assert (client.told["error.type"], client.failed, client.events) == ("connect", True, [])
     assert "no connection to" in client.message and "http.response.status_code" not in client.told
-    assert (server.told["http.response.status_code"], server.told["error.type"], server.told["hitherto.outcome"]) == (
-        503,
-        "503",
-        "refused",
-    )
+    assert status == server.told["http.response.status_code"] == 503
+    assert (server.told["error.type"], server.told["hitherto.outcome"]) == ("503", "refused")
     assert server.failed and "no replica answered after 1 attempt" in server.message
 
 
 async def test_nobody_to_ask(monkeypatch):
-    async with traced(monkeypatch) as made:
-        status, _, _ = await made.ask(post())
-        collector = await made.collected()
-    (server,) = collector.spans
-    assert status == server.told["http.response.status_code"] == 503
+    (server,), attempts, [(status, *_)] = await spans_of(monkeypatch)
+    assert not attempts and status == server.told["http.response.status_code"] == 503
     assert server.failed and [name for name, _, _ in server.events] == ["prepared"]
 
 
 async def test_the_clients_own_fault_is_no_error_of_the_gateway(monkeypatch):
-    async with traced(monkeypatch, answers(b'{"error":{}}', status=b"400 Bad Request")) as made:
-        await made.ask(post(b"not json"))
-        await made.ask(post())
-        collector = await made.collected()
-    ours, theirs = collector.of("SERVER")
+    refuses = answers(b'{"error":{}}', status=b"400 Bad Request")
+    (ours, theirs), (client,), _ = await spans_of(monkeypatch, refuses, ask=[post(b"not json"), post()])
     assert [span.told["http.response.status_code"] for span in (ours, theirs)] == [400, 400]
     assert not ours.failed and not theirs.failed
-    (client,) = collector.of("CLIENT")  # to the one who asked, it failed
+    # to the one who asked, it failed
     assert client.parent == theirs.id and (client.failed, client.told["error.type"]) == (True, "400")
 
 
 async def test_a_stream_that_breaks_is_a_failed_span_with_status_200(monkeypatch):
-    async with traced(monkeypatch, streams(chunk(EVENT), chunk(EVENT), end=None)) as made:
-        await made.ask(post())
-        collector = await made.collected()
-    (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
+    breaks = streams(chunk(EVENT), chunk(EVENT), end=None)
+    (server,), (client,), _ = await spans_of(monkeypatch, breaks)
     for span in (server, client):
         assert (span.told["http.response.status_code"], span.told["error.type"], span.failed) == (200, "closed", True)
     assert server.told["hitherto.outcome"] == "cut"
@@ -232,13 +208,7 @@ async def test_a_stream_that_breaks_is_a_failed_span_with_status_200(monkeypatch
 
 async def test_a_client_that_leaves(monkeypatch):
     asked = asyncio.Event()
-
-    async def script(reader, writer):
-        await read_request(reader)
-        asked.set()
-        await reader.read()
-
-    async with traced(monkeypatch, script) as made:
+    async with traced(monkeypatch, says(asked.set)) as made:
         talker = await made.say(post())
         await asked.wait()
         await talker.close()
@@ -251,29 +221,14 @@ async def test_a_client_that_leaves(monkeypatch):
 
 
 async def test_no_byte_in_time(monkeypatch):
-    async with traced(monkeypatch, silent, request_timeout=0.2) as made:
-        status, _, _ = await made.ask(post())
-        collector = await made.collected()
-    (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
+    (server,), (client,), [(status, *_)] = await spans_of(monkeypatch, silent, request_timeout=0.2)
     assert status == server.told["http.response.status_code"] == 504
     assert (client.told["error.type"], client.failed) == ("timeout", True)
 
 
 async def test_a_kept_connection_that_died_is_an_attempt_of_its_own(monkeypatch):
     """The replica closes it under the second request, which goes to the same replica on a fresh one."""
-    served = 0
-
-    async def script(reader, writer):
-        nonlocal served
-        await read_request(reader)
-        served += 1
-        writer.write(reply())
-        if served == 1:
-            await read_request(reader)
-            return
-        await reader.read()
-
-    async with traced(monkeypatch, script) as made:
+    async with traced(monkeypatch, says(reply(), NEXT, then_hangs=False)) as made:
         await made.answered(2, post())
         collector = await made.collected()
     _, died, went = collector.of("CLIENT")
@@ -283,36 +238,29 @@ async def test_a_kept_connection_that_died_is_an_attempt_of_its_own(monkeypatch)
 
 
 async def test_what_is_not_read_for_its_prompt_has_a_span_without_tokens_or_path_in_its_name(monkeypatch):
-    async with traced(monkeypatch, answers()) as made:
-        await made.ask(b"GET /version?key=secret HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n")
-        await made.ask(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # the gateway's own: no span
-        collector = await made.collected()
-    (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
+    own = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"  # the gateway's: no span
+    asked = [b"GET /version?key=secret HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n", own]
+    (server,), (client,), _ = await spans_of(monkeypatch, answers(), ask=asked)
     assert server.name == client.name == "GET" and "http.route" not in server.told
     assert server.told["url.path"] == "/version" and client.told["url.full"].endswith("/version")
     assert (server.told["server.address"], server.told["server.port"]) == ("[::1]", 8080)
     assert not [name for name in server.told if name.startswith("gen_ai")]
-    assert not any(b"secret" in span.raw for span in collector.spans)
+    assert not any(b"secret" in span.raw for span in (server, client))
 
 
 async def test_a_port_that_no_collector_could_hold_is_not_told(monkeypatch):
-    async with traced(monkeypatch, answers()) as made:
-        await made.ask(b"GET /version HTTP/1.1\r\nHost: x:" + b"9" * 900 + b"\r\n\r\n")
-        collector = await made.collected()
-    (server,) = collector.of("SERVER")
+    asked = b"GET /version HTTP/1.1\r\nHost: x:" + b"9" * 900 + b"\r\n\r\n"
+    (server,), _, _ = await spans_of(monkeypatch, answers(), ask=[asked])
     assert "server.port" not in server.told and len(server.told["server.address"]) <= 1000
 
 
 async def test_no_word_of_prompt_or_answer_leaves(monkeypatch):
     said = [b"Ozymandias", b"trunkless"]
-    body = json.dumps(
-        {"model": "m", "messages": [{"role": "user", "content": said[0].decode()}], "user": said[0].decode()}
-    ).encode()
+    body = BODY.replace(b"hi", said[0])[:-1] + b', "user": "%b"}' % said[0]
     stream = streams(chunk(b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % said[1]), end=None)
     broken = says(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\n" % said[1])
-    async with traced(
-        monkeypatch, stream, broken, answers(said[1], status=b"500 Internal Server Error"), retries=0
-    ) as made:
+    fails = answers(said[1], status=b"500 Internal Server Error")
+    async with traced(monkeypatch, stream, broken, fails, retries=0) as made:
         for _ in range(3):
             talker = await made.say(post(body))
             await talker.until(b"\r\n\r\n")
@@ -324,34 +272,16 @@ async def test_no_word_of_prompt_or_answer_leaves(monkeypatch):
 
 async def test_names_that_no_text_can_hold_do_not_stop_the_rest(monkeypatch):
     """A lone surrogate fails the encoding of the whole batch."""
-    async with traced(monkeypatch, answers()) as made:
-        await made.ask(
-            post(
-                b'{"model": "\\ud800", "messages": [{"role": "user", "content": "hi"}]}',
-                extra=b"x-request-id: \xff\xfe\r\n",
-            ),
-        )
-        await made.ask(post())
-        collector = await made.collected()
-    assert [span.told["http.response.status_code"] for span in collector.of("SERVER")] == [404, 200]
+    odd = post(BODY.replace(b'"m"', b'"\\ud800"'), extra=b"x-request-id: \xff\xfe\r\n")
+    servers, _, _ = await spans_of(monkeypatch, answers(), ask=[odd, post()])
+    assert [span.told["http.response.status_code"] for span in servers] == [404, 200]
 
 
 async def test_a_streams_times(monkeypatch):
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + chunk(EVENT))
-        writer.write(
-            chunk(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n')
-            + chunk(b"data: [DONE]\n\n")
-            + b"0\r\n\r\n"
-        )
-        await reader.read()
-
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
     body = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}).encode()
-    async with traced(monkeypatch, script) as made:
-        await made.ask(post(body))
-        collector = await made.collected()
-    (server,), (client,) = collector.of("SERVER"), collector.of("CLIENT")
+    stream = streams(chunk(EVENT), chunk(usage))
+    (server,), (client,), _ = await spans_of(monkeypatch, stream, ask=[post(body)])
     (_, sent, _), (_, first, _) = client.events
     assert client.told["hitherto.ttft.observed"] == pytest.approx((first - sent) / 1e9, abs=1e-6)
     assert (server.told["gen_ai.usage.input_tokens"], server.told["gen_ai.usage.output_tokens"]) == (7, 3)
@@ -380,11 +310,10 @@ async def test_the_ttft_that_was_predicted_is_told_and_not_what_was_learned_sinc
         await read_request(reader)
         predicted.extend(exchange.attempt.placement.ttft for exchange in made.proxy.exchanges)
         await asyncio.sleep(0.2)
-        writer.write(SSE_HEAD + chunk(EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        writer.write(SSE_HEAD + chunk(EVENT) + ENDS)
 
     async with traced(monkeypatch, slow, pipeline=Pipeline(sim_model_dir(), "m", 16)) as made:
         await made.ask(post({**json.loads(LONG), "stream": True}))
-        collector = await made.collected()
-    (client,) = collector.of("CLIENT")
+        (client,) = (await made.collected()).of("CLIENT")
     assert client.told["hitherto.ttft.predicted"] == pytest.approx(predicted[0], rel=1e-3)
     assert client.told["hitherto.ttft.observed"] > 2 * predicted[0]

@@ -53,6 +53,11 @@ class Controlled:
     def level(self):
         return self.control.reading()["control_level"]["m"]
 
+    def sees(self, name, count, **more):
+        """End a window whose last answers are these."""
+        self.answers(name, count, **more)
+        return self.end_window()
+
     def end_window(self):
         self.now += WINDOW
         self.control.look(self.now)
@@ -61,10 +66,8 @@ class Controlled:
 
 def test_a_class_is_judged_by_the_answers_of_one_window_and_not_again_by_them():
     one = Controlled(["m"])
-    one.answers("m", ENOUGH, ttft=2.0)
-    assert one.end_window()["m"]["premium"] == pytest.approx(2.0, rel=0.13)
-    one.answers("m", ENOUGH, ttft=0.5, tpot=0.05)
-    assert one.end_window()["m"]["premium"] == pytest.approx(1.0, rel=0.13)
+    assert one.sees("m", ENOUGH, ttft=2.0)["m"]["premium"] == pytest.approx(2.0, rel=0.13)
+    assert one.sees("m", ENOUGH, ttft=0.5, tpot=0.05)["m"]["premium"] == pytest.approx(1.0, rel=0.13)
     assert one.end_window()["m"]["premium"] is None
 
 
@@ -81,8 +84,7 @@ def test_nothing_is_taken_for_what_was_over_before_the_last_third_of_the_window(
     for _ in range(2):
         one.answers("m", 2 * ENOUGH, ttft=2.0)
         one.control.look(one.now + 0.7 * WINDOW)
-        one.answers("m", ENOUGH, ttft=last)
-        assert one.end_window()["m"]["premium"] == pytest.approx(2.0, rel=0.13)
+        assert one.sees("m", ENOUGH, ttft=last)["m"]["premium"] == pytest.approx(2.0, rel=0.13)
         assert one.admissions[0].shed == shed
 
 
@@ -92,8 +94,7 @@ def test_who_keeps_its_limits_by_little_is_not_read_as_missing_them(limit):
     for share, steps in ((0.69, 0), (0.79, 0), (0.81, 1), (0.89, 1), (0.92, 2), (1.0, 2), (1.01, 4)):
         for kind, ttft, tpot in ((Slo(limit), share * limit, 0.0), (Slo(None, limit), 0.0, share * limit)):
             one = Controlled(["m"], classes=(QosClass("premium", priority=2, slo=kind), FREE))
-            one.answers("m", 100, ttft=ttft, tpot=tpot)
-            one.end_window()
+            one.sees("m", 100, ttft=ttft, tpot=tpot)
             assert (one.level(), one.wanted()) == (steps, int(share > 1.0)), (share, kind)
 
 
@@ -101,8 +102,7 @@ def test_one_answer_in_a_hundred_may_miss_the_limit_and_two_may_not():
     for late, level, wanted in ((1, 2, 0), (2, 4, 1)):
         one = Controlled(["m"])
         one.answers("m", 100 - late, ttft=0.95)
-        one.answers("m", late, ttft=3.0)
-        one.end_window()
+        one.sees("m", late, ttft=3.0)
         assert (one.level(), one.wanted()) == (level, wanted)
 
 
@@ -111,8 +111,7 @@ def test_answers_within_a_limit_that_no_float_has_exactly_do_not_count_as_late(l
     slo = Slo(**parse_limits(f"ttft={limit}"))
     one = Controlled(["m"], classes=(QosClass("premium", priority=2, slo=slo), FREE))
     for share in (1.1, *[0.95] * PATIENCE):
-        one.answers("m", 100, ttft=share * slo.ttft)
-        one.end_window()
+        one.sees("m", 100, ttft=share * slo.ttft)
     [trial] = [event["text"] for event in one.control.events if "for a trial" in event["text"]]
     assert "(0.0 % of the requests of a higher class)" in trial
 
@@ -127,8 +126,7 @@ def test_a_window_is_judged_though_a_class_has_one_answer_in_it():
 
 def test_a_limit_beyond_the_last_bucket_can_be_missed():
     one = Controlled(["m"], classes=(QosClass("premium", priority=2, slo=Slo(600.0)), FREE))
-    one.answers("m", 100, ttft=700.0)
-    one.end_window()
+    one.sees("m", 100, ttft=700.0)
     assert one.level() == 4
 
 
@@ -149,14 +147,12 @@ def test_a_trial_is_told_when_it_begins_and_how_it_ends():
     told = lambda: [(each["step"], each["taken"]) for each in one.control.events if each["class"] is None]  # noqa: E731
     for _ in range(1 + PATIENCE):
         one.answers("m", 96, ttft=0.5)
-        one.answers("m", 4, ttft=1.5)
-        one.end_window()
+        one.sees("m", 4, ttft=1.5)
     assert told() == [("more", True), ("trial", True)] and one.level() == 2 and not one.admissions[0].shed
     assert "(4.0 % of the requests of a higher class)" in one.control.events[-3]["text"]
     assert one.control.status()["models"][0]["on_trial"]
     one.answers("m", 50, ttft=0.5)
-    one.answers("m", 50, ttft=1.5)
-    one.end_window()
+    one.sees("m", 50, ttft=1.5)
     assert told()[2:] == [("trial", False)] and one.level() == 4 and one.admissions[0].shed == {"free"}
     assert not one.control.status()["models"][0]["on_trial"]
 
@@ -187,8 +183,7 @@ async def test_a_fleet_has_its_models_name_whatever_adapter_was_asked_for():
 def test_a_fleet_is_judged_by_its_own_models_alone():
     one = Controlled(["m"], ["n"])
     one.answers("m", ENOUGH, ttft=2.0)
-    one.answers("n", ENOUGH, ttft=0.2)
-    pressures = one.end_window()
+    pressures = one.sees("n", ENOUGH, ttft=0.2)
     assert pressures["m"]["premium"] == pytest.approx(2.0, rel=0.13)
     assert pressures["n"]["premium"] == pytest.approx(0.2, rel=0.13)
     assert [admission.shed for admission in one.admissions] == [{"free"}, frozenset()]
@@ -197,8 +192,7 @@ def test_a_fleet_is_judged_by_its_own_models_alone():
 def test_of_two_fleets_of_one_name_the_worse_is_counted():
     """As two variants of a model are, while one takes the other's place."""
     one = Controlled(["m", "a"], ["m"])
-    one.answers("a", ENOUGH, ttft=2.0)
-    one.end_window()
+    one.sees("a", ENOUGH, ttft=2.0)
     reading = one.control.reading()
     assert reading["control_level"] == {"a": 4, "m": 0}
     one.control.keep(one.admissions, {"m"})
@@ -249,10 +243,8 @@ def test_who_was_refused_in_one_window_is_not_counted_in_the_next_nor_before_its
     one.answers("m", ENOUGH, ttft=0.3)
     one.refuse(ENOUGH)
     one.last_third()
-    one.answers("m", ENOUGH, ttft=0.3)
-    assert one.end_window()["m"]["premium"] == 1.0 and one.level() == 0, "it was over"
-    one.answers("m", ENOUGH, ttft=0.3)
-    assert one.end_window()["m"]["premium"] < 0.5
+    assert one.sees("m", ENOUGH, ttft=0.3)["m"]["premium"] == 1.0 and one.level() == 0, "it was over"
+    assert one.sees("m", ENOUGH, ttft=0.3)["m"]["premium"] < 0.5
 
 
 @pytest.mark.parametrize("qos, wanted", [("premium", 1), ("free", 0)])
@@ -298,8 +290,7 @@ def test_who_waits_for_an_answer_alone_does_not_ask_for_more_replicas(waited):
 
 def test_one_in_a_thousand_that_waits_is_no_missed_limit():
     one = Controlled(["m"])
-    one.answers("m", 1000, ttft=2.0)
-    one.end_window()
+    one.sees("m", 1000, ttft=2.0)
     one.answers("m", 1000, ttft=0.2)
     one.waited = {("premium", "m"): [1.5]}
     one.end_window()
@@ -309,8 +300,7 @@ def test_one_in_a_thousand_that_waits_is_no_missed_limit():
 def test_a_fleet_that_is_none_any_more_is_not_judged():
     one = Controlled(["m"], ["m"])
     one.control.keep(one.admissions[1:], {"m"})
-    one.answers("m", ENOUGH, ttft=2.0)
-    one.end_window()
+    one.sees("m", ENOUGH, ttft=2.0)
     assert len(one.control.status()["models"]) == 1 and not one.admissions[0].shed and one.admissions[1].shed
 
 

@@ -12,34 +12,32 @@ from policies import Classes, Demand, QosClass, Rules, Slo
 from policies.outputs import Outputs
 
 from ..http.talk import eventually, read_request
-from .replies import EVENT, SSE_HEAD, chunk, post
+from .replies import ASKS, CHAT, COMPLETIONS, ENDS, EVENT, MESSAGES, RESPONSES, SSE_HEAD, chunk, post
 from .stack import stack
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-ASKS = {
-    CHAT: {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
-    COMPLETIONS: {"model": "m", "prompt": "hello"},
-    RESPONSES: {"model": "m", "input": "hello"},
-    MESSAGES: {"model": "m", "max_tokens": 900, "messages": [{"role": "user", "content": "hello"}]},
-}
 LIMIT = {CHAT: "max_tokens", COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
 
 
-class Engine:
-    """Notes the bodies it is sent, and answers once it is told to."""
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":%d}}\n\n'
 
-    def __init__(self):
-        self.bodies, self.go, self.drops = [], asyncio.Event(), False
+
+class Engine:
+    """Notes the bodies it is sent, and answers once it is told to; with `usage`, it says that it wrote all that it was
+    asked for."""
+
+    def __init__(self, usage=False):
+        self.bodies, self.go, self.drops, self.usage = [], asyncio.Event(), False, usage
 
     async def __call__(self, reader, writer):
         while True:
             _, body = await read_request(reader)
-            self.bodies.append(json.loads(body))
+            self.bodies.append(asked := json.loads(body))
             if self.drops:
                 writer.transport.abort()
                 return
             await self.go.wait()
-            writer.write(SSE_HEAD + chunk(EVENT) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            usage = USAGE % asked.get("max_tokens", 0) if self.usage else b""
+            writer.write(SSE_HEAD + chunk(EVENT) + chunk(usage) * self.usage + ENDS)
 
 
 @asynccontextmanager
@@ -64,14 +62,20 @@ async def busy(*steps, slow=None, slo=Slo(30.0), engine=None, first=5):
         assert not s.proxy.placing.queue._notes and not s.proxy.placing.queue._tickets
 
 
-async def send(s, path, body):
-    return await s.say(post(body, path.encode()))
+def shed_all(s):
+    """The control gives the only class nothing."""
+    (fleet,) = s.proxy.placing.queue._fleets.values()
+    fleet.shed = frozenset({"all"})
+
+
+async def asks(s, path=CHAT, body=ASKS[CHAT]):
+    return await s.ask(post(body, path.encode()))
 
 
 async def answered(s, engine, count=2, path=CHAT, body=ASKS[CHAT]):
     """Return what the engine is sent of a request, as the last of `count`, and how its client is told that it was
     degraded."""
-    talker = await send(s, path, body)
+    talker = await s.say(post(body, path.encode()))
     await eventually(lambda: len(engine.bodies) == count)
     engine.go.set()
     status, headers, _ = await talker.response()
@@ -110,19 +114,7 @@ def test_of_a_chats_two_limits_only_the_one_is_written_that_it_has(given, writte
 
 
 async def test_an_answer_that_was_capped_says_nothing_of_how_long_others_will_be():
-    usage = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":%d}}\n\n'
-
-    class Counting(Engine):
-        async def __call__(self, reader, writer):
-            while True:
-                _, body = await read_request(reader)
-                self.bodies.append(json.loads(body))
-                await self.go.wait()
-                tokens = json.loads(body)["max_tokens"]
-                writer.write(SSE_HEAD + chunk(EVENT) + chunk(usage % tokens + b"data: [DONE]\n\n") + b"0\r\n\r\n")
-
-    engine = Counting()
-    async with busy("degrade", engine=engine, first=40) as (s, _):
+    async with busy("degrade", engine=Engine(usage=True), first=40) as (s, engine):
         assert (await answered(s, engine))[1] == "max_tokens=7"
         await eventually(s.idle)
         demand = Demand(9, space=s.proxy.models.spaces[0].number)
@@ -131,25 +123,12 @@ async def test_an_answer_that_was_capped_says_nothing_of_how_long_others_will_be
         assert s.proxy.router.outputs.expected(demand).mean == of_one.expected(demand).mean, "the first one's 40 alone"
 
 
-async def test_of_two_names_of_a_chats_limit_neither_is_left():
-    async with busy("degrade") as (s, engine):
-        asked = {**ASKS[CHAT], "max_completion_tokens": 500, "max_tokens": 400}
-        body, _ = await answered(s, engine, body=asked)
-        assert (body["max_completion_tokens"], body["max_tokens"]) == (7, 7)
-
-
-async def test_an_answer_that_is_short_already_is_left_alone():
-    async with busy("degrade") as (s, engine):
-        body = {**ASKS[CHAT], "max_tokens": 7}
-        assert await answered(s, engine, body=body) == (body, None)
-
-
 async def test_an_answer_stays_capped_where_another_replica_has_to_give_it():
     slow = Engine()
     slow.go.set()
     async with busy("degrade", slow=slow) as (s, engine):
         engine.drops = True
-        status, headers, _ = await (await send(s, CHAT, ASKS[CHAT])).response()
+        status, headers, _ = await asks(s)
         assert status == 200 and headers["x-hitherto-degraded"] == "max_tokens=7"
         assert engine.bodies[-1] == slow.bodies[-1] and slow.bodies[-1]["max_tokens"] == 7
 
@@ -164,8 +143,7 @@ async def test_the_slow_pool_gets_what_nobody_else_can_answer_in_time_and_nothin
 async def test_a_class_that_the_control_sheds_still_gets_the_slow_pool_where_it_may_spill():
     slow = Engine()
     async with busy("wait", "spill", slow=slow) as (s, engine):
-        (fleet,) = s.proxy.placing.queue._fleets.values()
-        fleet.shed = frozenset({"all"})
+        shed_all(s)
         assert await answered(s, slow, 1) == (ASKS[CHAT], "slow pool") and len(engine.bodies) == 1
         assert s.metrics.admission.values["spilled", "all", "control"] == 1
 
@@ -175,9 +153,8 @@ async def test_a_class_that_the_control_sheds_is_not_spilled_where_all_others_go
         (only,) = s.proxy.backends.values()
         only.replica.spill = True
         s.proxy.changed()
-        (fleet,) = s.proxy.placing.queue._fleets.values()
-        fleet.shed = frozenset({"all"})
-        assert (await (await send(s, CHAT, ASKS[CHAT])).response())[0] == 429
+        shed_all(s)
+        assert (await asks(s))[0] == 429
 
 
 async def test_a_response_that_is_gone_on_with_is_not_spilled_where_all_others_go():
@@ -190,10 +167,9 @@ async def test_a_response_that_is_gone_on_with_is_not_spilled_where_all_others_g
             one.replica.spill = True
         s.proxy.changed()
         s.proxy.placing.responses._note("resp_1", maker)
-        (fleet,) = s.proxy.placing.queue._fleets.values()
-        fleet.shed = frozenset({"all"})
-        talker = await send(s, RESPONSES, {**ASKS[RESPONSES], "previous_response_id": "resp_1"})
-        assert (await talker.response())[0] == 429 and not idle.bodies
+        shed_all(s)
+        body = {**ASKS[RESPONSES], "previous_response_id": "resp_1"}
+        assert (await asks(s, RESPONSES, body))[0] == 429 and not idle.bodies
 
 
 async def test_who_is_answered_by_another_than_the_slow_pool_is_not_told_of_it():
@@ -212,11 +188,11 @@ async def test_without_limits_the_slow_pool_is_asked_only_where_nobody_else_is_l
         last.replica.spill = True
         s.proxy.changed()
         for _ in range(4):
-            assert (await (await send(s, CHAT, ASKS[CHAT])).response())[0] == 200
+            assert (await asks(s))[0] == 200
         assert (len(quick.bodies), len(slow.bodies)) == (4, 0)
         await eventually(s.idle)
         s.proxy.remove(first.id)
-        assert (await (await send(s, CHAT, ASKS[CHAT])).response())[0] == 200
+        assert (await asks(s))[0] == 200
         assert (len(quick.bodies), len(slow.bodies)) == (4, 1)
 
 
@@ -225,3 +201,19 @@ async def test_who_has_waited_too_long_goes_to_the_slow_pool():
     async with busy("wait", "spill", slow=slow, slo=Slo()) as (s, engine):
         await answered(s, slow, 1)
         assert s.metrics.admission.values["spilled", "all", "deadline"] == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "written", "told"),
+    [
+        (
+            {"max_completion_tokens": 500, "max_tokens": 400},
+            {"max_completion_tokens": 7, "max_tokens": 7},
+            "max_tokens=7",
+        ),
+        ({"max_tokens": 7}, {"max_tokens": 7}, None),  # it is short already
+    ],
+)
+async def test_neither_of_two_names_of_a_limit_is_left_and_a_short_answer_is_left_alone(limits, written, told):
+    async with busy("degrade") as (s, engine):
+        assert await answered(s, engine, body=ASKS[CHAT] | limits) == (ASKS[CHAT] | written, told)

@@ -12,7 +12,7 @@ from gateway.proxy.observers.figures import MOST_MODELS, OTHER, Figures
 from ..http.talk import eventually, read_request
 from .replies import EVENT, SSE_HEAD, answers, chunk, post, reply, streams
 from .stack import stack
-from .test_queue import USAGE, Engine, fills, overload, queued, send, waits
+from .test_queue import USAGE, Engine, fills, overload, queued, told, waits
 
 GAP = 0.05
 
@@ -38,7 +38,7 @@ def observed(metrics):
 
 async def test_a_stream_is_measured_by_class_and_model():
     async with stack(stream, slo_figures=True) as s:
-        assert (await (await send(s, "a")).response())[0] == 200
+        assert (await told(s, "a"))[0] == 200
         await eventually(s.idle)
         metrics, key = s.metrics, ("default", "m")
         assert [metrics.answer_ttft_seconds.count(key), metrics.answer_e2e_seconds.count(key)] == [1, 1]
@@ -46,12 +46,8 @@ async def test_a_stream_is_measured_by_class_and_model():
         # 20 tokens, usage and [DONE]; a busy machine may read two of them at once
         assert metrics.answer_itl_seconds.count(key) in range(10, 22)
         assert metrics.answer_itl_seconds.mean(key) > 0.6 * GAP
-        tokens = metrics.answer_tokens
-        assert {kind: tokens.total(model="m", kind=kind) for kind in ("input", "cached", "output")} == {
-            "input": 9,
-            "cached": 0,
-            "output": 20,
-        }
+        tokens = {kind: metrics.answer_tokens.total(model="m", kind=kind) for kind in ("input", "cached", "output")}
+        assert tokens == {"input": 9, "cached": 0, "output": 20}
         spent = metrics.answer_phase_seconds.by("phase")
         assert sum(spent.values()) == pytest.approx(metrics.answer_e2e_seconds.mean(key), rel=1e-6)
         assert spent["decode"] > 0.9 and spent["queue"] < spent["decode"]
@@ -86,7 +82,7 @@ async def test_a_replica_has_not_taken_what_another_one_took_to_refuse():
     async with stack(refuse, streams(chunk(EVENT))) as s:
         refusing, answering = s.proxy.backends
         for _ in range(2):  # one of them begins at the second replica
-            assert (await (await send(s, "a")).response())[0] == 200
+            assert (await told(s, "a"))[0] == 200
         await eventually(s.idle)
         clients, of_replica = s.metrics.ttft_seconds, s.metrics.replica_ttft_seconds
         assert s.metrics.retries.total() == 1
@@ -100,8 +96,7 @@ async def test_a_replica_has_not_taken_what_its_request_waited_in_the_queue():
         first = await fills(s, engine)
         second = await waits(s, queue, "b")
         await asyncio.sleep(0.3)
-        engine.answer("a")
-        engine.answer("b")
+        engine.answer("a", "b")
         assert (await first.response())[0] == (await second.response())[0] == 200
         await eventually(s.idle)
         [replica] = s.proxy.backends
@@ -122,7 +117,7 @@ async def test_an_answer_in_one_piece_has_an_end_and_no_first_token():
 
 async def test_without_classes_limits_and_the_flag_nothing_is_measured():
     async with stack(stream) as s:
-        assert (await (await send(s, "a")).response())[0] == 200
+        assert (await told(s, "a"))[0] == 200
         await eventually(s.idle)
         assert s.proxy.figures is None and not observed(s.metrics) and not s.metrics.answer_tokens.values
 
@@ -133,8 +128,7 @@ async def test_the_time_in_the_queue_is_a_phase_of_its_own():
         first = await fills(s, engine)
         second = await waits(s, queue, "b", b"x-tier: premium")
         await asyncio.sleep(0.3)
-        engine.answer("a")
-        engine.answer("b")
+        engine.answer("a", "b")
         assert (await first.response())[0] == (await second.response())[0] == 200
         await eventually(s.idle)
         spent = s.metrics.answer_phase_seconds
@@ -151,7 +145,7 @@ async def test_attempts_that_failed_are_a_phase_of_their_own():
 
     async with stack(fails, stream, slo_figures=True) as s:
         for name in "ab":
-            assert (await (await send(s, name)).response())[0] == 200
+            assert (await told(s, name))[0] == 200
             await eventually(s.idle)
         assert s.metrics.answer_phase_seconds.total(phase="retry") >= 0.2
 

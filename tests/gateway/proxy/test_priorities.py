@@ -11,18 +11,11 @@ from policies import Classes, QosClass, Rule, Rules
 from replicas.engines.vllm import VLLM
 
 from ..http.talk import read_request
-from .replies import answers, post, reply
+from .replies import ASKS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, answers, post, reply
 from .stack import stack
 
 PREMIUM, FREE = QosClass("premium", 0.1, 100), QosClass("free", 0.6, 10)
 CLASSES = Classes((PREMIUM, FREE), (Rule(PREMIUM, ("x-tier", "premium")), Rule(FREE)))
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-ASKS = {
-    CHAT: {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
-    COMPLETIONS: {"model": "m", "prompt": "hello"},
-    RESPONSES: {"model": "m", "input": "hello"},
-    MESSAGES: {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]},
-}
 
 
 class Engine:
@@ -42,7 +35,8 @@ class Engine:
 
 @asynccontextmanager
 async def classed(engine, classes=CLASSES, takes_priority=True):
-    async with stack(engine, overload=Overload(classes, Rules(("observe",)), None)) as s:
+    overload = Overload(classes, Rules(("observe",)), None) if classes else None
+    async with stack(engine, overload=overload) as s:
         for backend in s.proxy.backends.values():
             backend.replica.takes_priority = takes_priority
         yield s
@@ -88,16 +82,6 @@ async def test_nor_where_its_body_is_not_read(path, own, takes_priority):
             assert engine.bodies[-1]["priority"] == priority
 
 
-@pytest.mark.parametrize(
-    "body", [b'{"input":"my \\u0070riority"}', b'{"input":["priority"]}', b"--x\r\npriority\r\n--x--"]
-)
-async def test_a_body_that_only_speaks_of_priority_passes_as_it_is(body):
-    seen = []
-    async with classed(answers(seen=seen)) as s:
-        await s.ask(post(body, b"/pooling"))
-        assert [given for _, given in seen] == [body]
-
-
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/score", "/invocations"])
 async def test_a_body_in_which_no_priority_can_be_written_is_refused(path, encoding):
@@ -108,19 +92,6 @@ async def test_a_body_in_which_no_priority_can_be_written_is_refused(path, encod
         body = json.dumps({"model": "m", "messages": [], "priority": -1000}).encode(encoding)
         status, _, answer = await talker.ask(post(body, path.encode()))
         assert (status, engine.bodies) == (400, []) and b"must be a JSON object in UTF-8" in answer
-
-
-async def test_without_classes_such_a_body_goes_to_the_engine_as_it_is():
-    body, seen = json.dumps({"model": "m", "input": "x"}).encode("utf-16"), []
-    async with stack(answers(seen=seen)) as s:
-        assert (await s.ask(post(body, b"/score")))[0] == 200 and seen[0][1] == body
-
-
-@pytest.mark.parametrize("path", [b"/v1/audio/transcriptions", b"/v1/audio/translations"])
-async def test_a_form_passes_whatever_it_begins_with(path):
-    body, seen = b"\xff\xfe--form--", []
-    async with classed(answers(seen=seen)) as s:
-        assert (await s.ask(post(body, path)))[0] == 200 and seen[0][1] == body
 
 
 LONG = 3 * LONGEST_READ
@@ -143,15 +114,6 @@ async def test_a_long_body_is_searched_and_not_read(own, monkeypatch):
     async with classed(engine) as s:
         await s.ask(post(own, b"/score"))
         assert engine.bodies[-1]["priority"] == 90 and not read
-
-
-@pytest.mark.parametrize("text", [b"a", b"\\u4e2d", b"\\u00e9", b'my \\"priority\\" '])
-async def test_a_long_body_of_a_client_that_says_no_priority_passes_as_it_is(text):
-    seen = []
-    body = b'{"input":"%b"}' % (text * (LONG // len(text)))
-    async with classed(answers(seen=seen)) as s:
-        await s.ask(post(body, b"/score"))
-        assert [given for _, given in seen] == [body]
 
 
 async def test_an_engine_that_takes_no_priorities_gets_none_but_in_place_of_a_clients_own():
@@ -187,3 +149,38 @@ async def test_an_engine_gets_none_where_all_classes_are_of_one_priority():
     async with classed(engine, Classes((QosClass("one"), QosClass("other")))) as s:
         await send(s)
         assert engine.bodies == [ASKS[CHAT]]
+
+
+SPEAK_OF_PRIORITY = [b'{"input":"my \\u0070riority"}', b'{"input":["priority"]}', b"--x\r\npriority\r\n--x--"]
+LONG_TEXTS = [text * (LONG // len(text)) for text in (b"a", b"\\u4e2d", b"\\u00e9", b'my \\"priority\\" ')]
+UTF_16 = json.dumps({"model": "m", "input": "x"}).encode("utf-16")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "classes"),
+    [
+        *((b"/pooling", body, CLASSES) for body in SPEAK_OF_PRIORITY),
+        *((b"/score", b'{"input":"%b"}' % text, CLASSES) for text in LONG_TEXTS),
+        (b"/v1/audio/transcriptions", b"\xff\xfe--form--", CLASSES),
+        (b"/v1/audio/translations", b"\xff\xfe--form--", CLASSES),
+        (b"/score", UTF_16, None),
+    ],
+    ids=[
+        "text",
+        "list",
+        "form",
+        "long",
+        "escapes",
+        "accents",
+        "quotes",
+        "sound",
+        "sound of another tongue",
+        "no classes",
+    ],
+)
+async def test_a_body_that_says_no_priority_passes_as_it_is(path, body, classes):
+    """Forms too, whatever they begin with; without classes, also what no priority could be written in."""
+    seen = []
+    async with classed(answers(seen=seen), classes) as s:
+        assert (await s.ask(post(body, path)))[0] == 200
+        assert [given for _, given in seen] == [body]

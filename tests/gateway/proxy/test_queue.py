@@ -20,8 +20,8 @@ from policies import Admission, Classes, QosClass, Rule, Rules, Slo
 from replicas import State
 
 from ..http.talk import eventually, read_request
-from .replies import EVENT, SSE_HEAD, chunk, post, streams
-from .stack import stack
+from .replies import ENDS, EVENT, SSE_HEAD, chunk, post, says, streams
+from .stack import all_answered, stack
 
 PREMIUM, FREE = QosClass("premium", 0.1, 100), QosClass("free", 0.6, 10)
 ROUTES = (Rule(PREMIUM, ("x-tier", "premium")), Rule(FREE))
@@ -53,13 +53,14 @@ class Engine:
             name = json.loads(body)["messages"][0]["content"]
             self.seen.append(name)
             await self._event(name).wait()
-            writer.write(SSE_HEAD + chunk(EVENT) + chunk(USAGE) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            writer.write(SSE_HEAD + chunk(EVENT) + chunk(USAGE) + ENDS)
 
     def _event(self, name):
         return self._go.setdefault(name, asyncio.Event())
 
-    def answer(self, name):
-        self._event(name).set()
+    def answer(self, *names):
+        for name in names:
+            self._event(name).set()
 
 
 @asynccontextmanager
@@ -71,8 +72,12 @@ async def queued(*engines, keys=None, **given):
 
 
 async def send(s, *args, **kwargs):
-    talker = await s.say(ask(*args, **kwargs))
-    return talker
+    return await s.say(ask(*args, **kwargs))
+
+
+async def told(s, *args, **kwargs):
+    """Status, headers and body of what a request is answered with."""
+    return await s.ask(ask(*args, **kwargs))
 
 
 def waiting(queue):
@@ -104,10 +109,6 @@ async def busy(**given):
         assert (await first.response())[0] == 200
 
 
-async def all_answered(talkers):
-    assert [(await one.response())[0] for one in talkers] == [200] * len(talkers)
-
-
 def exchanges():
     gc.collect()
     return [one for one in gc.get_objects() if type(one) is Exchange]
@@ -121,8 +122,7 @@ async def test_of_a_space_that_is_none_any_more_nothing_is_kept_once_nobody_wait
         space.number = space.pipeline.space = space.number + 1
         s.proxy.changed()
         assert len(queue._space.fleets) == 1, "somebody waits"
-        engine.answer("a")
-        engine.answer("b")
+        engine.answer("a", "b")
         assert (await second.response())[0] == 200
         await eventually(s.idle)
         s.proxy.changed()
@@ -176,9 +176,8 @@ async def test_a_client_that_leaves_is_out_of_the_queue_and_its_request_is_let_g
         await gone.close()
         await eventually(lambda: waiting(queue)["free"] == 1)
         assert len(exchanges()) == before - 1
-        for name, talker in zip(("a", "b"), talkers):
-            engine.answer(name)
-            assert (await talker.response())[0] == 200
+        engine.answer("a", "b")
+        await all_answered(talkers)
         assert engine.seen == ["a", "b"] and s.metrics.admission.total(decision="left") == 1
 
 
@@ -191,8 +190,7 @@ async def test_a_client_that_leaves_is_out_of_the_queue_and_its_request_is_let_g
 )
 async def test_who_waits_too_long_is_told_in_its_own_words_when_to_come_back(path, type_of):
     async with busy(rules=ONE_BY_ONE._replace(max_wait=0.1)) as (s, queue, engine):
-        late = await send(s, "b", path=path)
-        status, headers, body = await late.response()
+        status, headers, body = await told(s, "b", path=path)
         assert status == 429 and 1 <= int(headers["retry-after"]) <= 600
         assert type_of(json.loads(body)) in (("rate_limit_error", "overloaded"), ("error", "rate_limit_error"))
         engine.answer("a")
@@ -241,8 +239,7 @@ async def test_time_in_which_this_process_did_not_run_is_no_waiting(slo):
     async with busy(slo=slo, rules=ONE_BY_ONE._replace(max_wait=1.0)) as (s, queue, engine):
         second = await waits(s, queue, "b")
         time.sleep(1.5)
-        engine.answer("a")
-        engine.answer("b")
+        engine.answer("a", "b")
         assert (await second.response())[0] == 200
 
 
@@ -251,9 +248,8 @@ async def test_observe_sends_all_and_counts_who_would_have_been_refused():
     async with queued(engine, slo=Slo(ttft=0.001), rules=Rules(("observe",), engine_wait=0.0)) as (s, queue):
         talkers = [await send(s, name) for name in ("a", "b")]
         await eventually(lambda: len(engine.seen) == 2)
-        for name, talker in zip(("a", "b"), talkers):
-            engine.answer(name)
-            assert (await talker.response())[0] == 200
+        engine.answer("a", "b")
+        await all_answered(talkers)
         assert s.metrics.admission.total(decision="observed", reason="ttft") == 1
 
 
@@ -262,12 +258,12 @@ async def test_a_request_may_bring_limits_of_its_own():
     async with queued(engine) as (s, queue):
         first = await send(s, "a", b"x-hitherto-slo: ttft=30s")
         await eventually(lambda: engine.seen == ["a"])
-        status, _, body = await (await send(s, "b", b"x-hitherto-slo: ttft=2")).response()
+        status, _, body = await told(s, "b", b"x-hitherto-slo: ttft=2")
         assert status == 400 and b"like 2s or 50ms" in body and b"x-hitherto-slo" in body
-        status, _, body = await (await send(s, "b2", b"x-hitherto-slo:")).response()
+        status, _, body = await told(s, "b2", b"x-hitherto-slo:")
         assert status == 400 and b"x-hitherto-slo: it has no value; write ttft=2s,tpot=50ms, or" in body
-        assert (await (await send(s, "c", b"x-hitherto-slo: ttft=1ms")).response())[0] == 429
-        status, _, body = await (await send(s, "d", b"x-hitherto-slo: ttft=" + 50_000 * b"9")).response()
+        assert (await told(s, "c", b"x-hitherto-slo: ttft=1ms"))[0] == 429
+        status, _, body = await told(s, "d", b"x-hitherto-slo: ttft=" + 50_000 * b"9")
         assert status == 400 and len(body) < 1000, "what is wrong is not repeated at length"
         engine.answer("a")
         assert (await first.response())[0] == 200
@@ -293,12 +289,10 @@ async def test_a_full_queue_sheds_the_lower_class():
     async with queued(engine, rules=ONE_BY_ONE._replace(max_requests=1)) as (s, queue):
         talkers = [await fills(s, engine)]
         lower = await waits(s, queue, "b")
-        full = await send(s, "c")
-        assert (await full.response())[0] == 429
+        assert (await told(s, "c"))[0] == 429
         talkers.append(await send(s, "d", b"x-tier: premium"))
         assert (await lower.response())[0] == 429
-        for name in ("a", "d"):
-            engine.answer(name)
+        engine.answer("a", "d")
         await all_answered(talkers)
         reasons = s.metrics.admission
         assert reasons.total(reason="queue_full") == reasons.total(reason="shed") == 1
@@ -315,10 +309,15 @@ async def test_a_replica_that_dies_while_others_wait_takes_nobody_with_it():
         for writer in dying.connections:
             writer.transport.abort()
         s.proxy.remove(next(iter(s.proxy.backends)))
-        for name in "abcd":
-            living.answer(name)
+        living.answer(*"abcd")
         await all_answered(talkers)
         assert sorted(living.seen) == list("abcd")
+
+
+def decide(decisions, tier="free"):
+    """Ask for a decision for a request of another proxy's."""
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
+    return decisions.decide("/v1/chat/completions", body, {"x-tier": tier})
 
 
 async def be_too_late(queue):
@@ -341,20 +340,14 @@ async def test_who_comes_while_no_replica_is_ready_waits_and_goes_once_one_is(pa
         goes(s)
         talkers = [await send(s, "low", path=path), await send(s, "high", b"x-tier: premium", path=path)]
         await eventually(lambda: waiting(queue) == {"premium": 1, "free": 1})
-        assert s.metrics.admission.values == {
-            ("queued", "free", "no_replica"): 1,
-            ("queued", "premium", "no_replica"): 1,
-        }
+        classes = ("free", "premium")
+        assert s.metrics.admission.values == {("queued", name, "no_replica"): 1 for name in classes}
         goes(s, state=State.READY)
         await eventually(lambda: engine.seen == ["high"])
-        engine.answer("high"), engine.answer("low")
+        engine.answer("high", "low")
         await all_answered(talkers)
-        assert engine.seen == ["high", "low"]
-        assert (
-            s.metrics.admission.total(decision="admitted")
-            == 2
-            == sum(s.metrics.queue_seconds.count(name) for name in ("free", "premium"))
-        )
+        assert engine.seen == ["high", "low"] and s.metrics.admission.total(decision="admitted") == 2
+        assert [s.metrics.queue_seconds.count(name) for name in classes] == [1, 1]
 
 
 async def test_who_waits_for_a_model_that_is_away_keeps_nobody_from_another():
@@ -367,10 +360,9 @@ async def test_who_waits_for_a_model_that_is_away_keeps_nobody_from_another():
         absent = await waits(s, queue, "first", b"x-tier: premium", model="a")
         talkers = [await send(s, name, model="b") for name in ("second", "third")]
         await eventually(lambda: here.seen == ["second"])
-        here.answer("second"), here.answer("third")
+        here.answer("second", "third")
         await all_answered(talkers)
-        unknown = await send(s, "fourth", model="c")
-        assert (await unknown.response())[0] == 404
+        assert (await told(s, "fourth", model="c"))[0] == 404
         assert away.seen == [] and waiting(queue) == {"premium": 1, "free": 0}
         goes(s, state=State.READY)
         away.answer("first")
@@ -380,7 +372,7 @@ async def test_who_waits_for_a_model_that_is_away_keeps_nobody_from_another():
 async def test_who_may_not_wait_is_told_at_once_that_no_replica_is_ready():
     async with queued(Engine(), rules=Rules(("reject",))) as (s, queue):
         goes(s)
-        status, headers, _ = await (await send(s, "a")).response()
+        status, headers, _ = await told(s, "a")
         assert (status, headers["retry-after"]) == (503, "1")
         assert s.metrics.admission.values == {("refused", "free", "no_replica"): 1}
 
@@ -389,7 +381,7 @@ async def test_a_full_queue_takes_nobody_who_waits_for_a_replica():
     async with queued(Engine(), rules=ONE_BY_ONE._replace(max_requests=1)) as (s, queue):
         goes(s)
         first = await waits(s, queue, "a")
-        assert (await (await send(s, "b")).response())[0] == 503
+        assert (await told(s, "b"))[0] == 503
         higher = await send(s, "c", b"x-tier: premium")
         assert (await first.response())[0] == 429, "its place went to a higher class"
         await be_too_late(queue)
@@ -406,11 +398,10 @@ async def test_a_client_that_leaves_while_no_replica_is_ready_leaves_nothing():
 
 
 async def test_a_decision_for_another_proxy_waits_until_a_replica_is_ready():
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
     async with queued(Engine()) as (s, queue):
         decisions = Decisions(s.proxy)
         goes(s)
-        asked = asyncio.ensure_future(decisions.decide("/v1/chat/completions", body, {}))
+        asked = asyncio.ensure_future(decide(decisions))
         await eventually(lambda: waiting(queue)["free"] == 1)
         goes(s, state=State.READY)
         await decisions.done((await asked)["id"], b"")
@@ -418,13 +409,12 @@ async def test_a_decision_for_another_proxy_waits_until_a_replica_is_ready():
 
 async def test_a_decision_for_another_proxy_waits_as_well_and_leaves_with_its_caller():
     engine = Engine()
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
     async with queued(engine) as (s, queue):
         decisions = Decisions(s.proxy)
-        first = await decisions.decide("/v1/chat/completions", body, {})
-        second = asyncio.ensure_future(decisions.decide("/v1/chat/completions", body, {"x-tier": "premium"}))
+        first = await decide(decisions)
+        second = asyncio.ensure_future(decide(decisions, "premium"))
         await eventually(lambda: waiting(queue)["premium"] == 1)
-        gone = asyncio.ensure_future(decisions.decide("/v1/chat/completions", body, {}))
+        gone = asyncio.ensure_future(decide(decisions))
         await eventually(lambda: waiting(queue)["free"] == 1)
         gone.cancel()
         await eventually(lambda: waiting(queue)["free"] == 0)
@@ -435,12 +425,11 @@ async def test_a_decision_for_another_proxy_waits_as_well_and_leaves_with_its_ca
 
 
 async def test_a_decision_that_is_refused_says_so():
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
     async with queued(Engine(), slo=Slo(ttft=0.001), rules=Rules(("reject",), engine_wait=0.0)) as (s, queue):
         decisions = Decisions(s.proxy)
-        first = await decisions.decide("/v1/chat/completions", body, {})
+        first = await decide(decisions)
         with pytest.raises(ApiError) as caught:
-            await decisions.decide("/v1/chat/completions", body, {})
+            await decide(decisions)
         assert caught.value.status == 429
         await decisions.done(first["id"], b"")
 
@@ -451,9 +440,8 @@ async def test_without_classes_and_limits_there_is_no_queue():
         assert s.proxy.placing.queue is None
         talkers = [await send(s, name) for name in "ab"]
         await eventually(lambda: len(engine.seen) == 2)
-        for name, talker in zip("ab", talkers):
-            engine.answer(name)
-            assert (await talker.response())[0] == 200
+        engine.answer("a", "b")
+        await all_answered(talkers)
         assert not s.metrics.admission.values
 
 
@@ -461,9 +449,7 @@ async def test_a_key_of_a_class_overtakes_a_key_of_a_lower_one(tmp_path):
     engine, file = Engine(), tmp_path / "keys.yaml"
     digests = {name: hashlib.sha256(f"hth-{name}".encode()).hexdigest() for name in ("low", "high")}
     classes = {"low": "free", "high": "premium"}
-    file.write_text(
-        "".join([f"- {{name: {name}, sha256: {digests[name]}, class: {classes[name]}}}\n" for name in digests])
-    )
+    file.write_text("".join(f"- {{name: {one}, sha256: {digests[one]}, class: {classes[one]}}}\n" for one in digests))
     async with queued(engine, keys=Keys(file)) as (s, queue):
         talkers = []
         for count, name in enumerate(("low", "low", "high")):
@@ -489,9 +475,8 @@ async def test_while_nothing_changes_the_queue_leaves_the_event_loop_alone(monke
         monkeypatch.setattr(s.proxy.router, "evaluate", seen)
         await asyncio.sleep(0.2)  # the time in which they are counted
         assert 1 <= len(evaluated) <= 10, "one look in 50 ms"
-        for name, talker in zip("ab", talkers):
-            engine.answer(name)
-            assert (await talker.response())[0] == 200
+        engine.answer("a", "b")
+        await all_answered(talkers)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -505,7 +490,7 @@ async def test_many_for_whom_no_replica_comes_in_time_are_told_by_the_dozen(monk
         told, unplaced = [], Exchange.unplaced
         monkeypatch.setattr(Exchange, "unplaced", lambda self, error: told.append(1) or unplaced(self, error))
         if joined:
-            s.proxy.placing.shared = Joined()
+            s.proxy.placing.shared = Undecided()
         s.proxy.remove(next(iter(s.proxy.backends)))
         await be_too_late(queue)
         counts = [0]
@@ -517,12 +502,6 @@ async def test_many_for_whom_no_replica_comes_in_time_are_told_by_the_dozen(monk
             assert (await talker.response())[0] == 503
         engine.answer("a")
         await first.response()
-
-
-class Joined:
-    """A shared ledger that has answers for nobody: all that is looked at is that it takes part."""
-
-    joined = True
 
 
 class Undecided:
@@ -538,12 +517,11 @@ class Undecided:
 
 
 async def test_a_decision_whose_replica_left_while_redis_was_asked_does_not_queue_again():
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
     async with queued(Engine(), Engine()) as (s, queue):
         s.proxy.placing.shared = shared = Undecided()
         decisions, asked = Decisions(s.proxy), []
         for _ in range(2):
-            asked.append(asyncio.ensure_future(decisions.decide("/v1/chat/completions", body, {})))
+            asked.append(asyncio.ensure_future(decide(decisions)))
             await eventually(lambda: len(shared.asked) == 1)
             chosen, then = shared.asked.pop()
             if len(asked) == 2:
@@ -573,8 +551,8 @@ async def test_who_may_go_to_one_replica_alone_holds_up_nobody_for_the_others():
         assert adapted.seen == ["a"]
         adapted.answer("a")
         await eventually(lambda: adapted.seen == ["a", "b"])
-        for engine, name in ((plain, "d"), (adapted, "b")):
-            engine.answer(name)
+        plain.answer("d")
+        adapted.answer("b")
         await all_answered(talkers)
 
 
@@ -597,7 +575,7 @@ async def test_prompts_of_unknown_size_teach_nothing_of_predictions(monkeypatch)
 @pytest.mark.parametrize("own", [(), (b"x-hitherto-slo: ttft=60m,tpot=60m",)], ids=["the class's", "its own"])
 async def test_who_cannot_be_answered_in_time_is_refused_whatever_looser_limit_it_brings(own):
     async with busy(slo=Slo(ttft=0.001), rules=Rules(("reject",), engine_wait=0.0)) as (s, queue, engine):
-        status, headers, _ = await (await send(s, "b", *own)).response()
+        status, headers, _ = await told(s, "b", *own)
         assert status == 429 and "retry-after" in headers and engine.seen == ["a"]
 
 
@@ -607,16 +585,7 @@ async def test_what_was_predicted_is_compared_at_the_first_token(monkeypatch):
     monkeypatch.setattr(Admission, "first_token", lambda *given: learned.append(given[2]) or first_token(*given))
     end = asyncio.Event()
 
-    async def slow(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + chunk(EVENT))
-        await end.wait()
-        writer.write(chunk(USAGE) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
-
-    async def broken(reader, writer):
-        await read_request(reader)
-        writer.transport.abort()
-
+    slow = says(SSE_HEAD + chunk(EVENT), end, chunk(USAGE) + ENDS, then_hangs=False)
     async with queued(slow, slo=Slo(ttft=30.0)) as (s, queue):
         talker = await send(s, "a")
         await eventually(lambda: len(learned) == 1)
@@ -625,8 +594,8 @@ async def test_what_was_predicted_is_compared_at_the_first_token(monkeypatch):
         await eventually(s.idle)
         assert len(learned) == 1 and s.metrics.slo_requests.total() == 1
     learned.clear()
-    async with queued(broken, slow, slo=Slo(ttft=30.0)) as (s, queue):
+    async with queued(says(then_hangs=False), slow, slo=Slo(ttft=30.0)) as (s, queue):
         for name in "ab":
-            assert (await (await send(s, name)).response())[0] == 200
+            assert (await told(s, name))[0] == 200
             await eventually(s.idle)
         assert len(learned) == 1 and s.metrics.slo_requests.total() == 2

@@ -1,7 +1,6 @@
 """However a request ends, the queue lets go of it and has counted it once; and what failed counts in goodput."""
 
 import asyncio
-import json
 from contextlib import asynccontextmanager
 
 import pytest
@@ -11,12 +10,11 @@ from gateway.proxy.placement.decisions import Decisions
 from policies import Rules, Slo
 
 from ..http.talk import eventually
-from .replies import EVENT, chunk, reply, says, streams
+from .replies import ENDS, EVENT, SSE_HEAD, chunk, reply, says, streams
 from .stack import stack
-from .test_queue import ONE_BY_ONE, Engine, Undecided, be_too_late, fills, overload, send, waiting, waits
+from .test_queue import ONE_BY_ONE, Engine, Undecided, be_too_late, decide, fills, overload, send, told, waiting, waits
 
 SOON = Slo(30.0)
-BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
 
 
 @asynccontextmanager
@@ -59,8 +57,8 @@ async def test_who_waits_when_the_last_replica_goes_is_told_once_it_may_wait_no_
 async def test_a_decision_that_waits_when_the_last_replica_goes_is_refused_as_well():
     async with counted(Engine()) as (s, queue):
         decisions = Decisions(s.proxy)
-        first = await decisions.decide("/v1/chat/completions", BODY, {})
-        second = asyncio.ensure_future(decisions.decide("/v1/chat/completions", BODY, {}))
+        first = await decide(decisions)
+        second = asyncio.ensure_future(decide(decisions))
         await eventually(lambda: waiting(queue)["free"] == 1)
         s.proxy.remove(next(iter(s.proxy.backends)))
         await be_too_late(queue)
@@ -68,76 +66,6 @@ async def test_a_decision_that_waits_when_the_last_replica_goes_is_refused_as_we
             await second
         await decisions.done(first["id"], b"")
         assert decided(s, SENT, WAITED) == {("refused", "no_replica"): 1}
-
-
-drops = says(b"", then_hangs=False)
-
-
-@pytest.mark.parametrize("replicas, retries", [(1, 2), (2, 3), (2, 1)])
-async def test_a_request_of_which_no_replica_is_left_counts_as_failed(replicas, retries):
-    """Whether it was tried at each, or may be tried no more."""
-    async with counted(*[drops] * replicas, retries=retries) as (s, _):
-        assert (await (await send(s, "a")).response())[0] == 502
-        await eventually(s.idle)
-        assert s.metrics.slo_requests.values == {("free", "m", "failed"): 1}
-        assert decided(s) == {SENT: 1}
-
-
-async def test_one_that_was_admitted_and_whose_replica_went_before_it_was_sent_counts_as_failed():
-    """While Redis was asked about it."""
-    async with counted(Engine()) as (s, _):
-        s.proxy.placing.shared = shared = Undecided()
-        talker = await send(s, "a")
-        await eventually(lambda: shared.asked)
-        chosen, then = shared.asked.pop()
-        s.proxy.remove(chosen)
-        then(None)
-        assert (await talker.response())[0] == 503
-        await eventually(s.idle)
-        assert s.metrics.slo_requests.values == {("free", "m", "failed"): 1} and decided(s) == {SENT: 1}
-
-
-async def test_a_client_that_leaves_while_redis_is_asked_leaves_nothing():
-    async with counted(Engine()) as (s, _):
-        s.proxy.placing.shared = shared = Undecided()
-        talker = await send(s, "a")
-        await eventually(lambda: shared.asked)
-        await talker.close()
-        await eventually(s.idle)
-        shared.asked.pop()[1](None)
-        assert decided(s) == {SENT: 1} and not s.metrics.slo_requests.values
-
-
-FAILED = b'{"error":{"message":"died","type":"InternalServerError","code":%d}}'
-SSE_ERROR = b"HTTP/1.1 %d Failed\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-def in_a_stream(status):
-    return SSE_ERROR % status + chunk(b"data: %b\n\n" % (FAILED % status)) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    "answer, outcome",
-    [
-        (reply(FAILED % 500, b"500 Failed"), {"failed": 1}),
-        (reply(FAILED % 400, b"400 Failed"), {}),  # the client's own
-        (in_a_stream(500), {"failed": 1}),
-        (in_a_stream(400), {}),
-    ],
-)
-async def test_a_stream_that_is_answered_with_an_error_is_judged_as_a_stream(answer, outcome):
-    async with counted(says(answer, then_hangs=False)) as (s, _):
-        assert (await (await send(s, "a")).response())[0] >= 400
-        await eventually(s.idle)
-        assert dict(s.metrics.slo_requests.by("outcome")) == outcome
-
-
-async def test_a_stream_that_is_cut_counts_as_failed():
-    async with counted(streams(chunk(EVENT), end=None)) as (s, _):
-        assert (await (await send(s, "a")).response())[0] == 200
-        await eventually(s.idle)
-        assert s.metrics.slo_requests.values == {("free", "m", "failed"): 1}
-        assert not s.metrics.answer_e2e_seconds.series
 
 
 async def test_who_waits_until_the_time_of_any_request_is_over_has_not_left():
@@ -178,7 +106,61 @@ async def test_a_decision_that_makes_the_gateway_fail_leaves_nothing(monkeypatch
 
         monkeypatch.setattr(s.proxy.placing, "_take", fails)
         with pytest.raises(RuntimeError):
-            await Decisions(s.proxy).decide("/v1/chat/completions", BODY, {})
+            await decide(Decisions(s.proxy))
+
+
+@pytest.mark.parametrize("leaves", ["replica", "client"])
+async def test_one_that_was_admitted_and_whose_replica_went_before_it_was_sent_counts_as_failed(leaves):
+    """While Redis was asked about it; where its client left meanwhile, nothing is left of it."""
+    async with counted(Engine()) as (s, _):
+        s.proxy.placing.shared = shared = Undecided()
+        talker = await send(s, "a")
+        await eventually(lambda: shared.asked)
+        chosen, then = shared.asked.pop()
+        if leaves == "client":
+            await talker.close()
+            await eventually(s.idle)
+        else:
+            s.proxy.remove(chosen)
+        then(None)
+        assert leaves == "client" or (await talker.response())[0] == 503
+        await eventually(s.idle)
+        assert s.metrics.slo_requests.values == ({("free", "m", "failed"): 1} if leaves == "replica" else {})
+        assert decided(s) == {SENT: 1}
+
+
+drops = says(then_hangs=False)
+FAILED = b'{"error":{"message":"died","type":"InternalServerError","code":%d}}'
+
+
+def fails(status, in_a_stream=False):
+    """A replica that answers with this error, which its client gets."""
+    error = FAILED % status
+    if not in_a_stream:
+        return says(reply(error, b"%d Failed" % status), then_hangs=False)
+    head = SSE_HEAD.replace(b"200 OK", b"%d Failed" % status)
+    return says(head + chunk(b"data: %b\n\n" % error) + ENDS, then_hangs=False)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "retries", "status", "outcome"),
+    [
+        ([drops], 2, 502, {"failed": 1}),
+        ([drops] * 2, 3, 502, {"failed": 1}),
+        ([drops] * 2, 1, 502, {"failed": 1}),  # it may be tried no more
+        ([streams(chunk(EVENT), end=None)], 2, 200, {"failed": 1}),  # its stream is cut
+        ([fails(500)], 2, 500, {"failed": 1}),
+        ([fails(400)], 2, 400, {}),  # the client's own
+        ([fails(500, in_a_stream=True)], 2, 500, {"failed": 1}),
+        ([fails(400, in_a_stream=True)], 2, 400, {}),
+    ],
+)
+async def test_a_stream_that_fails_counts_as_failed_once(replicas, retries, status, outcome):
+    async with counted(*replicas, retries=retries) as (s, _):
+        assert (await told(s, "a"))[0] == status
+        await eventually(s.idle)
+        assert dict(s.metrics.slo_requests.by("outcome")) == outcome and decided(s) == {SENT: 1}
+        assert not s.metrics.answer_e2e_seconds.series
 
 
 @pytest.mark.parametrize("step, status", [("reject", 429), ("observe", 200), ("wait", 200)])
@@ -186,7 +168,5 @@ async def test_of_many_that_come_at_once_each_is_counted_once(step, status):
     engine = Engine()
     async with counted(engine, slo=Slo(ttft=20.0), rules=Rules((step,), engine_wait=0.0)) as (s, _):
         talkers = [await send(s, name) for name in "abcd"]
-        for name in "abcd":
-            engine.answer(name)
-        answered = {(await one.response())[0] for one in talkers}
-        assert answered <= {200, status}
+        engine.answer(*"abcd")
+        assert {(await one.response())[0] for one in talkers} <= {200, status}

@@ -1,7 +1,6 @@
 """Requests whose prompt nobody here reads: which of them wait in the queue, and what they are told."""
 
 import asyncio
-import json
 
 import pytest
 
@@ -10,7 +9,7 @@ from policies import Rule, Rules, Slo
 
 from ..http.talk import eventually
 from .replies import post
-from .test_queue import FREE, PREMIUM, Engine, ask, busy, fills, queued, waiting
+from .test_queue import FREE, PREMIUM, Engine, ask, busy, decide, fills, queued, waiting
 
 
 def unread(name, path=b"/invocations"):
@@ -32,13 +31,9 @@ async def test_a_request_whose_prompt_is_not_read_waits_where_all_is_full(path):
             engine.answer(name)
         for one in (first, premium, second):
             assert (await one.response())[0] == 200
-        assert s.metrics.admission.values == {
-            ("admitted", "free", "room"): 1,
-            ("queued", "free", "full"): 1,
-            ("queued", "premium", "full"): 1,
-            ("admitted", "free", "turn"): 1,
-            ("admitted", "premium", "turn"): 1,
-        }
+        each = [("queued", "full"), ("admitted", "turn")]
+        counts = {(decision, name, reason): 1 for name in ("free", "premium") for decision, reason in each}
+        assert s.metrics.admission.values == {("admitted", "free", "room"): 1, **counts}
         assert s.metrics.slo_requests.total() == 2, "of the one that is not read nobody sees when it begins"
 
 
@@ -59,7 +54,7 @@ async def test_what_computes_no_prompt_does_not_wait():
         first = await fills(s, engine)
         other = await s.say(unread("b", b"/v1/messages/count_tokens"))
         await eventually(lambda: engine.seen == ["a", "b"])
-        engine.answer("a"), engine.answer("b")
+        engine.answer("a", "b")
         assert (await first.response())[0] == (await other.response())[0] == 200
         assert s.metrics.admission.total() == 1
 
@@ -72,12 +67,11 @@ async def test_unread_requests_that_are_not_taken_are_told_so():
 
 
 async def test_a_decision_for_what_computes_no_prompt_does_not_wait():
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]}).encode()
     async with queued(Engine()) as (s, queue):
         decisions = Decisions(s.proxy)
-        leases = [await decisions.decide("/v1/chat/completions", body, {})]
-        leases.append(await decisions.decide("/v1/messages/count_tokens", body, {}))
-        late = asyncio.ensure_future(decisions.decide("/invocations", body, {}))
+        leases = [await decide(decisions)]
+        leases.append(await decisions.decide("/v1/messages/count_tokens", b"{}", {}))
+        late = asyncio.ensure_future(decisions.decide("/invocations", b"{}", {}))
         await eventually(lambda: waiting(queue)["free"] == 1)
         for one in leases:
             await decisions.done(one["id"], b"")

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import asynccontextmanager, suppress
+from unittest.mock import AsyncMock
 
 import orjson
 import pytest
@@ -77,9 +78,8 @@ def test_nothing_is_left_whatever_happens(steps):
                 try:
                     if what in ("decide", "whole", "expire"):
                         lease = 0.0 if what == "expire" else 60.0
-                        made.append(
-                            (await d.decide(PATH, chat(f"{number} " * 50, stream=what != "whole"), {}, (), lease))["id"]
-                        )
+                        body = chat(f"{number} " * 50, stream=what != "whole")
+                        made.append((await d.decide(PATH, body, {}, (), lease))["id"])
                         await asyncio.sleep(0)
                     elif what == "first":
                         await d.first_byte(id)
@@ -241,9 +241,8 @@ async def test_a_rank_is_named_by_its_header_and_a_session_stays():
         assert len({one["replica"] for one in made}) == 1
         rank = list(s.proxy.backends).index(made[0]["replica"])
         assert made[0]["headers"] == {"X-data-parallel-rank": str(rank)}
-        assert (
-            len({(await d.decide(PATH, chat(), {"x-session-id": str(number)}))["replica"] for number in range(30)}) > 1
-        )
+        others = [await d.decide(PATH, chat(), {"x-session-id": str(number)}) for number in range(30)]
+        assert len({one["replica"] for one in others}) > 1
 
 
 async def test_candidates_are_in_the_order_of_the_policy():
@@ -306,16 +305,12 @@ async def test_with_keys_in_force_explain_refuses_what_tenants_may_not_ask(path,
 
 
 async def test_of_a_model_that_nobody_serves_nothing_is_decided_on_any_path():
-    asked = []
-
-    async def ask():
-        asked.append(True)
-
-    async with two_models(ask_models=ask) as (s, d):
+    asks = AsyncMock()
+    async with two_models(ask_models=asks) as (s, d):
         for path in ("/v1/rerank", PATH):
             failure = await refused(d.decide(path, chat(model="nobody"), {"content-type": "application/json"}))
             assert (failure.status, failure.code) == (404, "model_not_found")
-        assert asked and s.idle()
+        assert asks.called and s.idle()
         failure = await refused(datapath.explain(s.proxy, "/v1/rerank", chat(model="nobody"), {}))
         assert failure.code == "model_not_found"
 

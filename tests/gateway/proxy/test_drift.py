@@ -14,66 +14,58 @@ def test_a_map_that_is_wrong_is_found_out_within_a_window():
     assert verdicts == [False] * (WINDOW - 1) + [True]
 
 
-def test_counters_speak_for_engines_that_report_nothing():
+def tells(predicted, prompt):
+    """An answer whose engine reports nothing."""
+    return lambda drift: drift.unreported(predicted, prompt)
+
+
+def reports(predicted, cached, fetched=0):
+    return lambda drift: drift.reported(predicted, cached, 1000, fetched=fetched)
+
+
+def counts(queries, hits, is_drift=False, idle=True):
+    """The engine's counters of lookups, and whether they say that the map is wrong."""
+
+    def step(drift):
+        assert drift.counted(queries, hits, idle=idle) is is_drift
+
+    return step
+
+
+PROMISED = tells(800, 1000)
+COUNTED = {
+    "speak for engines that report nothing": [
+        counts(9000, 5000),  # where it began is not known
+        PROMISED,
+        counts(9500, 5400, idle=False),  # requests in flight: not comparable
+        counts(10000, 5800),  # as promised
+        PROMISED,
+        counts(11000, 5800, True),  # promised 800, delivered none
+    ],
+    "speak also where an engine counts no lookups": [counts(None, 5000), PROMISED, counts(None, 5000, True)],
+    "have what responses reported, too": [
+        counts(0, 0), reports(992, 992), PROMISED, counts(2000, 1792), reports(992, 992), PROMISED,
+        counts(4000, 2784, True),  # 992 of them reported: for the other nothing was found
+    ],
+    "know nothing of what was fetched": [counts(0, 0), reports(992, 992, fetched=900), PROMISED, counts(2000, 892)],
+    "are not compared when they speak of other requests, too": [
+        counts(0, 0), tells(0, 1000),
+        counts(2000, 992),  # another gateway's, or one whose client left
+        PROMISED,
+        counts(3000, 992, True),  # alone again
+    ],
+    "are not compared when a request had several prompts": [
+        counts(0, 0), tells(0, 1000), Drift.exclude, counts(1000, 992), tells(0, 1000), counts(2000, 1984, True),
+    ],
+    "fall at a restart, which is no drift": [counts(9000, 5000), PROMISED, counts(0, 0)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("counters", COUNTED)
+def test_counters_of_lookups(counters):
     drift = Drift()
-    assert not drift.counted(9000, 5000, idle=True)  # where it began is not known
-    drift.unreported(800, 1000)
-    assert not drift.counted(9500, 5400, idle=False)  # requests in flight: not comparable
-    assert not drift.counted(10000, 5800, idle=True)  # as promised
-    drift.unreported(800, 1000)
-    assert drift.counted(11000, 5800, idle=True)  # promised 800, delivered none
-
-
-def test_counters_speak_also_where_an_engine_counts_no_lookups():
-    drift = Drift()
-    drift.counted(None, 5000, idle=True)
-    drift.unreported(800, 1000)
-    assert drift.counted(None, 5000, idle=True)
-
-
-def test_what_responses_reported_is_in_the_counters_too():
-    drift = Drift()
-    drift.counted(0, 0, idle=True)
-    drift.reported(992, 992, 1000)
-    drift.unreported(800, 1000)
-    assert not drift.counted(2000, 1792, idle=True)
-    drift.reported(992, 992, 1000)
-    drift.unreported(800, 1000)
-    assert drift.counted(4000, 2784, idle=True)  # 992 of them reported: for the other nothing was found
-
-
-def test_counters_know_nothing_of_what_was_fetched():
-    drift = Drift()
-    drift.counted(0, 0, idle=True)
-    drift.reported(992, 992, 1000, fetched=900)
-    drift.unreported(800, 1000)
-    assert not drift.counted(2000, 892, idle=True)
-
-
-def test_counters_are_not_compared_when_they_speak_of_other_requests_too():
-    drift = Drift()
-    drift.counted(0, 0, idle=True)
-    drift.unreported(0, 1000)
-    assert not drift.counted(2000, 992, idle=True)  # another gateway's, or one whose client left
-    drift.unreported(800, 1000)
-    assert drift.counted(3000, 992, idle=True)  # alone again
-
-
-def test_counters_are_not_compared_when_a_request_had_several_prompts():
-    drift = Drift()
-    drift.counted(0, 0, idle=True)
-    drift.unreported(0, 1000)
-    drift.exclude()
-    assert not drift.counted(1000, 992, idle=True)
-    drift.unreported(0, 1000)
-    assert drift.counted(2000, 1984, idle=True)
-
-
-def test_a_counter_that_falls_is_a_restart_not_drift():
-    drift = Drift()
-    drift.counted(9000, 5000, idle=True)
-    drift.unreported(800, 1000)
-    assert not drift.counted(0, 0, idle=True)
+    for step in COUNTED[counters]:
+        step(drift)
 
 
 @pytest.mark.parametrize("offset", [16, -16])

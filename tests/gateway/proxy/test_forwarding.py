@@ -64,11 +64,8 @@ class Engine:
 
     def answer(self, path: str, body: bytes, head: bytes):
         said = json.loads(body)
-        given = (
-            said["prompt"]
-            if path == COMPLETIONS
-            else (said.pop("kv_transfer_params", None) or {}).get("prompt_token_ids")
-        )
+        transfer = said.pop("kv_transfer_params", None) or {}
+        given = said["prompt"] if path == COMPLETIONS else transfer.get("prompt_token_ids")
         given = given if isinstance(given, list) else None
         trial = "return_token_ids" in said or (given is not None and len(given) == 1)
         self.headers.append(head)
@@ -121,6 +118,11 @@ async def asked(s, *request, **more) -> int:
     return status
 
 
+async def asked_in_turn(s, count):
+    for turn in range(count):
+        await asked(s, request(turn=turn))
+
+
 FIRST = 1 + CONFIRMATIONS  # bodies of a kind that go as received: one that makes it known, and those to be confirmed
 TEXT, IDS = [False] * FIRST, True
 
@@ -139,10 +141,23 @@ async def behind(engine, *others, **options):
         yield s
 
 
+@asynccontextmanager
+async def alone(engine, **options):
+    async with behind(engine, **options) as s:
+        yield s, engine
+
+
+@asynccontextmanager
+async def known(pipeline):
+    """An engine that has confirmed plain bodies."""
+    async with alone(Engine(pipeline)) as (s, engine):
+        await confirmed(s)
+        yield s, engine
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_ids_are_sent_once_a_sample_of_bodies_was_shown_to_be_taken_and_the_same(pipeline, path):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
+    async with alone(Engine(pipeline)) as (s, engine):
         await confirmed(s, path=path)
         assert engine.trials == CONFIRMATIONS + 1  # and whether it uses ids at all
         for turn in range(3):
@@ -187,9 +202,7 @@ async def test_each_kind_of_body_is_confirmed_by_itself(pipeline):
     """Which kinds there are: template, tools or none, roles and fields of messages, variables."""
     kinds = [pipeline.prepare(path, request(path, **more)).kind for path, more in KINDS]
     assert all(kinds) and len(set(zip((path for path, _ in KINDS), kinds, strict=True))) == len(KINDS)
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
+    async with known(pipeline) as (s, engine):
         for path, more in KINDS:
             await asked(s, request(path, **more), path)
         assert engine.sent_ids == [*TEXT, IDS, *[False] * (len(KINDS) - 1)]
@@ -202,16 +215,14 @@ async def test_each_kind_of_body_is_confirmed_by_itself(pipeline):
     {"messages": [{"role": "observer", "content": WORDS}]},
 ])  # fmt: skip
 async def test_bodies_of_no_kind_go_as_received_and_nothing_is_asked_about_them(pipeline, more):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
+    async with alone(Engine(pipeline)) as (s, engine):
         for turn in range(CONFIRMATIONS + 1):
             await asked(s, request(turn=turn, **more))
         assert not any(engine.sent_ids) and engine.trials == 0 and served(s).forwarding.kinds == {}
 
 
 async def test_the_same_body_again_is_no_further_confirmation(pipeline):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
+    async with alone(Engine(pipeline)) as (s, engine):
         for _ in range(FIRST + 2):
             await asked(s, request())
         assert engine.trials == 2 and not any(engine.sent_ids)
@@ -219,8 +230,7 @@ async def test_the_same_body_again_is_no_further_confirmation(pipeline):
 
 async def test_what_is_known_of_kinds_is_bounded(pipeline, monkeypatch):
     monkeypatch.setattr(token_ids, "MOST_KINDS", 4)
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
+    async with alone(Engine(pipeline)) as (s, engine):
         for number in range(8):
             await asked(s, request(chat_template_kwargs={"number": number}))
         assert len(served(s).forwarding.kinds) == 4
@@ -233,8 +243,7 @@ async def test_what_is_known_of_kinds_is_bounded(pipeline, monkeypatch):
     ({"refuses": 422}, "refuses ids with status 422"),
 ])  # fmt: skip
 async def test_an_engine_that_will_not_have_them_gets_all_as_received(pipeline, faults, why, caplog):
-    engine = Engine(pipeline, **faults)
-    async with behind(engine) as s:
+    async with alone(Engine(pipeline, **faults)) as (s, engine):
         for turn in range(CONFIRMATIONS + 3):
             assert await asked(s, request(turn=turn)) == 200
         assert engine.bodies == [request(turn=turn) for turn in range(CONFIRMATIONS + 3)]
@@ -244,10 +253,8 @@ async def test_an_engine_that_will_not_have_them_gets_all_as_received(pipeline, 
 
 
 async def test_a_trial_that_is_not_answered_says_nothing_and_is_made_again_after_a_pause(pipeline, monkeypatch):
-    engine = Engine(pipeline, tries=500)
-    async with behind(engine) as s:
-        for turn in range(3):
-            await asked(s, request(turn=turn))
+    async with alone(Engine(pipeline, tries=500)) as (s, engine):
+        await asked_in_turn(s, 3)
         assert engine.trials == 1 and engine.sent_ids == [False] * 3 and s.metrics.ids_refused.total() == 0
         assert s.metrics.token_id_checks.values == {(served(s).id, "unanswered"): 1}
         engine.tries = 200
@@ -260,11 +267,8 @@ async def test_a_trial_that_is_not_answered_says_nothing_and_is_made_again_after
 
 async def test_one_in_so_many_is_checked(pipeline, monkeypatch):
     monkeypatch.setattr(token_ids, "CHECK_EVERY", 4)
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
-        for turn in range(9):
-            await asked(s, request(turn=turn))
+    async with known(pipeline) as (s, engine):
+        await asked_in_turn(s, 9)
         assert engine.sent_ids[FIRST:] == [IDS, IDS, IDS, False, IDS, IDS, IDS, False, IDS]
         assert s.metrics.token_id_checks.values == {(served(s).id, "same"): CONFIRMATIONS + 2}
 
@@ -278,8 +282,7 @@ async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_a
     async with behind(first, second) as s:
         await confirmed(s)
         first.other = True
-        for turn in range(20):
-            await asked(s, request(turn=turn))
+        await asked_in_turn(s, 20)
         assert first.sent_ids == [*TEXT, IDS, IDS, IDS, *[False] * 7]
         assert second.sent_ids[: len(TEXT) + 3] == first.sent_ids[: len(TEXT) + 3] and not any(second.sent_ids[-6:])
         one, other = served(s), served(s, 1)
@@ -292,8 +295,7 @@ async def test_the_first_difference_ends_it_for_all_replicas_until_that_one_is_a
         await asked(s, request(turn=51))
         assert "no" not in other.replica.takes_ids.split()
         await confirmed(s)
-        for turn in range(2):
-            await ask(s, request(turn=turn))
+        await asked_in_turn(s, 2)
         assert first.sent_ids[-1] and second.sent_ids[-1]
 
 
@@ -313,15 +315,11 @@ async def test_a_replica_that_differed_holds_nobody_back_when_it_is_removed(pipe
 )
 @pytest.mark.parametrize("text", [WORDS, "short"])
 async def test_the_first_contradicting_count_ends_it(pipeline, text, reads, more, caplog):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
+    async with known(pipeline) as (s, engine):
         engine.miscounts = 1
 
         async def until_read():
-            await eventually(
-                lambda: any(one.attempts[-1].pieces or one.attempts[-1].withheld for one in s.proxy.exchanges)
-            )
+            await s.exchange(lambda attempt: attempt.pieces or attempt.withheld)
 
         engine.pieces = until_read if reads == "several" else None
         assert await ask(s, request(turn=2, text=text, **more)) == 200
@@ -335,24 +333,8 @@ async def test_the_first_contradicting_count_ends_it(pipeline, text, reads, more
         assert s.metrics.ids_refused.total() == 1
 
 
-@pytest.mark.parametrize(
-    "more", [{"documents": []}, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"a": None}}]
-)
-@pytest.mark.parametrize("text", [WORDS, "short"])
-async def test_what_a_body_says_in_vain_of_its_rendering_makes_it_no_kind_of_its_own(pipeline, text, more):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
-        engine.miscounts = 1
-        await ask(s, request(turn=2, text=text, **more))
-        engine.miscounts = 0
-        await ask(s, request(turn=3))
-        assert not engine.sent_ids[-1] and s.metrics.ids_refused.total() == 1
-
-
 async def test_one_client_with_many_kinds_of_bodies_writes_one_line_in_the_log(pipeline, caplog):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
+    async with alone(Engine(pipeline)) as (s, engine):
         engine.miscounts = 1
         for number in range(20):
             await ask(s, request(turn=number, chat_template_kwargs={"n": number}))
@@ -374,8 +356,7 @@ async def test_a_count_of_a_body_that_its_client_steers_ends_it_for_bodies_of_it
         first.miscounts = second.miscounts = 0
         await confirmed(s, turn=300, **OFF)  # which is not to be
         assert not any(first.sent_ids[-FIRST:] + second.sent_ids[-FIRST:])
-        for turn in range(2):
-            await ask(s, request(turn=turn))
+        await asked_in_turn(s, 2)
         assert first.sent_ids[-1] and second.sent_ids[-1]
         assert "enable_thinking=False" in caplog.text and not s.metrics.ids_refused.total()
         one = next(backend for backend in s.proxy.backends.values() if backend.id in caplog.text)
@@ -388,9 +369,7 @@ async def test_a_count_of_a_body_that_its_client_steers_ends_it_for_bodies_of_it
 
 
 async def test_other_ids_of_a_kind_that_its_client_steers_end_it_for_that_kind(pipeline):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
+    async with known(pipeline) as (s, engine):
         engine.other = True
         for turn in range(3):
             await asked(s, request(turn=turn, **OFF))
@@ -402,40 +381,36 @@ async def test_other_ids_of_a_kind_that_its_client_steers_end_it_for_that_kind(p
         assert engine.sent_ids[-2:] == [False, True] and served(s).replica.takes_ids == f"{CHAT}: yes"
 
 
+VAIN = [{"documents": []}, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"a": None}}]
+NEVER_FORWARDED = [
+    {"field_of_next_year": 1},
+    {"chat_template_kwargs": {"nested": {"a": 1}}},
+    {"messages": [{"role": "user", "content": "x", "a_field_of_next_year": 1}]},
+]
+CUT = {"truncate_prompt_tokens": 30}  # the engine leaves out another part
+
+
 @pytest.mark.parametrize(
-    "more",
+    ("more", "text", "ends"),
     [
-        {"field_of_next_year": 1},
-        {"chat_template_kwargs": {"nested": {"a": 1}}},
-        {"messages": [{"role": "user", "content": "x", "a_field_of_next_year": 1}]},
+        *((more, text, True) for more in VAIN for text in (WORDS, "short")),
+        *((more, WORDS, False) for more in (*NEVER_FORWARDED, CUT)),
     ],
 )
-async def test_a_count_of_a_body_that_is_never_forwarded_ends_nothing(pipeline, more):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
-        engine.miscounts = 1
-        assert await ask(s, request(turn=2, **more)) == 200
+async def test_a_wrong_count_ends_it_where_a_body_says_in_vain_how_it_is_rendered_and_not_where_it_is_never_forwarded(
+    pipeline, more, text, ends
+):
+    async with known(pipeline) as (s, engine):
+        engine.miscounts = 3
+        assert await ask(s, request(turn=2, text=text, **more)) == 200
         engine.miscounts = 0
         await ask(s, request(turn=3))
-        assert engine.sent_ids[-1] and not s.metrics.ids_refused.total() and s.metrics.prompt_mismatches.total() == 1
-
-
-async def test_a_count_of_a_prompt_that_its_client_had_cut_says_nothing(pipeline):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
-        engine.miscounts = 3  # it leaves out another part
-        assert await ask(s, request(turn=2, truncate_prompt_tokens=30)) == 200
-        engine.miscounts = 0
-        await ask(s, request(turn=3))
-        assert engine.sent_ids[-1] and not s.metrics.ids_refused.total()
+        assert engine.sent_ids[-1] is not ends and s.metrics.ids_refused.total() == ends
+        assert ends or s.metrics.prompt_mismatches.total() == (more is not CUT)
 
 
 async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pipeline):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
+    async with known(pipeline) as (s, engine):
         engine.refuses = 400  # ids of long prompts, though it took the trial's
         for turn in range(1, 4):
             assert await asked(s, request(turn=turn)) == 200
@@ -446,9 +421,7 @@ async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pi
 
 
 async def test_the_clients_own_fault_is_told_by_the_request_as_received_and_ends_nothing(pipeline):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
+    async with known(pipeline) as (s, engine):
         honest, engine.answer = (
             engine.answer,
             lambda path, body, head: (engine.bodies.append(body), (400, {"error": {}}))[1],
@@ -461,8 +434,7 @@ async def test_the_clients_own_fault_is_told_by_the_request_as_received_and_ends
 
 
 async def test_another_process_behind_the_address_is_shown_anew(pipeline):
-    engine = Engine(pipeline, takes=False)
-    async with behind(engine) as s:
+    async with alone(Engine(pipeline, takes=False)) as (s, engine):
         await ask(s, request())
         await asked(s, request())
         assert "does not use ids" in served(s).replica.takes_ids
@@ -476,8 +448,7 @@ async def test_a_retry_elsewhere_is_as_received(pipeline):
     first, second = Engine(pipeline), Engine(pipeline)
     async with behind(first, second) as s:
         await confirmed(s)
-        for turn in range(2):
-            await asked(s, request(turn=turn))
+        await asked_in_turn(s, 2)
         assert first.sent_ids == second.sent_ids == [*TEXT, IDS]
         for engine in (first, second):  # whichever is asked first fails
 
@@ -514,9 +485,7 @@ async def test_what_is_sent_again_on_a_fresh_connection_is_as_received(pipeline)
 
 
 async def test_what_would_not_fit_the_context_is_left_to_the_engine_to_judge(pipeline):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
+    async with known(pipeline) as (s, engine):
         tokens = pipeline.prepare(CHAT, request()).tokens
         for length, limit in [(tokens + 5, 5), (tokens + 4, 5), (tokens + 1, None), (tokens, None), (None, 5)]:
             served(s).replica.max_model_len = length
@@ -528,8 +497,7 @@ async def test_what_would_not_fit_the_context_is_left_to_the_engine_to_judge(pip
 async def test_never_means_never(pipeline):
     engine = Engine(pipeline)
     async with behind(engine, tokenize_once=False) as s:
-        for turn in range(3):
-            await asked(s, request(turn=turn))
+        await asked_in_turn(s, 3)
         assert engine.trials == 0 and engine.bodies == [request(turn=turn) for turn in range(3)]
 
 
@@ -544,8 +512,7 @@ async def test_short_prompts_try_nothing(pipeline):
 
 
 async def test_the_trial_brings_the_clients_key(pipeline):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
+    async with alone(Engine(pipeline)) as (s, engine):
         await ask(s, request(turn=1))
         engine.headers.clear()
         await asked(s, request(), extra=b"Authorization: Bearer secret\r\n")
@@ -620,9 +587,7 @@ async def test_ids_made_before_the_way_changed_are_neither_sent_nor_held_against
 
 async def test_kinds_that_never_come_again_are_not_asked_about_and_push_no_other_out(pipeline, monkeypatch):
     monkeypatch.setattr(token_ids, "MOST_KINDS", 4)
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
-        await confirmed(s)
+    async with known(pipeline) as (s, engine):
         trials = engine.trials
         for number in range(8):
             await ask(s, request(chat_template_kwargs={"user_name": f"user {number}"}))
@@ -631,8 +596,7 @@ async def test_kinds_that_never_come_again_are_not_asked_about_and_push_no_other
 
 
 async def test_a_kind_whose_check_is_not_answered_holds_no_other_back(pipeline):
-    engine = Engine(pipeline)
-    async with behind(engine) as s:
+    async with alone(Engine(pipeline)) as (s, engine):
         engine.tries = 500
         for turn in range(2):
             await asked(s, request(turn=turn, tools=TOOLS))

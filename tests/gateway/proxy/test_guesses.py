@@ -9,13 +9,8 @@ from gateway.proxy.exactness.drift import WINDOW
 from .replies import answers, post
 from .stack import stack
 
-USAGE = json.dumps(
-    {
-        "object": "chat.completion",
-        "choices": [],
-        "usage": {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 900}},
-    }
-).encode()
+TOLD = {"usage": {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 900}}}
+USAGE = json.dumps({"object": "chat.completion", "choices": [], **TOLD}).encode()
 
 
 class Events:
@@ -37,8 +32,7 @@ async def test_only_a_map_of_guesses_is_mended_by_guesses(events):
         backend.intake = events
         talk = await s.talk()
         for number in range(2 * WINDOW):
-            assert (
-                await talk.ask(post({"model": "m", "messages": [{"role": "user", "content": f"{number} word" * 100}]}))
-            )[0] == 200
+            body = {"model": "m", "messages": [{"role": "user", "content": f"{number} word" * 100}]}
+            assert (await talk.ask(post(body)))[0] == 200
         assert s.metrics.prompts.total(mode="text") == 2 * WINDOW
         assert (s.metrics.heals.total() > 0) == (events is None) and (events is None or events.resyncs == 0)

@@ -21,6 +21,7 @@ ASK = {
     "model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi",
     "tokens": [1], "token_ids": [1],
 }  # fmt: skip
+LEGS_ID = b"___prefill_addr_10.0.0.9:80___decode_addr_10.0.0.8:80_1"
 HANDLE = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [[1]], "remote_host": "10.0.0.9"}
 
 
@@ -73,9 +74,7 @@ async def test_a_tenants_request_with_such_a_field_is_refused_at_every_path(tmp_
         for header in HEADERS:
             status, answer = await ask(path, ASK, (header, b"10.0.0.9:80"))
             assert status == 400 and header in answer
-        status, answer = await ask(
-            path, ASK, (b"x-request-id", b"___prefill_addr_10.0.0.9:80___decode_addr_10.0.0.8:80_1")
-        )
+        status, answer = await ask(path, ASK, (b"x-request-id", LEGS_ID))
         assert status == 400 and b"x-request-id" in answer
         assert not seen and s.idle()
 
@@ -83,25 +82,20 @@ async def test_a_tenants_request_with_such_a_field_is_refused_at_every_path(tmp_
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_tenants_other_requests_reach_the_engine_as_before(tmp_path, path):
     async with engine(tmp_path) as (s, seen, ask):
-        body = {
-            **ASK,
-            "kv_transfer_params": None,
-            "user": 'says "kv_transfer_params": 1',
-            "vllm_xargs": {"session_id": "a"},
-        }
+        body = ASK | {"kv_transfer_params": None, "user": 'says "kv_transfer_params": 1'}
+        body |= {"vllm_xargs": {"session_id": "a"}}
         assert (await ask(path, body, (b"x-request-id", b"an-id")))[0] == 200
         assert [json.loads(one[1]) for one in seen] == [body]
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_without_keys_nothing_is_refused(tmp_path, path):
-    id = b"___prefill_addr_10.0.0.9:80___decode_addr_10.0.0.8:80_1"
     async with engine(tmp_path, keys=False) as (s, seen, ask):
         body = {**ASK, **dict.fromkeys(FIELDS, HANDLE), "vllm_xargs": {"kv_transfer_params": "a"}}
         headers = [(name, b"10.0.0.9:80") for name in HEADERS]
-        assert (await ask(path, body, *headers, (b"x-request-id", id)))[0] == 200
+        assert (await ask(path, body, *headers, (b"x-request-id", LEGS_ID)))[0] == 200
         ((head, received),) = seen
-        assert json.loads(received) == body and id in head and all(name in head for name in HEADERS)
+        assert json.loads(received) == body and LEGS_ID in head and all(name in head for name in HEADERS)
 
 
 @pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations", "/v1/mine"])
@@ -124,7 +118,6 @@ async def test_one_that_cannot_be_prepared_is_refused_all_the_same(tmp_path, mon
 
 async def test_a_model_that_nobody_is_known_to_serve_makes_no_difference(tmp_path):
     async with engine(tmp_path) as (s, seen, ask):
-        status, answer = await ask(
-            "/v1/chat/completions", {**ASK, "model": "loaded-later", "kv_transfer_params": HANDLE}
-        )
+        body = {**ASK, "model": "loaded-later", "kv_transfer_params": HANDLE}
+        status, answer = await ask("/v1/chat/completions", body)
         assert status == 400 and b"field_not_allowed" in answer

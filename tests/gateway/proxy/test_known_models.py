@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -18,31 +19,25 @@ def questions_without_a_pause(monkeypatch):
     monkeypatch.setattr(model_refresh, "PAUSE_SECONDS", 0.0)
 
 
-async def test_a_model_whose_only_replica_is_away_is_not_unknown():
+async def status_of(s, model: str, path: bytes = b"/v1/chat/completions") -> int:
+    return (await s.ask(post(BODY.replace(b'"m"', b'"%b"' % model.encode()), path)))[0]
+
+
+async def test_a_model_whose_only_replica_is_away_is_not_unknown_and_a_misspelt_one_is():
     async with stack(answers(), answers()) as s:
-        other, away = s.proxy.backends.values()
-        away.replica.models = {"away": None}
+        other, away = (backend.replica for backend in s.proxy.backends.values())
+        away.models = {"away": None}
         s.proxy.changed()
-        away.replica.state, away.replica.models = State.FAILED, {}
-        s.proxy.changed()
-        talk = await s.talk()
-        for model, status in (("away", 503), ("none", 404)):
-            assert (await talk.ask(post(BODY.replace(b'"m"', b'"%b"' % model.encode()))))[0] == status
+        away.models = {}
+        s.becomes(away, State.FAILED)
+        assert [await status_of(s, model) for model in ("away", "none")] == [503, 404]
+        models, other.models = other.models, {}
+        s.becomes(other, State.FAILED)
+        assert [await status_of(s, model) for model in ("m", "away", "none")] == [503, 503, 404]
+        other.models = models
+        s.becomes(other, State.READY)
         s.proxy.remove(away.id)
-        assert (await talk.ask(post(BODY.replace(b'"m"', b'"away"'))))[
-            0
-        ] == 404 and s.proxy.eligible.names == other.replica.models
-
-
-async def test_a_misspelt_model_is_unknown_though_all_replicas_are_away():
-    async with stack(answers()) as s:
-        (replica,) = (one.replica for one in s.proxy.backends.values())
-        s.proxy.changed()
-        replica.state, replica.models = State.FAILED, {}
-        s.proxy.changed()
-        talk = await s.talk()
-        for model, status in (("m", 503), ("none", 404)):
-            assert (await talk.ask(post(BODY.replace(b'"m"', b'"%b"' % model.encode()))))[0] == status
+        assert await status_of(s, "away") == 404 and s.proxy.eligible.names == models
 
 
 async def test_a_model_that_only_a_degraded_replica_serves_is_listed_with_its_adapters():
@@ -72,15 +67,10 @@ async def test_a_model_whose_pod_went_is_waited_for_for_a_while(monkeypatch):
         for replica in (first, second):
             s.proxy.remove(replica.id)
         said = r"no replica of 'away' is ready \(a pod of it went \d+ s ago\)"
-        assert all(
-            status == 503 and re.fullmatch(said, why) and later == "1"
-            for status, why, later in await refusals(s, b"away")
-        )
-        talk = await s.talk()
-        for model, status in ((b"red", 503), (b"away", 503), (b"removed", 404)):
-            assert (await talk.ask(post(b'{"model":"%b","query":"x","documents":["y"]}' % model, b"/v1/rerank")))[
-                0
-            ] == status, model
+        for status, why, later in await refusals(s, b"away"):
+            assert status == 503 and re.fullmatch(said, why) and later == "1"
+        for model, status in (("red", 503), ("away", 503), ("removed", 404)):
+            assert await status_of(s, model, b"/v1/rerank") == status, model
         monkeypatch.setattr(known_models, "EXPECTED_SECONDS", 0.0)
         assert {status for status, *_ in await refusals(s, b"away")} == {404}
 
@@ -228,9 +218,8 @@ async def test_a_model_is_not_unknown_while_a_replica_has_not_told_what_it_serve
         for state in (State.STARTING, State.WARMING, State.FAILED):
             replicas["late"] = away(9, state)
             told = f"these have not told their models yet: 127.0.0.1:9 is {state}: nothing listens there"
-            assert await refusals(s, b"late") == {
-                (503, f"no replica is known to serve 'late' {served_here}, but {told}", "1")
-            }
+            said = f"no replica is known to serve 'late' {served_here}, but {told}"
+            assert await refusals(s, b"late") == {(503, said, "1")}
         for state in (State.DRAINING, State.STOPPED):  # on purpose: nobody waits for it
             replicas["late"] = away(9, state)
             ((status, message, again),) = await refusals(s, b"late")
@@ -252,39 +241,29 @@ async def test_what_is_no_engine_keeps_no_model_from_being_unknown():
             assert {(status, again) for status, _, again in await refusals(s, b"none")} == {(404, None)}
         replicas["late"] = away(10, State.STARTING)
         ((status, message, _),) = await refusals(s, b"none")
-        assert status == 503 and message.endswith(
-            "not told their models yet: 127.0.0.1:10 is starting: nothing listens there"
-        )
+        told = "not told their models yet: 127.0.0.1:10 is starting: nothing listens there"
+        assert status == 503 and message.endswith(told)
 
 
 async def test_what_is_only_passed_on_reaches_no_engine_while_another_may_serve_its_model():
     replicas, seen = {}, []
     async with stack(answers(seen=seen), replicas=replicas) as s:
-        talk = await s.talk()
-
-        async def rerank() -> int:
-            return (await talk.ask(post(b'{"model":"late","query":"x","documents":["y"]}', b"/v1/rerank")))[0]
-
-        assert await rerank() == 404, "as of a prompt that is read"
+        assert await status_of(s, "late", b"/v1/rerank") == 404, "as of a prompt that is read"
         replicas["late"] = away(9)
-        assert await rerank() == 503
+        assert await status_of(s, "late", b"/v1/rerank") == 503
         del replicas["late"]
         s.proxy.eligible.known.unlisted = lambda: "the pods are not known: not asked yet"
-        assert await rerank() == 503 and not seen
+        assert await status_of(s, "late", b"/v1/rerank") == 503 and not seen
 
 
 async def test_a_model_that_a_replica_has_to_serve_is_not_unknown():
-    asked = []
-
-    async def ask():
-        asked.append(True)
-
+    asks = AsyncMock()
     replicas = {"named": away(9, required_model="named"), "other": away(10, required_model="other")}
-    async with stack(answers(), replicas=replicas, ask_models=ask) as s:
+    async with stack(answers(), replicas=replicas, ask_models=asks) as s:
         ready = s.proxy.eligible.names
         said = "no replica of 'named' is ready (127.0.0.1:9 is failed: nothing listens there)"
         assert await refusals(s, b"named") == {(503, said, "1")}
-        assert not asked and ready == {"m": None}, "what is certain needs no question"
+        assert not asks.called and ready == {"m": None}, "what is certain needs no question"
         replicas["named"].state, replicas["named"].models = State.WARMING, {"another": None}
         assert {status for status, *_ in await refusals(s, b"named")} == {503}
         del replicas["other"]

@@ -20,8 +20,8 @@ from gateway.proxy.placement import decisions
 from replicas.simulated.model import sim_model_dir
 
 from ..http.talk import eventually
-from .replies import LONG, answers, post
-from .stack import stack
+from .replies import LONG, answers, post, reply, says
+from .stack import all_answered, stack
 
 WORDS = "all the world is a stage and all the men and women merely players "
 
@@ -68,16 +68,13 @@ async def test_a_million_tokens_go_through():
 
 async def test_others_are_answered_while_huge_prompts_are_prepared(gated):
     async with stack(answers(), pipeline=gated) as s:
-        huge = [await s.talk() for _ in range(OFFLOAD_THREADS + 6)]
-        for talk in huge:
-            await talk.say(post(HUGE))
+        huge = await s.crowd(OFFLOAD_THREADS + 6, post(HUGE))
         await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.proxy.exchanges) == len(huge))
         await s.answered(3, post(LONG))
         await asyncio.wait_for(asyncio.to_thread(int), 5)  # nor do other things wait that are done in threads
         assert len(s.proxy.exchanges) == len(huge)
         gated.gate.set()
-        for talk in huge:
-            assert (await talk.response())[0] == 200
+        await all_answered(huge)
 
 
 async def test_what_takes_less_is_prepared_first_even_if_it_came_last(gated, monkeypatch):
@@ -85,15 +82,12 @@ async def test_what_takes_less_is_prepared_first_even_if_it_came_last(gated, mon
     monkeypatch.setattr(long, "PATIENCE", 1.0)  # a second a byte: however slowly they arrive
     monkeypatch.setattr(long, "LARGE", 1 << 30)
     async with stack(answers(), pipeline=gated) as s:
-        longer = [await s.talk() for _ in range(20)]
-        for talk in longer:
-            await talk.say(post(chat("x" * 380_000)))
+        longer = await s.crowd(20, post(chat("x" * 380_000)))
         await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.proxy.exchanges) == len(longer))
         honest = await s.say(post(HUGE))
         await eventually(lambda: len(s.proxy.exchanges) == len(longer) + 1)
         gated.gate.set()
-        for talk in (honest, *longer):
-            assert (await talk.response())[0] == 200
+        await all_answered((honest, *longer))
         assert HUGE in gated.begun[OFFLOAD_THREADS : OFFLOAD_THREADS + 2]
 
 
@@ -153,8 +147,7 @@ async def test_prompts_that_come_at_once_hold_the_event_loop_for_a_bounded_time_
             s.proxy.preparation._short._work = together
             together(begun)
             assert pipeline.on_loop == 2 * turn
-            for talk in talks:
-                assert (await talk.response())[0] == 200
+            await all_answered(talks)
 
 
 async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated):
@@ -171,27 +164,19 @@ async def test_prompts_that_fill_a_context_leave_a_thread_for_lesser_ones(gated)
 
     gated.prepare_parsed = slowly
     async with stack(answers(), pipeline=gated) as s:
-        larger = [await s.talk() for _ in range(OFFLOAD_THREADS + 2)]
-        for talk in larger:
-            await talk.say(post(chat("x" * LARGE)))
+        larger = await s.crowd(OFFLOAD_THREADS + 2, post(chat("x" * LARGE)))
         await asyncio.to_thread(first.wait, 20)
         for _ in range(3):
-            talks = [await s.talk() for _ in range(3)]
-            for talk in talks:
-                await talk.say(post(HUGE))
-            for talk in talks:
-                assert (await talk.response())[0] == 200
+            talks = await s.crowd(3, post(HUGE))
+            await all_answered(talks)
         assert len(s.proxy.exchanges) == len(larger)
         gate.set()
-        for talk in larger:
-            assert (await talk.response(30))[0] == 200
+        await all_answered(larger, 30)
 
 
 async def test_what_a_client_sent_that_left_is_not_kept_until_its_turn(gated):
     async with stack(answers(), pipeline=gated) as s:
-        talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
-        for talk in talks:
-            await talk.say(post(HUGE))
+        talks = await s.crowd(OFFLOAD_THREADS + 1, post(HUGE))
         await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS and len(s.proxy.exchanges) == len(talks))
         *_, waiting = sorted(s.proxy.exchanges, key=lambda x: x.begun)
         for talk in talks:
@@ -201,40 +186,24 @@ async def test_what_a_client_sent_that_left_is_not_kept_until_its_turn(gated):
         gated.gate.set()
 
 
-async def test_nothing_is_prepared_for_a_client_that_left_before_its_turn(gated):
-    async with stack(answers(), pipeline=gated) as s:
-        talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
-        for talk in talks[:-1]:
-            await talk.say(post(HUGE))
-        await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
-        await talks[-1].say(post(chat("nobody waits for this" * OFFLOAD_BYTES)))
-        await eventually(lambda: len(s.proxy.exchanges) == len(talks))
-        await talks[-1].close()
-        await eventually(lambda: len(s.proxy.exchanges) == OFFLOAD_THREADS)
-        gated.gate.set()
-        for talk in talks[:-1]:
-            assert (await talk.response())[0] == 200
-        await s.proxy.preparation.long.submit(1, int)  # behind it in the queue
-        assert gated.begun == [HUGE] * OFFLOAD_THREADS
-        assert s.metrics.requests.values == {("chat", "2xx"): OFFLOAD_THREADS, ("chat", "aborted"): 1}
-        assert s.idle()
-
-
-async def test_nothing_is_looked_for_in_what_is_passed_on_for_a_client_that_left_before_its_turn(gated, monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "kind"), [(b"/v1/chat/completions", "chat"), (b"/v1/rerank", "other")], ids=["prepared", "passed on"]
+)
+async def test_nothing_is_prepared_or_looked_for_where_a_client_left_before_its_turn(gated, monkeypatch, path, kind):
     looked = []
     monkeypatch.setattr(preparation, "named_model", lambda _, body: looked.append(body))
     async with stack(answers(), pipeline=gated) as s:
-        talks = [await s.talk() for _ in range(OFFLOAD_THREADS + 1)]
-        for talk in talks[:-1]:
-            await talk.say(post(HUGE))
+        talks = await s.crowd(OFFLOAD_THREADS, post(HUGE))
         await eventually(lambda: len(gated.begun) == OFFLOAD_THREADS)
-        await talks[-1].say(post(HUGE, path=b"/v1/rerank"))
-        await eventually(lambda: len(s.proxy.exchanges) == len(talks))
-        await talks[-1].close()
+        leaves = await s.say(post(chat("nobody waits for this" * OFFLOAD_BYTES), path))
+        await eventually(lambda: len(s.proxy.exchanges) == len(talks) + 1)
+        await leaves.close()
         await eventually(lambda: len(s.proxy.exchanges) == OFFLOAD_THREADS)
         gated.gate.set()
+        await all_answered(talks)
         await s.proxy.preparation.long.submit(1, int)  # behind it in the queue
-        assert looked == []
+        assert gated.begun == [HUGE] * OFFLOAD_THREADS and not looked and s.idle()
+        assert s.metrics.requests.total() == OFFLOAD_THREADS + 1 and s.metrics.requests.values[kind, "aborted"] == 1
 
 
 async def test_bodies_to_decide_on_that_wait_are_bounded_and_not_prepared_for_callers_that_left(gated, monkeypatch):
@@ -259,12 +228,7 @@ async def test_bodies_to_decide_on_that_wait_are_bounded_and_not_prepared_for_ca
 
 async def test_ids_are_not_kept_while_an_answer_is_waited_for():
     release = asyncio.Event()
-
-    async def waits(reader, writer):
-        await release.wait()
-        await answers()(reader, writer)
-
-    async with stack(waits, pipeline=Pipeline(sim_model_dir(), "m", 16), tokenize_once=False) as s:
+    async with stack(says(release, reply()), pipeline=Pipeline(sim_model_dir(), "m", 16), tokenize_once=False) as s:
         talk = await s.say(post(chat(WORDS * 5000)))
         await eventually(lambda: any(x.unanswered for x in s.proxy.exchanges), 20)
         (exchange,) = s.proxy.exchanges

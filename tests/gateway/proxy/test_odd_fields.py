@@ -19,15 +19,7 @@ BODIES = {
     "/v1/messages": {"messages": [{"role": "user", "content": SAYS.decode()}]},
     "/v1/embeddings": {"input": SAYS.decode()},
 }
-FIELDS = (
-    "max_tokens",
-    "max_completion_tokens",
-    "max_output_tokens",
-    "n",
-    "best_of",
-    "stream",
-    "truncate_prompt_tokens",
-)
+FIELDS = "max_tokens max_completion_tokens max_output_tokens n best_of stream truncate_prompt_tokens".split()
 VALUES = (0, False, True, -0.0, -1, 1, 2**63, 10**30, 1.5, "", "x", [], {}, [{}], None)
 ANSWER = b'{"choices":[{"index":0,"finish_reason":"stop"}],"output":[],"content":[],"data":[],"object":"x"}'
 

@@ -13,8 +13,8 @@ from policies import Demand, two_legs
 from replicas import State
 from replicas.simulated.model import sim_model_dir
 
-from ..http.talk import eventually, read_request
-from .replies import ANSWER, EVENT, answers, chunk, post, reply, streams
+from ..http.talk import eventually
+from .replies import ANSWER, EVENT, answers, chunk, post, reply, says, streams
 from .stack import stack
 from .test_tiers import usage
 
@@ -92,12 +92,7 @@ async def test_several_sequences_and_legs_of_others_pass_as_they_came(body):
 async def test_where_nothing_can_be_pulled_the_prompt_counts_as_computed():
     arrived, go_on = Event(), Event()
 
-    async def waits(reader, writer):
-        await read_request(reader)
-        arrived.set()
-        await go_on.wait()
-        writer.write(reply())
-
+    waits = says(arrived.set, go_on, reply())
     async with peers(waits, waits) as s:
         holder, other = s.proxy.backends.values()
         talk = await s.say(post(BODY | {"kv_transfer_params": None}, path=COMPLETIONS.encode()))

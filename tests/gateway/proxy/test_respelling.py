@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from ..http.talk import read_request
-from .replies import chunk, post
+from .replies import NEXT, chunk, post, says
 from .stack import stack
 
 OPENAI = b'{"error":{"message":"max_tokens must be at least 1","type":"BadRequestError","param":null,"code":400}}'
@@ -17,17 +16,10 @@ HEAD = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nx-engine:
 def refusal(body: bytes, framing: str):
     """A replica that refuses, in one read or in several."""
 
-    async def script(reader, writer):
-        while True:
-            await read_request(reader)
-            if framing == "chunked":
-                writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk(body[:20]))
-                await writer.drain()
-                writer.write(chunk(body[20:]) + b"0\r\n\r\n")
-            else:
-                writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-
-    return script
+    answer = [HEAD + b"content-length: %d\r\n\r\n" % len(body) + body]
+    if framing == "chunked":
+        answer = [HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk(body[:20]), chunk(body[20:]) + b"0\r\n\r\n"]
+    return says(*answer, NEXT, *answer)
 
 
 @pytest.mark.parametrize("framing", ("length", "chunked"))

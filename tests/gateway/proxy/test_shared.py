@@ -36,14 +36,9 @@ class Gateway:
         ]
         self.outcomes: Counter = Counter()
         self.policy = make(policy)
-        self.shared = SharedLedger(
-            RedisClients(parse(url)),
-            deployment,
-            self.ledger,
-            getattr(self.policy, "cost", None),
-            observe=lambda outcome, _: self.outcomes.update([outcome]),
-            deadline=deadline,
-        )
+        cost, clients = getattr(self.policy, "cost", None), RedisClients(parse(url))
+        count = lambda outcome, _: self.outcomes.update([outcome])  # noqa: E731
+        self.shared = SharedLedger(clients, deployment, self.ledger, cost, observe=count, deadline=deadline)
         self.open = []
 
     def start(self):
@@ -106,6 +101,23 @@ def together(server):
         }
 
 
+def requests_together(server):
+    """How many requests are under way by the sums in Redis."""
+    return sum(counts[0] for counts in together(server).values())
+
+
+def requests_seen(gateway):
+    """How many are under way as the policies of this gateway see it."""
+    return sum(candidate.load.requests for candidate in gateway.candidates)
+
+
+async def all_end(server, *gateways):
+    """All of their requests end, and nothing is left of them in Redis."""
+    for one in gateways:
+        one.end_all()
+    await until(lambda: not together(server))
+
+
 def all_of(ledgers):
     """The sums of what these gateways have under way, as `together` has them."""
     sums = {}
@@ -135,11 +147,9 @@ async def test_all_gateways_count_in_one_ledger_and_it_ends_at_zero(start_redis,
         assert together(server) == sums
         assert sum(counts[0] for counts in sums.values()) == 60
         # what policies of each gateway see is the load of all
-        await until(lambda: all(sum(c.load.requests for c in one.candidates) == 60 for one in fleet))
-        for one in fleet:
-            one.end_all()
-        await until(lambda: not together(server))
-        await until(lambda: all(sum(c.load.requests for c in one.candidates) == 0 for one in fleet))
+        await until(lambda: all(requests_seen(one) == 60 for one in fleet))
+        await all_end(server, *fleet)
+        await until(lambda: all(requests_seen(one) == 0 for one in fleet))
 
 
 async def test_requests_of_several_gateways_are_spread_as_if_of_one(redis_server):
@@ -180,8 +190,7 @@ async def test_prefixes_sent_by_others_are_known_at_their_depth(redis_server):
     async with gateways(redis_server, 2) as (first, second):
         shared, other = prompt(1), prompt(2)
         index, _ = await first.route(shared)
-        first.end_all()
-        await until(lambda: not together(redis_server))
+        await all_end(redis_server, first)
         sibling = shared[:130] + other[130:]
         again, overlap = await second.route(sibling)
         assert (again, overlap) == (index, 128 * SIZE)  # 128: the deepest of the known depths below 130
@@ -191,10 +200,10 @@ async def test_a_gateway_that_dies_takes_its_load_with_it(redis_server):
     async with gateways(redis_server, 2) as (stays, dies):
         await asyncio.gather(*(dies.route(prompt(n + 1)) for n in range(16)))
         await stays.route(prompt(99))
-        assert sum(counts[0] for counts in together(redis_server).values()) == 17
+        assert requests_together(redis_server) == 17
         dies.die()
-        await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 1, LEASE + 10)
-        await until(lambda: sum(c.load.requests for c in stays.candidates) == 1)
+        await until(lambda: requests_together(redis_server) == 1, LEASE + 10)
+        await until(lambda: requests_seen(stays) == 1)
 
 
 async def test_one_that_was_thought_dead_counts_anew_what_it_has(redis_server):
@@ -203,10 +212,8 @@ async def test_one_that_was_thought_dead_counts_anew_what_it_has(redis_server):
         with redis_server.client() as client:  # as if it had been silent for longer than its lease
             client.zadd("hitherto:1:test:{pool}:alive", {stalls.shared._token: 1})
         await stays.route(prompt(99))
-        await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 17)
-        stalls.end_all()
-        stays.end_all()
-        await until(lambda: not together(redis_server))
+        await until(lambda: requests_together(redis_server) == 17)
+        await all_end(redis_server, stalls, stays)
 
 
 async def test_leaving_takes_the_load_along_at_once(redis_server):
@@ -243,10 +250,8 @@ async def test_redis_restarted(start_redis, empty):
         assert all(one.outcomes["away"] for one in fleet)
         server.restart(empty=empty)
         await until(lambda: all(one.shared.joined for one in fleet))
-        await until(lambda: sum(counts[0] for counts in together(server).values()) == 40, LEASE + 3)
-        for one in fleet:
-            one.end_all()
-        await until(lambda: not together(server))
+        await until(lambda: requests_together(server) == 40, LEASE + 3)
+        await all_end(server, *fleet)
 
 
 async def test_a_frozen_redis_costs_a_decision_its_deadline_and_no_more(redis_server):
@@ -261,9 +266,8 @@ async def test_a_frozen_redis_costs_a_decision_its_deadline_and_no_more(redis_se
         assert one.outcomes["away"] == 1
         redis_server.thaw()
         await until(lambda: one.shared.joined and other.shared.joined)
-        await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 3, LEASE + 3)
-        one.end_all()
-        await until(lambda: not together(redis_server))
+        await until(lambda: requests_together(redis_server) == 3, LEASE + 3)
+        await all_end(redis_server, one)
 
 
 async def test_what_is_decided_too_late_is_taken_back(redis_server):
@@ -271,9 +275,8 @@ async def test_what_is_decided_too_late_is_taken_back(redis_server):
         proxy.delay = 0.05
         await asyncio.gather(*(one.route(prompt(n + 1)) for n in range(10)))
         assert one.outcomes["late"] == 10 and one.outcomes["shared"] == 0
-        await until(lambda: sum(counts[0] for counts in together(redis_server).values()) == 10)
-        one.end_all()
-        await until(lambda: not together(redis_server))
+        await until(lambda: requests_together(redis_server) == 10)
+        await all_end(redis_server, one)
 
 
 @pytest.mark.parametrize("loop", (asyncio, uvloop))
@@ -329,31 +332,20 @@ async def test_only_hashes_and_counters_are_stored(redis_server):
 
 async def test_behind_tls_as_the_acl_user_of_the_docs(start_redis, tmp_path):
     context, authority = certificate(tmp_path)
-    commands = re.search(
-        r"An ACL user needs `~hitherto:\*`\s+and\s+`(.*?)`",
-        (Path(__file__).parents[3] / "docs/scaling.md").read_text(),
-        re.S,
-    )[1]
+    page = (Path(__file__).parents[3] / "docs/scaling.md").read_text()
+    commands = re.search(r"An ACL user needs `~hitherto:\*`\s+and\s+`(.*?)`", page, re.S)[1]
     server = start_redis()
     with server.client() as client:
-        client.execute_command(
-            "ACL",
-            "SETUSER",
-            "gateway",
-            "on",
-            ">secret",
-            "~hitherto:*",
-            *(f"+{name.lower()}" for name in commands.split()),
-        )
+        allowed = (f"+{name.lower()}" for name in commands.split())
+        client.execute_command("ACL", "SETUSER", "gateway", "on", ">secret", "~hitherto:*", *allowed)
         client.execute_command("ACL", "SETUSER", "outsider", "on", ">secret", "~other:*", "+@all")
     async with Proxy(server.port, tls=context) as proxy:
         one = Gateway(f"rediss://gateway:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}").start()
         await until(lambda: one.shared.joined)
         await one.route(prompt(1))
         assert [counts[0] for counts in together(server).values()] == [1]
-        one.end_all()
-        await until(lambda: not together(server))
-        await one.stop()
+        await all_end(server, one)
+        await one.shared.stop()
     refused = Gateway(server.url.replace("//", "//outsider:secret@")).start()
     await until(lambda: "permission" in refused.shared.reason.lower())
     await refused.route(prompt(1))
@@ -371,10 +363,8 @@ async def test_in_a_cluster(tmp_path):
             counts = Counter([(await fleet[n % 2].route(prompt(n + 1)))[0] for n in range(32)])
             assert set(counts.values()) == {4}
             node = cluster.node_of(LOAD)
-            assert sum(counts[0] for counts in together(node).values()) == 32
-            for one in fleet:
-                one.end_all()
-            await until(lambda: not together(node))
+            assert requests_together(node) == 32
+            await all_end(node, *fleet)
 
 
 def dies(cluster, node):
@@ -413,7 +403,7 @@ async def test_gateways_follow_the_ledger_through_a_cluster(tmp_path, primary):
             await until(lambda: all(one.shared.joined for one in fleet))
             for n in range(8):
                 await fleet[n % 2].route(prompt(n + 21))
-            await until(lambda: all(sum(c.load.requests for c in one.candidates) == 16 for one in fleet))
+            await until(lambda: all(requests_seen(one) == 16 for one in fleet))
 
 
 def sums_on(node):
@@ -429,7 +419,7 @@ async def test_sentinels_that_hang_are_passed_over(tmp_path):
             one.freeze()
         async with gateways(servers, 2) as fleet:
             await fleet[0].route(prompt(1))
-            await until(lambda: sum(c.load.requests for c in fleet[1].candidates) == 1)
+            await until(lambda: requests_seen(fleet[1]) == 1)
 
 
 def known(server):
@@ -473,9 +463,8 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
                 try:
                     await until(right, 4)
                 except TimeoutError:
-                    raise AssertionError(
-                        f"{applied}: {together(server)}, joined: {[gateway.shared.reason for gateway in fleet]}"
-                    ) from None
+                    reasons = [gateway.shared.reason for gateway in fleet]
+                    raise AssertionError(f"{applied}: {together(server)}, joined: {reasons}") from None
             assert not applied  # all there are
             for mends, quiet in (fleet, fleet[::-1]):
                 # The first heartbeat that comes mends a sum. Which gateway's that is may have been the same each time.
@@ -487,17 +476,14 @@ async def test_whatever_befalls_a_key_of_the_ledger_is_mended_and_delays_nobody(
                 await until(right, 4)
         assert not any(gateway.shared._background.recent() for gateway in fleet)
         assert any(gateway.shared.repairs["part"] for gateway in fleet)
-        for gateway in fleet:
-            gateway.end_all()
-        await until(lambda: not together(server))
+        await all_end(server, *fleet)
 
 
 async def test_requests_that_come_together_are_decided_by_one_command_one_after_the_other(redis_server):
     async with gateways(redis_server, 1) as (one,):
         with redis_server.client() as client:
             await one.route(prompt(99))
-            one.end_all()
-            await until(lambda: not together(redis_server))
+            await all_end(redis_server, one)
             client.config_resetstat()
             prompts = [prompt(n % 4 + 1) for n in range(100)]  # more than go into one call
             routed = await asyncio.gather(*map(one.route, prompts))
@@ -509,8 +495,7 @@ async def test_requests_that_come_together_are_decided_by_one_command_one_after_
         assert sum(overlap > 0 for _, overlap in routed) >= 80
         sums = all_of([one.ledger])
         assert together(redis_server) == sums and sum(counts[0] for counts in sums.values()) == 100
-        one.end_all()
-        await until(lambda: not together(redis_server))
+        await all_end(redis_server, one)
 
 
 async def test_what_is_left_on_a_replica_that_was_removed_is_counted_until_it_ends(redis_server):
@@ -521,14 +506,9 @@ async def test_what_is_left_on_a_replica_that_was_removed_is_counted_until_it_en
         one.ledger.remove(replica)
         leaving = [reservation for reservation in one.open if reservation.replica == replica]
         one.ledger.first_byte(leaving[0])
-        await until(
-            lambda: (
-                together(redis_server)[replica]
-                == (held[0], held[1] - 1, held[2] - leaving[0].uncached, 1, TOKENS, held[5])
-            )
-        )
-        one.end_all()
-        await until(lambda: not together(redis_server))
+        left = (held[0], held[1] - 1, held[2] - leaving[0].uncached, 1, TOKENS, held[5])
+        await until(lambda: together(redis_server)[replica] == left)
+        await all_end(redis_server, one)
 
 
 async def test_a_request_that_waits_longer_than_others_is_late_when_its_own_time_is_up(redis_server):

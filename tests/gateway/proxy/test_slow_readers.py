@@ -63,10 +63,8 @@ async def test_slow_readers_hold_back_only_themselves():
         await other.until(b"0\r\n\r\n")
 
         assert len(replica.taken) == 4 and max(replica.taken.values()) < 3 * PIECES // 4
-        bodies = await asyncio.gather(*(talk.response(60) for talk in slow))
-        assert all(
-            body == b"".join(b":%07d" % number * (PIECE // 8) for number in range(PIECES)) for _, _, body in bodies
-        )
+        whole = b"".join(b":%07d" % number * (PIECE // 8) for number in range(PIECES))
+        assert all(body == whole for _, _, body in await asyncio.gather(*(talk.response(60) for talk in slow)))
 
 
 async def test_a_slow_reader_that_leaves_lets_its_replica_go():

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from gateway.proxy.exchange import TAIL, keep, meter
 from gateway.proxy.responses.answers import MOST_SEARCHED, NOTHING, Usage, believed, has_end, read_usage
 
+from .replies import chunk
+
 
 def test_openai_usage_is_read_from_a_whole_answer():
     body = {"choices": [{"message": {"content": 'say "usage": {"prompt_tokens": 9}'}}],
@@ -71,9 +73,7 @@ def test_what_a_client_wrote_and_an_answer_repeats_is_not_its_usage(said, before
     tail = b"event: response.completed\ndata: " + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n"
     assert read_usage(tail, 2) == Usage(7, 12, None)
     half = len(tail) // 2
-    assert read_usage(
-        b"%x\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (half, tail[:half], len(tail) - half, tail[half:]), 2
-    ) == Usage(7, 12, None)
+    assert read_usage(chunk(tail[:half]) + chunk(tail[half:]) + b"0\r\n\r\n", 2) == Usage(7, 12, None)
 
 
 def test_a_usage_is_found_by_its_end_alone():

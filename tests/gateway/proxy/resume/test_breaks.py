@@ -9,7 +9,7 @@ import pytest
 from gateway.proxy.states import ExchangeState
 
 from ...http.talk import eventually, read_request
-from ..replies import SSE_HEAD, chunk, post, streams
+from ..replies import SSE_HEAD, chunk, post, says, streams
 from .test_resumer import BODY, DONE, GREEDY, PROMPT_IDS, WORDS, continued, engine, event, told
 
 SAMPLED = GREEDY | {"temperature": 1, "stop": ["zzz"]}
@@ -27,14 +27,9 @@ def writes(*pieces, seen=None, pause=None):
 
 def words(name: str, first: int = 1, ids: bool = True, end: bytes = chunk(DONE) + b"0\r\n\r\n") -> list[bytes]:
     """The events of these words, and the end of their stream."""
-    reasons = [None] * 5 + ["length"]
-    return [
-        *(
-            event(name, [number] if ids else None, WORDS[number - 1], finish_reason=reasons[number - 1])
-            for number in range(first, 7)
-        ),
-        end,
-    ]
+    written = [(number, "length" if number == 6 else None) for number in range(first, 7)]
+    told = [event(name, [n] if ids else None, WORDS[n - 1], finish_reason=reason) for n, reason in written]
+    return [*told, end]
 
 
 async def read_to(talk, mark: bytes) -> None:
@@ -152,19 +147,10 @@ async def test_many_streams_of_large_requests_keep_no_more_than_the_budget(large
     """Of their fields, and of their bodies while there is no word yet; whatever is kept, all are answered."""
     budget, count, may = 2**20, 30, asyncio.Event()
 
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + MUCH)
-        await writer.drain()
-        await may.wait()
-        writer.write(b"".join(words("1", ids=False)))
-        await writer.drain()
-
+    script = says(SSE_HEAD + MUCH, may, *words("1", ids=False))
     async with continued(script, continue_budget=budget) as s:
         resumer = s.proxy.handler.resumer
-        talkers = [await s.talk() for _ in range(count)]
-        for talk in talkers:
-            await talk.say(post(SAMPLED | large))
+        talkers = await s.crowd(count, post(SAMPLED | large))
         await eventually(lambda: [one.state for one in s.proxy.exchanges].count(ExchangeState.ANSWERING) == count, 30)
         assert budget / 2 < resumer.kept <= budget
         may.set()
@@ -182,23 +168,18 @@ async def test_engines_that_write_without_end_take_no_more_than_the_budget(is_on
     wide = [b"%x\r\n" % (size * count), *[piece] * count, b"\r\n"] if is_one_chunk else [chunk(piece)] * count
     begun = event("1", PROMPT_IDS)
 
-    def attacks():
-        async def script(reader, writer):
-            while True:
-                body = (await read_request(reader))[1]
-                writer.write(SSE_HEAD)
-                if after_a_break and b"prompt_token_ids" not in body:
-                    writer.write(begun + event("1", [1], "a"))
-                    return
-                writer.write(event("1", [*PROMPT_IDS, 1] if after_a_break else PROMPT_IDS))
-                for one in wide:
-                    writer.write(one)
-                    await writer.drain()
-                return
+    async def attacks(reader, writer):
+        body = (await read_request(reader))[1]
+        writer.write(SSE_HEAD)
+        if after_a_break and b"prompt_token_ids" not in body:
+            writer.write(begun + event("1", [1], "a"))
+            return
+        writer.write(event("1", [*PROMPT_IDS, 1] if after_a_break else PROMPT_IDS))
+        for one in wide:
+            writer.write(one)
+            await writer.drain()
 
-        return script
-
-    async with continued(attacks(), attacks(), continue_budget=budget) as s:
+    async with continued(attacks, attacks, continue_budget=budget) as s:
 
         async def client():
             talk = await s.say(post(BODY))

@@ -6,23 +6,18 @@ import orjson
 import pytest
 
 from ...http.talk import eventually, read_request
-from ..replies import SSE_HEAD, chunk, post, reply
+from ..replies import CHAT, COMPLETIONS, MESSAGES, RESPONSES, SSE_HEAD, chunk, post, reply
 from ..stack import stack
-from .test_resumer import GREEDY, PIPELINE, WORDS, continued, engine
+from .test_resumer import GREEDY, PIPELINE, SAID, WORDS, continued, engine
 
-CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 SAMPLED = {"temperature": 1, "stop": ["zzz"]}
 END = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
 
 
 def fields(path: str, **more) -> bytes:
-    given = {
-        CHAT: {"messages": GREEDY["messages"]},
-        COMPLETIONS: {"prompt": "Hi"},
-        MESSAGES: {"messages": GREEDY["messages"]},
-        RESPONSES: {"input": "Hi"},
-    }[path]
+    given = {CHAT: {"messages": SAID}, COMPLETIONS: {"prompt": "Hi"}, MESSAGES: {"messages": SAID}}
+    given = given.get(path, {"input": "Hi"})
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     return orjson.dumps({"model": "m", "stream": True, "temperature": 0, limit: 6, **given} | more)
 
@@ -164,15 +159,19 @@ async def test_engines_that_die_within_the_repetition_are_not_taken_down_one_aft
         assert s.metrics.streams_not_continued.total(reason="crashes") == 1
 
 
-async def test_who_tells_ids_says_why_and_has_broken_off():
-    async with continued(engine("1", chunk(DONE) + END, 2), engine("2")) as s:
-        body = await ask(s, CHAT, orjson.dumps(GREEDY))
-        assert text_of(CHAT, body) == "abcdef" and s.metrics.continued_streams.total(way="ids") == 1
+BARE_END = chunk(DONE) + END
 
 
-async def test_who_goes_on_and_ends_so_at_once_has_broken_off_as_well():
-    """Its only event tells the prompt's ids."""
-    async with continued(engine("1", b"", 2), engine("2", chunk(DONE) + END, 0), engine("3")) as s:
+@pytest.mark.parametrize(
+    "engines",
+    [
+        [engine("1", BARE_END, 2), engine("2")],
+        [engine("1", b"", 2), engine("2", BARE_END, 0), engine("3")],  # its only event tells the prompt's ids
+    ],
+    ids=["at first", "where it goes on"],
+)
+async def test_who_tells_ids_says_why_and_has_broken_off(engines):
+    async with continued(*engines) as s:
         body = await ask(s, CHAT, orjson.dumps(GREEDY))
         assert text_of(CHAT, body) == "abcdef" and s.metrics.continued_streams.total(way="ids") >= 1
 

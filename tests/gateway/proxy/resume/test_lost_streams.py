@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from ...http.talk import eventually, read_request
-from ..replies import SSE_HEAD, chunk, post, reply
+from ..replies import ENDS, NEXT, SSE_HEAD, chunk, post, reply, says
 from .test_resumer import BODY, GREEDY, PROMPT_IDS, continued, engine, event, told
 
 EVENTS = b"".join(
@@ -27,12 +27,7 @@ PLAIN_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
     ids=["gzip", "length"],
 )
 async def test_a_framing_that_cannot_be_gone_on_with_arrives_byte_for_byte(answer):
-    async def script(reader, writer):
-        while True:
-            await read_request(reader)
-            writer.write(PLAIN_HEAD + answer)
-
-    async with continued(script) as s:
+    async with continued(says(PLAIN_HEAD + answer, NEXT, PLAIN_HEAD + answer)) as s:
         talk = await s.talk()
         for _ in range(2):  # the connection is good for another one
             _, headers, body = await talk.ask(post(BODY))
@@ -50,23 +45,16 @@ THINKS = chunk(
 @pytest.mark.parametrize("cut", [0, 40, len(THINKS) + 25])
 async def test_from_an_unknown_event_on_a_stream_passes_unread_with_the_ids_that_its_client_asked_for(asks, cut):
     """However the reads fall."""
-    last = event("1", [1234], "b", finish_reason="stop") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    last = event("1", [1234], "b", finish_reason="stop") + ENDS
     rest = THINKS + event("1", [5], "a") + last
-    drained = []
-
-    async def script(reader, writer):
-        while True:
-            await read_request(reader)
-            writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "x") + rest[:cut])
-            await writer.drain()
-            if cut:
-                await eventually(lambda: len(drained) == 1)
-            writer.write(rest[cut:])
-
-    async with continued(script) as s:
+    drained = asyncio.Event()
+    if not cut:
+        drained.set()
+    begun = SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "x") + rest[:cut]
+    async with continued(says(begun, drained, rest[cut:])) as s:
         talk = await s.say(post(GREEDY | ({"return_token_ids": True} if asks else {})))
         seen = await talk.until(b'"x"')
-        drained.append(1)
+        drained.set()
         body = seen + await talk.until(b"0\r\n\r\n")
         assert body.count(b"Hm") == 1 and body.count(b"[DONE]") == 1 and body.count(b'"content":"') == 4
         assert [piece in body for piece in (b"[1]", b"[77,78]", b"[5]", b"[1234]")] == 4 * [asks]
@@ -83,7 +71,7 @@ async def test_an_engine_that_refuses_to_be_asked_for_ids_gets_requests_as_they_
                 writer.write(reply(b"{}", b"400 Bad Request"))
                 continue
             writer.write(SSE_HEAD + event("1", None, "a") + event("1", None, "b", finish_reason="stop"))
-            writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            writer.write(ENDS)
 
     async with continued(strict) as s:
         for count in (2, 3):  # it is remembered
@@ -93,11 +81,7 @@ async def test_an_engine_that_refuses_to_be_asked_for_ids_gets_requests_as_they_
 
 
 async def test_a_stream_that_is_left_and_breaks_off_is_counted_by_why():
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a") + THINKS)
-        await writer.drain()
-
+    script = says(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a") + THINKS, then_hangs=False)
     tools = orjson.dumps(GREEDY | {"tools": [{"type": "function", "function": {"name": "f"}}]})
     async with continued(script, script, engine("2")) as s:
         for body, reason in ((BODY, "events"), (tools, "tools")):
@@ -119,7 +103,7 @@ async def test_the_budget_binds_after_a_break_as_well(whole):
             await asyncio.sleep(0)
             most.append(s.proxy.handler.resumer.kept)
         if whole:
-            writer.write(event("2", [7], "z", finish_reason="stop") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            writer.write(event("2", [7], "z", finish_reason="stop") + ENDS)
             await writer.drain()
 
     async with continued(engine("1", b"", 2), writes_much, engine("3"), continue_budget=20_000) as s:

@@ -16,6 +16,8 @@ from gateway.prompt.api.resumable import terms_of
 from gateway.proxy.responses.chunks import Chunks
 from gateway.proxy.resume.record import IDS, REPEAT, StreamRecord
 
+from ..replies import chunk
+
 HEAD = Head(b"HTTP/1.1 200 OK\r\n\r\n", [(b"transfer-encoding", b"chunked")], False, True)
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "messages": "/v1/messages", "responses": "/v1/responses"}  # fmt: skip
 PROMPT = [7, 8, 9]
@@ -35,10 +37,7 @@ class Engine:
             self.number += 1
             data["sequence_number"] = self.number
         head = b"event: %b\n" % data["type"].encode() if "type" in data else b""
-        return self.chunk(head + b"data: " + orjson.dumps(data) + b"\n\n")
-
-    def chunk(self, event: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(event), event)
+        return chunk(head + b"data: " + orjson.dumps(data) + b"\n\n")
 
     def stream(self, ids: list[int] = PROMPT, asked: bool = True) -> bytes:
         """From the prompt's ids, or from more."""
@@ -50,9 +49,8 @@ class Engine:
             step = sizes.pop(0) if sizes else 1
             end = min(at + step, len(self.tokens))
             known = self.tokens[:end].decode(errors="ignore")
-            out.append(
-                self.text(known[shown:], [*self.tokens[at:end]], end == len(self.tokens), ids, at == written, asked)
-            )
+            last, first = end == len(self.tokens), at == written
+            out.append(self.text(known[shown:], [*self.tokens[at:end]], last, ids, first, asked))
             shown, at = len(known), end
         out.append(self.closes(len(ids), len(self.tokens) - written, base))
         assert told == written
@@ -90,18 +88,16 @@ class Engine:
         if not text:
             return b""
         if self.label == "messages":
-            return self.event(
-                {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
-            )
-        return self.event(
-            {"type": "response.output_text.delta", "item_id": "item " + self.name, "delta": text, "logprobs": []}
-        )
+            delta = {"type": "text_delta", "text": text}
+            return self.event({"type": "content_block_delta", "index": 0, "delta": delta})
+        told = {"item_id": "item " + self.name, "delta": text, "logprobs": []}
+        return self.event({"type": "response.output_text.delta", **told})
 
     def closes(self, prompt, written, before) -> bytes:
         whole = self.tokens.decode()[len(before) :]
         if self.label in ("chat", "completions"):
             usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-            return self.event({**self.frame([]), "usage": usage}) + self.chunk(b"data: [DONE]\n\n")
+            return self.event({**self.frame([]), "usage": usage}) + chunk(b"data: [DONE]\n\n")
         if self.label == "messages":
             return (
                 self.event({"type": "content_block_stop", "index": 0})
@@ -112,14 +108,8 @@ class Engine:
         part = {"type": "output_text", "text": whole}
         item = {"id": "item " + self.name, "type": "message", "content": [part]}
         usage = {"input_tokens": prompt, "output_tokens": written, "total_tokens": prompt + written}
-        response = {
-            "id": self.name,
-            "created_at": 1,
-            "status": "incomplete",
-            "output": [item],
-            "usage": usage,
-            "store": True,
-        }
+        response = {"id": self.name, "created_at": 1, "status": "incomplete", "output": [item], "usage": usage}
+        response["store"] = True
         return (
             self.event({"type": "response.output_text.done", "item_id": item["id"], "text": whole})
             + self.event({"type": "response.output_item.done", "output_index": 0, "item": item})
@@ -128,11 +118,9 @@ class Engine:
 
 
 def record(label: str, text: str, **fields) -> StreamRecord:
-    limit = "max_output_tokens" if label == "responses" else "max_tokens"
-    body = orjson.dumps({"model": "m", "stream": True, "temperature": 0, limit: len(text.encode()), **fields})
-    prompt = Prompt(
-        PATHS[label], "m", stream=True, tokens=len(PROMPT), max_tokens=len(text.encode()), include_usage=True
-    )
+    limit, most = "max_output_tokens" if label == "responses" else "max_tokens", len(text.encode())
+    body = orjson.dumps({"model": "m", "stream": True, "temperature": 0, limit: most, **fields})
+    prompt = Prompt(PATHS[label], "m", stream=True, tokens=len(PROMPT), max_tokens=most, include_usage=True)
     made = StreamRecord(None, terms_of(prompt, body), label, prompt)
     made.begin(HEAD, 0, body, True)
     return made
@@ -190,6 +178,18 @@ SIZES = st.lists(st.integers(1, 5), max_size=12)
 READS = st.lists(st.integers(1, 200), max_size=8)
 
 
+def broken(label: str, way: str | None, **fields) -> tuple[StreamRecord, bytes]:
+    """A stream that broke off in the middle, and whose rest is read now (unless `way` is None), and what its client
+    got."""
+    one = record(label, TEXT, **fields)
+    stream = Engine(label, TEXT, [], "a").stream(asked=way != REPEAT)
+    body = taken(one, stream[: len(stream) // 2], [])
+    if way is not None:
+        go_on(one, way)
+        one.read_from(HEAD)
+    return one, body
+
+
 def go_on(one: StreamRecord, way: str) -> list[int]:
     """Return the ids that the next engine is given."""
     one.way = way
@@ -237,22 +237,14 @@ def test_breaks_at_any_byte_leave_no_trace(label, way, sizes, where, reads, time
 
 @pytest.mark.parametrize("label", ["chat", "completions"])
 def test_an_engine_that_does_not_take_ids_is_found_out_before_its_client_has_a_word(label):
-    one = record(label, TEXT)
-    stream = Engine(label, TEXT, [], "a").stream()
-    taken(one, stream[: len(stream) // 2], [])
-    go_on(one, IDS)
-    one.read_from(HEAD)
+    one, _ = broken(label, IDS)
     written, error = one.take(Engine(label, TEXT, [], "b").stream())  # from the prompt, as if nothing was written
     assert isinstance(error, UpstreamError) and error.kind == "differs" and not written
 
 
 @pytest.mark.parametrize("label", PATHS)
 def test_another_text_is_never_joined(label):
-    one = record(label, TEXT)
-    stream = Engine(label, TEXT, [], "a").stream(asked=False)
-    taken(one, stream[: len(stream) // 2], [])
-    go_on(one, REPEAT)
-    one.read_from(HEAD)
+    one, _ = broken(label, REPEAT)
     other = TEXT.replace("r", "x", 1)
     written, error = one.take(Engine(label, other, [], "b").stream(asked=False))
     assert isinstance(error, UpstreamError) and error.kind == "differs" and not written
@@ -271,7 +263,7 @@ def test_another_text_is_never_joined(label):
 def test_what_a_parser_has_made_is_passed_on_and_not_gone_on_with(event, label):
     one = record(label, TEXT)
     raw = b"data: " + orjson.dumps(event) + b"\n\n"
-    written, error = one.take(b"%x\r\n%b\r\n" % (len(raw), raw))
+    written, error = one.take(chunk(raw))
     assert raw in written and error is None and one.lost == "events"
 
 
@@ -293,14 +285,9 @@ ODD = [
 @pytest.mark.parametrize("way", [None, REPEAT])
 @pytest.mark.parametrize("odd", ODD)
 def test_no_event_makes_the_gateway_fail(odd, label, way):
-    one = record(label, TEXT)
-    stream = Engine(label, TEXT, [], "a").stream()
-    taken(one, stream[: len(stream) // 2], [])
-    if way is not None:
-        go_on(one, way)
-        one.read_from(HEAD)
+    one, _ = broken(label, way)
     raw = b"data: " + orjson.dumps(odd) + b"\n\n"
-    written, error = one.take(b"%x\r\n%b\r\n" % (len(raw), raw))
+    written, error = one.take(chunk(raw))
     assert error is None or way is None or error.kind == "differs"
 
 
@@ -347,7 +334,7 @@ def test_whatever_types_an_engine_writes_its_stream_passes_or_ends(label, way, d
         events[at] = head + b"data: " + orjson.dumps(twisted(data.draw, orjson.loads(told)))
     given = b""
     for raw in events:
-        written, error = one.take(b"%x\r\n%b\r\n" % (len(raw) + 2, raw + b"\n\n"))
+        written, error = one.take(chunk(raw + b"\n\n"))
         given += written
         assert way is not None or error is not None or raw[:20] in written
         if error is not None:
@@ -361,7 +348,7 @@ def test_whatever_types_an_engine_writes_its_stream_passes_or_ends(label, way, d
 @pytest.mark.parametrize("written", [b'"token_ids":[]', b'"token_ids": [1, 2]', b'"prompt_token_ids" :[ 7 ]'])
 def test_lists_that_the_client_did_not_ask_for_are_null_however_they_are_written(written):
     raw = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null,%b}]}\n\n' % written
-    out, error = record("chat", TEXT).take(b"%x\r\n%b\r\n" % (len(raw), raw))
+    out, error = record("chat", TEXT).take(chunk(raw))
     assert error is None and b"[" not in out.replace(b'"choices":[', b"") and b"null" in out.rpartition(b"ids")[2]
 
 
@@ -373,7 +360,7 @@ def test_an_event_has_room_for_a_prompt_of_a_million_ids():
     whole = Chunks().feed(Engine("chat", TEXT, [], "a").opens(ids, True) + b"0\r\n\r\n")
     for start in range(0, len(whole), 2**16):
         part = whole[start : start + 2**16]
-        written, error = one.take(b"%x\r\n%b\r\n" % (len(part), part))
+        written, error = one.take(chunk(part))
         assert error is None
     assert one.prompt_ids.tolist() == ids and b"[1" not in written
 
@@ -406,11 +393,7 @@ def test_bytes_that_end_no_event_count_as_well():
 
 def test_a_response_that_was_gone_on_with_says_that_it_is_not_stored():
     """It has the first replica's id, under which no replica has it."""
-    one = record("responses", TEXT, store=True)
-    stream = Engine("responses", TEXT, [], "a").stream()
-    body = taken(one, stream[: len(stream) // 2], [])
-    go_on(one, REPEAT)
-    one.read_from(HEAD)
+    one, body = broken("responses", REPEAT, store=True)
     body += taken(one, Engine("responses", TEXT, [], "b").stream(), [])
     last = body[body.rfind(b"data: ") + 6 : body.rfind(b"\n\n")]
     assert json.loads(last)["response"]["store"] is False

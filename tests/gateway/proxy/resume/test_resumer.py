@@ -19,17 +19,12 @@ from replicas import State
 from replicas.simulated.model import sim_model_dir
 
 from ...http.talk import eventually, read_request
-from ..replies import SSE_HEAD, answers, chunk, post, says, streams
+from ..replies import ENDS, SSE_HEAD, answers, chunk, post, says, streams
 from ..stack import stack
 
 PIPELINE = Pipeline(sim_model_dir(), "m", 16)
-GREEDY = {
-    "model": "m",
-    "stream": True,
-    "temperature": 0,
-    "max_tokens": 6,
-    "messages": [{"role": "user", "content": "Hi"}],
-}
+SAID = [{"role": "user", "content": "Hi"}]
+GREEDY = {"model": "m", "stream": True, "temperature": 0, "max_tokens": 6, "messages": SAID}
 BODY = orjson.dumps(GREEDY)
 PROMPT_IDS = [*memoryview(PIPELINE.prepare("/v1/chat/completions", BODY).token_ids).cast("I")]
 WORDS = ["a", "b", "c", "d", "e", "f"]  # of ids 1 to 6
@@ -69,7 +64,7 @@ def engine(name: str, ends=b"", after: int = 6, seen: list | None = None, then=N
                 if then is not None:
                     await then()
                 return
-            writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            writer.write(ENDS)
 
     return script
 
@@ -98,10 +93,10 @@ async def never():
         event("1", [3], "c")[:20],  # within a chunk
         b"4\r\nda",  # within an event
         b"0\r\n\r\n",  # the body ends as HTTP has it, and no last event was there
-        chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n",  # nor did any say why it ends
+        ENDS,  # nor did any say why it ends
         chunk(b'data: {"error": {"message": "EngineDeadError", "type": "InternalServerError", "code": 500}}\n\n')
         + b"0\r\n\r\n",
-        event("1", [], "", finish_reason="abort") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n",
+        event("1", [], "", finish_reason="abort") + ENDS,
     ],
 )
 async def test_however_an_engine_ends_another_goes_on(ends):
@@ -173,20 +168,19 @@ cut_short = says(
 )
 
 
-@pytest.mark.parametrize("others", [[], [engine("2", b"", 0), engine("3", b"", 0)]])
-async def test_a_stream_that_nobody_goes_on_with_ends_with_an_error(others):
-    async with continued(engine("1", b"", 2), *others) as s:
-        body = (await s.ask(post(BODY)))[2]
-        assert b"broke off" in body and not body.endswith(b"[DONE]\n\n")
-        assert s.metrics.streams_not_continued.total() == 1
+@pytest.fixture
+def keys(tmp_path):
+    """One tenant's."""
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- {{name: one, sha256: {hashlib.sha256(b'hth-one').hexdigest()}}}\n")
+    return Keys(file)
 
 
 @pytest.mark.parametrize("others", [[], [fails, fails], [crashes, crashes]])
-async def test_who_did_not_go_on_with_a_stream_is_named_to_no_tenant(others, tmp_path):
-    file, told = tmp_path / "keys.yaml", []
-    file.write_text(f"- {{name: one, sha256: {hashlib.sha256(b'hth-one').hexdigest()}}}\n")
-    for keys in (None, Keys(file)):
-        async with continued(engine("1", b"", 2), *others, keys=keys) as s:
+async def test_who_did_not_go_on_with_a_stream_is_named_to_no_tenant(others, keys):
+    told = []
+    for given in (None, keys):
+        async with continued(engine("1", b"", 2), *others, keys=given) as s:
             told.append((await s.ask(post(BODY, extra=b"authorization: Bearer hth-one\r\n")))[2])
     assert all(b"the answer broke off" in body for body in told)
     assert [b"127.0.0.1" in body for body in told] == [True, False]
@@ -196,13 +190,7 @@ async def test_who_did_not_go_on_with_a_stream_is_named_to_no_tenant(others, tmp
 async def while_another_is_asked():
     """A stream has broken off, and who is to go on with it says nothing."""
     asked = asyncio.Event()
-
-    async def silent(reader, writer):
-        await read_request(reader)
-        asked.set()
-        await reader.read()
-
-    async with continued(engine("1", b"", 2), silent) as s:
+    async with continued(engine("1", b"", 2), says(asked.set)) as s:
         talk = await s.say(post(BODY))
         await asyncio.wait_for(asked.wait(), 5)
         yield s, talk
@@ -227,14 +215,6 @@ async def test_a_stream_that_a_stop_cuts_while_another_is_asked_is_told_so_and_n
         assert s.metrics.requests.total(status="cut") == 1 and not s.metrics.client_aborts.values
 
 
-async def test_an_engine_that_does_not_take_the_ids_is_passed_over():
-    deaf = says(SSE_HEAD + event("2", PROMPT_IDS) + event("2", [1], "a"))  # from the beginning, whatever it is given
-    async with continued(engine("1", b"", 2), deaf) as s:
-        body = (await s.ask(post(BODY)))[2]
-        assert b"broke off" in body and body.count(b'"content":"a"') == 1
-        assert s.metrics.streams_not_continued.total(reason="differs") == 1
-
-
 @pytest.mark.parametrize("budget", [10, 2000])  # before it is sent, and as it passes
 async def test_what_is_kept_has_a_budget(budget):
     async with continued(cut_short, engine("2"), continue_budget=budget) as s:
@@ -249,6 +229,42 @@ async def test_without_the_setting_a_stream_is_cut_as_ever():
         assert not s.metrics.streams_not_continued.total() and not s.metrics.continued_streams.total()
 
 
+def failed(other):
+    other.replica.state = State.FAILED
+
+
+def hashes_other_blocks(other):
+    """It is ready, so the reason is another one than that nobody is there."""
+    other.candidate.space = 7
+
+
+# From the beginning, whatever it is given.
+deaf = says(SSE_HEAD + event("2", PROMPT_IDS) + event("2", [1], "a"))
+
+
+@pytest.mark.parametrize(
+    ("others", "change", "reason"),
+    [
+        ([], None, "no replica"),
+        ([engine("2", b"", 0), engine("3", b"", 0)], None, "crashes"),
+        ([engine("2")], failed, "no replica"),
+        ([engine("2")], hashes_other_blocks, "unlike"),
+        ([crashes, crashes, engine("4")], None, "crashes"),
+        ([deaf], None, "differs"),
+    ],
+    ids=["nobody", "two that write nothing", "not ready", "unlike", "two that crash", "takes no ids"],
+)
+async def test_a_stream_that_nobody_goes_on_with_ends_with_an_error_and_is_counted_by_why(others, change, reason):
+    async with continued(engine("1", b"", 2), *others) as s:
+        for other in [*s.proxy.backends.values()][1:]:
+            if change:
+                change(other)
+        s.proxy.changed()
+        body = (await s.ask(post(BODY)))[2]
+        assert b"broke off" in body and not body.endswith(b"[DONE]\n\n") and body.count(b'"content":"a"') == 1
+        assert s.metrics.streams_not_continued.by("reason") == {reason: 1}
+
+
 async def test_a_part_of_a_character_is_written_by_the_next_engine():
     """Ids whose text is not shown yet are not given to it, so that no character is lost."""
     seen = []
@@ -259,32 +275,10 @@ async def test_a_part_of_a_character_is_written_by_the_next_engine():
         assert seen[0]["kv_transfer_params"]["prompt_token_ids"] == [*PROMPT_IDS, 1]
 
 
-async def test_a_replica_that_is_not_ready_does_not_go_on():
-    async with continued(engine("1", b"", 2), engine("2")) as s:
-        s.becomes([*s.proxy.backends.values()][1].replica, State.FAILED)
-        assert b"broke off" in (await s.ask(post(BODY)))[2]
-        assert s.metrics.streams_not_continued.total(reason="no replica") == 1
-
-
-async def test_a_replica_that_hashes_other_blocks_does_not_go_on():
-    """It is ready, so the reason is another one than that nobody is there."""
-    async with continued(engine("1", b"", 2), engine("2")) as s:
-        other = [*s.proxy.backends.values()][1]
-        other.candidate.space = 7
-        assert b"broke off" in (await s.ask(post(BODY)))[2]
-        assert s.metrics.streams_not_continued.by("reason")["unlike"] == 1
-
-
 @pytest.mark.parametrize("second", [crashes, answers(b"{}", b"400 Bad Request")], ids=["crashes", "refuses"])
 async def test_one_that_does_not_go_on_leaves_it_to_a_third_replica(second):
     async with continued(engine("1", b"", 2), second, engine("3")) as s:
         assert told((await s.ask(post(BODY)))[2]) == ("abcdef", {"1"})
-
-
-async def test_replicas_that_crash_one_after_the_other_are_counted_as_crashes():
-    async with continued(engine("1", b"", 2), crashes, crashes, engine("4")) as s:
-        assert b"broke off" in (await s.ask(post(BODY)))[2]
-        assert s.metrics.streams_not_continued.total(reason="crashes") == 1
 
 
 async def test_an_error_on_the_way_to_who_goes_on_is_that_replicas():
@@ -302,20 +296,11 @@ BARE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: 
 def bare(head: bytes, first: int, last: int, end: bytes):
     """Writes these words without chunks, and ends with `end`."""
 
-    async def script(reader, writer):
-        await read_request(reader)
-        raw = event("2", [*PROMPT_IDS, *range(1, first)])
-        raw += b"".join(
-            event("2", [number], WORDS[number - 1], finish_reason="length" if number == 6 else None)
-            for number in range(first, last + 1)
-        )
-        events = b"".join(line + b"\n\n" for line in raw.split(b"\r\n")[1::2] for line in [line.strip()] if line)
-        body = events + end
-        writer.write(head % len(body) if b"%d" in head else head)
-        writer.write(body)
-        await writer.drain()
-
-    return script
+    raw = event("2", [*PROMPT_IDS, *range(1, first)])
+    for number in range(first, last + 1):
+        raw += event("2", [number], WORDS[number - 1], finish_reason="length" if number == 6 else None)
+    body = b"".join(line.strip() + b"\n\n" for line in raw.split(b"\r\n")[1::2] if line.strip()) + end
+    return says((head % len(body) if b"%d" in head else head) + body, then_hangs=False)
 
 
 LENGTH_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
@@ -329,15 +314,10 @@ async def test_the_rest_may_be_framed_in_another_way_than_the_beginning(head):
 
 
 async def test_a_stream_whose_last_event_lacks_its_blank_line_is_complete_though_it_cannot_be_resumed():
-    async def reasons(reader, writer):
-        await read_request(reader)
-        first = {"index": 0, "delta": {"role": "assistant", "reasoning": "hm"}, "finish_reason": None}
-        last = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}
-        events = b"".join(b"data: %b\n\n" % orjson.dumps({"id": "1", "choices": [one]}) for one in (first, last))
-        writer.write(BARE_HEAD + events + b"data: [DONE]\n")
-        await writer.drain()
-
-    async with continued(reasons) as s:
+    first = {"index": 0, "delta": {"role": "assistant", "reasoning": "hm"}, "finish_reason": None}
+    last = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}
+    events = b"".join(b"data: %b\n\n" % orjson.dumps({"id": "1", "choices": [one]}) for one in (first, last))
+    async with continued(says(BARE_HEAD + events + b"data: [DONE]\n", then_hangs=False)) as s:
         talk = await s.say(post(BODY))
         body = await talk.rest()
         assert body.rstrip().endswith(b"data: [DONE]") and b"error" not in body
@@ -391,7 +371,7 @@ async def counts(reader, writer):
     usage = {"prompt_tokens": len(given), "completion_tokens": 20, "total_tokens": len(given) + 20}
     writer.write(event("2", [given[-1] + 2], "c", finish_reason="stop"))
     writer.write(chunk(b"data: " + orjson.dumps({"id": "2", "created": 1, "choices": [], "usage": usage}) + b"\n\n"))
-    writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+    writer.write(ENDS)
     await writer.drain()
 
 
@@ -451,31 +431,21 @@ async def test_a_limit_on_the_first_token_is_met_by_the_replica_that_wrote_it():
         assert s.metrics.slo_requests.by("outcome") == {"met": 1}
 
 
-async def test_a_tenant_is_charged_for_what_all_replicas_wrote(tmp_path):
-    file = tmp_path / "keys.yaml"
-    file.write_text(f"- {{name: one, sha256: {hashlib.sha256(b'hth-one').hexdigest()}}}\n")
+async def test_a_tenant_is_charged_for_what_all_replicas_wrote(keys):
     events = []
-    async with continued(engine("1", b"", 3), fails, engine("3"), keys=Keys(file)) as s:
+    async with continued(engine("1", b"", 3), fails, engine("3"), keys=keys) as s:
         s.proxy.settling.on_end.append(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
         await s.ask(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
         await eventually(s.idle)
         assert events == [6]  # the words, neither the role nor the end
 
 
-async def test_a_first_read_that_ends_within_an_event_is_no_event(tmp_path):
-    file = tmp_path / "keys.yaml"
-    file.write_text(f"- {{name: one, sha256: {hashlib.sha256(b'hth-one').hexdigest()}}}\n")
+async def test_a_first_read_that_ends_within_an_event_is_no_event(keys):
     events, begun = [], asyncio.Event()
     first = event("1", [1], "a", finish_reason="stop")
 
-    async def script(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + first[:-20])
-        await writer.drain()
-        await asyncio.wait_for(begun.wait(), 5)
-        writer.write(first[-20:] + chunk(DONE) + b"0\r\n\r\n")
-
-    async with continued(script, keys=Keys(file)) as s:
+    script = says(SSE_HEAD + first[:-20], begun, first[-20:] + ENDS)
+    async with continued(script, keys=keys) as s:
         s.proxy.settling.on_end.append(lambda exchange, outcome, usage: events.append(exchange.attempts[-1].events))
         talk = await s.say(post(BODY, extra=b"authorization: Bearer hth-one\r\n"))
         await talk.until(b"\r\n\r\n")
@@ -500,13 +470,11 @@ async def test_a_mistake_of_ours_while_it_is_placed_cuts_the_stream():
         def __getattr__(self, name):
             return getattr(policy, name)
 
-    async def first(reader, writer):
-        await read_request(reader)
-        writer.write(SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a"))
-        await writer.drain()
+    def breaks():
         s.proxy.router.policy = Breaks()
 
-    async with continued(first, engine("2")) as s:
+    begun = SSE_HEAD + event("1", PROMPT_IDS) + event("1", [1], "a")
+    async with continued(says(begun, breaks, then_hangs=False), engine("2")) as s:
         policy = s.proxy.router.policy
         talk = await s.say(post(BODY))
         assert b"HTTP/1.1 500" not in await talk.rest() and not s.proxy.exchanges

@@ -11,26 +11,45 @@ def verdict(health: Health, now: float = 0.0) -> Verdict:
     return health.opinion(now).verdict
 
 
-@pytest.mark.parametrize("kind", ["closed", "timeout", "5xx"])
-def test_three_failed_requests_in_a_row_are_trouble(kind):
+# What requests and probes ("/...") show at which second, and the verdict after that.
+STORIES = {
+    "three failed requests": [(1, "closed", GOOD), (2, "timeout", GOOD), (3, "5xx", TROUBLE)],
+    "two failed requests with an answered one between": [(1, "5xx", GOOD), (1, "ok", GOOD), (2, "5xx", GOOD)],
+    "two refused requests": [(0, "connect", GOOD), (0, "connect", LOST)],
+    "two refused probes": [(0, "/connect", GOOD), (0, "/connect", LOST)],
+    "a refused request, then a probe": [(0, "connect", GOOD), (0, "/connect", LOST)],
+    "a refused probe, then a request": [(0, "/connect", GOOD), (0, "connect", LOST)],
+    "three failed probes, until two succeed":
+        [(1, "/timeout", GOOD), (2, "/timeout", GOOD), (3, "/timeout", TROUBLE), (4, "/", TROUBLE), (5, "/", GOOD)],
+    "two late probes, between which nobody asked": [(0, "/timeout", GOOD), (100, "/timeout", GOOD), (101, "/timeout", LOST)],
+    "good probes before the hold of failed requests ends":
+        [(10, "5xx", GOOD), (10, "5xx", GOOD), (10, "5xx", TROUBLE), (11, "/", TROUBLE), (11.9, "/", TROUBLE), (12.1, "/", GOOD)],
+    "late probes of an engine that answers requests":
+        [(now, what, GOOD) for now in range(60) for what in ("/timeout", "ok")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_what_requests_and_probes_show(story):
     health = Health()
-    for now in (1.0, 2.0):
-        health.failed(now, kind)
-        assert verdict(health, now) is GOOD
-    health.failed(3.0, kind)
-    assert verdict(health, 3.0) is TROUBLE
-    assert kind in health.opinion(3.0).reason
+    for now, what, wanted in story:
+        happens(health, now, what)
+        assert verdict(health, now) is wanted, (now, what)
+        assert wanted is not TROUBLE or health.opinion(now).reason in ("requests fail (5xx)", "what /timeout says")
+
+
+def happens(health: Health, now: float, what: str) -> None:
+    if what == "ok":
+        health.succeeded(now)
+    elif what.startswith("/"):
+        health.probed(now, what[1:], f"what {what} says")
+    else:
+        health.failed(now, what)
+
+
+def test_what_is_no_fault_of_the_engine_is_not_counted():
     with pytest.raises(ValueError, match="not a fault of the engine"):
         Health().failed(0.0, "4xx")
-
-
-@pytest.mark.parametrize("seen", ["tt", "pp", "tp", "pt"])
-def test_two_refusals_mean_nobody_is_there(seen):
-    health = Health()
-    for who in seen:
-        assert verdict(health) is GOOD
-        health.failed(0.0, "connect") if who == "t" else health.probed(0.0, "connect", "nothing listens")
-    assert verdict(health) is LOST
 
 
 def test_each_failed_try_after_a_hold_doubles_it_up_to_half_a_minute():
@@ -69,17 +88,6 @@ def test_errors_that_nobody_confirms_count_for_nothing_until_the_engine_was_aske
     assert not health.in_question(101.0), "whoever answers other requests is not asked"
 
 
-def test_failed_probes_alone_are_trouble_until_two_succeed():
-    health = Health()
-    for now in (1.0, 2.0, 3.0):
-        health.probed(now, "timeout", "/health did not answer within 1 s")
-    assert health.opinion(3.0) == (TROUBLE, "/health did not answer within 1 s")
-    health.probed(4.0)
-    assert verdict(health, 4.0) is TROUBLE
-    health.probed(5.0)
-    assert verdict(health, 5.0) is GOOD
-
-
 def test_silence_for_long_is_lost_and_says_for_how_long():
     health = Health(Limits(lost_after=15.0))
     for now in range(15):
@@ -88,7 +96,7 @@ def test_silence_for_long_is_lost_and_says_for_how_long():
     assert health.opinion(15.0) == (LOST, "no answer for 15 s: no answer") and health.hung(15.0)
 
 
-WORD = st.sampled_from(["ok", "probe ok", *FAULTS, *(f"probe {fault}" for fault in FAULTS)])
+WORD = st.sampled_from(["ok", "/", *FAULTS, *(f"/{fault}" for fault in FAULTS)])
 
 
 @given(st.lists(st.tuples(WORD, st.floats(0, 5)), max_size=60))
@@ -96,26 +104,12 @@ def test_an_answered_request_always_makes_it_good_and_enough_good_probes_too(his
     health, now = Health(), 0.0
     for word, wait in history:
         now += wait
-        if word == "ok":
-            health.succeeded(now)
-            assert verdict(health, now) is GOOD
-        elif word.startswith("probe "):
-            health.probed(now, word[6:].removesuffix("ok"), "error")
-        else:
-            health.failed(now, word)
+        happens(health, now, word)
+        assert word != "ok" or verdict(health, now) is GOOD
     for _ in range(2):
         now += 31
         health.probed(now)
     assert verdict(health, now) is GOOD
-
-
-def test_two_late_probes_with_a_long_time_between_them_in_which_nobody_asked_are_no_hang():
-    health = Health()
-    for now in (0.0, 100.0):
-        health.probed(now, "timeout", "late")
-        assert verdict(health, now) is GOOD
-    health.probed(101.0, "timeout", "late")
-    assert verdict(health, 101.0) is LOST
 
 
 def test_two_looks_that_are_turned_away_while_requests_run_are_a_leave_and_no_silence():
@@ -169,25 +163,6 @@ def test_an_engine_that_fails_newcomers_and_does_not_end_gets_requests_again():
     health.succeeded(320.0)
     health.asked(322.0, fails=True, computes=True)
     assert verdict(health, 322.0) is LEAVING
-
-
-def test_a_good_probe_does_not_excuse_failing_requests_before_the_hold_ends():
-    health = Health()
-    for _ in range(3):
-        health.failed(10.0, "5xx")
-    for now in (10.5, 11.0, 11.9):
-        health.probed(now)
-        assert verdict(health, now) is TROUBLE
-    health.probed(12.1)
-    assert verdict(health, 12.1) is GOOD
-
-
-def test_a_busy_engine_may_answer_probes_late_while_it_answers_requests():
-    health = Health()
-    for now in range(60):
-        health.probed(now, "timeout", "late")
-        health.succeeded(now + 0.5)
-        assert verdict(health, now + 0.5) is GOOD
 
 
 def test_answers_that_are_told_of_together_count_each():

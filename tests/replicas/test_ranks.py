@@ -67,12 +67,17 @@ def names(url: str, count: int) -> list[str]:
     return [base] if count == 1 else [f"{base}-dp{rank}" for rank in range(count)]
 
 
-async def test_each_rank_is_a_replica_with_its_own_events_load_and_cache(fleet, ranked, become):
-    url = await ranked.start()
-    fleet.add(url + "#model=m")
-    zero, one = await become(names(url, 2))
+@pytest.fixture
+async def ranks(fleet, ranked, become):
+    """The replicas of an adopted engine's two ranks."""
+    fleet.add(await ranked.start() + "#model=m")
+    return await become(names(ranked.url, 2))
+
+
+async def test_each_rank_is_a_replica_with_its_own_events_load_and_cache(fleet, ranked, ranks):
+    zero, one = ranks
     assert (zero.rank, one.rank) == (0, 1) and zero.required_model == one.required_model == "m"
-    assert zero.url == one.url == url and zero.engine == one.engine
+    assert zero.url == one.url == ranked.url and zero.engine == one.engine
     assert [replica.events.endpoint[-4:] for replica in (zero, one)] == ["5600", "5601"]
     assert [replica.num_blocks for replica in (zero, one)] == [100, 100]
     assert [replica.scrape.waiting for replica in (zero, one)] == [0, 1]
@@ -81,11 +86,8 @@ async def test_each_rank_is_a_replica_with_its_own_events_load_and_cache(fleet, 
     assert len(fleet.engines) == 1 and zero.takes_rank("/v1/completions") and not zero.takes_rank("/v1/responses")
 
 
-async def test_what_happens_to_the_engine_happens_to_all_its_ranks(fleet, ranked, become, until):
-    url = await ranked.start(pick(1, "127.0.0.1", set())[0])
-    fleet.add(url)
-    ids = names(url, 2)
-    zero, one = await become(ids)
+async def test_what_happens_to_the_engine_happens_to_all_its_ranks(fleet, ranked, ranks, become, until):
+    (zero, one), ids = ranks, names(ranked.url, 2)
     fleet.failed(ids[1], "5xx")
     fleet.failed(ids[0], "5xx")
     assert zero.state is one.state is State.DEGRADED and zero.reason == one.reason
@@ -94,16 +96,13 @@ async def test_what_happens_to_the_engine_happens_to_all_its_ranks(fleet, ranked
     await ranked.stop()
     await become(ids, FAILED)
     ranked.started = 2.0
-    await ranked.start(int(url.rpartition(":")[2]))
+    await ranked.start(zero.port)
     assert await become(ids) == [zero, one]
     await until(lambda: zero.incarnation == one.incarnation == "2.00")
 
 
-async def test_a_restart_with_other_ranks(fleet, ranked, become):
-    url = await ranked.start()
-    fleet.add(url)
-    before = await become(names(url, 2))
-    gone = []
+async def test_a_restart_with_other_ranks(fleet, ranked, ranks, become):
+    before, url, gone = ranks, ranked.url, []
     fleet.on_change.append(lambda replica, old, new: replica.id in fleet.replicas or gone.append(replica))
     for count in (3, 1, 2):
         ranked.count, ranked.started = count, ranked.started + 1
@@ -117,10 +116,8 @@ async def test_a_restart_with_other_ranks(fleet, ranked, become):
     assert gone[-1].rank is None and after != before and len(fleet.engines) == 1
 
 
-async def test_one_rank_is_drained_and_the_other_goes_on(fleet, ranked, become, until):
-    url = await ranked.start()
-    fleet.add(url)
-    zero, one = await become(names(url, 2))
+async def test_one_rank_is_drained_and_the_other_goes_on(fleet, ranked, ranks, until):
+    zero, one = ranks
     open_requests = {one.id: 1}
     fleet.inflight = lambda id: open_requests.get(id, 0)
     drained = fleet.drain(one.id)
@@ -134,40 +131,36 @@ async def test_one_rank_is_drained_and_the_other_goes_on(fleet, ranked, become, 
     fleet.engines[one.engine].nudge()
     await until(lambda: zero.incarnation == "2.00" and zero.state is READY)
     assert one.state is STOPPED and one.reason == "drained on request"
-    assert fleet.add(url) is zero and one.state is READY
+    assert fleet.add(ranked.url) is zero and one.state is READY
 
 
-async def test_an_engine_is_drained_and_removed_with_all_its_ranks(fleet, ranked, become):
-    url = await ranked.start()
-    fleet.add(url)
-    zero, one = await become(names(url, 2))
+async def test_an_engine_is_drained_and_removed_with_all_its_ranks(fleet, ranked, ranks, become):
+    zero, one = ranks
     with pytest.raises(ValueError, match="one of 2 ranks of one engine"):
         fleet.remove(one.id)
     await fleet.drain(zero.engine)
     assert zero.state is one.state is STOPPED
-    fleet.add(url)
-    await become(names(url, 2))
+    fleet.add(ranked.url)
+    await become(names(ranked.url, 2))
     await fleet.remove(zero.engine)
     assert not fleet.replicas and not fleet.engines
     with pytest.raises(KeyError):
         fleet.drain(zero.id)
 
 
-async def test_what_happens_to_all_ranks_of_an_engine_is_one_change(fleet, ranked, become, until):
+async def test_what_happens_to_all_ranks_of_an_engine_is_one_change(fleet, ranked, ranks, until):
     """Who may serve what is found anew after each change, by a look at all replicas: 300 ranks took 3 s one by one."""
-    url, seen = await ranked.start(), []
-    fleet.add(url)
-    ranks = await become(names(url, 2))
+    seen, once = [], [*(one.id for one in ranks), ""]
     fleet.on_change.append(lambda replica, old, new: seen.append(replica.id))
     fleet.on_changed.append(lambda: seen.append(""))
     ranked.adapters = ("sql",)
-    await until(lambda: seen == [one.id for one in ranks] + [""])
+    await until(lambda: seen == once)
     seen.clear()
     fleet.drain(ranks[0].engine)
-    assert seen == [one.id for one in ranks] + [""]
+    assert seen == once
     fleet.drain(ranks[0].id)
     await until(lambda: {one.state for one in ranks} == {STOPPED})
-    assert seen[3:] == [one.id for one in ranks] + [""]
+    assert seen[3:] == once
 
 
 async def test_a_launched_engines_ranks_are_there_from_the_start(fleet, fake_profile, become, alive, until):
@@ -212,11 +205,8 @@ async def test_a_second_launch_takes_other_ports_and_devices(fleet, fake_profile
     assert len(ports) == len(set(ports)) == 12
 
 
-async def test_ranks_stay_when_a_look_tells_none(fleet, ranked, become, until):
+async def test_ranks_stay_when_a_look_tells_none(ranked, ranks, become, until):
     ranked.listed = False
-    url = await ranked.start()
-    fleet.add(url)
-    zero, one = await become(names(url, 2))
     ranked.count = 0  # /metrics has no vllm: series any more
-    await until(lambda: any("no vllm: series" in problem for problem in one.problems))
-    assert await become(names(url, 2)) == [zero, one]
+    await until(lambda: any("no vllm: series" in problem for problem in ranks[1].problems))
+    assert await become(names(ranked.url, 2)) == ranks

@@ -26,8 +26,8 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from itertools import accumulate, chain, product
-from operator import contains, itemgetter
+from itertools import accumulate, chain, islice, product
+from operator import add, contains
 from time import perf_counter
 from typing import Any
 
@@ -73,11 +73,7 @@ NOT_CONTINUED = (
     "n", "tools", "stored", "field", "framing", "events", "budget", "ids", "prompt", "boundary",
     "crashes", "differs", "no replica", "unlike", "replicas", "timeout", "shutting_down",
 )  # fmt: skip
-REPLICA: Collection[str] = ()  # the values of this label and of the next ones are known at run time only
-TENANT: Collection[str] = ()
-POLICY: Collection[str] = ()
-QOS: Collection[str] = ()
-MODEL: Collection[str] = ()
+LATER: Collection[str] = ()  # the values of this label are known at run time only: `Metrics(known)`
 
 # Metrics whose values are read at a scrape: name -> (kind, help, labels). Readers return {name: number} for metrics
 # without labels, {name: {value: number}} for one label and {name: {(value, value): number}} for two.
@@ -141,46 +137,57 @@ READ = {
 Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
 
 
-Key = str | tuple[str, ...]  # key of a series: the values of its labels, or the value of a histogram's only label
+Labels = tuple[str, ...]  # the values of a series' labels, in their order
+Key = str | Labels  # of a single label, also the value alone
 
 
-class Metric:
-    """A metric: its name, its help text, and its series by the values of their labels."""
-
-    __slots__ = ("name", "help", "labels", "values")
-
-    def __init__(self, help: str, labels: tuple[str, ...]) -> None:
-        self.name, self.help, self.labels = "", help, labels
-        self.values: dict[Any, Any] = {}
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def forget(self, label: str, value: str) -> None:
-        """Drop the series with this value of a label."""
-        if label in self.labels:
-            at = self.labels.index(label)
-            for key in [key for key in self.values if labels_of(key)[at] == value]:
-                del self.values[key]
-
-
-def labels_of(key: Key) -> tuple[str, ...]:
+def labels_of(key: Key) -> Labels:
     """Return the values of a series' labels in their order."""
     return (key,) if isinstance(key, str) else key
 
 
-class Counter(Metric):
-    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`.
+class Metric:
+    """A metric: its name, its help text, and its series by the values of their labels.
 
-    Each label is given with the values it can have, as far as they are known beforehand.
+    `labels`: each label with the values that it can have, as far as they are known beforehand.
     """
 
-    __slots__ = ("known",)
+    __slots__ = ("name", "help", "labels", "values")
+
+    def __init__(self, help: str, labels: Mapping[str, Collection[str]]) -> None:
+        self.name, self.help, self.labels = "", help, labels
+        self.values: dict[Labels, Any] = {}
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def _at(self, label: str) -> int:
+        return list(self.labels).index(label)
+
+    def forget(self, label: str, value: str) -> None:
+        """Drop the series with this value of a label."""
+        if label in self.labels:
+            at = self._at(label)
+            for key in [key for key in self.values if key[at] == value]:
+                del self.values[key]
+
+    def keys(self, known: Mapping[str, Collection[str]]) -> Iterator[Labels]:
+        """Return the keys of all series: first those that there can be, then any others.
+
+        `known`: values of labels for which the metric itself states none.
+        """
+        possible = [dict.fromkeys(values or known.get(label, ())) for label, values in self.labels.items()]
+        return chain(product(*possible), [key for key in self.values if not all(map(contains, possible, key))])
+
+
+class Counter(Metric):
+    """A number per label combination that only grows: `inc("chat", "2xx")`, `inc("r1", by=512)`."""
+
+    __slots__ = ()
 
     def __init__(self, help: str, **labels: Collection[str]) -> None:
-        super().__init__(help, tuple(labels))
-        self.known = labels
-        self.values: defaultdict[tuple[str, ...], float] = defaultdict(int)
+        super().__init__(help, labels)
+        self.values: defaultdict[Labels, float] = defaultdict(int)
 
     def inc(self, *labels: str, by: float = 1) -> None:
         self.values[labels] += by
@@ -189,7 +196,7 @@ class Counter(Metric):
         """Return the sum over all series, or over the series with these labels."""
         if len(where) == len(self.labels):
             return self.values.get(tuple(where[label] for label in self.labels), 0)
-        places = [(self.labels.index(label), value) for label, value in where.items()]
+        places = [(self._at(label), value) for label, value in where.items()]
         return sum(number for key, number in self.values.items() if all(key[place] == value for place, value in places))
 
     def by(self, label: str, **leave_out: Collection[str]) -> dict[str, float]:
@@ -197,40 +204,32 @@ class Counter(Metric):
 
         `leave_out`: by label, the values whose series do not count.
         """
-        at, sums = self.labels.index(label), {}
-        others = [(self.labels.index(name), values) for name, values in leave_out.items()]
+        at, sums = self._at(label), {}
+        others = [(self._at(name), values) for name, values in leave_out.items()]
         for key, number in self.values.items():
             if not any(key[place] in values for place, values in others):
                 sums[key[at]] = sums.get(key[at], 0) + number
         return sums
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
-        """Yield the metric's part of the page. `known`: values of labels for which the metric itself states none."""
-        expected = [dict.fromkeys(values or known.get(label, ())) for label, values in self.known.items()]
-        others = [key for key in self.values if not all(map(contains, expected, key))]
-        series = ((key, self.values.get(key, 0)) for key in chain(product(*expected), others))
-        return _lines(self.name, "counter", self.help, self.labels, series)
+        """Yield the metric's part of the page. `known`: see `keys`."""
+        return _lines(
+            self.name, "counter", self.help, self.labels, ((k, self.values.get(k, 0)) for k in self.keys(known))
+        )
 
 
 class Histogram(Metric):
-    """A distribution per value of its label, `observe("r1", 0.25)`, or per combination of several labels' values.
+    """A distribution per combination of labels' values: `observe("r1", 0.25)`, `observe(("premium", "m"), 0.25)`.
 
-    A combination is a tuple: `observe(("premium", "m"), 0.25)`. Buckets are upper bounds, inclusive. `known`: the
-    values that a single label can have, as far as they are known beforehand.
+    Buckets are upper bounds, inclusive.
     """
 
-    __slots__ = ("label", "bounds", "known")
+    __slots__ = ("bounds",)
 
-    def __init__(
-        self, help: str, label: str | tuple[str, ...], bounds: tuple[float, ...], known: Collection[str] = ()
-    ) -> None:
-        super().__init__(help, labels_of(label))
-        self.label, self.bounds, self.known = label, bounds, known
-        self.values: dict[Key, list[float]] = {}  # count per bucket, count above the last bound, sum
-
-    @property
-    def series(self) -> dict[Key, list[float]]:
-        return self.values
+    def __init__(self, help: str, bounds: tuple[float, ...], **labels: Collection[str]) -> None:
+        super().__init__(help, labels)
+        self.bounds = bounds
+        self.values: dict[Labels, list[float]] = {}  # count per bucket, count above the last bound, sum
 
     def split(self, at: Iterable[float]) -> None:
         """Add these values as bounds of buckets, so that observations above and below them are counted exactly.
@@ -240,53 +239,40 @@ class Histogram(Metric):
         assert not self.values
         self.bounds = tuple(sorted({*self.bounds, *at}))
 
-    def observe(self, key: Key, number: float) -> None:
-        """Add one observation to a series."""
-        try:
-            counts = self.values[key]
-        except KeyError:
-            counts = self.values[key] = [0] * (len(self.bounds) + 2)
-        counts[bisect_left(self.bounds, number)] += 1
-        counts[-1] += number
-
-    def observe_mean(self, key: Key, total: float, count: int) -> None:
-        """Add `count` observations of which only the sum, `total`, is known."""
+    def observe(self, key: Key, number: float, times: int = 1) -> None:
+        """Add one observation to a series, or so many of which this is the mean."""
+        key = (key,) if isinstance(key, str) else key
         counts = self.values.get(key) or self.values.setdefault(key, [0] * (len(self.bounds) + 2))
-        counts[bisect_left(self.bounds, total / count)] += count
-        counts[-1] += total
+        counts[bisect_left(self.bounds, number)] += times
+        counts[-1] += times * number
 
     def count(self, key: Key) -> int:
-        return int(sum(self.values.get(key, (0,))[:-1]))
+        return int(sum(self.values.get(labels_of(key), (0,))[:-1]))
 
     def mean(self, key: Key) -> float | None:
         """Return the mean of a series, or None if nothing was observed."""
         count = self.count(key)
-        return self.values[key][-1] / count if count else None
+        return self.values[labels_of(key)][-1] / count if count else None
 
     def quantile(self, share: float, key: Key | None = None) -> float | None:
         """Estimate the value below which this share lies, of one series or of all together; None without data."""
-        chosen = list(self.values.values()) if key is None else [self.values[key]] if key in self.values else []
+        chosen = [*self.values.values()] if key is None else filter(None, [self.values.get(labels_of(key))])
         return quantile(self.bounds, [sum(column) for column in zip(*chosen, strict=True)][:-1], share)
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Yield the metric's part of the page, each series in one piece, so that its lines are of one moment.
 
-        `known`: values of labels for which the metric itself states none.
+        `known`: see `keys`.
         """
         name, nothing = "hitherto_" + self.name, [0.0] * (len(self.bounds) + 2)
         bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
         yield _head(name, "histogram", self.help)
-        expected = product(*([self.known] if self.known else [known.get(label, ()) for label in self.labels]))
-        keys: Iterable[Key] = expected if self.label is self.labels else chain.from_iterable(expected)
-        for key, counts in (dict.fromkeys(keys, nothing) | self.values).items():
-            pairs = zip(self.labels, labels_of(key), strict=True)
-            told = ",".join([f'{label}="{_escaped(value)}"' for label, value in pairs])
+        for key in self.keys(known):
+            counts, told = self.values.get(key, nothing), _told(self.labels, key)
             labels, more = f"{{{told}}}" if told else "", f",{told}" if told else ""
             running = list(accumulate(map(float, counts[:-1])))
-            buckets = "".join(
-                [f'{name}_bucket{{le="{bound}"{more}}} {count}\n' for bound, count in zip(bounds, running, strict=True)]
-            )
-            yield f"{buckets}{name}_count{labels} {running[-1]}\n{name}_sum{labels} {float(counts[-1])}\n"
+            buckets = [f'{name}_bucket{{le="{bound}"{more}}} {count}\n' for bound, count in zip(bounds, running)]
+            yield f"{''.join(buckets)}{name}_count{labels} {running[-1]}\n{name}_sum{labels} {float(counts[-1])}\n"
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
@@ -312,85 +298,85 @@ class Metrics:
     # fmt: off
     # requests, as clients see them
     requests = Counter("Requests answered", path=APIS, status=STATUSES)
-    request_seconds = Histogram("From the complete request to the last byte of its whole answer (2xx)", "path", LATENCY_BUCKETS, APIS)
-    ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", (), LATENCY_BUCKETS)
+    request_seconds = Histogram("From the complete request to the last byte of its whole answer (2xx)", LATENCY_BUCKETS, path=APIS)
+    ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", LATENCY_BUCKETS)
     replica_ttft_seconds = Histogram("From when the replica that answers was sent the request to the first byte of its streamed answer",
-        "replica", LATENCY_BUCKETS)
+        LATENCY_BUCKETS, replica=LATER)
     replica_answer_seconds = Counter("From when the replica that answers was sent the request to the last byte of its complete answer (2xx), in seconds",
-        replica=REPLICA)
+        replica=LATER)
     replica_decode_seconds = Counter("Time in which a replica wrote the tokens after the first, of complete answers with one sequence, in seconds",
-        replica=REPLICA)
-    replica_decode_tokens = Counter("The tokens that hitherto_replica_decode_seconds_total is of", replica=REPLICA)
+        replica=LATER)
+    replica_decode_tokens = Counter("The tokens that hitherto_replica_decode_seconds_total is of", replica=LATER)
     client_aborts = Counter("Clients that left before their answer was complete", path=APIS)
-    stage_seconds = Histogram("Time in the gateway's own stages", "stage", STAGE_BUCKETS, ("prepare", "prepare_offloaded", "choose"))
-    loop_delay_seconds = Histogram("How much later than it was due a timer of the event loop ran, four times a second", (), DELAY_BUCKETS)
+    stage_seconds = Histogram("Time in the gateway's own stages", STAGE_BUCKETS, stage=("prepare", "prepare_offloaded", "choose"))
+    loop_delay_seconds = Histogram("How much later than it was due a timer of the event loop ran, four times a second", DELAY_BUCKETS)
     # prompts
     prompts = Counter("Prompts sent to a replica, but for 4xx answers, by how tokens were found", mode=("exact", "media", "engine", "partly", "text", "load"))
     media_prompts = Counter("Prompts with images, sound or video, by what of their blocks is not known (exact: nothing)", why=tuple(MEDIA))
     prompt_failures = Counter("Prompts not known to their end: a template or tokenizer failed, a body has what is not followed", reason=tuple(PROMPT_PATHS))
     # the cache: predicted at the decision, reported by the engine in its answer
-    prompt_tokens = Counter("Prompt tokens sent to a replica", replica=REPLICA)
-    predicted_cached_tokens = Counter("Prompt tokens the map said the replica holds, in all tiers", replica=REPLICA)
-    reported_prompt_tokens = Counter("Prompt tokens of the answers that reported cached tokens", replica=REPLICA)
-    reported_cached_tokens = Counter("Prompt tokens the engine reported as cached", replica=REPLICA)
-    prefill_saved_tokens = Counter("Prompt tokens not computed again: as reported, else as predicted", replica=REPLICA)
-    prediction_error_tokens = Counter("Distance of prediction and report", replica=REPLICA, direction=("over", "under"))
-    predictions = Counter("Predictions that a report confirmed or corrected", replica=REPLICA, outcome=("equal", "over", "under"))
-    prompt_mismatches = Counter("Exact prompts of which the replica counted another number of tokens", replica=REPLICA)
-    heals = Counter("Times a replica's part of the map was repaired because it had drifted", replica=REPLICA)
+    prompt_tokens = Counter("Prompt tokens sent to a replica", replica=LATER)
+    predicted_cached_tokens = Counter("Prompt tokens the map said the replica holds, in all tiers", replica=LATER)
+    reported_prompt_tokens = Counter("Prompt tokens of the answers that reported cached tokens", replica=LATER)
+    reported_cached_tokens = Counter("Prompt tokens the engine reported as cached", replica=LATER)
+    prefill_saved_tokens = Counter("Prompt tokens not computed again: as reported, else as predicted", replica=LATER)
+    prediction_error_tokens = Counter("Distance of prediction and report", replica=LATER, direction=("over", "under"))
+    predictions = Counter("Predictions that a report confirmed or corrected", replica=LATER, outcome=("equal", "over", "under"))
+    prompt_mismatches = Counter("Exact prompts of which the replica counted another number of tokens", replica=LATER)
+    heals = Counter("Times a replica's part of the map was repaired because it had drifted", replica=LATER)
     # choosing and sending
-    replica_requests = Counter("Requests sent to a replica, by how it answered", replica=REPLICA, status=STATUSES)
-    long_prompts = Counter("Prompts worth tokenizing only once, by what the replica was sent", replica=REPLICA, sent=("ids", "text"))
-    ids_refused = Counter("Times a replica was found not to take token ids, or not ours", replica=REPLICA)
+    replica_requests = Counter("Requests sent to a replica, by how it answered", replica=LATER, status=STATUSES)
+    long_prompts = Counter("Prompts worth tokenizing only once, by what the replica was sent", replica=LATER, sent=("ids", "text"))
+    ids_refused = Counter("Times a replica was found not to take token ids, or not ours", replica=LATER)
     token_id_checks = Counter("Long prompts of which a replica was asked for the token ids it makes itself, by how they compare with the gateway's",
-        replica=REPLICA, outcome=("same", "different", "unanswered"))
+        replica=LATER, outcome=("same", "different", "unanswered"))
     shared_decisions = Counter("With Redis: choices made in the shared ledger, by this gateway's own view because that came too late, or because Redis is away",
         outcome=("shared", "late", "away"))
-    shared_decision_seconds = Histogram("Time a request waited for the shared ledger's choice", "outcome", STAGE_BUCKETS, ("shared",))
+    shared_decision_seconds = Histogram("Time a request waited for the shared ledger's choice", STAGE_BUCKETS, outcome=("shared",))
     decisions = Counter("Decisions for another proxy, by how they ended: it told, or its lease ran out", outcome=("done", "expired"))
     # shadow mode: by policies that did not act
-    shadow_decisions = Counter("Choices a policy in shadow would have made, by whether the acting one made the same", policy=POLICY, choice=("same", "other"))
-    shadow_legs = Counter("Choices of a policy in shadow where replicas have roles, by whether two of them would share the request", policy=POLICY,
+    shadow_decisions = Counter("Choices a policy in shadow would have made, by whether the acting one made the same", policy=LATER, choice=("same", "other"))
+    shadow_legs = Counter("Choices of a policy in shadow where replicas have roles, by whether two of them would share the request", policy=LATER,
         choice=("apart", "whole"))
-    shadow_prefill_tokens = Counter("Prompt tokens to compute that its other choices would have saved, or cost", policy=POLICY, effect=("saved", "cost"))
-    shadow_ttft_seconds = Counter("Predicted time to the first token that its other choices would have saved, or cost", policy=POLICY,
+    shadow_prefill_tokens = Counter("Prompt tokens to compute that its other choices would have saved, or cost", policy=LATER, effect=("saved", "cost"))
+    shadow_ttft_seconds = Counter("Predicted time to the first token that its other choices would have saved, or cost", policy=LATER,
         effect=("saved", "cost"))
-    shadow_answer_seconds = Counter("Predicted time to the last token that its other choices would have saved, or cost", policy=POLICY,
+    shadow_answer_seconds = Counter("Predicted time to the last token that its other choices would have saved, or cost", policy=LATER,
         effect=("saved", "cost"))
     # admission, where requests have classes or limits
     admission = Counter("Requests judged before they were sent: admitted, queued, refused, sent though `reject` would have refused them (observed), "
         "sent with a capped answer (degraded) or to the slow pool (spilled), or left by their clients while they waited",
-        **{"decision": DECISIONS, "class": QOS, "reason": REASONS})
+        **{"decision": DECISIONS, "class": LATER, "reason": REASONS})
     control_steps = Counter("Steps that the control of overload took from a class, or gave back", step=tuple(FROM),
-        **{"class": QOS}, change=("taken", "undone"))
+        **{"class": LATER}, change=("taken", "undone"))
     slo_requests = Counter("Answers to requests that were admitted with limits, by whether they kept them, missed them or failed; of answers in one "
         "piece those with both limits, by TTFT + TPOT for each further token",
-        **{"class": QOS, "model": MODEL, "outcome": ("met", "missed", "failed")})
-    predicted_answers = Counter("Streamed answers that came from where their requests were admitted to", **{"class": QOS})
-    predicted_ttft_seconds = Counter("Sum of the times to the first token that were predicted when those were admitted", **{"class": QOS})
-    delivered_ttft_seconds = Counter("Sum of the times to the first token that they had", **{"class": QOS})
-    queue_seconds = Histogram("Time that requests which were sent had waited in the gateway's queue", "class", LATENCY_BUCKETS)
+        **{"class": LATER, "model": LATER, "outcome": ("met", "missed", "failed")})
+    predicted_answers = Counter("Streamed answers that came from where their requests were admitted to", **{"class": LATER})
+    predicted_ttft_seconds = Counter("Sum of the times to the first token that were predicted when those were admitted", **{"class": LATER})
+    delivered_ttft_seconds = Counter("Sum of the times to the first token that they had", **{"class": LATER})
+    queue_seconds = Histogram("Time that requests which were sent had waited in the gateway's queue", LATENCY_BUCKETS, **{"class": LATER})
     # what answers took and had, by class and model: with classes or limits, or --slo-figures
-    answer_ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", ("class", "model"), FIGURE_BUCKETS)
+    answer_ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", FIGURE_BUCKETS, **{"class": LATER, "model": LATER})
     answer_itl_seconds = Histogram("From one piece of a streamed answer to the next, as the mean of those within a quarter of a second; longer pauses alone",
-        ("class", "model"), TOKEN_BUCKETS)
-    answer_tpot_seconds = Histogram("Time per output token after the first, one mean per streamed answer", ("class", "model"), TOKEN_BUCKETS)
-    answer_e2e_seconds = Histogram("From the complete request to the last byte of a complete answer", ("class", "model"), FIGURE_BUCKETS)
+        TOKEN_BUCKETS, **{"class": LATER, "model": LATER})
+    answer_tpot_seconds = Histogram("Time per output token after the first, one mean per streamed answer", TOKEN_BUCKETS, **{"class": LATER, "model": LATER})
+    answer_e2e_seconds = Histogram("From the complete request to the last byte of a complete answer", FIGURE_BUCKETS, **{"class": LATER, "model": LATER})
     answer_tokens = Counter("Tokens of complete answers and their prompts; cached ones are part of the input",
-        **{"class": QOS, "model": MODEL, "kind": ("input", "cached", "output")})
+        **{"class": LATER, "model": LATER, "kind": ("input", "cached", "output")})
     answer_phase_seconds = Counter("Time of complete answers by phase; its rate is the mean number of requests in that phase",
-        **{"class": QOS, "phase": PHASES})
+        **{"class": LATER, "phase": PHASES})
     # tenants, with --api-keys
-    tenant_requests = Counter("Requests of a tenant, by how they were answered", tenant=TENANT, status=STATUSES)
-    tenant_tokens = Counter("Tokens of a tenant's requests; cached ones are part of the input", tenant=TENANT, kind=("input", "cached", "output"))
-    tenant_refusals = Counter("Requests of a tenant that one of its limits refused", tenant=TENANT,
+    tenant_requests = Counter("Requests of a tenant, by how they were answered", tenant=LATER, status=STATUSES)
+    tenant_tokens = Counter("Tokens of a tenant's requests; cached ones are part of the input", tenant=LATER, kind=("input", "cached", "output"))
+    tenant_refusals = Counter("Requests of a tenant that one of its limits refused", tenant=LATER,
         limit=tuple(WORDS))
     limit_decisions = Counter("With Redis: claims of tenants' limits that were decided there, by what it told last because that came too late, or "
         "by this gateway's share because Redis is away", outcome=("shared", "late", "away"))
     usage_lines_dropped = Counter("Lines of the usage log that could not be written, or not fast enough")
     peer_pulls = Counter("Prompts whose beginning a replica was to take from another's memory, by whether its engine found all of it "
         "or the request failed (unknown: it did not tell)",
-        replica=REPLICA, outcome=("complete", "missed", "failed", "unknown"))
+        replica=LATER, outcome=("complete", "missed", "failed", "unknown"))
     # retries, legs and failures
     retries = Counter("Requests sent to another replica before their first byte, or once more to the same one",
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "removed", "replaced", "left", "elsewhere", "ids", "reconnect", "not kept", "leg refused",
@@ -398,17 +384,16 @@ class Metrics:
     continued_streams = Counter("With --continue-streams: breaks of streams that were resumed, by how: from the ids, by the same request again, "
         "or only the end was missing (over)", way=("ids", "repeat", "over"))
     streams_not_continued = Counter("With --continue-streams: streams that broke off and were not resumed", reason=NOT_CONTINUED)
-    continue_gap_seconds = Histogram("From a stream's break to the first text of the replica that resumed it", "way", LATENCY_BUCKETS,
-        ("ids", "repeat"))
+    continue_gap_seconds = Histogram("From a stream's break to the first text of the replica that resumed it", LATENCY_BUCKETS, way=("ids", "repeat"))
     leg_choices = Counter("Requests that could have been computed on two replicas, by whether they were", choice=("apart", "whole"))
     legs = Counter("Legs of requests that were computed on two replicas, by how each ended", leg=("prefill", "decode"),
         outcome=("complete", "failed", "not kept", "refused", "abandoned"))
     leg_failures = Counter("The legs that hitherto_legs_total counts as failed, by why", leg=("prefill", "decode"),
         reason=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "removed", "replaced", "left", "own", "elsewhere", "transfer stalled",
                 "shutting_down", "prefill failed", "timeout", "stalled"))
-    transfer_seconds = Histogram("What a second leg's first token took beyond what its replica takes itself", "replica", LATENCY_BUCKETS)
-    predicted_transfer_seconds = Counter("What the transfers of hitherto_transfer_seconds were predicted to take, in seconds", replica=REPLICA)
-    upstream_errors = Counter("Failures of replicas", replica=REPLICA,
+    transfer_seconds = Histogram("What a second leg's first token took beyond what its replica takes itself", LATENCY_BUCKETS, replica=LATER)
+    predicted_transfer_seconds = Counter("What the transfers of hitherto_transfer_seconds were predicted to take, in seconds", replica=LATER)
+    upstream_errors = Counter("Failures of replicas", replica=LATER,
         kind=(*CONNECTION_FAULTS, *STATUS_FAULTS, *ANSWER_FAULTS, "status 5xx", "timeout", "stalled", "request"))
     rejections = Counter("Requests refused without asking a replica, or by all engines that were asked (engines_...)",
         reason=("400", "401", "403", "405", "408", "413", "415", "417", "429", "431", "500", "501", "503", "505",
@@ -460,14 +445,12 @@ class Metrics:
     def add(self, counts: Mapping[str, list]) -> None:
         """Add the counts of another process, as `counts` returned them."""
         for name, series in counts.items():
-            metric = getattr(self, name)
-            for key, by in series:
-                if isinstance(metric, Counter):
-                    metric.inc(*key, by=by)
+            values = getattr(self, name).values
+            for key, by in ((tuple(labels), by) for labels, by in series):
+                if isinstance(by, list):
+                    values[key] = [*map(add, by, values.get(key, [0] * len(by)))]
                 else:
-                    key = key if isinstance(key, str) else tuple(key)
-                    before = metric.values.get(key)
-                    metric.values[key] = by if before is None else [a + b for a, b in zip(before, by, strict=True)]
+                    values[key] += by
 
     def _prepare_reading(self) -> None:
         for prepare in self.before_reading:
@@ -492,16 +475,13 @@ class Metrics:
 
     async def exposition(self) -> tuple[bytes, str]:
         """Return the page for GET /metrics, and its content type."""
-        parts, lines, begun = [self._of_process()], [], perf_counter()
-        for line in self._lines():
-            lines.append(line)
-            if len(lines) == LOOK_LINES:
-                parts.append("".join(lines).encode())
-                lines.clear()
-                if perf_counter() - begun > SLICE_SECONDS:
-                    await asyncio.sleep(0)
-                    begun = perf_counter()
-        return b"".join([*parts, "".join(lines).encode()]), CONTENT_TYPE_LATEST
+        parts, lines, begun = [self._of_process()], self._lines(), perf_counter()
+        while some := "".join(islice(lines, LOOK_LINES)):
+            parts.append(some.encode())
+            if perf_counter() - begun > SLICE_SECONDS:
+                await asyncio.sleep(0)
+                begun = perf_counter()
+        return b"".join(parts), CONTENT_TYPE_LATEST
 
 
 def _log_failure(part: str, error: Exception) -> None:
@@ -520,15 +500,17 @@ def lines(reading: Reading) -> Iterator[str]:
 
 
 def _lines(
-    name: str, kind: str, help: str, labels: tuple[str, ...], series: Iterable[tuple[tuple[str, ...], float]]
+    name: str, kind: str, help: str, labels: Iterable[str], series: Iterable[tuple[Labels, float]]
 ) -> Iterator[str]:
     """Yield the head of a counter or gauge, and a line for each combination of label values."""
     name = f"hitherto_{name}_total" if kind == "counter" else f"hitherto_{name}"
     yield _head(name, kind, help)
-    in_order = sorted(enumerate(labels), key=itemgetter(1))
     for values, number in series:
-        told = ",".join([f'{label}="{_escaped(values[at])}"' for at, label in in_order])
-        yield f"{name}{{{told}}} {float(number)}\n" if told else f"{name} {float(number)}\n"
+        yield f"{name}{{{told}}} {float(number)}\n" if (told := _told(labels, values)) else f"{name} {float(number)}\n"
+
+
+def _told(labels: Iterable[str], values: Labels) -> str:
+    return ",".join([f'{label}="{_escaped(value)}"' for label, value in zip(labels, values)])
 
 
 def _head(name: str, kind: str, help: str) -> str:

@@ -124,8 +124,7 @@ class Figures:
         row = self._slots.row(now)
         for name, gains in self._gains.items():
             column = _COLUMN[name]
-            for key, gain in gains.look(getattr(self._metrics, name)):
-                labels = (key,) if isinstance(key, str) else key
+            for labels, gain in gains.look(getattr(self._metrics, name)):
                 rows = [] if name.startswith("replica_") else [row]
                 if not rows or name.endswith("_tokens"):
                     rows.append(self._replicas.setdefault(labels[0], Slots(REPLICA_SLOT, REPLICA_SLOTS)).row(now))

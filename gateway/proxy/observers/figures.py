@@ -91,7 +91,7 @@ class Figures:
             if pieces > 1 and (pause := elapsed - SWEEP_SECONDS) * pieces > elapsed:
                 self._metrics.answer_itl_seconds.observe(key, pause)
                 elapsed, pieces = elapsed - pause, pieces - 1
-            self._metrics.answer_itl_seconds.observe_mean(key, elapsed, pieces)
+            self._metrics.answer_itl_seconds.observe(key, elapsed / pieces, pieces)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None) -> None:
         attempt, prompt = exchange.attempt, exchange.prompt

@@ -7,7 +7,7 @@ from gateway.ops.metrics import FIGURE_BUCKETS, Counter, Histogram
 
 
 def histogram():
-    return Histogram("x", ("class", "model"), FIGURE_BUCKETS)
+    return Histogram("x", FIGURE_BUCKETS, **{"class": (), "model": ()})
 
 
 def test_only_what_came_since_the_last_look_is_told():

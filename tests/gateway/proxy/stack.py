@@ -9,7 +9,7 @@ from cachemap import CacheMap
 from gateway.http.messages import Limits
 from gateway.http.server import Server
 from gateway.models import Models
-from gateway.ops.metrics import Counter, Metrics
+from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.backend import Backend
 from gateway.proxy.proxy import Proxy
@@ -91,18 +91,13 @@ def backend_for(proxy: Proxy, port: int, models=("m",)) -> Backend:
 
 def unforeseen(metrics: Metrics) -> list[tuple[str, str]]:
     """Values of labels that were counted, and are not among those that the metric states."""
-    found = []
-    for metric in metrics.all():
-        if isinstance(metric, Counter):
-            found += [
-                (metric.name, value)
-                for key in metric.values
-                for values, value in zip(metric.known.values(), key, strict=True)
-                if values and value not in values
-            ]
-        else:
-            found += [(metric.name, value) for value in metric.series if metric.known and value not in metric.known]
-    return found
+    return [
+        (metric.name, value)
+        for metric in metrics.all()
+        for key in metric.values
+        for known, value in zip(metric.labels.values(), key, strict=True)
+        if known and value not in known
+    ]
 
 
 async def nothing_new() -> None:

@@ -177,7 +177,7 @@ async def test_a_request_that_is_refused_is_no_answer_in_the_time_that_answers_t
             assert (await talk.ask(post()))[0] == expected
             await eventually(s.idle)
         assert sum(s.metrics.requests.values.values()) == 2
-        assert sum(s.metrics.request_seconds.count(key) for key in s.metrics.request_seconds.series) == 1
+        assert sum(s.metrics.request_seconds.count(key) for key in s.metrics.request_seconds.values) == 1
 
 
 async def test_models_of_replicas_that_want_a_key_are_told_to_those_who_bring_it():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.ops.metrics import Metrics
+from gateway.ops.metrics import Histogram, Metrics
 from gateway.proxy.observers.figures import MOST_MODELS, OTHER, Figures
 
 from ..http.talk import eventually, read_request
@@ -30,9 +30,9 @@ async def stream(reader, writer):
 
 def observed(metrics):
     return {
-        name: metric.series
+        name: metric.values
         for name, metric in vars(metrics).items()
-        if name.startswith(("answer_", "slo_")) and hasattr(metric, "series") and metric.series
+        if name.startswith(("answer_", "slo_")) and isinstance(metric, Histogram) and metric.values
     }
 
 
@@ -68,7 +68,7 @@ def test_a_pause_is_not_hidden_by_the_pieces_behind_it(elapsed, pieces, tail):
     figures.passing(exchange, attempt, 101.0 + elapsed)
     gaps, key = metrics.answer_itl_seconds, ("default", "m")
     assert gaps.count(key) == pieces and gaps.mean(key) * pieces == pytest.approx(elapsed)
-    longest = max(i for i, count in enumerate(gaps.series[key][:-1]) if count)
+    longest = max(i for i, count in enumerate(gaps.values[key][:-1]) if count)
     assert longest == bisect_left(gaps.bounds, tail), "it is in the bucket of the pause"
 
 
@@ -134,7 +134,7 @@ async def test_the_time_in_the_queue_is_a_phase_of_its_own():
         spent = s.metrics.answer_phase_seconds
         assert spent.total(**{"class": "premium", "phase": "queue"}) >= 0.3
         assert spent.total(**{"class": "free", "phase": "queue"}) < 0.3 <= spent.total(phase="engine")
-        assert set(s.metrics.answer_e2e_seconds.series) == {("premium", "m"), ("free", "m")}
+        assert set(s.metrics.answer_e2e_seconds.values) == {("premium", "m"), ("free", "m")}
 
 
 async def test_attempts_that_failed_are_a_phase_of_their_own():
@@ -177,7 +177,7 @@ def test_labels_stay_few_whatever_models_come_and_go():
     assert figures.model_of(Asked) == OTHER
     Asked.model = "served-0"
     assert figures.model_of(Asked) == "served-0"
-    assert len(metrics.answer_e2e_seconds.series) == 0, "what is served no more has given its place away"
+    assert len(metrics.answer_e2e_seconds.values) == 0, "what is served no more has given its place away"
 
 
 async def test_models_are_known_before_their_first_request():

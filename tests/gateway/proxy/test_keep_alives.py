@@ -84,7 +84,7 @@ async def test_they_reach_a_client_as_they_come_and_are_no_first_token(path, fra
         assert s.faults == []
         assert s.metrics.ttft_seconds.count(()) == s.metrics.replica_ttft_seconds.count(backend.id) == 1
         for figure in (s.metrics.answer_ttft_seconds, s.metrics.answer_e2e_seconds):
-            assert [figure.count(key) for key in figure.series] == [1]
+            assert [figure.count(key) for key in figure.values] == [1]
 
 
 @pytest.mark.parametrize("other", [
@@ -174,7 +174,7 @@ async def test_behind_an_announcement_they_come_soon_and_the_first_token_is_seen
             go_on.release()
         await eventually(lambda: s.metrics.requests.total(status="2xx") == 1)
         assert backend.candidate.costs.count == 0, "when it came is known to a quarter of a second"
-        assert [s.metrics.answer_e2e_seconds.count(key) for key in s.metrics.answer_e2e_seconds.series] == [1]
+        assert [s.metrics.answer_e2e_seconds.count(key) for key in s.metrics.answer_e2e_seconds.values] == [1]
 
 
 async def test_a_stream_that_announced_itself_at_length_is_in_the_figures_though_no_sweep_saw_it():

@@ -160,7 +160,7 @@ async def test_a_stream_that_fails_counts_as_failed_once(replicas, retries, stat
         assert (await told(s, "a"))[0] == status
         await eventually(s.idle)
         assert dict(s.metrics.slo_requests.by("outcome")) == outcome and decided(s) == {SENT: 1}
-        assert not s.metrics.answer_e2e_seconds.series
+        assert not s.metrics.answer_e2e_seconds.values
 
 
 @pytest.mark.parametrize("step, status", [("reject", 429), ("observe", 200), ("wait", 200)])

@@ -7,6 +7,7 @@ want one answer: counts are added up, and where workers differ otherwise, the wo
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -40,12 +41,9 @@ def pages(by_worker: Mapping[str, bytes], own: bytes) -> bytes:
 
 
 def _labelled(sample: bytes, worker: str) -> bytes:
-    name, brace, rest = sample.partition(b"{")
-    label = b'worker="' + worker.encode() + b'"'
-    if brace and b" " not in name:
-        return name + b"{" + label + b"," + rest
-    name, _, rest = sample.partition(b" ")
-    return name + b"{" + label + b"} " + rest
+    name, end = re.split(rb"([ {])", sample, maxsplit=1)[:2]
+    label = b'{worker="%b"%b' % (worker.encode(), b"," if end == b"{" else b"} ")
+    return name + label + sample[len(name) + 1 :]
 
 
 def statuses(

@@ -6,6 +6,7 @@ The supervisor watches by *looks*: once a second it asks each worker for its loa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -102,20 +103,21 @@ class WorkerProcess:
         killed, and ConfigError is raised as well.
         """
         assert self.process.stdout is not None
+        line, why = b"", ""
         try:
             async with asyncio.timeout(seconds):
                 while (line := await self.process.stdout.readline()) and not line.startswith((OPEN, FAILED)):
                     pass  # printed by an import
-                if line.startswith(FAILED):
-                    self.kill()  # it has nothing left to do
-                code = 0 if line == OPEN else await self.ended()
         except TimeoutError:
-            self.kill()
-            await self._admin.close()
-            raise ConfigError(f"a worker was not ready within {seconds:g} s") from None
-        if line != OPEN:
-            why = orjson.loads(line.removeprefix(FAILED)) if line else ""
-            raise ConfigError(why or f"a worker ended with {how(code)} while it started; its own lines say why")
+            why = f"a worker was not ready within {seconds:g} s"
+        if line == OPEN:
+            return
+        if line.startswith(FAILED):
+            why = orjson.loads(line.removeprefix(FAILED))
+        if why:
+            self.kill()  # it has nothing left to do, or hangs
+        code = await self.ended()
+        raise ConfigError(why or f"a worker ended with {how(code)} while it started; its own lines say why")
 
     async def ask(
         self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, seconds: float
@@ -143,6 +145,15 @@ class WorkerProcess:
         self.serves = False
         await self._admin.close()
         return code
+
+    async def stop(self, seconds: float, more: float) -> None:
+        """Have the worker drain for up to `seconds`, and kill it if it takes `more` seconds longer, or never served."""
+        if self.serves:
+            self.tell(stop=seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended(), seconds + more)
+        self.kill()
+        await self.ended()
 
     def kill(self) -> None:
         if self.process.returncode is None:

@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -88,7 +87,10 @@ class Workers:
     # --- start and stop
 
     async def start(self) -> None:
-        """Start Redis, engines and workers, and return when all workers accept connections. Raises ConfigError."""
+        """Start Redis, engines and workers, and return when all workers accept connections.
+
+        Raises ConfigError. The first worker that cannot start ends the others, whether they hang or not.
+        """
         try:
             await self._start()
         except BaseException:
@@ -115,7 +117,12 @@ class Workers:
         for launch in self._launches:
             engines = {one.engine: self.fleet.engines[one.engine] for one in await self.fleet.launch(*launch)}
             self.admin.given({id: engine.url for id, engine in engines.items()})
-        await all_of(self._start_worker(index) for index in range(settings.workers))
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for index in range(settings.workers):
+                    starting.create_task(self._start_worker(index))
+        except ExceptionGroup as refused:
+            raise refused.exceptions[0] from None
         for index in range(settings.workers):
             self.keep_place(index)
         self._tasks.append(self._background.spawn("watch workers", self.places.watch))
@@ -125,18 +132,7 @@ class Workers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        workers = [*self.places.workers.values()]
-        for worker in workers:
-            if worker.serves:
-                worker.tell(stop=seconds)
-            else:
-                worker.kill()
-        if workers:
-            ending = [asyncio.ensure_future(worker.ended()) for worker in workers]
-            await asyncio.wait(ending, timeout=seconds + STOP_SECONDS)
-            for worker in workers:
-                worker.kill()
-            await asyncio.wait(ending)
+        await asyncio.gather(*(worker.stop(seconds, STOP_SECONDS) for worker in self.places.workers.values()))
         await self.fleet.stop()
         if self._redis is not None:
             await self._redis.stop()
@@ -202,32 +198,21 @@ class Workers:
             log.info("worker %d (process %d) has taken its place", index, worker.process.pid)
 
 
-async def all_of(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Wait until all coroutines have ended, and raise the exception of the first in order that failed."""
-    found = await asyncio.gather(*work, return_exceptions=True)
-    for error in found:
-        if isinstance(error, BaseException):
-            raise error
-
-
 def one_workers_settings(settings: Settings, port: int, redis_url: str) -> dict[str, Any]:
-    """Return the settings of each worker in JSON's types: with this port, this Redis, and its share of the budgets."""
+    """Return the settings of each worker in JSON's types: with this port, this Redis, and its share of the budgets.
+
+    The budgets are those of memory, and the bounds of the queue, of which each worker has one of its own.
+    """
+    count, queue = settings.workers, settings.admission or Admission()
     each = settings.model_copy(update={
         "port": port, "redis_url": redis_url, "workers": 1,
         "launch": 0, "pools": {}, "replica_url": (), "replica_file": None,
-        **budgets(settings, settings.workers),
-    })  # fmt: skip
-    return each.to_dict()
-
-
-def budgets(settings: Settings, count: int) -> dict[str, Any]:
-    """Return one worker's share of the budgets: memory, and the queue's bounds."""
-    return {
         "cache_budget": max(LEAST_BUDGET, settings.cache_budget // count),
         "request_budget": settings.request_budget // count or 1,
         "continue_budget": settings.continue_budget // count or 1,
-        "admission": (settings.admission or Admission()).of_one_worker(count) if settings.has_overload else None,
-    }
+        "admission": queue.of_one_worker(count) if settings.has_overload else None,
+    })  # fmt: skip
+    return each.to_dict()
 
 
 async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:

@@ -7,6 +7,8 @@ import orjson
 
 from gateway.workers.process import Answer
 
+NOTHING = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None, "costs": None}  # that a sibling knows
+
 
 class ScriptedWorker:
     """Has the replicas that it was told of, by id, as a worker's admin side does. It refuses a change with the status
@@ -28,10 +30,8 @@ class ScriptedWorker:
         name = path.rsplit("/", 1)[1]
         if self.gone or self.killed or not self.serves:
             return None
-        urls = {id: f"http://{id}" for id in self.replicas}
-        begins_with = {"urls": urls, "pods": [], "left_out": [], "drained": [], "names": None, "costs": None}
-        known = {"loads": {}, "known": begins_with}
-        return orjson.dumps({**known, **self.answers}[name])
+        known = {**NOTHING, "urls": {id: f"http://{id}" for id in self.replicas}}
+        return orjson.dumps({"loads": {}, "known": known, **self.answers}[name])
 
     async def ask(self, method, path, headers, body, seconds) -> Answer:
         self.asked.set()
@@ -57,6 +57,9 @@ class ScriptedWorker:
 
     async def ended(self) -> int:
         return -9
+
+    async def stop(self, *seconds: float) -> None:
+        self.kill()
 
     def kill(self) -> None:
         self.killed, self.serves = True, False

@@ -14,7 +14,7 @@ from gateway.workers.admin import WorkersAdmin
 from gateway.workers.process import Places
 from replicas.kept import KeptReplicas
 
-from .scripted import ScriptedWorker
+from .scripted import NOTHING, ScriptedWorker
 
 ENGINE = "10.0.0.7:8000"
 URL = f"http://{ENGINE}"
@@ -85,14 +85,7 @@ async def test_a_removal_names_the_requests_that_any_worker_has_left():
 
 
 async def test_a_replica_that_the_settings_or_a_pod_give_is_not_kept_once_more(tmp_path):
-    known = {
-        "urls": {ENGINE: URL},
-        "pods": ["10.0.0.8:8000"],
-        "left_out": [],
-        "drained": [],
-        "names": None,
-        "costs": None,
-    }
+    known = {**NOTHING, "urls": {ENGINE: URL}, "pods": ["10.0.0.8:8000"]}
     kept, worker = KeptReplicas(tmp_path / "replicas"), ScriptedWorker(0, URL, known=known)
     async with asking(side_of(worker, kept=kept)) as client:
         assert (await client.post("/replicas", json={"url": URL})).status_code == 200

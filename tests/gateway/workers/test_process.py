@@ -12,7 +12,7 @@ from gateway.workers.process import GONE, HANGS, QUIET, START_SECONDS, Places, W
 from gateway.workers.supervisor import one_workers_settings
 from replicas.simulated.model import sim_model_dir
 
-from .scripted import ScriptedWorker
+from .scripted import NOTHING, ScriptedWorker
 
 NO_SETTINGS = {"settings": {"log_level": "info"}}  # of which a worker ends once it looks for others
 
@@ -47,8 +47,8 @@ async def test_a_setting_that_only_workers_can_judge_is_said_as_by_one_gateway(t
     model = shutil.copytree(sim_model_dir(), tmp_path / "model")
     (model / "tokenizer_config.json").write_text("{")
     settings = load({"workers": 2, "model": str(model)}, {}).settings
-    known = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None, "costs": None}
-    hello = {"settings": one_workers_settings(settings, 0, "unix:///nowhere"), "secrets": (None, None), "known": known}
+    each = one_workers_settings(settings, 0, "unix:///nowhere")
+    hello = {"settings": each, "secrets": (None, None), "known": NOTHING}
     with pytest.raises(ConfigError) as alone:
         Gateway(settings)
     assert await failure_of(tmp_path, hello) == str(alone.value) and "tokenizer_config.json" in str(alone.value)

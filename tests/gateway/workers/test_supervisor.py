@@ -16,12 +16,12 @@ from cachemap import background
 from gateway.app import Gateway
 from gateway.http import server
 from gateway.proxy.placement import shared as ledger
-from gateway.settings import SIZES, ConfigError, load
+from gateway.settings import SIZES, ConfigError, Settings, load
 from gateway.tenants import shared as limits
 from gateway.workers import supervisor
 from gateway.workers.private_redis import PrivateRedis
 from gateway.workers.process import WorkerProcess
-from gateway.workers.supervisor import Workers, budgets
+from gateway.workers.supervisor import Workers, one_workers_settings
 from tests.gateway.running import counted
 from tests.gateway.test_background import FAILURES
 
@@ -72,7 +72,7 @@ async def test_a_place_that_nobody_looks_after_any_more_is_looked_after_again(mo
 
 
 async def test_nothing_is_left_of_a_start_that_a_worker_refuses(monkeypatch):
-    """Neither another worker, nor the engine that was launched before, nor the port."""
+    """Neither another worker, which hangs and is not waited for, nor the engine that was launched, nor the port."""
     other, pids = ScriptedWorker(1), []
 
     async def start_worker(self, index):
@@ -83,13 +83,14 @@ async def test_nothing_is_left_of_a_start_that_a_worker_refuses(monkeypatch):
             pids.append(engine.lead.pid)
             raise ConfigError("a worker says so")
         self.places.workers[index] = other
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(Workers, "_start_worker", start_worker)
     given = {"workers": 2, "launch": 1, "redis_url": "unix:///nowhere", "host": "127.0.0.1", "port": 0, "admin_port": 0}
     workers = Workers(load(given, {}).settings)
     other.serves = False
     with pytest.raises(ConfigError, match="a worker says so"):
-        await workers.start()
+        await asyncio.wait_for(workers.start(), 60)
     assert other.killed
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
@@ -205,13 +206,6 @@ async def test_stopping_does_not_wait_until_a_worker_would_be_replaced(monkeypat
         await workers.stop(0)
 
 
-def test_workers_share_every_budget():
-    settings = load({"workers": 4}, {}).settings
-    each = budgets(settings, 4)
-    assert each.pop("admission") is None
-    assert each == {name: getattr(settings, name) // 4 for name in SIZES if name.endswith("_budget")}
-
-
 @pytest.mark.parametrize(
     "given, each",
     [
@@ -223,8 +217,10 @@ def test_workers_share_every_budget():
         ),
     ],
 )
-def test_workers_share_the_bounds_of_the_queue(given, each):
+def test_workers_share_every_budget_and_the_bounds_of_the_queue(given, each):
     """Each has a queue of its own. Where nobody asked for one there is none in a worker either."""
     settings = load({"workers": 4, **given}, {}).settings
-    admission = settings.model_copy(update=budgets(settings, 4)).to_dict()["admission"]
-    assert admission == each
+    found = Settings.model_validate(one_workers_settings(settings, 0, "unix:///nowhere"))
+    assert found.to_dict()["admission"] == each
+    budgets = [name for name in SIZES if name.endswith("_budget")]
+    assert [getattr(found, name) for name in budgets] == [getattr(settings, name) // 4 for name in budgets]

@@ -12,8 +12,9 @@ from policies import Load
 from replicas import State
 from replicas.pods import Pod
 
+from .scripted import NOTHING
+
 ENGINE, OTHER, POD = "10.0.0.7:8000", "10.0.0.8:8000", "10.0.0.9:8000"
-NOTHING = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None, "costs": None}
 
 
 @asynccontextmanager

@@ -122,9 +122,7 @@ def failures(some: list[list[Client]]) -> list[str]:
 async def replaced(gateway: Running, pid: int) -> dict:
     """The status once another worker has taken the place of that process."""
     return await gateway.until(
-        lambda status: (
-            len(status["workers"]) == 2 and all(one["ready"] for one in status["workers"]) and pid not in pids(status)
-        )
+        lambda status: [one["ready"] for one in status["workers"]] == [True, True] and pid not in pids(status)
     )
 
 
@@ -177,14 +175,9 @@ async def test_metrics_of_all_workers_are_on_one_page(gateway):
         per_worker = [await gateway.counted("hitherto_requests_total", worker=worker, status="2xx") for worker in "01"]
         assert per_worker == [one["requests"] for one in (await gateway.status())["workers"]] and min(per_worker) > 0
         assert (await gateway.status())["totals"]["requests"] == sum(per_worker)
-        assert (
-            await gateway.counted("hitherto_worker_up") == 2
-            and await gateway.counted("hitherto_worker_restarts_total") == 0
-        )
-        assert (
-            page.count("# TYPE hitherto_requests_total counter") == 1
-            and 'process_cpu_seconds_total{worker="1"}' in page
-        )
+        assert await gateway.counted("hitherto_worker_up") == 2
+        assert await gateway.counted("hitherto_worker_restarts_total") == 0
+        assert 'process_cpu_seconds_total{worker="1"}' in page
         assert failures([first, second]) == []
 
 
@@ -220,17 +213,13 @@ async def test_the_admin_side_answers_for_all(gateway):
     assert (await gateway.admin.get("/readyz", params={"model": "another"})).status_code == 503
     assert "<title>" in (await gateway.admin.get("/")).text
     nothing = await gateway.admin.get("/worker/costs")
-    assert nothing.status_code == 404 and nothing.json()["error"]["message"].startswith(
-        "there is nothing at /worker/costs"
-    )
+    assert nothing.status_code == 404 and "there is nothing at /worker/costs" in nothing.json()["error"]["message"]
     wrong = await gateway.admin.post("/replicas", json={"url": "ftp://nobody"})
     assert wrong.status_code == 400 and wrong.json()["error"]["code"] == "invalid_url"
     assert (await gateway.admin.post("/replicas", content=b"{}")).status_code == 415
     assert (await gateway.admin.post("/replicas/no:1/drain", json={})).status_code == 404
-    other_site = await gateway.admin.post(
-        "/replicas", json={"url": "http://h:1"}, headers={"origin": "http://elsewhere.example"}
-    )
-    assert other_site.status_code == 403
+    elsewhere = {"origin": "http://elsewhere.example"}
+    assert (await gateway.admin.post("/replicas", json={"url": "http://h:1"}, headers=elsewhere)).status_code == 403
     assert len((await gateway.admin.get("/replicas")).json()["replicas"]) == 2
 
 

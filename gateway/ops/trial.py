@@ -98,7 +98,7 @@ class Trial:
         except (aiohttp.ClientError, ValueError) as error:
             raise Refused(f"{path} does not answer: {str(error) or type(error).__name__}") from None
         if response.status in (401, 403):
-            raise Locked("it wants an API key, so its events and cache could not be tried")
+            raise Locked("it wants an API key, so it could not be tried")
         if response.status != 200 or not isinstance(reply, dict):
             said = f"{path} answers {response.status}: {json.dumps(reply)[:200]}"
             raise (NotServed if response.status == 404 else Refused)(said)
@@ -149,8 +149,13 @@ async def try_replica(trial: Trial) -> AsyncIterator[Finding]:
         async for finding in _trial(trial):
             yield finding
     except Refused as error:
-        remedies = {Locked: trial.remedies.models, Busy: "run the doctor again when the engine has less to do"}
-        yield _level(error)(str(error), remedies.get(type(error), LOG))
+        yield _not_tried(trial, error, str(error))
+
+
+def _not_tried(trial: Trial, error: Exception, said: str, remedy: str = LOG) -> Finding:
+    """Return a failure of this replica with its remedy, but a warning if it wants a key or has too much to do."""
+    remedies = {Locked: trial.remedies.models, Busy: "run the doctor again when the engine has less to do"}
+    return (warn if type(error) in remedies else fail)(said, remedies.get(type(error), remedy))
 
 
 async def _trial(trial: Trial) -> AsyncIterator[Finding]:
@@ -328,7 +333,7 @@ async def try_transfer(pair: Pair) -> AsyncIterator[Finding]:
     try:
         parameters = await _first_leg(pair, first)
     except (Refused, ValueError) as error:
-        yield _level(error)(f"it did not compute a first leg: {error}", LOG)
+        yield _not_tried(first, error, f"it did not compute a first leg: {error}")
         return
     if not parameters:
         said = f"it computed a prompt and kept nothing for another replica ({transfer.name})"
@@ -341,7 +346,7 @@ async def try_transfer(pair: Pair) -> AsyncIterator[Finding]:
         where = f", which is to fetch the cache at {at}," if at else ""
         reach = f"; {at} has to be reached from {second.id}: {first.remedies.transfer}" if at else ""
         said = f"{second.id}{where} did not answer the second leg: {error}"
-        yield _level(error)(said, f"see the log of {second.id}{reach}")
+        yield _not_tried(second, error, said, f"see the log of {second.id}{reach}")
         return
     # An engine without a connector computes the prompt again and answers all the same. Engines that can fetch can also
     # keep, so a first leg sent to the second replica shows whether it has a connector.
@@ -354,10 +359,6 @@ async def try_transfer(pair: Pair) -> AsyncIterator[Finding]:
     else:
         said = "answered, but keeps no cache for others itself: it may have computed the prompt again"
         yield warn(f"{second.id} {said}", second.remedies.transfer)
-
-
-def _level(error: Exception) -> Callable[..., Finding]:
-    return warn if isinstance(error, Locked | Busy) else fail
 
 
 async def _first_leg(pair: Pair, trial: Trial) -> Any:

@@ -2,11 +2,14 @@
 
 import json
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
 from gateway import cli
-from gateway.ops import doctor
+from gateway.ops import doctor, trial
+from replicas.engines.vllm import VLLM
+from replicas.engines.vllm.transfer import NIXL, Nixl
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +64,24 @@ def test_a_pair_that_does_not(monkeypatch, engines, prefiller, decoder, transfer
     assert told_level == level and said in text and code == (level == "fail")
 
 
+@pytest.mark.parametrize("locked", ["first", "second"])
+async def test_an_engine_that_wants_a_key_is_to_be_given_one(locked):
+    class Engine(SimpleNamespace):
+        remedies = VLLM.remedies
+
+        async def post(self, path, body):
+            if self.id == locked:
+                raise trial.Locked("it wants an API key")
+            return {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1]}}
+
+    first, second = Engine(id="first"), Engine(id="second")
+    pair = SimpleNamespace(first=first, second=second, transfer=NIXL, body=b'{"model": "sim", "prompt": "x"}')
+    [found] = [finding async for finding in trial.try_transfer(pair)]
+    assert (found.level, found.remedy) == ("warn", VLLM.remedies.models) and "it wants an API key" in found.text
+
+
 def fails_second_legs(monkeypatch, engine):
     """What the decoder is asked right after a first leg was read fails, as where it cannot reach the prefiller."""
-    from replicas.engines.vllm.transfer import Nixl
-
     read = Nixl.parameters
 
     def then_fails(self, answer):

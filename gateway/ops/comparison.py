@@ -148,7 +148,7 @@ class TokenizerComparison:
     def set_apart(self) -> set[str]:
         """Return the engines whose tokens differ from those of the other engines that this object has compared."""
         compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
-        other = {id for id, one in compared.items() if one.differs or one.differs_in_chats or one.doubts.stands_alone}
+        other = {id for id, one in compared.items() if one.differs or one.differs_in_chats}
         alike = {one.how for id, one in compared.items() if id not in other}
         in_use = reading.how if (reading := self._pipeline().reading) is not None else ""
         return other | {id for id, one in compared.items() if one.how != in_use} if in_use in alike else set()
@@ -158,35 +158,22 @@ class TokenizerComparison:
 
         `body`: the request's body, b"" if it is no longer kept; `why`: the difference, in words.
         """
-        if (found := self._maker_of(engine, prompt)) is None:
-            return
-        if (has := features_of(prompt, body)) is not None:
-            for one in self._others(found):
-                one.doubts.counted_elsewhere(has, False)
-        if found.doubts.miscounted(has, prompt, why):
+        found = self._maker_of(engine, prompt)
+        if found is not None and found.doubts.miscounted(features_of(prompt, body), prompt, why):
             self._differ(found.pipeline)
             found.tell()
 
     def made_alike(self, engine: str, prompt: Prompt) -> None:
         """Record that an engine counted a doubted prompt as the gateway did."""
-        if (found := self._maker_of(engine, prompt)) is None or (has := features_of(prompt, b"")) is None:
-            return
-        if found.doubts.counted_alike(has):
+        found, has = self._maker_of(engine, prompt), features_of(prompt, b"")
+        if found is not None and has is not None and found.doubts.counted_alike(has):
             self._differ(found.pipeline)
             found.tell()
-        others = self._others(found)
-        for one in others:
-            one.doubts.counted_elsewhere(has, True)
-        if any(one.doubts.stands_alone for one in others):
-            self._judged()
 
     def _maker_of(self, engine: str, prompt: Prompt) -> ComparedEngine | None:
         """Return the engine if the prompt was made as prompts for it are made now, else None."""
         found, pipeline = self._engines.get(engine), self._pipeline()
         return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
-
-    def _others(self, engine: ComparedEngine) -> list[ComparedEngine]:
-        return [one for one in self._engines.values() if one is not engine and one.pipeline is engine.pipeline]
 
     def forget(self, engine: str) -> None:
         """Drop an engine that is gone."""

@@ -11,12 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..prompt import Prompt
-from ..prompt.features import PLAIN
 
 ENOUGH = 32  # equal counts in a row
-# Equal counts by other engines in a row, after which the engine that counts otherwise is the odd one. They are fewer
-# than ENOUGH, since until then bodies of a held kind are inexact at every engine of the model.
-ELSEWHERE = 8
 MOST_KINDS = 64  # per engine; clients can create kinds by sending unknown fields
 
 
@@ -28,7 +24,6 @@ class Kind:
     last: tuple[int, int, int]  # identifies that body
     held: bool = False  # whether bodies of this kind count as inexact
     alike: int = 0  # equal counts since that body
-    elsewhere: int = 0  # equal counts by other engines since one of them miscounted such a body
 
 
 class Doubts:
@@ -72,26 +67,7 @@ class Doubts:
 
     def counted_alike(self, body: frozenset[str]) -> bool:
         """Record a body that the engine counted as the gateway did, and return whether a kind is trusted again."""
-        before = len(self.kinds)
-        for kind in self._covering(body):
+        for kind in (kind for known, kind in self.kinds.items() if known <= body):
             kind.alike += 1
-        self.kinds = {known: kind for known, kind in self.kinds.items() if kind.alike < ENOUGH}
-        return len(self.kinds) < before
-
-    def counted_elsewhere(self, body: frozenset[str], is_alike: bool) -> None:
-        """Record how another engine of the model counted a body with these features."""
-        for kind in self._covering(body):
-            kind.elsewhere = kind.elsewhere + 1 if is_alike else 0
-
-    @property
-    def stands_alone(self) -> bool:
-        """Whether the other engines make prompts of a plain kind as the gateway does, and this one does not.
-
-        A doubt about an unusual kind does not count: the engine keeps exact prompts of all other kinds.
-        """
-        return any(
-            kind.held and kind.elsewhere >= ELSEWHERE and len(known - PLAIN) <= 1 for known, kind in self.kinds.items()
-        )
-
-    def _covering(self, body: frozenset[str]) -> list[Kind]:
-        return [kind for known, kind in self.kinds.items() if known <= body]
+        before, self.kinds = self.kinds, {known: kind for known, kind in self.kinds.items() if kind.alike < ENOUGH}
+        return len(self.kinds) < len(before)

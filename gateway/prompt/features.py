@@ -16,8 +16,6 @@ from .forward import ANYWHERE
 from .prompt import COMPLETIONS, Prompt
 
 IDS, TEXT, TOOLS, EFFORT = "ids", "text", "tools=", "effort"
-# Features that bodies of all clients have.
-PLAIN = frozenset({IDS, TEXT, "system", "developer", "user", "assistant", "tool"})
 _MOST, _LONGEST = 64, 60  # features of a body; characters of one
 _UNTOLD = ANYWHERE - {"add_special_tokens"} | {
     "input", "logprobs", "max_completion_tokens", "max_output_tokens", "messages", "metadata", "parallel_tool_calls",

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from gateway.errors import ApiError
 from gateway.ops import comparison as asking
 from gateway.ops.chats import CHATS
 from gateway.ops.comparison import TokenizerComparison
-from gateway.ops.doubts import ELSEWHERE, ENOUGH
+from gateway.ops.doubts import ENOUGH
 from gateway.ops.view import _seen
 from gateway.prompt.pipeline import Pipeline
 from replicas import Replica
@@ -28,6 +29,7 @@ from ..prompt.read_once import tokenizers_read_once
 from ..running import running
 from ..sglang_engine import SglangTokens
 
+UNKNOWN = "not compared yet"
 LONG = "All the world's a stage, and all the men and women merely players. " * 80
 
 
@@ -55,9 +57,16 @@ async def answered(gateway, text: str) -> dict:
 
 
 async def prompts(gateway) -> dict[str, float]:
-    return {
-        mode: await gateway.counted("hitherto_prompts_total", mode=mode) for mode in ("exact", "engine", "text", "load")
-    }
+    """How many there were of each mode that there was."""
+    modes = ("exact", "engine", "text", "load")
+    counts = {mode: await gateway.counted("hitherto_prompts_total", mode=mode) for mode in modes}
+    return {mode: count for mode, count in counts.items() if count}
+
+
+async def tokenizer_of(gateway) -> str:
+    """What is said of the only engine's tokenizer once it was compared."""
+    status = await gateway.until(lambda status: any(one["tokenizer"] != UNKNOWN for one in status["replicas"]))
+    return status["replicas"][0]["tokenizer"]
 
 
 @pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
@@ -66,47 +75,36 @@ async def test_an_engine_that_reads_the_files_in_another_way_is_followed(start_e
     folder = model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"})
     engine = start_engine("--model", folder, "--served-model-name", "sim").wait()
     async with running("--model", folder, "--replica-url", engine.url, *workers) as gateway:
-        status = await gateway.until(
-            lambda status: any(one["tokenizer"] != "not compared yet" for one in status["replicas"])
-        )
-        assert status["replicas"][0]["tokenizer"].startswith("the gateway's, tokenizer.json as it is")
+        assert (await tokenizer_of(gateway)).startswith("the gateway's, tokenizer.json as it is")
         for _ in range(200):  # workers are told a moment later
             reply = await answered(gateway, LONG)
             if (await prompts(gateway)).get("exact", 0) >= 2:
                 break
-        assert (
-            int(reply.headers["x-hitherto-cached-tokens"])
-            == reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-            > 500
-        )
+        cached = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert int(reply.headers["x-hitherto-cached-tokens"]) == cached > 500
 
 
 async def test_a_model_whose_engine_has_another_tokenizer_is_not_called_exact(start_engine, tmp_path):
     ours = model(tmp_path / "ours", {})
     added = json.loads((tmp_path / "ours" / "tokenizer.json").read_text())["added_tokens"]
-    one = {
-        "content": "\u4e16",
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": False,
-    }
-    theirs = model(
-        tmp_path / "theirs", {}, added_tokens=[*added, {"id": max(token["id"] for token in added) + 1, **one}]
-    )
+    one = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False) | {"content": "\u4e16"}
+    one["id"] = max(token["id"] for token in added) + 1
+    theirs = model(tmp_path / "theirs", {}, added_tokens=[*added, one])
     engine = start_engine("--model", theirs, "--served-model-name", "sim").wait()
     async with running("--model", ours, "--replica-url", engine.url) as gateway:
-        status = await gateway.until(
-            lambda status: any(one["tokenizer"] != "not compared yet" for one in status["replicas"])
-        )
-        assert status["replicas"][0]["tokenizer"].startswith("differs: the engine makes other tokens: ")
-        assert any("tokenizer is not the gateway's" in problem for problem in status["replicas"][0]["problems"])
+        assert (await tokenizer_of(gateway)).startswith("differs: the engine makes other tokens: ")
         for _ in range(3):
             await answered(gateway, LONG)  # the engine makes the same tokens of this one, but who knows
-        assert {mode: count for mode, count in (await prompts(gateway)).items() if count} == {"text": 3.0}
-        assert (await gateway.status())["replicas"][0]["takes_ids"] == "not tried yet"
+        assert await prompts(gateway) == {"text": 3.0}
+        (replica,) = (await gateway.status())["replicas"]
+        assert any("tokenizer is not the gateway's" in problem for problem in replica["problems"])
+        assert replica["takes_ids"] == "not tried yet"
         assert re.search(rb"has another tokenizer than the gateway: .* is \[\d+", b"".join(gateway.log))
+
+
+def plain() -> Pipeline:
+    """A pipeline of the simulated engine's model."""
+    return Pipeline(sim_model_dir(), "sim", 16)
 
 
 def template(folder: str, change) -> str:
@@ -160,20 +158,16 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def two_engines(compared):
-    """A pipeline, its comparison, and two replicas whose engines were found to be alike."""
+async def alike(compared):
+    """A pipeline, its comparison, and a replica whose engine was found to be alike."""
     pipeline = Pipeline(sim_model_dir(), "sim", 16, max_model_len=2000)
     comparison = compared(pipeline)
-    async with Engine(pipeline) as one, Engine(pipeline) as other:
-        replicas = one.replica(), other.replica()
-        for replica in replicas:
-            comparison.compare(replica)
-        await all_done(comparison)
-        yield pipeline, comparison, replicas
+    async with Engine(pipeline) as engine:
+        yield pipeline, comparison, await adopted(comparison, engine)
 
 
-async def test_one_odd_answer_leaves_all_bodies_exact_but_refuses_none_for_its_count(two_engines):
-    pipeline, comparison, (replica, _) = two_engines
+async def test_one_odd_answer_leaves_all_bodies_exact_but_refuses_none_for_its_count(alike):
+    pipeline, comparison, replica = alike
     odd = pipeline.prepare(CHAT, PLAIN)
     for _ in range(3):  # a client that asks again is no further evidence
         comparison.made_otherwise(replica.engine, odd, PLAIN, "it counted 7")
@@ -188,8 +182,8 @@ async def test_one_odd_answer_leaves_all_bodies_exact_but_refuses_none_for_its_c
         pipeline.prepare(CHAT, longer(PLAIN, 3000))
 
 
-async def test_a_kind_is_exact_again_after_equal_counts_in_a_row(two_engines):
-    pipeline, comparison, (replica, _) = two_engines
+async def test_a_kind_is_exact_again_after_equal_counts_in_a_row(alike):
+    pipeline, comparison, replica = alike
     for words in range(2):
         body = longer(PLAIN, words)
         comparison.made_otherwise(replica.engine, pipeline.prepare(CHAT, body), body, f"it counted {words}")
@@ -205,41 +199,23 @@ async def test_a_kind_is_exact_again_after_equal_counts_in_a_row(two_engines):
     assert not pipeline.prepare(CHAT, TOOLS).doubted
 
 
-@pytest.mark.parametrize("body, alone", [(PLAIN, True), (NAMED, False)], ids=["plain", "unusual"])
-async def test_an_engine_that_alone_makes_plain_bodies_otherwise_is_set_apart(two_engines, body, alone):
-    """For the sake of an unusual kind it keeps its exact prompts of all others."""
-    pipeline, comparison, (odd, good) = two_engines
-    for words in range(2):
-        given = longer(body, words)
-        comparison.made_otherwise(odd.engine, pipeline.prepare(CHAT, given), given, "it counted 7")
-    for _ in range(ELSEWHERE):
-        assert not comparison.set_apart()
-        comparison.made_alike(good.engine, pipeline.prepare(CHAT, body))
-    assert comparison.set_apart() == ({odd.engine} if alone else set())
-
-
-async def test_a_kind_of_body_is_known_though_its_body_is_forgotten(compared):
-    pipeline = Pipeline(sim_model_dir(), "sim", 16)
-    comparison = compared(pipeline)
+async def test_a_kind_of_body_is_known_though_its_body_is_forgotten(alike):
+    pipeline, comparison, replica = alike
 
     def prepared(body: bytes):
-        return pipeline.prepare("/v1/chat/completions", body)
+        return pipeline.prepare(CHAT, body)
 
-    async with Engine(pipeline) as engine:
-        replica = engine.replica()
-        comparison.compare(replica)
-        await all_done(comparison)
-        for body, fewest in ((NAMED, 3), (TOOLS, 2)):  # of messages that are not plain nothing is kept at first
-            seen = 0
-            while seen < 4 and prepared(body).mode == "exact":
-                comparison.made_otherwise(replica.engine, prepared(longer(body, seen)), b"", "it counted 7")
-                seen += 1
-            assert seen == fewest and "it counted 7" in prepared(body).note
-        assert prepared(PLAIN).mode == "exact" and "it counted 7" in replica.tokenizer
-        replica.incarnation = "2"  # another process may make them as the gateway does
-        comparison.compare(replica)
-        await all_done(comparison)
-        assert {prepared(body).mode for body in (NAMED, PLAIN, TOOLS)} == {"exact"}
+    for body, fewest in ((NAMED, 3), (TOOLS, 2)):  # of messages that are not plain nothing is kept at first
+        seen = 0
+        while seen < 4 and prepared(body).mode == "exact":
+            comparison.made_otherwise(replica.engine, prepared(longer(body, seen)), b"", "it counted 7")
+            seen += 1
+        assert seen == fewest and "it counted 7" in prepared(body).note
+    assert prepared(PLAIN).mode == "exact" and "it counted 7" in replica.tokenizer
+    replica.incarnation = "2"  # another process may make them as the gateway does
+    comparison.compare(replica)
+    await all_done(comparison)
+    assert {prepared(body).mode for body in (NAMED, PLAIN, TOOLS)} == {"exact"}
 
 
 @pytest.mark.parametrize(
@@ -267,9 +243,7 @@ async def test_flags_for_efforts_are_found_by_asking_for_chats_with_one(compared
             return web.json_response({"prompt_token_ids": ids, "usage": {"prompt_tokens": len(ids)}})
 
     async with Flagged(theirs) as engine:
-        replica = engine.replica()
-        comparison.compare(replica)
-        await all_done(comparison)
+        await adopted(comparison, engine)
         plain = json.loads(PLAIN)
         bodies = {
             "/v1/chat/completions": {**plain, "reasoning_effort": "low"},
@@ -290,7 +264,7 @@ async def test_a_model_without_tokenizer_json_is_matched_as_text(start_engine, t
         await gateway.ready(1)
         assert re.search(rb"has no tokenizer.json.*matched as text", b"".join(gateway.log))
         await answered(gateway, LONG)
-        assert {mode: count for mode, count in (await prompts(gateway)).items() if count} == {"text": 1.0}
+        assert await prompts(gateway) == {"text": 1.0}
 
 
 class Engine:
@@ -304,15 +278,13 @@ class Engine:
         app = web.Application()
         for path in ("/tokenize", "/v1/chat/completions", "/v1/messages/count_tokens"):
             app.router.add_post(path, self.tokenize)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        self.port = site._server.sockets[0].getsockname()[1]
+        self.server = TestServer(app)
+        await self.server.start_server()
+        self.port = self.server.port
         return self
 
     async def __aexit__(self, *error) -> None:
-        await self.runner.cleanup()
+        await self.server.close()
 
     async def tokenize(self, request: web.Request) -> web.Response:
         said = await request.json()
@@ -324,12 +296,10 @@ class Engine:
         ids = self.pipeline.tokenizer.encode(said["prompt"], said["add_special_tokens"])
         return web.json_response({"tokens": memoryview(ids).cast("I").tolist()})
 
-    def replica(
-        self, incarnation: str = "1", rank: int | None = None, host: str = "127.0.0.1", **models: str
-    ) -> Replica:
+    def replica(self, incarnation: str = "1", rank: int | None = None, host: str = "127.0.0.1") -> Replica:
         id = f"{host}:{self.port}" + (f"-dp{rank}" if rank is not None else "")
         found = Replica(id, f"http://{host}:{self.port}", host, self.port, rank=rank, address="127.0.0.1")
-        found.incarnation, found.models = incarnation, {"sim": None, **models}
+        found.incarnation, found.models = incarnation, {"sim": None}
         return found
 
 
@@ -339,9 +309,8 @@ def chat_mode(pipeline: Pipeline, model: str = "sim") -> str:
 
 
 def mode(pipeline: Pipeline, model: str) -> str:
-    return pipeline.prepare(
-        "/v1/completions", json.dumps({"model": model, "prompt": LONG}).encode(), None, {"adapter"}
-    ).mode
+    body = json.dumps({"model": model, "prompt": LONG}).encode()
+    return pipeline.prepare("/v1/completions", body, None, {"adapter"}).mode
 
 
 @pytest.fixture
@@ -363,6 +332,14 @@ async def all_done(comparison: TokenizerComparison) -> None:
         await asyncio.wait(comparison._running, timeout=10)
 
 
+async def adopted(comparison: TokenizerComparison, engine: "Engine", *given, **more) -> Replica:
+    """A replica of this engine, once it was compared."""
+    replica = engine.replica(*given, **more)
+    comparison.compare(replica)
+    await all_done(comparison)
+    return replica
+
+
 async def test_the_only_engine_restarts_and_is_still_read_as_it_reads(tmp_path, compared, monkeypatch):
     folder = Path(model(tmp_path / "distilled", {"tokenizer_class": "LlamaTokenizerFast"}))
     ours, theirs = Pipeline(folder, "sim", 16), Pipeline(folder, "sim", 16)
@@ -374,21 +351,17 @@ async def test_the_only_engine_restarts_and_is_still_read_as_it_reads(tmp_path, 
     monkeypatch.setattr(Pipeline, "_enter", lambda self, loaded: (read.append(loaded.reading.how), enter(self, loaded)))
     async with Engine(theirs) as engine:
         for incarnation in ("1", "2", "3"):
-            replica = engine.replica(incarnation)
-            comparison.compare(replica)
-            await all_done(comparison)
+            replica = await adopted(comparison, engine, incarnation)
             assert ours.reading.how == theirs.reading.how and ours.inexact("sim") == ""
             assert replica.tokenizer == "the gateway's, rebuilt as LlamaTokenizer; fills its chat template alike"
     assert read == ["rebuilt as LlamaTokenizer"], "it is read once, and no other way in between"
 
 
 async def test_an_adapter_loaded_later_is_no_more_exact_than_its_engine(compared):
-    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    pipeline = plain()
     comparison = compared(pipeline)
     async with Engine(None) as engine:
-        replica = engine.replica()
-        comparison.compare(replica)
-        await all_done(comparison)
+        replica = await adopted(comparison, engine)
         replica.models["adapter"] = "sim"
         comparison.compare(replica)
         await all_done(comparison)
@@ -399,17 +372,15 @@ async def test_an_adapter_loaded_later_is_no_more_exact_than_its_engine(compared
 
 
 async def test_the_engine_is_asked_at_the_address_where_it_was_found(compared):
-    comparison = compared(Pipeline(sim_model_dir(), "sim", 16))
-    async with Engine(Pipeline(sim_model_dir(), "sim", 16)) as engine:
-        replica = engine.replica(host="engine.invalid")
-        comparison.compare(replica)
-        await all_done(comparison)
+    comparison = compared(plain())
+    async with Engine(plain()) as engine:
+        replica = await adopted(comparison, engine, host="engine.invalid")
         assert replica.tokenizer.startswith("the gateway's") and engine.hosts[0] == f"engine.invalid:{engine.port}"
 
 
 async def test_what_was_found_of_an_engine_is_told_of_all_its_ranks(compared):
-    comparison = compared(Pipeline(sim_model_dir(), "sim", 16))
-    async with Engine(Pipeline(sim_model_dir(), "sim", 16)) as engine:
+    comparison = compared(plain())
+    async with Engine(plain()) as engine:
         ranks = [engine.replica(rank=rank) for rank in (0, 1)]
         for rank in ranks:
             comparison.compare(rank)
@@ -422,7 +393,7 @@ async def test_what_was_found_of_an_engine_is_told_of_all_its_ranks(compared):
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "differs"])
 async def test_nothing_is_told_of_a_tokenizer_that_is_in_use_no_more_when_the_engine_answers(alike):
     """Its files were changed: what the engine said of the old ones would pass for the new ones, not loaded yet."""
-    in_use = [Pipeline(sim_model_dir(), "sim", 16)]
+    in_use = [plain()]
     comparison = TokenizerComparison(lambda: in_use[-1])
     async with Engine(in_use[0] if alike else None) as engine:
         replica = engine.replica()
@@ -436,7 +407,7 @@ async def test_nothing_is_told_of_a_tokenizer_that_is_in_use_no_more_when_the_en
 @pytest.mark.parametrize("chats", [False, True], ids=["tokens", "chats"])
 async def test_no_prompt_is_exact_once_it_is_told_that_the_engine_differs(compared, monkeypatch, chats):
     """However long it takes until the tokenizer is read as the engines do."""
-    pipeline, gate = sglang_pipeline() if chats else Pipeline(sim_model_dir(), "sim", 16), asyncio.Event()
+    pipeline, gate = sglang_pipeline() if chats else plain(), asyncio.Event()
     comparison, told = compared(pipeline), asyncio.Event()
     adopt, tell = comparison._adopt, Replica.__setattr__
 
@@ -463,7 +434,7 @@ async def test_no_prompt_is_exact_once_it_is_told_that_the_engine_differs(compar
 
 
 def sglang_pipeline() -> Pipeline:
-    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    pipeline = plain()
     pipeline.follow(SGLANG.version_quirks(None))
     return pipeline
 
@@ -476,7 +447,7 @@ class ChatEngine(Engine):
     template in another way if it is `other`."""
 
     def __init__(self, busy: int = 0, other: bool = False):
-        super().__init__(Pipeline(sim_model_dir(), "sim", 16))
+        super().__init__(plain())
         self.busy, self.other, self.chats = busy, other, 0
         self.asked_often = asyncio.Event()
 
@@ -499,21 +470,11 @@ class ChatEngine(Engine):
         return found
 
 
-async def test_chats_are_asked_for_with_the_engines_key(compared):
-    pipeline = sglang_pipeline()
-    comparison = compared(pipeline)
-    async with ChatEngine() as engine:
-        replica = engine.replica()
-        comparison.compare(replica)
-        await all_done(comparison)
-        assert replica.tokenizer.endswith("fills its chat template alike") and chat_mode(pipeline) == "exact"
-
-
 @pytest.mark.parametrize("dialect, found", [(SGLANG, "text"), (VLLM, "exact")])
 async def test_an_engine_that_is_not_known_to_fill_templates_alike_is_exact_only_if_it_tells_its_tokens(
     compared, caplog, dialect, found
 ):
-    pipeline = Pipeline(sim_model_dir(), "sim", 16)
+    pipeline = plain()
     pipeline.follow(dialect.version_quirks("0.32.0"))
     comparison = compared(pipeline)
     async with Engine(pipeline) as engine:
@@ -527,6 +488,7 @@ async def test_an_engine_that_is_not_known_to_fill_templates_alike_is_exact_only
 
 
 async def test_an_engine_that_is_busy_when_it_comes_is_asked_again_until_it_answers(compared, monkeypatch):
+    """And with its key, without which it answers nothing."""
     monkeypatch.setattr(asking, "PAUSES", (0.01, 0.01))
     pipeline = sglang_pipeline()
     comparison = compared(pipeline)
@@ -554,30 +516,18 @@ async def test_a_busy_engine_leaves_a_model_exact_whose_chats_another_has_shown(
     pipeline = sglang_pipeline()
     comparison = compared(pipeline)
     async with ChatEngine() as well, ChatEngine(503) as busy:
-        comparison.compare(well.replica())
-        await all_done(comparison)
+        await adopted(comparison, well)
         comparison.compare(busy.replica())
         await asyncio.wait_for(busy.asked_often.wait(), 20)
         assert chat_mode(pipeline) == "exact"
 
 
-class MistralEngine(ChatEngine):
+class MistralEngine(Engine):
     """One whose mistral-common writes Mistral's own format by the rules of version `tekken`."""
 
     def __init__(self, folder: Path, tekken: int):
-        super().__init__()
-        self.pipeline = Pipeline(FAMILIES[f"Mistral (tekken v{tekken})"](folder), "sim", 16)
+        super().__init__(Pipeline(FAMILIES[f"Mistral (tekken v{tekken})"](folder), "sim", 16))
         self.pipeline.adopt(self.pipeline.likeliest(), True)
-
-    async def tokenize(self, request: web.Request) -> web.Response:
-        said = await request.json()
-        if "messages" not in said:
-            return await Engine.tokenize(self, request)
-        self.chats += 1
-        return web.json_response({"tokens": self.pipeline.made("/v1/chat/completions", json.dumps(said).encode())})
-
-    def replica(self, *given, **more) -> Replica:
-        return Engine.replica(self, *given, **more)
 
 
 @pytest.mark.parametrize("theirs, found", [(13, "exact"), (11, "text")])
@@ -586,11 +536,9 @@ async def test_rules_that_follow_a_librarys_version_are_shown_by_chats(theirs, f
     pipeline = Pipeline(FAMILIES["Mistral (tekken v13)"](tmp_path / "ours"), "sim", 16)
     comparison = compared(pipeline)
     async with MistralEngine(tmp_path / "theirs", theirs) as engine:
-        replica = engine.replica()
         assert pipeline.must_be_shown and chat_mode(pipeline) == "text"
-        comparison.compare(replica)
-        await all_done(comparison)
-        assert engine.chats and chat_mode(pipeline) == found
+        replica = await adopted(comparison, engine)
+        assert chat_mode(pipeline) == found
         assert ("of a chat it makes other tokens" in replica.tokenizer) == (found == "text")
 
 
@@ -735,8 +683,6 @@ async def test_an_engine_that_prints_a_day_of_its_own_is_matched_as_text(dated):
     """vLLM takes one from VLLM_SYSTEM_START_DATE."""
     folder, pipeline, comparison, now = dated
     async with DatedEngine(folder, 0, [0.0]) as engine:
-        replica = engine.replica()
-        comparison.compare(replica)
-        await all_done(comparison)
+        replica = await adopted(comparison, engine)
         assert replica.tokenizer.startswith("differs: of a chat it makes other tokens")
         assert ids_of(pipeline) == "text"

@@ -6,15 +6,14 @@ import http.client
 import json
 import socket
 import urllib.error
-import urllib.parse
 import urllib.request
 from typing import Any
 
 from gateway.errors import ApiError
 from gateway.settings import ADMIN_SIDE, Config, ConfigError, admin_headers, admin_url
+from replicas.replica import parse_url
 
 HANGS = "Something listens there and does not answer: if it is the gateway, it hangs; `hitherto doctor` says what to do"
-NO_URL = "it is no URL: write http://HOST:PORT"
 NOBODY = "nothing listens there"
 ANSWER_SECONDS = 30.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxies of the environment
@@ -31,19 +30,12 @@ class Unanswered(Exception):
 def side_of(admin: str | None, config: Config) -> str:
     """Return the URL of the admin side: `admin`, as given with --admin, or else the one that the settings name.
 
-    Raises ConfigError if `admin` is no URL.
+    Raises ConfigError if `admin` is no URL of a server.
     """
-    if admin:
-        try:
-            parts = urllib.parse.urlsplit(admin)
-            is_url = (
-                parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in parts.netloc
-            )
-        except ValueError:
-            is_url = False
-        if not is_url:
-            raise ConfigError(f"--admin {admin}: {NO_URL}")
-    return (admin or admin_url(config.settings)).rstrip("/")
+    try:
+        return parse_url(admin).url if admin else admin_url(config.settings)
+    except ValueError as wrong:
+        raise ConfigError(f"--admin {admin}: {str(wrong).partition(': ')[2]}") from None
 
 
 def answer_of(
@@ -83,8 +75,6 @@ def ask(side: str, config: Config, method: str, path: str, body: bytes | None = 
                 raise Unanswered("its host name does not resolve") from None
             case TimeoutError():
                 raise Unanswered(f"it does not answer within {seconds:g} s", hangs=True) from None
-            case http.client.InvalidURL() | UnicodeError():
-                raise Unanswered(NO_URL) from None
             case ValueError() | http.client.HTTPException():
                 raise Unanswered("something else answers there") from None
         raise Unanswered(getattr(reason, "strerror", None) or str(reason)) from None

@@ -49,14 +49,10 @@ def _spread(shown: Sequence[Mapping[str, Any]], name: str | None) -> float:
 def _head(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     model = f", model {told['model']}" if told["model"] else ""
     adapter = f", adapter {told['adapter']}" if told["adapter"] else ""
-    head = [
-        ("request", f"POST {told['path']}{model}{adapter}"),
-        ("prompt", _prompt_line(told)),
-        *([] if told["mode"] == "load" else [("answer", _answer_line(told))]),
-        ("policy", told["policy"]),
-    ]
-    if told["reason"]:
-        head[-1] = ("policy", f"{told['policy']}: {told['reason']}")
+    head = [("request", f"POST {told['path']}{model}{adapter}"), ("prompt", _prompt_line(told))]
+    if told["mode"] != "load":
+        head.append(("answer", _answer_line(told)))
+    head.append(("policy", told["policy"] + (f": {told['reason']}" if told["reason"] else "")))
     if apart := told.get("legs"):
         held, moved = apart["held_tokens"], apart["moved_tokens"]
         head.append(("legs", f"P {apart['prefill']} holds {held:,} tokens of it, D {apart['decode']} lacks {moved:,}"))

@@ -147,56 +147,43 @@ def sentence(told: Mapping[str, Any]) -> str:
         taken.
     `narrowed`: the field of `Evaluation`, where admission may have left replicas out.
     """
-    said = _decided(told)
     chosen = next(one for one in told["replicas"] if one["chosen"])
-    if (waiting := chosen["load"]["waiting"]) >= MANY_WAIT:
-        said = (
-            f"{said} By its own metrics {waiting:g} requests wait in the engine of {chosen['id']}, so its answer may "
-            "begin later than these times say."
+    said = _in_legs(told["legs"], told["choice"]) if told.get("legs") else _whole(told, chosen)
+    if (other := told.get("other_legs")) and not told.get("legs"):
+        said += (
+            f" Apart, with the prompt on {other['prefill']} and the answer on {other['decode']}, it would cost "
+            f"{span(other['seconds'])} with {other['moved_tokens']:,} tokens moved."
         )
-    if slower := next((one["id"] for one in told["replicas"] if one["chosen"] and one["was_slower"]), None):
-        return (
-            f"{said} {slower} was slower than the others when it last answered, and these times are what it took then."
+    if (waiting := chosen["load"]["waiting"]) >= MANY_WAIT:
+        said += (
+            f" By its own metrics {waiting:g} requests wait in the engine of {chosen['id']}, so its answer may begin "
+            "later than these times say."
+        )
+    if chosen["was_slower"]:
+        said += (
+            f" {chosen['id']} was slower than the others when it last answered, and these times are what it took then."
         )
     return said
 
 
-def _decided(told: Mapping[str, Any]) -> str:
-    if told.get("legs"):
-        return _in_legs(told["legs"], told["choice"])
-    if other := told.get("other_legs"):
-        instead = (
-            f"Apart, with the prompt on {other['prefill']} and the answer on {other['decode']}, it would cost "
-            f"{span(other['seconds'])} with {other['moved_tokens']:,} tokens moved."
-        )
-        return f"{_whole(told)} {instead}"
-    return _whole(told)
-
-
-def _whole(told: Mapping[str, Any]) -> str:
-    chosen = next(one for one in told["replicas"] if one["chosen"])
-    if len(told["replicas"]) == 1:
-        return f"{chosen['id']}, the only replica{_allowed(told) or ' that can take it'}: {_price(told, chosen)}."
+def _whole(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
+    id, price = chosen["id"], _price(told, chosen)
+    rest = [one for one in told["replicas"] if not one["chosen"]]
+    if not rest:
+        return f"{id}, the only replica{_allowed(told) or ' that can take it'}: {price}."
     if chosen["seconds"] is None:
-        return _by_rule(told, chosen)
+        return _by_rule(told, chosen, min(rest, key=lambda one: one["answer_seconds"]))
     tied = [one for one in told["replicas"] if one["tied"]]
-    others = [one for one in told["replicas"] if not one["chosen"] and not (chosen["tied"] and one["tied"])]
+    others = [one for one in rest if not (chosen["tied"] and one["tied"])]
+    equal = f"cost the same{_within(told)}"
     if not others:
-        return (
-            f"{chosen['id']}, drawn from all {len(tied)}{_allowed(told)}, which cost the same{_within(told)}: "
-            f"{_price(told, chosen)}."
-        )
+        return f"{id}, drawn from all {len(tied)}{_allowed(told)}, which {equal}: {price}."
     other = min(others, key=lambda one: one["seconds"])
     if not chosen["tied"]:
-        return _not_the_least(told, chosen, other)
-    why = (
-        f"drawn from {len(tied)} that cost the same{_within(told)} ({_named(tied)})"
-        if len(tied) > 1
-        else f"because {_why(told, chosen, other)}"
-    )
-    return (
-        f"{chosen['id']}, {why}: {_price(told, chosen)}, and {_against(chosen, other)} on {other['id']}, the next best."
-    )
+        return f"{id}, {_not_the_least(told, other)}; {price}, and {_against(chosen, other)} on {other['id']}."
+    drawn = f"drawn from {len(tied)} that {equal} ({_named(tied)})"
+    why = drawn if len(tied) > 1 else f"because {_why(told, chosen, other)}"
+    return f"{id}, {why}: {price}, and {_against(chosen, other)} on {other['id']}, the next best."
 
 
 def _allowed(told: Mapping[str, Any]) -> str:
@@ -216,9 +203,8 @@ def _in_legs(apart: Mapping[str, Any], whole: str) -> str:
     )
 
 
-def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
-    """Return the explanation of a choice by a policy that does not weigh seconds."""
-    other = min((one for one in told["replicas"] if not one["chosen"]), key=lambda one: one["answer_seconds"])
+def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the explanation of a choice by a policy that does not weigh seconds; `other`: the next quickest."""
     return (
         f"{chosen['id']}, by {told['policy']} ({told['reason'] or 'no reason given'}): its answer is predicted to "
         f"take {span(chosen['answer_seconds'])} there, and {span(other['answer_seconds'])} on {other['id']}, "
@@ -226,13 +212,11 @@ def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     )
 
 
-def _not_the_least(told: Mapping[str, Any], chosen: Mapping[str, Any], least: Mapping[str, Any]) -> str:
-    """Return the explanation of a choice that is not the cheapest: a copy of a prefix, or a shared ledger's choice."""
+def _not_the_least(told: Mapping[str, Any], least: Mapping[str, Any]) -> str:
+    """Return why a replica was chosen that is not the cheapest: for a copy of a prefix, or by a shared ledger."""
     if told.get("shared"):
-        why = "by the load of all gateways, which this one sees later"
-    else:
-        why = f"to make a copy of the prefix that {least['id']} holds: enough requests have waited for want of one"
-    return f"{chosen['id']}, {why}; {_price(told, chosen)}, and {_against(chosen, least)} on {least['id']}."
+        return "by the load of all gateways, which this one sees later"
+    return f"to make a copy of the prefix that {least['id']} holds: enough requests have waited for want of one"
 
 
 def _price(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:

@@ -33,20 +33,8 @@ async def gateway(start_engine, tmp_path_factory):
 
 def command(gateway, *words: str):
     """A command on the gateway's machine, with the gateway's settings."""
-    return asyncio.to_thread(
-        cli.main,
-        [
-            *words,
-            "--admin-host",
-            "0.0.0.0",
-            "--admin-port",
-            str(gateway.admin.base_url.port),
-            "--port",
-            str(gateway.client.base_url.port),
-            "--model",
-            "sim",
-        ],
-    )
+    ports = ["--admin-port", str(gateway.admin.base_url.port), "--port", str(gateway.client.base_url.port)]
+    return asyncio.to_thread(cli.main, [*words, "--admin-host", "0.0.0.0", *ports, "--model", "sim"])
 
 
 async def test_prometheus_gets_the_metrics_by_its_credentials_file_and_the_service_name(gateway):
@@ -104,6 +92,5 @@ async def test_an_operators_verbs_reach_one_engine_and_only_from_here(gateway):
     assert "vllm:num_requests_running{" in (await gateway.admin.get(engine + "/metrics")).text
     assert (await gateway.admin.get(engine + "/nothing?a=%20b")).status_code == 404
     assert (await gateway.admin.post("/replicas/nobody:1/engine/sleep")).json()["error"]["code"] == "unknown_replica"
-    assert (
-        await gateway.admin.post(engine + "/reset_prefix_cache", headers={"Authorization": "none"})
-    ).status_code == 401
+    nobody = {"Authorization": "none"}
+    assert (await gateway.admin.post(engine + "/reset_prefix_cache", headers=nobody)).status_code == 401

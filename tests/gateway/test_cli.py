@@ -301,7 +301,7 @@ def test_a_variable_that_is_nearly_a_setting_names_it_and_is_refused_however_nea
 def test_explain_says_why_nobody_answers(tmp_path, capsys):
     body = tmp_path / "body.json"
     body.write_text("{}")
-    assert "--admin ftp://x: it is no URL: write http://HOST:PORT" in refused(
+    assert "--admin ftp://x: scheme 'ftp' is not supported, write http://HOST:PORT" in refused(
         capsys, "explain", str(body), "--admin", "ftp://x"
     )
     said = refused(capsys, "explain", str(body), "--admin", "http://nowhere.invalid:1")

@@ -43,7 +43,7 @@ def tree(samples: Iterable[Sample], holders: Holders) -> dict[str, Any]:
     def grow(found: list[Sample], start: int, path: tuple[str, ...], text_from: int) -> None:
         for group in _apart(found, start):
             if len(group) >= LEAST_SAMPLES:
-                end = _common(group, start)
+                end = _common([one.hashes for one in group])
                 heapq.heappush(heap, (-len(group), next(order), Group(group, end, path, text_from)))
 
     by_space: dict[tuple[int, int], list[Sample]] = {}
@@ -64,7 +64,7 @@ def _node(group: Group, whole: int, holders: Holders) -> tuple[dict[str, Any], i
     first = group.samples[0]
     blocks = first.hashes[: group.end]
     held = holders(first.space, blocks)
-    shared = _common_text([one.text for one in group.samples])
+    text_to = _common([one.text for one in group.samples])
     return (
         {
             "id": f"{first.model}:{blocks[-1]:016x}",  # two models with one tokenizer have the same hashes
@@ -75,9 +75,9 @@ def _node(group: Group, whole: int, holders: Holders) -> tuple[dict[str, Any], i
             "share": len(group.samples) / whole,
             "holders": held[:MOST_HOLDERS],
             "more_holders": max(0, len(held) - MOST_HOLDERS),
-            "text": shared[group.text_from :][:TEXT_CHARS],
+            "text": first.text[group.text_from : text_to][:TEXT_CHARS],
         },
-        len(shared),
+        text_to,
     )
 
 
@@ -89,27 +89,10 @@ def _apart(samples: Iterable[Sample], at: int) -> list[list[Sample]]:
     return list(groups.values())
 
 
-def _common(group: Sequence[Sample], start: int) -> int:
-    """Return how many blocks all samples share, which is at least `start` + 1.
+def _common(several: Sequence[Any]) -> int:
+    """Return the length of the beginning that all of these sequences share.
 
-    A block's hash covers all blocks before it, so that one comparison decides on a whole prefix.
+    It is what the least and the greatest of them share.
     """
-    first, end = group[0].hashes, min(len(one.hashes) for one in group)
-    for one in group[1:]:
-        low, high = start + 1, end
-        while low < high:
-            middle = (low + high + 1) // 2
-            if one.hashes[middle - 1] == first[middle - 1]:
-                low = middle
-            else:
-                high = middle - 1
-        end = low
-    return end
-
-
-def _common_text(texts: Sequence[str]) -> str:
-    low, high = min(texts), max(texts)
-    for at, (one, other) in enumerate(zip(low, high, strict=False)):
-        if one != other:
-            return low[:at]
-    return low
+    low, high = min(several), max(several)
+    return next((at for at, (one, other) in enumerate(zip(low, high)) if one != other), len(low))

@@ -38,13 +38,7 @@ def fake():
             def do_GET(self):
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 page = pages.get(self.path, 404)
-                body = (
-                    b"{}"
-                    if isinstance(page, int)
-                    else page.encode()
-                    if isinstance(page, str)
-                    else json.dumps(page).encode()
-                )
+                body = page.encode() if isinstance(page, str) else json.dumps(page).encode()
                 self.send_response(page if isinstance(page, int) else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Content-Type", "text/plain" if isinstance(page, str) else "application/json")

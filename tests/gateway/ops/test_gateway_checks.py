@@ -18,7 +18,7 @@ from replicas.problems import Problem, block_size_set
 
 from . import examined
 from .examined import TRIED, an_engine, doctor_lines, examine, found_in, free_port, status, told_by
-from .test_admin import Gateway
+from .stand_in import Gateway
 
 pytestmark = pytest.mark.usefixtures("settings")
 
@@ -46,9 +46,7 @@ def test_what_a_running_gateway_says_of_itself():
 
 
 def test_a_replica_whose_events_are_not_followed_is_a_failure():
-    why = (
-        "KV events are not followed, the cache is guessed from traffic: none of the engine's layers has full attention"
-    )
+    why = "KV events are not followed, the cache is guessed from traffic: no layer has full attention"
     page = {"id": "a:1", "url": "http://a:1", "events": "unobserved", "problems": [why]}
     (unobserved,) = found_in(an_engine("http://a:1", status=status(replicas=[page])), "problems")
     assert (unobserved.level, unobserved.subject, unobserved.text) == ("fail", "traffic a:1", why)
@@ -65,10 +63,8 @@ def test_a_block_size_that_does_not_fit_is_said_once(given, level):
     for size in (None, given):
         (found,) = found_in(an_engine("http://a:1", facts, status(replicas=[page]), block_size=size), "problems")
         assert (found.level, found.subject, found.text) == (level, "traffic a:1", str(problem))
-    found = [
-        one for one in found_in(an_engine("http://a:1", facts, block_size=given)) if one.subject == "block size a:1"
-    ]
-    assert [(one.level, one.text, one.remedy) for one in found] == [(level, problem.what, problem.remedy)]
+    [own] = found_in(an_engine("http://a:1", facts, block_size=given), "problems")
+    assert own == Finding(level, problem.what, problem.remedy, "block size a:1")
 
 
 @pytest.mark.parametrize("speaks_http", [True, False])
@@ -78,9 +74,8 @@ def test_another_server_at_the_admin_port_is_called_so(capsys, fake, speaks_http
         port = fake({}).rpartition(":")[2] if speaks_http else str(closing.server_address[1])
         code, found = examine(capsys, "--launch", "1", "--admin-port", port)
         closing.shutdown()
-    there = (
-        "what answers there, with status 404, is no gateway's admin side" if speaks_http else "something else answers"
-    )
+    no_side = "what answers there, with status 404, is no gateway's admin side"
+    there = no_side if speaks_http else "something else answers"
     level, said = found["admin_port"]
     assert (code, level) == (1, "fail") and "Address already in use" in said and there in said
     assert said.endswith(" stop what holds the port, or give another with --admin-port (and --admin-host)")
@@ -99,7 +94,7 @@ def test_a_gateway_that_is_named_has_to_run(capsys, fake, engines):
     url = f"http://127.0.0.1:{free_port()}"
     code, found = examine(capsys, "--replica-url", engines[0].url, "--admin", url)
     assert (code, found["gateway"][0]) == (1, "fail") and f"at {url} (nothing listens there)" in found["gateway"][1]
-    assert cli.main(["doctor", "--admin", "gw:1"]) == 2
+    assert cli.main(["doctor", "--admin", "ftp://gw:1"]) == 2
     code, found = examine(capsys, "--replica-url", engines[0].url, "--admin", fake({"/status": status(replicas=[])}))
     assert (code, found["gateway"][0]) == (0, "ok") and "port" not in found
 
@@ -121,44 +116,42 @@ def test_what_a_running_gateway_says_of_redis_and_of_its_own_background_work():
 
 async def test_what_to_do_about_a_failed_engine_goes_by_the_fault_that_the_gateway_tells():
     gateway = Gateway()
-    replica = gateway.fleet.add("http://a:1")
-
-    async def seen():
-        return await examined.checked(an_engine("http://a:1", status=gateway.status()), "replica")
-
-    replica.state, replica.reason, replica.fault = State.FAILED, "no answer for 15 s", "timeout"
-    (kept_out,) = await seen()
-    assert "no answer for 15 s" in kept_out.text and kept_out.remedy.startswith("it hangs, still loads")
-    replica.fault = "connect"
-    (kept_out,) = await seen()
-    assert kept_out.remedy.startswith("start it, ")
-    replica.fault = "refused"
-    (kept_out,) = await seen()
-    assert kept_out.remedy.startswith("another program may listen there, which `ss -ltnp 'sport = :1'`")
-    replica.state = State.STOPPED
-    drained, _ = await seen()
-    assert drained.remedy == "hitherto replicas add http://a:1 --admin http://127.0.0.1:8081"
-    replica.state = State.FAILED
-    replica.managed, replica.fault, replica.reason = True, "", "exited with code 1; next start in 4.0 s"
-    (kept_out,) = await seen()
-    assert kept_out.remedy.startswith("the gateway starts it by itself, and again whenever it ends: ")
-    for replica.state in (State.LEAVING, State.DRAINING):  # its port may be closed, and it is not to be started
-        (kept_out,) = await seen()
-        assert kept_out.level == "warn"
-        assert kept_out.remedy.startswith("nothing, it finishes the 0 requests that it has")
-        assert ("hitherto replicas add http://a:1" in kept_out.remedy) == (replica.state == State.DRAINING)
-    replica.state = State.LEAVING
-    assert gateway.status()["replicas"][0]["problems"][0].startswith("its engine ends: ")
+    replica = gateway.fleet.add("http://a:1", State.FAILED)
+    by_itself, left = (
+        {"managed": True, "reason": "exited with code 1"},
+        "nothing, it finishes the 0 requests that it has",
+    )
+    for changes, level, remedy in (
+        ({"reason": "no answer for 15 s", "fault": "timeout"}, "fail", "it hangs, still loads"),
+        ({"fault": "connect"}, "fail", "start it, "),
+        ({"fault": ""}, "fail", "start it, "),
+        ({"fault": "refused"}, "fail", "another program may listen there, which `ss -ltnp 'sport = :1'`"),
+        ({"state": State.STOPPED}, "warn", "hitherto replicas add http://a:1 --admin http://127.0.0.1:8081"),
+        # Its port may be closed, and it is not to be started.
+        ({"state": State.LEAVING}, "warn", f"{left}; to use it again, start it when it has ended"),
+        ({"state": State.DRAINING}, "warn", f"{left}; to use it again, hitherto replicas add http://a:1"),
+        (
+            {"state": State.FAILED, "fault": "", **by_itself},
+            "fail",
+            "the gateway starts it by itself, and again whenever",
+        ),
+    ):
+        for name, value in changes.items():
+            setattr(replica, name, value)
+        found, *_ = await examined.checked(an_engine("http://a:1", status=gateway.status()), "replica")
+        assert (found.level, found.remedy[: len(remedy)]) == (level, remedy)
+        assert replica.reason in found.text
+        if replica.state is State.LEAVING:
+            assert gateway.status()["replicas"][0]["problems"][0].startswith("its engine ends: ")
 
 
 def test_a_file_that_the_running_gateway_cannot_use_is_said_whatever_the_doctor_was_given():
     limits = {"joined": None, "reason": "counted by this gateway alone", "gateways": 1}
     usable = {"api_keys": {"problem": "", "limits": limits}, "tls": None}
     assert [finding.level for finding in told(status(**usable))] == ["ok"]
-    _, keys, tls = told(
-        status(api_keys=usable["api_keys"] | {"problem": "keys.yaml:2: sha256: is missing"}, tls={"problem": "no PEM"})
-    )
-    assert (keys.level, keys.subject) == ("fail", "api keys") and "keys.yaml:2: sha256: is missing" in keys.text
+    problem = "keys.yaml:2: sha256: is missing"
+    _, keys, tls = told(status(api_keys=usable["api_keys"] | {"problem": problem}, tls={"problem": "no PEM"}))
+    assert (keys.level, keys.subject) == ("fail", "api keys") and problem in keys.text
     assert (tls.level, tls.subject) == ("fail", "tls") and "no PEM" in tls.text
 
 
@@ -212,15 +205,6 @@ def test_events_that_only_the_running_gateway_knows_of(capsys, fake, engines, ga
     gateway(status(replicas=[replica]))
     _, found = examine(capsys)
     assert found["traffic x"] == ("warn", replica["problems"][0]) and "events" not in found, "said once"
-
-
-def test_a_port_that_somebody_holds(capsys):
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
-        code, found = examine(capsys, "--launch", "1", "--admin-port", str(port))
-    assert code == 1
-    assert found["admin_port"][0] == "fail" and "give another with --admin-port" in found["admin_port"][1]
 
 
 def test_what_the_running_gateway_says_of_a_file_is_not_said_twice(capsys, gateway, tmp_path):

@@ -6,11 +6,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.ops import guard
-from gateway.ops.admin import Admin
 from gateway.ops.guard import Guard
 
 from ..http.talk import Talker
-from .test_admin import Gateway
+from .stand_in import Gateway, served
 
 TOKEN = "0123456789abcdef-token"
 ADD = b'{"url": "http://attacker.example:1"}'
@@ -22,22 +21,17 @@ async def admin_side(*names: str, token: str | None = None):
     """An admin side with a replica a:1; yields `say(line, *headers, body=)`, which gives status, headers and body."""
     gateway = Gateway()
     gateway.fleet.add("http://a:1")
-    admin = Admin(gateway, Guard(names, token))
-    port = await admin.start("127.0.0.1", 0)
+    async with served(gateway, Guard(names, token)) as port:
 
-    async def say(line: str, *headers: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
-        talker = await Talker.to(port)
-        given = [f"Content-Length: {len(body)}"] if body else []
-        await talker.say("\r\n".join([line, *headers, *given, "", ""]).encode() + body)
-        answer = await talker.response()
-        await talker.close()
-        return answer
+        async def say(line: str, *headers: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+            talker = await Talker.to(port)
+            given = [f"Content-Length: {len(body)}"] if body else []
+            answer = await talker.ask("\r\n".join([line, *headers, *given, "", ""]).encode() + body)
+            await talker.close()
+            return answer
 
-    say.port, say.fleet = port, gateway.fleet
-    try:
+        say.fleet = gateway.fleet
         yield say
-    finally:
-        await admin.stop()
 
 
 def code(answer) -> tuple[int, str]:

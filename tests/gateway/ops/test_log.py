@@ -35,15 +35,8 @@ def attach(logger, stream) -> log.Outbox:
 def test_a_line(logger):
     stream = io.StringIO()
     outbox = attach(logger, stream)
-    log.event(
-        logger,
-        logging.WARNING,
-        "replica failed",
-        replica="127.0.0.1:9001",
-        reason="exit code 1",
-        seconds=0.12345678,
-        none=None,
-    )
+    fields = {"replica": "127.0.0.1:9001", "reason": "exit code 1", "seconds": 0.12345678, "none": None}
+    log.event(logger, logging.WARNING, "replica failed", **fields)
     outbox.close()
     stamp, _, rest = stream.getvalue().partition(" ")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", stamp)
@@ -83,34 +76,27 @@ class StuckPipe(io.StringIO):
         return super().write(text)
 
 
-def test_a_stuck_reader_costs_lines_not_time(logger, monkeypatch):
-    monkeypatch.setattr(log, "PENDING_LINES", 4)
-    pipe = StuckPipe()
-    outbox = attach(logger, pipe)
-    logger.info("first")
-    assert pipe.stuck.wait(30)
-    for number in range(10):
-        logger.info("line %d", number)  # returns although nobody reads
-    assert outbox.dropped == 6
-    pipe.released.set()
-    outbox.close()
-    lines = pipe.getvalue().splitlines()
-    assert len(lines) == 6 and "6 log lines dropped here" in "".join(lines)
-
-
-def test_lines_that_wait_are_bounded_in_characters(logger, monkeypatch):
-    monkeypatch.setattr(log, "PENDING_CHARS", 5 * log.LONGEST_LINE)
+@pytest.mark.parametrize(
+    "bound, most, line, dropped",
+    [("PENDING_LINES", 4, "a line", 6), ("PENDING_CHARS", 5 * log.LONGEST_LINE, "x" * 60_000, 5)],
+    ids=["lines", "characters"],
+)
+def test_a_stuck_reader_costs_lines_not_time(logger, monkeypatch, bound, most, line, dropped):
+    """Nor memory without end: what waits is bounded in lines and in characters."""
+    monkeypatch.setattr(log, bound, most)
     pipe = StuckPipe()
     outbox = attach(logger, pipe)
     logger.info("first")
     assert pipe.stuck.wait(30)
     for _ in range(10):
-        logger.info("x" * 60_000)
-    assert outbox.dropped == 5
+        logger.info(line)  # returns although nobody reads
+    assert outbox.dropped == dropped
     pipe.released.set()
     outbox.close()
     lines = pipe.getvalue().splitlines()
-    assert max(map(len, lines)) < log.LONGEST_LINE + 50 and "characters more)" in lines[2]
+    assert len(lines) == 12 - dropped and f"{dropped} log lines dropped here" in "".join(lines)
+    assert max(map(len, lines)) < log.LONGEST_LINE + 50
+    assert any("characters more)" in one for one in lines) == (len(line) > log.LONGEST_LINE)
 
 
 def test_standard_error_that_is_gone_harms_nobody(logger):

@@ -10,12 +10,10 @@ from aiohttp.test_utils import TestServer
 
 from gateway import cli
 from gateway.ops import admin_client, replicas_verb
-from gateway.ops.admin import Admin
-from gateway.ops.guard import Guard
 from replicas import Fleet, State
 
 from ..http.talk import eventually
-from .test_admin import Gateway
+from .stand_in import Gateway, served
 
 
 @pytest.fixture
@@ -23,10 +21,9 @@ async def admin(monkeypatch, tmp_path):
     """The admin side of a gateway with a real fleet, of engines that are not there."""
     monkeypatch.chdir(tmp_path)
     fleet = Fleet(lambda id: 0, interval=60)
-    side = Admin(Gateway(fleet), Guard())
-    monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(await side.start("127.0.0.1", 0)))
-    yield fleet
-    await side.stop()
+    async with served(Gateway(fleet)) as port:
+        monkeypatch.setenv("HITHERTO_ADMIN_PORT", str(port))
+        yield fleet
     await fleet.stop()
 
 
@@ -42,10 +39,8 @@ async def test_replicas_are_listed_added_drained_and_removed(admin, capsys, unus
         assert id in capsys.readouterr().out
     assert await hitherto("list") == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["id", "state", "in", "flight", "models", "reason"] and [row.split()[0] for row in rows] == [
-        first,
-        second,
-    ]
+    assert head.split() == ["id", "state", "in", "flight", "models", "reason"]
+    assert [row.split()[0] for row in rows] == [first, second]
     assert await hitherto("drain", first) == 0
     assert await hitherto("remove", f"http://{second}") == 0, "its URL will do for its id"
     assert f"{second} removed" in capsys.readouterr().out.replace("http://", "")
@@ -110,7 +105,7 @@ async def test_what_cannot_be_done_is_said_with_its_reason(admin, capsys):
         (("remove",), 2, "replicas remove: give the id"),
         (("list", "a:1"), 2, "replicas list: takes no replica"),
         (("dran", "a:1"), 2, "drain"),
-        (("--admin", "nowhere"), 2, "--admin nowhere: it is no URL"),
+        (("--admin", "nowhere"), 2, "--admin nowhere: there is no port in it, write http://nowhere:PORT"),
         (("--admin", "http://127.0.0.1:9"), 2, "no gateway answers at http://127.0.0.1:9"),
     ):
         assert await hitherto(*words) == code, words
@@ -123,6 +118,5 @@ def test_a_gateway_that_was_stopped_is_not_to_be_started_a_second_time(capsys, m
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         assert cli.main(["replicas", "--admin", f"http://127.0.0.1:{frozen.getsockname()[1]}"]) == 2
     err = capsys.readouterr().err
-    assert (
-        "Something listens there and does not answer: if it is the gateway, it hangs" in err and "Start one" not in err
-    )
+    assert "Something listens there and does not answer: if it is the gateway, it hangs" in err
+    assert "Start one" not in err

@@ -78,12 +78,8 @@ def test_traces_that_arrive_and_that_do_not(capsys, engines, monkeypatch):
     receiver.server_close()
     (ok, takes), (wrong, elsewhere), (absent, nobody), (bad, no_url) = found.values()
     assert (ok, wrong, absent, bad) == ("ok", "warn", "warn", "fail")
-    assert (
-        takes == f"{base}/v1/traces takes them"
-        and "404" in elsewhere
-        and "refused" in nobody
-        and "no http:// or https:// URL" in no_url
-    )
+    assert takes == f"{base}/v1/traces takes them" and "404" in elsewhere
+    assert "refused" in nobody and "no http:// or https:// URL" in no_url
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
     assert "traces" not in examine(capsys)[1]
 

@@ -5,27 +5,26 @@ import pytest
 from gateway.ops import traces
 from gateway.settings import ConfigError
 
+OTLP = "OTEL_EXPORTER_OTLP_"
+HERE = {f"{OTLP}ENDPOINT": "http://c:4318"}
+ITS = "http://c:4318/v1/traces"
+
 
 @pytest.mark.parametrize(
     "environ, url",
     [
         ({}, None),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, None),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, "http://c:4318/v1/traces"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/in/"}, "http://c:4318/in/v1/traces"),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://t:1/as/it/is"}, "http://t:1/as/it/is"),
-        (
-            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://t:1/x"},
-            "http://t:1/x",
-        ),
-        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://c:4318"}, None),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_SDK_DISABLED": "True"}, None),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_SDK_DISABLED": "false"}, "http://c:4318/v1/traces"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, None),
-        (
-            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
-            "http://c:4318/v1/traces",
-        ),
+        ({f"{OTLP}ENDPOINT": ""}, None),
+        (HERE, ITS),
+        ({f"{OTLP}ENDPOINT": "http://c:4318/in/"}, "http://c:4318/in/v1/traces"),
+        ({f"{OTLP}TRACES_ENDPOINT": "http://t:1/as/it/is"}, "http://t:1/as/it/is"),
+        (HERE | {f"{OTLP}TRACES_ENDPOINT": "http://t:1/x"}, "http://t:1/x"),
+        ({f"{OTLP}METRICS_ENDPOINT": "http://c:4318"}, None),
+        (HERE | {"OTEL_SDK_DISABLED": "True"}, None),
+        (HERE | {"OTEL_SDK_DISABLED": "false"}, ITS),
+        (HERE | {"OTEL_TRACES_EXPORTER": "none"}, None),
+        (HERE | {f"{OTLP}PROTOCOL": "http/protobuf"}, ITS),
+        ({f"{OTLP}PROTOCOL": "grpc", "OTEL_TRACES_EXPORTER": "zipkin"}, None),  # nothing is asked for
     ],
 )
 def test_the_standard_environment_names_the_receiver(environ, url):
@@ -35,22 +34,12 @@ def test_the_standard_environment_names_the_receiver(environ, url):
 @pytest.mark.parametrize(
     "environ, said",
     [
-        (
-            {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            "OTEL_EXPORTER_OTLP_PROTOCOL: 'grpc' is not spoken here; set it to http/protobuf",
-        ),
-        (
-            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"},
-            "'http/json' is not spoken",
-        ),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "grpc://c:4317"}, "'grpc://c:4317' is no http:// or https:// URL"),
+        ({f"{OTLP}PROTOCOL": "grpc"}, f"{OTLP}PROTOCOL: 'grpc' is not spoken here; set it to http/protobuf"),
+        ({f"{OTLP}PROTOCOL": "http/protobuf", f"{OTLP}TRACES_PROTOCOL": "http/json"}, "'http/json' is not spoken"),
+        ({f"{OTLP}TRACES_ENDPOINT": "grpc://c:4317"}, "'grpc://c:4317' is no http:// or https:// URL"),
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER: 'zipkin'"),
     ],
 )
 def test_what_cannot_be_is_said(environ, said):
     with pytest.raises(ConfigError, match=said):
-        traces.receiver({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", **environ})
-
-
-def test_what_cannot_be_does_not_matter_where_nothing_is_asked_for():
-    assert traces.receiver({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_TRACES_EXPORTER": "zipkin"}) is None
+        traces.receiver(HERE | environ)

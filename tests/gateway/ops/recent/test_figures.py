@@ -5,6 +5,8 @@ import pytest
 from gateway.ops.metrics import Metrics
 from gateway.ops.recent.figures import REPLICA_SLOT, SLOT, SLOTS, WIDTH, Figures, merged, told
 
+from ..stand_in import count
+
 START = 1_000_000_000.0  # a whole multiple of slots and minutes, nearly
 
 
@@ -16,17 +18,15 @@ def metrics():
 def test_figures_are_of_the_window_and_leave_it_after_15_minutes(metrics):
     figures = Figures(metrics, START)
     metrics.ttft_seconds.observe((), 0.05)
-    metrics.replica_ttft_seconds.observe("a:1", 0.05)
     metrics.request_seconds.observe("chat", 1.2)
-    metrics.requests.inc("chat", "2xx")
-    metrics.requests.inc("chat", "5xx")
-    metrics.requests.inc("chat", "cut")
-    metrics.requests.inc("chat", "4xx")
-    metrics.requests.inc("chat", "aborted")
-    metrics.prompt_tokens.inc("a:1", by=1000)
-    metrics.predicted_cached_tokens.inc("a:1", by=640)
-    metrics.reported_prompt_tokens.inc("a:1", by=500)
-    metrics.reported_cached_tokens.inc("a:1", by=250)
+    count(
+        metrics,
+        requests={("chat", status): 1 for status in ("2xx", "5xx", "cut", "4xx", "aborted")},
+        prompt_tokens={"a:1": 1000},
+        predicted_cached_tokens={"a:1": 640},
+        reported_prompt_tokens={"a:1": 500},
+        reported_cached_tokens={"a:1": 250},
+    )
     figures.look(START + 1, 3, 2, 7)
     for later in (1, 60, 899 - SLOT):
         figures.look(START + later, 0, 0, 0)
@@ -43,10 +43,8 @@ def test_figures_are_of_the_window_and_leave_it_after_15_minutes(metrics):
 def test_curves_end_now_and_have_gaps_where_nothing_was(metrics):
     figures = Figures(metrics, START)
     metrics.ttft_seconds.observe((), 0.05)
-    metrics.replica_ttft_seconds.observe("a:1", 0.05)
     figures.look(START, 4, 0, 0)
     metrics.ttft_seconds.observe((), 2.5)
-    metrics.replica_ttft_seconds.observe("b:1", 2.5)
     figures.look(START + 60, 9, 0, 0)
     curves = told(figures.kept(), START + 60)["curves"]
     assert len(curves["ttft_p50"]) == 60 and 2 <= curves["ttft_p50"][-1] <= 3 and curves["inflight"][-1] == 9
@@ -55,10 +53,8 @@ def test_curves_end_now_and_have_gaps_where_nothing_was(metrics):
 
 def test_a_replica_has_figures_of_its_own_until_it_is_forgotten(metrics):
     figures = Figures(metrics, START)
-    metrics.ttft_seconds.observe((), 0.05)
     metrics.replica_ttft_seconds.observe("a:1", 0.05)
-    metrics.replica_requests.inc("a:1", "2xx", by=3)
-    metrics.replica_requests.inc("b:1", "5xx")
+    count(metrics, replica_requests={("a:1", "2xx"): 3, ("b:1", "5xx"): 1})
     figures.look(START, 0, 0, 0)
     found = told(figures.kept(), START)["replicas"]
     assert (found["a:1"]["requests"], found["a:1"]["errors"], found["b:1"]["errors"]) == (3, 0, 1)
@@ -71,15 +67,11 @@ def test_a_replica_has_figures_of_its_own_until_it_is_forgotten(metrics):
 
 def test_the_last_minute_is_told_beside_the_window_for_the_gateway_and_each_replica(metrics):
     figures = Figures(metrics, START)
-    metrics.requests.inc("chat", "5xx", by=3)
-    metrics.replica_requests.inc("a:1", "2xx", by=3)
-    metrics.replica_answer_seconds.inc("a:1", by=6.0)
+    answered, seconds = ("a:1", "2xx"), "replica_answer_seconds"
+    count(metrics, requests={("chat", "5xx"): 3}, replica_requests={answered: 3}, **{seconds: {"a:1": 6.0}})
     figures.look(START + 1, 0, 0, 0)
-    metrics.requests.inc("chat", "2xx", by=2)
-    metrics.replica_requests.inc("a:1", "2xx", by=2)
-    metrics.replica_answer_seconds.inc("a:1", by=1.0)
-    metrics.replica_decode_seconds.inc("a:1", by=4.0)
-    metrics.replica_decode_tokens.inc("a:1", by=200)
+    count(metrics, requests={("chat", "2xx"): 2}, replica_requests={answered: 2}, **{seconds: {"a:1": 1.0}})
+    count(metrics, replica_decode_seconds={"a:1": 4.0}, replica_decode_tokens={"a:1": 200})
     figures.look(START + 100, 0, 0, 0)
     found = told(figures.kept(), START + 100)
     assert (found["whole"]["errors"], found["minute"]["errors"], found["minute"]["requests"]) == (3, 0, 2)
@@ -93,16 +85,10 @@ def test_the_last_minute_is_told_beside_the_window_for_the_gateway_and_each_repl
 
 def test_a_replica_that_was_forgotten_and_is_back_counts_from_nothing(metrics):
     figures = Figures(metrics, START)
-    metrics.ttft_seconds.observe((), 0.05)
-    metrics.replica_ttft_seconds.observe("a:1", 0.05)
     metrics.prompt_tokens.inc("a:1", by=1000)
     figures.look(START, 0, 0, 0)
     metrics.forget("a:1")
-    metrics.ttft_seconds.observe((), 0.05)
-    metrics.replica_ttft_seconds.observe("a:1", 0.05)
-    metrics.prompt_tokens.inc("a:1", by=10)
-    metrics.reported_prompt_tokens.inc("a:1", by=10)
-    metrics.predicted_cached_tokens.inc("a:1", by=505)
+    count(metrics, prompt_tokens={"a:1": 10}, predicted_cached_tokens={"a:1": 505})
     figures.look(START + 1, 0, 0, 0)
     assert told(figures.kept(), START + 1)["whole"]["hit_predicted"] == 0.5, "505 of 1,010"
 
@@ -110,8 +96,7 @@ def test_a_replica_that_was_forgotten_and_is_back_counts_from_nothing(metrics):
 def test_memory_is_bounded_however_long_it_runs(metrics):
     figures = Figures(metrics, START)
     for second in range(0, 4000, 3):
-        metrics.requests.inc("chat", "2xx")
-        metrics.replica_requests.inc("a:1", "2xx")
+        count(metrics, requests={("chat", "2xx"): 1}, replica_requests={("a:1", "2xx"): 1})
         figures.look(START + second, 1, 0, 0)
     kept = figures.kept()
     assert len(kept["rows"]) <= SLOTS and len(kept["replicas"]["a:1"]) == WIDTH
@@ -123,10 +108,7 @@ def test_workers_are_added_up_slot_by_slot():
     for number in (1, 2):
         metrics = Metrics()
         figures = Figures(metrics, START - number)
-        metrics.requests.inc("chat", "2xx", by=number)
-        metrics.replica_requests.inc("a:1", "2xx", by=number)
-        metrics.ttft_seconds.observe((), 0.05 * number)
-        metrics.replica_ttft_seconds.observe("a:1", 0.05 * number)
+        count(metrics, requests={("chat", "2xx"): number}, replica_requests={("a:1", "2xx"): number})
         figures.look(START, number, 0, number)
         figures.look(START + 60 * (number - 1), 0, 0, 0)  # the second is ahead by a minute
         kept.append(figures.kept())

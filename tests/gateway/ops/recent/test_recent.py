@@ -8,7 +8,7 @@ import pytest
 from gateway.ops.recent.recent import holders, merged, told
 from replicas.lifecycle import State
 
-from ..test_admin import Gateway
+from ..stand_in import Gateway, count
 
 NOW = 1_000_000_000.0
 
@@ -62,19 +62,16 @@ def test_a_replica_that_writes_slowly_is_named_within_a_minute_and_again_when_it
     caplog.set_level("INFO")
     begun = time.time()  # at which its figures began
     for url in ("http://a:1", "http://b:1"):
-        gateway.fleet.add(url).state = State.READY
+        gateway.fleet.add(url, State.READY)
     gateway.recent.look(begun)
-    for replica, seconds in (("a:1", 2.0), ("b:1", 16.0)):
-        gateway.metrics.replica_decode_tokens.inc(replica, by=200)
-        gateway.metrics.replica_decode_seconds.inc(replica, by=seconds)
+    wrote = {"replica_decode_tokens": {"a:1": 200, "b:1": 200}}
+    count(gateway.metrics, **wrote, replica_decode_seconds={"a:1": 2.0, "b:1": 16.0})
     gateway.recent.look(begun + 40)
     assert said(gateway)[0] == ("b:1", "takes 8 x as long per token as the others", "warn")
     assert "replica takes 8 x as long per token as the others" in caplog.messages
     slow = {one["id"]: one["slow"] for one in gateway.status()["replicas"]}
     assert slow["a:1"] is None and slow["b:1"]["times"] == 8
-    for replica in ("a:1", "b:1"):
-        gateway.metrics.replica_decode_tokens.inc(replica, by=200)
-        gateway.metrics.replica_decode_seconds.inc(replica, by=2.0)
+    count(gateway.metrics, **wrote, replica_decode_seconds={"a:1": 2.0, "b:1": 2.0})
     gateway.recent.look(begun + 140)
     assert said(gateway)[0] == ("b:1", "is as quick per token as the others again", "good")
     assert "replica is as quick per token as the others again" in caplog.messages
@@ -141,14 +138,14 @@ def test_workers_decisions_are_in_the_order_of_time():
 
 
 def test_an_engine_that_is_gone_holds_nothing_now():
-    def backend(id, slot, state, space=0):
-        return SimpleNamespace(
-            id=id, slot=slot, candidate=SimpleNamespace(space=space), replica=SimpleNamespace(state=state)
-        )
-
-    known = [backend("a:1", 0, State.READY), backend("b:1", 1, State.FAILED), backend("c:1", 2, State.STARTING)]
-    known += [backend("d:1", 3, State.DRAINING), backend("e:1", 4, State.READY, 1), backend("f:1", 5, State.READY)]
-    assert holders(known, 0, [2, 2, 2, 3, 2, 1], 2) == ["a:1", "d:1"]
+    """Nor does one of another model, or one that lacks a block."""
+    ready, failed, starting, draining = State.READY, State.FAILED, State.STARTING, State.DRAINING
+    states, spaces = (ready, failed, starting, draining, ready, ready), (0, 0, 0, 0, 1, 0)
+    known = [
+        SimpleNamespace(id=id, slot=slot, candidate=SimpleNamespace(space=space), replica=SimpleNamespace(state=state))
+        for slot, (id, state, space) in enumerate(zip("abcdef", states, spaces))
+    ]
+    assert holders(known, 0, [2, 2, 2, 3, 2, 1], 2) == ["a", "d"]
 
 
 def test_workers_prefixes_are_those_of_the_worker_that_sampled_most():

@@ -138,7 +138,7 @@ Reading = Mapping[str, float | Mapping[str | tuple[str, ...], float]]
 
 
 Labels = tuple[str, ...]  # the values of a series' labels, in their order
-Key = str | Labels  # of a single label, also the value alone
+Key = str | Labels  # names a series: the values of its labels, or the value of its only label
 
 
 def labels_of(key: Key) -> Labels:
@@ -213,9 +213,8 @@ class Counter(Metric):
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Yield the metric's part of the page. `known`: see `keys`."""
-        return _lines(
-            self.name, "counter", self.help, self.labels, ((k, self.values.get(k, 0)) for k in self.keys(known))
-        )
+        series = ((key, self.values.get(key, 0)) for key in self.keys(known))
+        return _lines(self.name, "counter", self.help, self.labels, series)
 
 
 class Histogram(Metric):
@@ -268,8 +267,8 @@ class Histogram(Metric):
         bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
         yield _head(name, "histogram", self.help)
         for key in self.keys(known):
-            counts, told = self.values.get(key, nothing), _told(self.labels, key)
-            labels, more = f"{{{told}}}" if told else "", f",{told}" if told else ""
+            counts, pairs = self.values.get(key, nothing), _label_pairs(self.labels, key)
+            labels, more = f"{{{pairs}}}" if pairs else "", f",{pairs}" if pairs else ""
             running = list(accumulate(map(float, counts[:-1])))
             buckets = [f'{name}_bucket{{le="{bound}"{more}}} {count}\n' for bound, count in zip(bounds, running)]
             yield f"{''.join(buckets)}{name}_count{labels} {running[-1]}\n{name}_sum{labels} {float(counts[-1])}\n"
@@ -506,10 +505,11 @@ def _lines(
     name = f"hitherto_{name}_total" if kind == "counter" else f"hitherto_{name}"
     yield _head(name, kind, help)
     for values, number in series:
-        yield f"{name}{{{told}}} {float(number)}\n" if (told := _told(labels, values)) else f"{name} {float(number)}\n"
+        pairs = _label_pairs(labels, values)
+        yield f"{name}{{{pairs}}} {float(number)}\n" if pairs else f"{name} {float(number)}\n"
 
 
-def _told(labels: Iterable[str], values: Labels) -> str:
+def _label_pairs(labels: Iterable[str], values: Labels) -> str:
     return ",".join([f'{label}="{_escaped(value)}"' for label, value in zip(labels, values)])
 
 

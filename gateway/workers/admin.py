@@ -71,12 +71,8 @@ class WorkersAdmin(Side):
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # What a worker without siblings begins with: a worker's last answer to `/worker/known`, at the start the URLs
         # of the settings.
-        self._known: dict[str, Any] = dict.fromkeys(("names", "costs")) | {
-            "urls": {},
-            "pods": [],
-            "left_out": [],
-            "drained": [],
-        }
+        known: dict[str, Any] = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None, "costs": None}
+        self._known = known
 
     # --- of all workers in one
 
@@ -188,7 +184,6 @@ class WorkersAdmin(Side):
 
         `id`: the replica's id. `url`: the URL of a replica that is added.
         """
-        await request.read()
         engine, _, rank = id.rpartition("-dp")
         lock = self._changing.setdefault(engine if rank.isdecimal() else id, asyncio.Lock())
         return await asyncio.shield(self._change_in_turn(lock, change, await _passed_on(request), id, url))

@@ -19,6 +19,7 @@ import httptools
 
 from replicas.pulse import Pulse
 
+from .chunks import END_OF_BODY, framed
 from .messages import (
     HEADER_BYTES,
     KEEP_ALIVE,
@@ -453,6 +454,14 @@ class Downstream(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         self.transport.write(data)
+
+    def end_stream(self, event: bytes, chunked: bool) -> None:
+        """End a stream that is under way with this event and a complete HTTP message.
+
+        A `chunked` stream's connection is kept: closing it would fail the client's next request on it.
+        """
+        self.transport.write(framed(event) + END_OF_BODY if chunked else event)
+        self.finish(keep_alive=chunked)
 
     def release(self) -> None:
         """Drop the current request's body, which will not be needed again."""

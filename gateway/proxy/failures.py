@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from ..errors import JSON, ApiError, error_event
-from ..http.downstream import Downstream
+from ..http.chunks import END_BYTES, ends_with_event
 from ..http.upstream import UpstreamError
 from . import retries
 from .blame import settled
@@ -19,7 +19,6 @@ from .exchange import Attempt, Exchange
 from .judge import NO_RETRY, Judge
 from .placement.placing import Placing
 from .responses import answers
-from .responses.chunks import END_OF_BODY, framed
 from .resume.resumer import Resumer
 from .retries import KINDS, Failed, Next
 from .settling import ABANDONED, STREAMING_APIS, Settling
@@ -27,9 +26,6 @@ from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Le
 
 if TYPE_CHECKING:
     from ..ops.metrics import Metrics
-
-# The last bytes of a chunk that ends with a complete event, for engines that end lines with LF and with CRLF.
-LF_CHUNK_END, CRLF_CHUNK_END = b"\n\n\r\n", b"\r\n\r\n\r\n"
 
 # The event that ends an exchange whose client has no byte yet, by the exchange's state.
 REFUSING = {
@@ -220,17 +216,14 @@ class Failures:
         status, code = 502, None
         if why.kind == retries.SHUT_DOWN:
             status, code, message = 503, retries.SHUT_DOWN, f"the answer broke off: {error}"
-        end = b"".join([piece[-len(CRLF_CHUNK_END) :] for piece in attempt.tail])
-        number, record = answers.next_number(attempt.tail), exchange.stream_record
+        head, record, number = attempt.response_head, exchange.stream_record, answers.next_number(attempt.tail)
         if record is not None and record.breaks:  # the client's bytes end with a complete event
-            end, number = LF_CHUNK_END if record.chunked else LF_CHUNK_END[:2], record.number + 1
-        told = error_event(path, status, message, number, code=code)
-        # An error event can only follow a complete chunk; elsewhere closing the connection must tell the client.
-        if attempt.streams and end.endswith((LF_CHUNK_END, CRLF_CHUNK_END)) and attempt.response_head.is_chunked:
-            _end_stream(client, told, True)
-        elif attempt.streams and attempt.response_head.until_close and end.endswith((b"\n\n", b"\r\n\r\n")):
-            _end_stream(client, told, False)
+            may_follow, number = True, record.number + 1
         else:
+            may_follow = ends_with_event(b"".join([piece[-END_BYTES:] for piece in attempt.tail]), head)
+        if attempt.streams and may_follow:
+            client.end_stream(error_event(path, status, message, number, code=code), head.is_chunked)
+        else:  # closing the connection must tell the client
             client.abort()
         if why.kind not in (retries.DIFFERS, retries.SHUT_DOWN):
             self.settling.failed(attempt.backend, why.kind)
@@ -249,7 +242,7 @@ class Failures:
             exchange.status = 200  # the client has this status already
             message = error.discreet if self.discreet else error.message
             told = error_event(exchange.request.path, error.status, message, code=error.code)
-            _end_stream(exchange.client, told, exchange.opened.is_chunked)
+            exchange.client.end_stream(told, exchange.opened.is_chunked)
             self.settling.ended(exchange, "cut")
             return
         headers = [*JSON, (b"x-request-id", exchange.id), *error.headers]
@@ -331,12 +324,3 @@ class Failures:
         if exchange.attempts[-1].state is not AttemptState.ENDED:
             exchange.attempts[-1].end_as(AttemptEvent.FAILED, error)
         self._dispatch(exchange, ExchangeEvent.TIMED_OUT, error)
-
-
-def _end_stream(client: Downstream, event: bytes, chunked: bool) -> None:
-    """End a stream with this event and a complete HTTP message.
-
-    A `chunked` stream's connection is kept: closing it would fail the client's next request on it.
-    """
-    client.write(framed(event) + END_OF_BODY if chunked else event)
-    client.finish(keep_alive=chunked)

@@ -23,6 +23,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MESSAGES, ApiError, compressed
+from ..http.chunks import ChunkDecodingSink
 from ..http.downstream import Downstream
 from ..http.messages import KEEP_ALIVE, Request
 from ..http.upstream import Upstream, UpstreamError
@@ -43,7 +44,6 @@ from .placement.placing import Placing
 from .preparation import Preparation
 from .responses import answers
 from .responses.answers import ERROR_MARK, ERROR_WITHIN, MEMBERS, MOST_HELD_BACK, Beginning, Sight
-from .responses.chunks import ChunkDecodingSink
 from .responses.respelling import respelled
 from .responses.stored import PATH as RESPONSES
 from .responses.stored import Responses, referred_to

@@ -18,6 +18,7 @@ from policies import Candidate, Decision, Demand, Evaluation, Pairing, Router, l
 from replicas.engines.transfer import PATHS, MeetingTransfer, with_first
 from replicas.names import bracketed
 
+from ...http.chunks import unchunked
 from ...http.upstream import Head, UpstreamError
 from ...prompt.prompt import as_variant
 from .. import retries
@@ -26,7 +27,6 @@ from ..blame import DOUBTFUL
 from ..exchange import Asker, Attempt, Exchange, Legs, Parent, request_head
 from ..placement.eligibility import Eligibility
 from ..responses.answers import error_status, foreign_head, media_type, read_usage
-from ..responses.chunks import unchunked
 from ..retries import of_status
 from ..settling import cut_short
 from ..states import AttemptEvent, ExchangeEvent, Leg

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import orjson
 
-from .chunks import CHUNK, Chunks
+from ...http.chunks import CHUNK, Chunks
 
 # Chunked framing is relayed unchanged, so the size of the first chunk may precede the body. A stream may begin with a
 # byte order mark, which is not part of it.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import orjson
 
 from ...errors import error_body
+from ...http.chunks import unchunked
 from ..exchange import Attempt, Exchange
-from .chunks import unchunked
 
 
 def respelled(exchange: Exchange, attempt: Attempt, data: bytes) -> bytes:

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
+from ...http.chunks import END_OF_BODY, Chunks, framed
 from ...http.upstream import Head, UpstreamError
 from ..responses.answers import BOM, error_status
-from ..responses.chunks import END_OF_BODY, Chunks, framed
 from ..retries import ABORTED, CLOSED, DIFFERS, ERROR_ANSWER, PROTOCOL
 
 if TYPE_CHECKING:

@@ -356,8 +356,7 @@ class Resumer:
             message += f": {error.discreet}"
         status, code = (503, SHUT_DOWN) if stopped else (502, None)
         event = error_event(exchange.request.path, status, message, record.number + 1, code=code)
-        exchange.client.write(record.framed(event) + record.end)
-        exchange.client.finish(keep_alive=record.chunked)
+        exchange.client.end_stream(event, record.chunked)
         self._settling.ended(exchange, "cut")
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.http.chunks import Chunks
 from gateway.http.upstream import Head, UpstreamError
 from gateway.prompt import Prompt
 from gateway.prompt.api.resumable import terms_of
-from gateway.proxy.responses.chunks import Chunks
 from gateway.proxy.resume.record import IDS, REPEAT, StreamRecord
 
 from ..replies import chunk

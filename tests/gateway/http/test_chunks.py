@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.proxy.responses.chunks import LONGEST_LINES, Chunks
+from gateway.http.chunks import LONGEST_LINES, Chunks
 
 BODY = b"3\r\nabc\r\n2;ext=1\r\nde\r\n0\r\n\r\n"
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 
-from ...http.upstream import Head, Sink, Upstream, UpstreamError
-from ..retries import PROTOCOL
+from .upstream import Head, Sink, Upstream, UpstreamError
 
 # A size may begin with any number of zeros; more than eight other digits do not match, instead of being cut off.
 CHUNK = re.compile(rb"(?=[0-9A-Fa-f])0*+([0-9A-Fa-f]{0,8})(?![0-9A-Fa-f])[^\r\n]*\r\n")
 END_OF_BODY = b"0\r\n\r\n"
+# The ends of an event, for engines that end lines with LF and with CRLF.
+EVENT_ENDS = b"\n\n", b"\r\n\r\n"
+# The most bytes that the end of an event and of its chunk takes.
+END_BYTES = 6
 LONGEST_LINES = 65_536  # bytes of a chunk's size line, and of the trailers after the last chunk
 
 
@@ -74,6 +77,17 @@ def unchunked(data: bytes) -> bytes:
     return body if chunks.ended else data
 
 
+def ends_with_event(end: bytes, head: Head) -> bool:
+    """Return whether an event can follow a stream's last bytes, at least END_BYTES.
+
+    The bytes must end with a complete event and, in a chunked body, with a complete chunk. Nothing can follow a body
+    with a length.
+    """
+    if head.is_chunked:
+        return end.endswith(b"\r\n") and end.endswith(EVENT_ENDS, 0, len(end) - 2)
+    return head.until_close and end.endswith(EVENT_ENDS)
+
+
 class ChunkDecodingSink:
     """A sink in front of another one that removes chunked framing.
 
@@ -106,7 +120,7 @@ class ChunkDecodingSink:
         try:
             return self._chunks.feed(data)
         except ValueError as error:
-            self._sink.lost(UpstreamError(PROTOCOL, f"broke HTTP's framing: {error}"))
+            self._sink.lost(UpstreamError("protocol", f"broke HTTP's framing: {error}"))
             return None
 
     def end(self) -> None:

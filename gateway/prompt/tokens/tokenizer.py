@@ -110,23 +110,19 @@ class Tokenizer:
             self.added_tokens: list[dict[str, Any]] = settings.get("added_tokens") or []
             self._normalizes = not _changes_nothing(settings.get("normalizer"))
             self._unspoken = any(token["content"].startswith(UNSPOKEN) for token in self.added_tokens)
-            self._longest = _longest_token(settings)
             self._takes_blanks = any(token["lstrip"] or token["rstrip"] for token in self.added_tokens)
         self.bound(None)
 
     def bound(self, tokens: int | None) -> None:
         """Refuse texts that are certain to exceed this many tokens, before most of the work (None: refuse none)."""
         self._context = tokens or sys.maxsize
-        self._most_chars = tokens * self._longest if tokens and self._longest else sys.maxsize
-        self._unchecked = min(_BRIEF[self.backend] // _CHAR_BYTES, self._most_chars)
+        self._unchecked = _BRIEF[self.backend] // _CHAR_BYTES
 
     def _check(self, texts: list[str], chars: int) -> None:
         """Check texts that are not short. Raises TooLong, UnlikeEngine, or TakesLong on the event loop.
 
         `chars`: the characters of all texts together.
         """
-        if chars > self._most_chars:
-            raise TooLong(chars, -(-chars // self._longest))
         self._weigh(texts)
         if self._run is not None and any(len(one) >= LONGEST_TEXT or self._run.search(one) for one in texts):
             raise UnlikeEngine("the engine tokenizes such a long text, or so long a run without blanks, in parts")
@@ -240,30 +236,6 @@ class Tokenizer:
 
 def _changes_nothing(normalizer: dict[str, Any] | None) -> bool:
     return normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"])
-
-
-def _longest_token(settings: dict[str, Any]) -> int | None:
-    """Return the most characters that one token can stand for, or None where there is no bound.
-
-    Byte-level BPE writes each byte as a character, so an entry of its vocabulary is at least as long as the text that
-    it stands for. There is no bound where a normalizer shortens the text, where an unknown word is one token whatever
-    its length, or where an added token absorbs all adjacent blanks.
-    """
-    model, added = settings["model"], settings.get("added_tokens") or []
-    parts = [part for name in ("normalizer", "pre_tokenizer") if (part := settings.get(name)) is not None]
-    parts += [inner for part in parts for inner in part.get("normalizers", ()) or part.get("pretokenizers", ())]
-    kinds = {part["type"] for part in parts}
-    if (
-        model.get("type") != "BPE"
-        or "ByteLevel" not in kinds
-        or not kinds <= {"Sequence", "NFC", "Split", "Digits", "ByteLevel"}
-    ):
-        return None
-    if any(part.get("behavior") == "Removed" for part in parts) or any(
-        token["lstrip"] or token["rstrip"] for token in added
-    ):
-        return None
-    return max(map(len, [*model["vocab"], *(token["content"] for token in added)]))
 
 
 def _standing_alone(added: list[dict[str, Any]]) -> frozenset[str]:

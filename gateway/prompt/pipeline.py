@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from cachemap import GuessedBlocks, chain_seed, hash_blocks
-from cachemap.hashing import covering, named_ahead
+from cachemap.hashing import named_ahead
 
 from ..errors import ApiError, bad
 from .api.anthropic import Habits, from_messages, habits
@@ -47,6 +47,7 @@ from .forward import LEAST_TOKENS, PLAIN_FIELDS, ROLES, is_steered, kind_of
 from .media.families import Family
 from .media.filling import Media, family_of
 from .offload import TakesLong
+from .partly import fill_partly
 from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
 from .quirks import NEWEST, VersionQuirks
 from .render.clock import Clock
@@ -184,8 +185,7 @@ class Pipeline:
         files = self._files
         tokenizer = Tokenizer(files.directory, reading=reading)
         with using(files.directory / "tokenizer.json"):
-            before, after = tokenizer.added_around()
-            lead = None if after else tokenizer.encode("x", special=True)[: 4 * before]
+            lead = None if tokenizer.added_around()[1] else tokenizer.leading()
             cuts = tokenizer.safe_cuts()
         prefixes = Prefixes(tokenizer, self.block_size, self._prefix_bytes)
         names = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
@@ -596,7 +596,7 @@ class Pipeline:
                     return None
                 renderer = self._renderer(chat)
                 if renderer.template.prints_date and (exact := renderer.before_the_date(chat)) is not None:
-                    self._before_the_date(prompt, chat, exact, seed)
+                    self._before_the_date(prompt, chat, renderer, exact, seed)
                     return None
                 prompt.token_ids, prompt.hashes, prompt.rendered_chars = self._render(renderer, chat, seed)
             except Unknown as unknown:
@@ -605,7 +605,7 @@ class Pipeline:
                     context = self._max_model_len or UNKNOWN_CONTEXT
                     try:
                         if renderer.is_certain():
-                            self.media.fill(prompt, chat, request, renderer, self.tokenizer, seed, rule, context)
+                            self.media.fill(prompt, chat, request, renderer, seed, rule, context)
                             return None
                     except Unknown as other:
                         unknown = other
@@ -663,15 +663,16 @@ class Pipeline:
         ids = self.tokenizer.encode(text, special=True)
         return Found(ids, self._hashed(ids, seed), len(text))
 
-    def _before_the_date(self, prompt: Prompt, chat: Chat, exact: str, seed: int) -> None:
+    def _before_the_date(self, prompt: Prompt, chat: Chat, renderer: Renderer, exact: str, seed: int) -> None:
         """Fill the prompt of a conversation whose text is known up to the template's date or time: `exact`."""
-        if self._renderer(chat).template.prints_time:
+        prompt.declined = True
+        if renderer.template.prints_time:
             # What follows the time differs in each prompt, so no replica holds it and it gets no block hashes.
-            self._known_before(prompt, chat, exact, b"", seed)
+            fill_partly(prompt, chat, renderer, exact, b"", seed)
             prompt.tokens = max(prompt.tokens, len(chat.body) // 4)
             prompt.note = "the template prints the time of the day: exact up to there"
         else:
-            self._known_before(prompt, chat, exact, _written([chat.tools, *chat.messages]), seed)
+            fill_partly(prompt, chat, renderer, exact, _written([chat.tools, *chat.messages]), seed)
             why = self._differences.days or "it may change just now"
             prompt.note = f"exact up to the date that the template prints, by text from there on: {why}"[:_LONGEST_NOTE]
 
@@ -695,22 +696,8 @@ class Pipeline:
         prompt.note = f"exact up to message {known}, by text from there on: {_said(unknown)}"[:_LONGEST_NOTE]
         if isinstance(unknown, Multimodal):
             prompt.media = "load"
-        self._known_before(prompt, chat, exact, text, seed)
-
-    def _known_before(self, prompt: Prompt, chat: Chat, exact: str, text: bytes, seed: int) -> None:
-        """Fill a prompt of which only the beginning is known.
-
-        `exact`: the rendered beginning; `text`: the rest, from which later blocks are hashed; b"": there are none.
-        """
-        lead = self.tokenizer.encode("x", special=True)[: 4 * self.tokenizer.added_around()[0]] if chat.special else b""
-        ids, hashes, chars = self._renderer(chat).cut_tokens(seed, exact, lead)
-        if self.looks_ahead:
-            hashes = named_ahead(hashes, ids, self._block_size, self.looks_ahead)
-        behind = covering(["guessed"], hashes[-1] if hashes else seed)
-        more = ids[4 * self._block_size * len(hashes) :] + text if text else b""
-        prompt.mode, prompt.declined = "partly", True
-        prompt.hashes = GuessedBlocks.of([*hashes, *hash_blocks(more, self._block_size, behind)], len(hashes))
-        prompt.tokens, prompt.rendered_chars = (len(ids) + len(text)) // 4, chars + len(text)
+        prompt.declined = True
+        fill_partly(prompt, chat, renderer, exact, text, seed)
 
     def _plain_prompt(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
         """Fill the prompt of `/v1/completions` or `/v1/embeddings`: one text or list of ids, or several of either."""

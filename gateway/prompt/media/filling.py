@@ -3,9 +3,7 @@
 A known image is a number of tokens, with the name by which the engine knows it, so all blocks are the engine's.
 
 Otherwise the blocks before the first item's placeholder are exact, since an engine's tokens there do not depend on the
-item. The following blocks are hashed from the text and from digests of the items: the same conversation with the same
-media gets the same hashes, so it goes to the replica that it was sent to before (`cachemap.GuessedBlocks`), but no
-event of an engine reports such a hash.
+item. The following blocks are hashed from the text and from digests of the items.
 """
 
 from __future__ import annotations
@@ -16,12 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cachemap import GuessedBlocks, Span, hash_blocks, hash_with_media
-from cachemap.hashing import covering, named_ahead
+from cachemap import Span, hash_with_media
+from cachemap.hashing import named_ahead
 
 from ..api.conversation import Unroutable
 from ..api.openai import Chat, may_cut
 from ..offload import TakesLong, event_loop
+from ..partly import fill_partly
 from ..prompt import MEDIA, Prompt
 from ..render.renderer import Renderer
 from ..tokens.folder import ModelError, json_object
@@ -68,7 +67,6 @@ class Media:
         chat: Chat,
         request: dict[str, Any],
         renderer: Renderer,
-        tokenizer: Tokenizer,
         seed: int,
         rule: str | None,
         context: int,
@@ -94,10 +92,17 @@ class Media:
             if len(seen.items) > MOST_ITEMS:
                 raise _NotKnown("many")
             images = [self._image(self.family, item, rule) for item in seen.items]
-            tokens = np.frombuffer(tokenizer.encode(text, special=chat.special), "<u4")
+            tokens = np.frombuffer(renderer.tokenizer.encode(text, special=chat.special), "<u4")
             ids, spans = _expanded(self.family, tokens, images, context)
         except _NotKnown as why:
-            _fill_partly(prompt, chat, renderer, tokenizer, seed, text, seen.items, str(why))
+            # The texts differ from the engine's placeholder on, or from what may precede it.
+            named, items = renderer.text(chat, StandIns()), seen.items
+            exact = renderer.beginning(text, named)
+            fill_partly(prompt, chat, renderer, exact, named[len(exact) :].encode(), seed)
+            prompt.tokens += TOKENS_OF_AN_ITEM * len(items)
+            prompt.media = str(why)
+            what = f"{len(items)} items" if len(items) > 1 else f"an item ({items[0].kind})" if items else ""
+            prompt.note = f"{what} of media: exact up to the first one, by text from there on ({MEDIA[prompt.media]})"
             return
         prompt.mode, prompt.media = "media", "exact"
         size, ahead = prompt.block_size, prompt.looks_ahead
@@ -152,41 +157,6 @@ def _expanded(family: Family, tokens: Ids, images: list[_Image], context: int) -
             raise _NotKnown("template")
     ids, starts = joined
     return ids.tobytes(), [Span(one.identity, at, one.length) for one, at in zip(images, starts.tolist(), strict=True)]
-
-
-def _fill_partly(
-    prompt: Prompt,
-    chat: Chat,
-    renderer: Renderer,
-    tokenizer: Tokenizer,
-    seed: int,
-    text: str,
-    items: list[Item],
-    why: str,
-) -> None:
-    """Fill a prompt with exact blocks up to the first item of media.
-
-    `text`: the conversation as an engine renders it; `why`: the key of MEDIA that says what is not known of the items.
-    """
-    size, named = prompt.block_size, renderer.text(chat, StandIns())
-    # The texts differ from the engine's placeholder on, or from what may precede it. Tokens near that point may span
-    # it, except before an added token, where `beginning` ends.
-    exact = renderer.beginning(text, named)
-    ids = tokenizer.encode(named, special=chat.special)
-    known = (tokenizer.added_around()[0] if exact and chat.special else 0) + len(tokenizer.encode(exact)) // 4
-    whole = known // size
-    hashes = hash_blocks(ids[: 4 * size * whole], size, seed)
-    if prompt.looks_ahead and whole:  # the last block's hash depends on tokens that may be the item's
-        hashes = [*named_ahead(hashes, ids[: 4 * known], size, prompt.looks_ahead)]
-        whole = len(hashes)
-    behind = covering(["guessed"], hashes[-1] if hashes else seed)
-    hashes += hash_blocks(ids[4 * size * whole :], size, behind)
-    prompt.mode, prompt.media = "partly", why
-    prompt.hashes = GuessedBlocks.of(hashes, whole)
-    prompt.tokens = len(ids) // 4 + TOKENS_OF_AN_ITEM * len(items)
-    prompt.rendered_chars = len(named)
-    what = f"{len(items)} items" if len(items) > 1 else f"an item ({items[0].kind})" if items else ""
-    prompt.note = f"{what} of media: exact up to the first one, by text from there on ({MEDIA[why]})"
 
 
 def family_of(

@@ -8,6 +8,9 @@ supported.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 
 from ..tokens.tokenizer import Tokenizer
@@ -36,17 +39,18 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
         return None
     names = [_name(files, name) for name, _, _ in _MARKERS]
     ids = [integer(settings, name, default) for _, name, default in _MARKERS]
-    newlines = [ids_of(tokenizer, "\n" * length) for length in range(1, 5)]
-    if None in names or None in ids or any(len(one) != 1 for one in newlines):
+    found = [ids_of(tokenizer, "\n" * length) for length in range(1, 5)]
+    if None in names or None in ids or any(len(one) != 1 for one in found):
         return None
-    one, two, three, four = (ids[0] for ids in newlines)
+    newlines = [ids[0] for ids in found]
+    two = newlines[1]
     begin, soft, end = ids
     expected = [two, begin, soft, soft, end, two]
     written = ids_of(tokenizer, f"\n\n{names[0]}{names[1]}{names[1]}{names[2]}\n\n")
-    if written != expected or len({one, two, three, four, begin, soft, end}) != 7:
+    if written != expected or len({*newlines, begin, soft, end}) != 7:
         return None
     runs = ((two, 1), (begin, 1), (soft, count), (end, 1), (two, 1))
-    return Family("Gemma 3", begin, lambda width, height: runs, Newlines(one, two, three, four).join)
+    return Family("Gemma 3", begin, lambda width, height: runs, partial(join, newlines))
 
 
 def _name(files: Files, name: str) -> str | None:
@@ -58,27 +62,23 @@ def _name(files: Files, name: str) -> str | None:
     return only if isinstance(only, str) else None
 
 
-class Newlines:
-    """The tokens of one to four newlines, and vLLM's way of joining adjacent ones."""
+def join(newlines: Sequence[int], ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
+    """Join adjacent newlines in three passes over a prompt, as vLLM does; with `newlines`, a `families.Joining`.
 
-    def __init__(self, one: int, two: int, three: int, four: int) -> None:
-        self._passes = ((one, two, three), (two, one, three), (two, two, four))
-
-    def join(self, ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
-        """Join adjacent newlines in three passes over a prompt; a `families.Joining`.
-
-        vLLM then searches the prompt for each image's tokens, and reads a token of three newlines as one newline and
-        two. It does not find an image whose last two newlines were joined with one after them, and refuses the prompt.
-        """
-        for first, second, both in self._passes:
-            at = _pairs(ids, first, second)
-            if (first, second, both) == self._passes[1] and np.isin(at, starts + lengths - 1).any():
-                return None
-            ids = ids.copy()
-            ids[at] = both
-            ids = np.delete(ids, at + 1)
-            starts = starts - np.searchsorted(at + 1, starts, side="right")
-        return ids, starts
+    `newlines`: the tokens of one to four newlines. vLLM then searches the prompt for each image's tokens, and reads a
+    token of three newlines as one newline and two. It does not find an image whose last two newlines were joined with
+    one after them, and refuses the prompt.
+    """
+    one, two, three, four = newlines
+    for first, second, both in ((one, two, three), (two, one, three), (two, two, four)):
+        at = _pairs(ids, first, second)
+        if second == one and np.isin(at, starts + lengths - 1).any():
+            return None
+        ids = ids.copy()
+        ids[at] = both
+        ids = np.delete(ids, at + 1)
+        starts = starts - np.searchsorted(at + 1, starts, side="right")
+    return ids, starts
 
 
 def _pairs(ids: Ids, first: int, second: int) -> Places:

@@ -26,6 +26,7 @@ MOST_CHARS = 1 << 20
 # A rendering's initial budget in bytes read or made, and prices: STEP for a value, a call or a filter, NODE for each
 # expression in the body of a loop or a macro. The initial budget allows some 16,000 steps, which take 20 ms.
 LEAST, STEP, NODE = 2 << 20, 128, 8
+ARGUMENT = 8  # price of each byte of a filter's arguments, for each item of a list
 # Added to `LEAST` for each byte of the conversation, and 1 more for each of its messages: some templates go over all
 # messages once for each message.
 A_BYTE = 16
@@ -35,14 +36,16 @@ _HASHED = {(nodes.Pair, "key"), (nodes.Getitem, "arg")}  # expressions whose val
 _DIGITS = re.compile(r"\d+")
 # The width and the precision of a `%` conversion, whose mapping key may hold parentheses of its own.
 _PRINTF = re.compile(r"[%)][-+ #0]*([\d*]*)(?:\.([\d*]*))?")
-# Filters and methods that no known template uses, and that may take time that grows with the square of their subject.
+# Filters and methods that no known template uses, and that may take time that grows with the square of their subject,
+# or make a text as long as an argument says.
 _REFUSED = frozenset(
-    "encode decode translate to_bytes fromkeys format_map striptags unescape urlize pprint xmlattr".split()
+    """
+    encode decode translate to_bytes fromkeys format_map striptags unescape urlize pprint xmlattr center ljust rjust
+    zfill expandtabs wordwrap batch slice round
+    """.split()
 )
 # Other filters and methods whose result may be as large as the product of their subject and an argument.
-_WIDENING = frozenset(
-    "replace indent center ljust rjust zfill expandtabs wordwrap batch slice round tojson strftime strftime_now".split()
-)
+_WIDENING = frozenset("replace indent tojson strftime strftime_now".split())
 # Filters that look at a list's items, but not inside these.
 _SHALLOW = frozenset(
     "length count first last list map select reject selectattr rejectattr default d items reverse".split()
@@ -50,17 +53,8 @@ _SHALLOW = frozenset(
 # Methods and filters that may compare each character of their subject with each of an argument: CPython searches from
 # the end and strips this way. A comparison takes an eighth of the price of a byte.
 _COMPARING = frozenset("rfind rindex rsplit rpartition strip lstrip rstrip trim".split())
-# Filters that look up an attribute of each item by a path, with the path's place among their arguments. `map` takes it
-# by name alone, for its first argument names a filter.
-_BY_PATH = {
-    **dict.fromkeys("selectattr rejectattr groupby sum".split(), 0),
-    **dict.fromkeys("unique min max join".split(), 1),
-    "sort": 2,
-    "map": 99,
-}
 # Filters that look at an item only when their result is read.
 _LAZY = frozenset("map select reject selectattr rejectattr".split())
-_MOST_PARTS = 16  # parts of an attribute's path
 
 
 class TemplateError(Exception):
@@ -129,10 +123,10 @@ class _Budget:
         """Pay for looking at these values, but not at what containers among them hold."""
         self.spend(STEP + sum(map(_length, values)))
 
-    def each(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Pay for each value as it is taken."""
+    def each(self, values: Iterable[Any], cost: int) -> Iterator[Any]:
+        """Pay this cost for each value as it is taken."""
         for value in values:
-            self.spend(STEP)
+            self.spend(cost)
             yield value
 
     def before(self, name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -140,10 +134,6 @@ class _Budget:
         given = (*args, *named.values())
         if name in _REFUSED:
             raise TemplateError(f"the chat template uses {name}, which takes too long for some texts")
-        if name in _BY_PATH:
-            path = [*args[_BY_PATH[name] :][:1], named.get("attribute")][0]
-            if isinstance(path, str) and path.count(".") + path.count(",") >= _MOST_PARTS:
-                raise TemplateError(f"the chat template has an attribute's path of more than {_MOST_PARTS} parts")
         if name == "replace" and isinstance(subject, str) and len(args) > 1 and not named:
             self.fits(subject.count(str(args[0])) * _length(args[1]))
         elif name == "join":
@@ -159,7 +149,7 @@ class _Budget:
         elif name == "sum" and any(isinstance(one, _CONTAINERS) for one in given):  # joins lists, one by one
             self.fits(self.size(subject) * _length(subject))
         elif name in _WIDENING:
-            widest = max(map(_width, given), default=0)
+            widest = max((abs(one) if isinstance(one, int) else _length(one) for one in given), default=0)
             self.fits((self.size(subject) if isinstance(subject, (str, *_CONTAINERS)) else widest) * widest)
 
     def size(self, value: Any) -> int:
@@ -191,15 +181,6 @@ def _format_widths(pattern: str) -> list[str]:
         return [spec for _, _, spec, _ in Formatter().parse(pattern) if spec]
     except ValueError:
         return [pattern]
-
-
-def _width(value: Any) -> int:
-    """Return by what factor or how many characters this argument of a filter or method may enlarge a result."""
-    if isinstance(value, int):
-        return abs(value)
-    if isinstance(value, dict):
-        value = [*value.values()]
-    return max(map(_width, value), default=0) if isinstance(value, (list, tuple)) else _length(value)
 
 
 class _Context(jinja2.runtime.Context):
@@ -321,10 +302,15 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             value = list(value)
         budget.before(kind, value, args, kwargs)
         (budget.touch if name in _SHALLOW else budget.read)(value)
-        if args or kwargs:
-            budget.read(*args, *kwargs.values())
+        given = (*args, *kwargs.values())
+        if given:
+            budget.read(*given)
+        # An argument may be the path of an attribute, which is followed for each item.
+        cost = STEP + ARGUMENT * sum(map(_length, given))
         if name in _LAZY and value:
-            value = budget.each(value)
+            value = budget.each(value, cost)
+        elif given and isinstance(value, _CONTAINERS):
+            budget.spend(cost * len(value))
         first = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
         return budget.made(function(*first.get(wants, ()), value, *args, **kwargs))
 

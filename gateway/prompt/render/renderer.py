@@ -65,7 +65,7 @@ class Renderer:
     ) -> None:
         self.template = template
         self.compiled = Compiled(template.source, template.special_tokens, cuts, template.not_compiled, template.clock)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._prefixes = prefixes
         printed = template.source + " ".join(template.special_tokens.values())
         self._cuts = sorted(cut for cut in cuts if cut in printed)
@@ -220,10 +220,10 @@ class Renderer:
     def _checked(self, result: Found, plan: Plan, seed: int, slots: Sequence[Any], chat: Chat, lead: bytes) -> Found:
         """Return a plan's result, or the engine's way's if they differ; if they differ twice, give up all plans."""
         text = self.text(chat)
-        if result[0] == lead + self._tokenizer.encode(text):
+        if result[0] == lead + self.tokenizer.encode(text):
             return result
         again = self._by_plan(plan, seed, slots, lead)  # the date that a template prints may just have changed
-        if again is not None and again[0] != lead + self._tokenizer.encode(self.text(chat)):
+        if again is not None and again[0] != lead + self.tokenizer.encode(self.text(chat)):
             self.compiled.give_up("a compiled prompt differed from the rendered one")
             log.error("the compiled chat template gave other tokens than Jinja: compiling is off from now on")
         self._prefixes.forget()

@@ -195,6 +195,10 @@ class Tokenizer:
         before = dressed.find(bare) // 4
         return before, len(dressed) // 4 - before - len(bare) // 4
 
+    def leading(self) -> bytes:
+        """Return the special tokens that the post-processor adds before a text, as uint32 LE bytes."""
+        return self.encode("x", special=True)[: 4 * self.added_around()[0]]
+
     def safe_cuts(self) -> frozenset[str]:
         """Return the added tokens before which a text may be cut.
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from gateway.prompt.media.gemma3 import Newlines
+from gateway.prompt.media.gemma3 import join
 from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import CHAT
 
@@ -23,8 +23,8 @@ def joined(*parts):
         if part is IMAGE:
             starts.append(len(ids))
         ids += part if part is IMAGE else [part]
-    found = Newlines(ONE, TWO, THREE, FOUR).join(
-        np.array(ids, np.uint32), np.array(starts, np.int64), np.full(len(starts), len(IMAGE))
+    found = join(
+        (ONE, TWO, THREE, FOUR), np.array(ids, np.uint32), np.array(starts, np.int64), np.full(len(starts), len(IMAGE))
     )
     return None if found is None else (found[0].tolist(), found[1].tolist())
 

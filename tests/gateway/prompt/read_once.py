@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.prompt import pipeline
+from gateway.prompt import reader
 from gateway.prompt.tokens.reading import Reading
 from gateway.prompt.tokens.tokenizer import Tokenizer
 
@@ -26,5 +26,5 @@ def tokenizers_read_once() -> Iterator[None]:
         return copy.copy(made[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "Tokenizer", read)
+        patch.setattr(reader, "Tokenizer", read)
         yield

@@ -98,8 +98,7 @@ def _images(one: images.Recording) -> Row:
     with tempfile.TemporaryDirectory() as store:
         folder = images.FAMILIES[one.family].folder(Path(store) / "model")
         found = images.compare(one.family, folder, one.version, one.answers)
-    requests = len(found.equal) + sum(found.declined.values()) + len(found.wrong)
-    return _row(one.family, f"vLLM {one.version}", requests, len(found.equal), dict(found.declined))
+    return _row(one.family, f"vLLM {one.version}", found.requests, len(found.equal), found.reasons)
 
 
 def table(rows: Sequence[Row]) -> str:

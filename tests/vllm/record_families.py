@@ -18,10 +18,10 @@ from ..gateway.prompt.families import (
     TODAY,
     bodies,
     digest,
-    digest_of_body,
     families_of,
     harmony_vocabulary,
 )
+from ..gateway.prompt.recordings import digest_of_body
 from .engines import release, rendered, version
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..gateway.prompt.media import cutting, pictures
-from ..gateway.prompt.media.bodies import FAMILIES, bodies, digest_of_blocks, digest_of_body
+from ..gateway.prompt.media.bodies import FAMILIES, bodies, digest_of_blocks
 from ..gateway.prompt.media.bodies import RECORDED as RECORDED_BODIES
+from ..gateway.prompt.recordings import digest_of_body
 from .engines import by_vllm, folder, rendered
 
 RECORDED = Path(pictures.__file__).with_name("recorded.json")

@@ -11,9 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
@@ -33,6 +31,7 @@ from ...vllm.bodies import CORPUS, Body
 from ...vllm.chat_templates import small_tokenizer
 from ...vllm.mixed_bodies import random_bodies, random_tools
 from .kimi import bytes_to_symbols, kimi_folder
+from .recordings import Compared, Recording, read
 from .reference import model_dir
 from .tekken import tekken_folder
 
@@ -59,11 +58,6 @@ def _bodies(plain_names: bool) -> Mapping[str, tuple[str, Body]]:
     mixed = {f"random {i}": case for i, case in enumerate(random_bodies(7, RANDOM))}
     tools = {f"random tools {i}": case for i, case in enumerate(random_tools(7, RANDOM_TOOLS))}
     return MappingProxyType({**CORPUS, **mixed, **tools})
-
-
-@cache
-def _digests(plain_names: bool) -> dict[str, str]:
-    return {name: digest_of_body(*case) for name, case in _bodies(plain_names).items()}
 
 
 def plainly_named(value: Any) -> Any:
@@ -146,28 +140,6 @@ def digest(ids: Iterable[int]) -> str:
     return f"{len(packed) // 4}:{xxh3_64_hexdigest(packed)}"
 
 
-def digest_of_body(path: str, body: Body) -> str:
-    return xxh3_64_hexdigest(json.dumps([path, body], sort_keys=True).encode())
-
-
-@dataclass
-class Compared:
-    """What became of one family's bodies. Those that the engine refuses are in none of these."""
-
-    equal: list[str] = field(default_factory=list)
-    declined: dict[str, str] = field(default_factory=dict)  # body -> why
-    wrong: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def requests(self) -> int:
-        return len(self.equal) + len(self.declined) + len(self.wrong)
-
-    @property
-    def reasons(self) -> dict[str, int]:
-        """Why bodies were declined, and how many."""
-        return dict(Counter(self.declined.values()).most_common())
-
-
 def compare(family: str, folder: Path, version: str, theirs: dict[str, str | None]) -> Compared:
     """`theirs`: of each body's name the digest of the engine's ids, None where it refuses."""
     pipeline = Pipeline(folder, "tiny", 16, max_model_len=CONTEXT)
@@ -196,22 +168,6 @@ def compare(family: str, folder: Path, version: str, theirs: dict[str, str | Non
     return found
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What one engine made of a family's bodies."""
-
-    family: str
-    version: str
-    answers: dict[str, str | None]
-
-
 def recordings() -> list[Recording]:
     """All that was recorded. Raises ValueError where bodies have changed since."""
-    found = []
-    for line in RECORDED.read_text().splitlines():
-        told = json.loads(line)
-        if {name: body for name, (body, _) in told["answers"].items()} != _digests("tekken" in told["family"]):
-            raise ValueError(f"{told['family']}: the bodies have changed: run python -m tests.vllm.record_families")
-        answers = {name: ids for name, (_, ids) in told["answers"].items()}
-        found.append(Recording(told["family"], told["vllm"], answers))
-    return found
+    return read(RECORDED, bodies, "tests.vllm.record_families")

@@ -59,17 +59,6 @@ def test_conversations_turn_by_turn(fresh, texts, system):
             assert list(prompt.hashes) == hashes(ids, 16, chain_seed("m", 16))
 
 
-def test_plans_were_what_answered(load_model):
-    """The test above is about compiled templates: they must have been used, on every model."""
-    for name in ("sim", "qwen3"):
-        pipeline, _ = load_model(name)
-        renderer = pipeline.renderers["default"]
-        for _ in range(7):
-            pipeline.prepare(CHAT, body(alternate(["a", "b", "c"], "s")))
-        assert not renderer.compiled.why_not
-        assert renderer.by_plan >= 2
-
-
 ARGUMENTS = st.dictionaries(
     st.sampled_from(["city", "é", "n", "<|im_end|>"]),
     st.one_of(

@@ -10,7 +10,7 @@ from cachemap import chain_seed
 from gateway.errors import ApiError
 from gateway.prompt import Prompt
 from gateway.prompt.pipeline import Pipeline, Verdict
-from gateway.prompt.prompt import NO_PREFILL, PROMPT_PATHS
+from gateway.prompt.prompt import NO_PREFILL
 from gateway.prompt.report import template_report
 from gateway.prompt.tokens.agreement import Differences
 from replicas.simulated.model import sim_model_dir
@@ -121,14 +121,6 @@ def test_chains_start_from_model_adapter_salt_and_block_size(sim):
     assert starts["base"] == starts["other"] and len(set(starts.values())) == 3
 
 
-def test_chains_start_anew_when_the_block_size_changes():
-    pipeline = Pipeline(sim_model_dir(), "m", 16)
-    for size in (16, 32, 16):
-        pipeline.block_size = size
-        prompt = ask(pipeline, COMPLETIONS, prompt="word " * 100)
-        assert list(prompt.hashes) == hashes(ids_of(prompt), size, chain_seed("m", size))
-
-
 def test_lists_of_prompts(sim):
     pipeline, reference = sim
     short, long = "one", "a longer one " * 9
@@ -147,14 +139,6 @@ def test_lists_of_prompts(sim):
 def test_ids_that_came_with_the_request_are_the_prompt(sim):
     prompt = ask(sim[0], kv_transfer_params={"prompt_token_ids": list(range(40)), "do_remote_prefill": True})
     assert ids_of(prompt) == list(range(40)) and len(prompt.hashes) == 2
-
-
-@pytest.mark.parametrize("path", PROMPT_PATHS)
-def test_each_path_that_is_read_for_its_prompt_keeps_its_model(sim, path):
-    prompt = sim[0].prepare(
-        path, b'{"model": "m", "prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}]}'
-    )
-    assert (prompt.path, prompt.model) == (path, "m")
 
 
 @pytest.mark.parametrize("path", sorted(NO_PREFILL))
@@ -227,20 +211,6 @@ def test_the_clients_faults(sim, path, body, param):
     error = caught.value
     assert (error.status, error.object("")["error"]["type"], error.param) == (400, "invalid_request_error", param)
     assert error.message
-
-
-def test_a_prompt_longer_than_the_context(sim, monkeypatch):
-    pipeline, _ = sim
-    monkeypatch.setattr(pipeline, "max_model_len", 10)
-    assert ask(pipeline, COMPLETIONS, prompt=list(range(10))).tokens == 10
-    for path, body, param in (
-        (COMPLETIONS, {"prompt": list(range(11))}, "prompt"),
-        (CHAT, {"messages": alternate(["x " * 30], None)}, "messages"),
-    ):
-        with pytest.raises(ApiError, match="maximum context length is 10 tokens") as caught:
-            ask(pipeline, path, **body)
-        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
-    assert ask(pipeline, COMPLETIONS, prompt=list(range(11)), truncate_prompt_tokens=-1).tokens == 9
 
 
 @pytest.mark.parametrize(

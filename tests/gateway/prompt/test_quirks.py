@@ -70,12 +70,6 @@ def test_versions_that_were_not_read_are_not_called_exact_by_themselves(pipeline
     pipeline.differ(Differences())
 
 
-def test_each_way_begins_with_its_version():
-    new = [(one.arguments_are_objects, one.looks_into_macros, one.asks_template, one.drops_attribution, not one.truncates_to_output,
-            not one.forwards_past_media) for one in map(quirks, ("0.28.0", "0.29.1", "0.30.0rc2", "0.31.0", "0.32.0"))]  # fmt: skip
-    assert [sum(row) for row in new] == [0, 1, 2, 3, 6]
-
-
 def test_the_attribution_line(pipeline):
     said = {
         "messages": [
@@ -159,13 +153,19 @@ def test_what_messages_ask_the_template(pipeline):
         ("0.32.0", "/v1/completions", {"max_tokens": 0}, 100),
         ("0.28.0", "/v1/embeddings", {}, 100),
         ("0.32.0", "/v1/embeddings", {}, 100),
+        ("0.28.0", CHAT, {}, 100),
+        ("0.32.0", CHAT, {}, 100),
+        ("0.33.0", CHAT, {}, 99),
     ],
 )
 def test_truncation_to_the_context_length(pipeline, version, path, body, kept):
     pipeline.follow(version_quirks(version))
-    key = "input" if path == "/v1/embeddings" else "prompt"
-    prompt = pipeline.prepare(path, json.dumps({key: list(range(150)), "truncate_prompt_tokens": -1, **body}).encode())
-    assert ids_of(prompt) == (list(range(kept)) if key == "input" else list(range(150 - kept, 150)))
+    ids = list(range(150))
+    given = {"input": ids, "prompt": ids, "messages": [{"role": "user", "content": "one two three " * 60}]}
+    key = {"/v1/embeddings": "input", CHAT: "messages"}.get(path, "prompt")
+    prompt = pipeline.prepare(path, json.dumps({key: given[key], "truncate_prompt_tokens": -1, **body}).encode())
+    assert prompt.mode == "exact" and prompt.tokens == kept
+    assert path == CHAT or ids_of(prompt) == (ids[:kept] if key == "input" else ids[-kept:])
 
 
 def test_forwarded_ids_beside_media(pipeline):
@@ -198,15 +198,6 @@ def test_results_of_tools_go_on_with_a_turn_of_deepseek_v41_since_0_33(tmp_path)
     assert "I look." in text(pipeline, "0.33.0", messages=[asked, called, result])
     for version in ("0.32.0", "0.33.0"):  # a user who speaks begins one
         assert "I look." not in text(pipeline, version, messages=[asked, called, result, asked])
-
-
-@pytest.mark.parametrize("version, kept", [("0.28.0", 0), ("0.32.0", 0), ("0.33.0", 1)])
-def test_truncation_of_a_chat_without_a_limit(version, kept):
-    pipeline = Pipeline(model_dir("sim"), "m", 16, max_model_len=20)
-    pipeline.follow(version_quirks(version))
-    body = {"messages": [{"role": "user", "content": "one two three " * 20}], "truncate_prompt_tokens": -1}
-    prompt = pipeline.prepare(CHAT, json.dumps(body).encode())
-    assert prompt.mode == "exact" and prompt.tokens == 20 - kept
 
 
 def test_sglang_joins_texts_with_a_space_and_leaves_tools_as_the_client_wrote_them(pipeline):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import random
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import CHAT, MESSAGES
 from replicas.engines.vllm.versions import version_quirks
 
+from ..recordings import Compared, Recording, read
 from .gemma3_model import tiny_gemma3
 from .llama4_model import TILE, TILES, tiny_llama4
 from .models import assistant, blank, data_url, image, system, text, user
@@ -42,6 +42,7 @@ class Family(NamedTuple):
     cases: Callable[[], Cases]
 
 
+@cache
 def bodies(family: str) -> Cases:
     return FAMILIES[family].cases()
 
@@ -64,11 +65,7 @@ def _of_all_kinds() -> Cases:
     used = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
     turns = [user(text("See")), {"role": "assistant", "content": [used]}, user(result)]
     cases["result of a tool"] = MESSAGES, {"messages": turns, "max_tokens": 1}
-    for i in range(RANDOM):
-        talk = _talk(dice, urls)
-        if any(part["type"] != "text" for message in talk for part in message["content"] if message["role"] == "user"):
-            cases[f"random {i}"] = CHAT, {"messages": talk}
-    return cases
+    return {**cases, **_random(dice, urls)}
 
 
 def _of_many_sizes() -> Cases:
@@ -83,15 +80,21 @@ def _of_many_sizes() -> Cases:
     cases["named"] = CHAT, {"messages": [user(image(some[0], uuid="mine"), text("word " * 30), image(some[0]))]}
     cases["messages"] = MESSAGES, {"messages": [user(text("See"), _block(some[1]))], "max_tokens": 1, "system": "Look."}
     cases["side by side"] = CHAT, {"messages": [user(*map(image, some[:20]))]}
-    for i in range(RANDOM):
-        talk = _talk(dice, some, ["", "", "\n", "\n\n", "\n\n\n", "\n\n\n\n", "\n" * 9])
-        if any(part["type"] != "text" for message in talk for part in message["content"] if message["role"] == "user"):
-            cases[f"random {i}"] = CHAT, {"messages": talk}
-    return cases
+    return {**cases, **_random(dice, some, ["", "", "\n", "\n\n", "\n\n\n", "\n\n\n\n", "\n" * 9])}
 
 
 def _block(url: str) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}}
+
+
+def _random(dice: random.Random, urls: list[str], around: Sequence[str] = ()) -> Cases:
+    """Random conversations, without those that have no image."""
+    talks = {f"random {i}": _talk(dice, urls, around) for i in range(RANDOM)}
+    return {
+        name: (CHAT, {"messages": talk})
+        for name, talk in talks.items()
+        if any(part["type"] != "text" for message in talk for part in message["content"] if message["role"] == "user")
+    }
 
 
 def _talk(dice: random.Random, urls: list[str], around: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -119,10 +122,6 @@ FAMILIES = {
 }
 
 
-def digest_of_body(path: str, body: dict[str, Any]) -> str:
-    return xxh3_64_hexdigest(json.dumps([path, body], sort_keys=True).encode())
-
-
 def digest_of_blocks(ids: Sequence[int], keys: Sequence[Sequence[Any] | None]) -> str:
     """Of the names that the engine's events give its blocks. `keys`: per block, what it covers besides tokens."""
     seed, names = chain_seed("m", SIZE), []
@@ -134,23 +133,8 @@ def digest_of_blocks(ids: Sequence[int], keys: Sequence[Sequence[Any] | None]) -
     return xxh3_64_hexdigest(array("Q", names).tobytes())
 
 
-@dataclass
-class Compared:
-    """By name of the body."""
-
-    equal: list[str] = field(default_factory=list)
-    declined: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)  # by the engine: how the gateway prepares these
-
-
-class Recording(NamedTuple):
-    family: str
-    version: str
-    answers: dict[str, str | None]  # of each body's name the digest of the engine's blocks, None where it refuses
-
-
 def compare(family: str, folder: Path, version: str, answers: dict[str, str | None]) -> Compared:
+    """`answers`: of each body's name the digest of the engine's blocks, None where it refuses."""
     pipeline, found = Pipeline(folder, "m", SIZE), Compared()
     pipeline.follow(version_quirks(version))
     pipeline.media.root = FAMILIES[family].root
@@ -159,22 +143,14 @@ def compare(family: str, folder: Path, version: str, answers: dict[str, str | No
         if answers[name] is None:
             found.refused[prompt.mode] += 1
         elif prompt.mode not in ("media", "exact"):
-            found.declined[prompt.note] += 1
+            found.declined[name] = prompt.note
         elif xxh3_64_hexdigest(array("Q", prompt.hashes).tobytes()) == answers[name]:
             found.equal.append(name)
         else:
-            found.wrong.append(name)
+            found.wrong[name] = "other blocks"
     return found
 
 
 def recordings() -> list[Recording]:
-    """What was recorded. Raises ValueError where bodies have changed since."""
-    asked = {family: {name: digest_of_body(*case) for name, case in bodies(family).items()} for family in FAMILIES}
-    found = []
-    for line in RECORDED.read_text().splitlines():
-        told = json.loads(line)
-        if {name: body for name, (body, _) in told["answers"].items()} != asked[told["family"]]:
-            raise ValueError("the bodies have changed: run python -m tests.vllm.record_media")
-        answers = {name: blocks for name, (_, blocks) in told["answers"].items()}
-        found.append(Recording(told["family"], told["vllm"], answers))
-    return found
+    """All that was recorded. Raises ValueError where bodies have changed since."""
+    return read(RECORDED, bodies, "tests.vllm.record_media")

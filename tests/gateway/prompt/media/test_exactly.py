@@ -98,14 +98,11 @@ def test_a_conversation_goes_on_and_an_image_comes_in_a_later_turn(model):
     assert plain.mode == "exact" and plain.hashes[0] == first.hashes[0]
 
 
-def test_the_clients_name_for_an_image(model):
-    prompt = ask(model, [user(image(RED, uuid="mine"))])
-    assert list(prompt.hashes) == blocks(model[1], rendered(("user", ITEM)), ("mine", COUNT))
-
-
-def test_salts_keep_images_apart(model):
-    prompt = ask(model, [user(image(RED))], cache_salt="s")
-    assert list(prompt.hashes) == blocks(model[1], rendered(("user", ITEM)), (name(RED), COUNT), salt="s")
+@pytest.mark.parametrize(("named", "more"), [({"uuid": "mine"}, {}), ({}, {"salt": "s"})])
+def test_the_clients_name_of_an_image_and_salts_count(model, named, more):
+    prompt = ask(model, [user(image(RED, **named))], **{f"cache_{key}": value for key, value in more.items()})
+    item = named.get("uuid", name(RED)), COUNT
+    assert list(prompt.hashes) == blocks(model[1], rendered(("user", ITEM)), item, **more)
 
 
 def test_every_api(model):

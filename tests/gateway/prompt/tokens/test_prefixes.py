@@ -2,7 +2,6 @@
 
 import gc
 from array import array
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -177,12 +176,3 @@ def test_the_garbage_collector_stops_tracking_nodes(tokenizer):
     gc.collect()
     ((key, node),) = prefixes._nodes.young.items()
     assert not gc.is_tracked(key) and not gc.is_tracked(node)
-
-
-def test_many_threads_at_once(tokenizer):
-    prefixes = Prefixes(tokenizer, 16, 60_000)
-    prompts = [[CUT + f"{i % 3} " * 20, CUT + f"{i % 5} " * 20, CUT + str(i)] for i in range(400)]
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda pieces: tokens_of(prefixes, pieces), prompts))
-    for pieces, one in zip(prompts, found, strict=True):
-        assert tuple(one) == expected(tokenizer, pieces)

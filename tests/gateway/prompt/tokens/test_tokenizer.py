@@ -3,7 +3,6 @@
 import functools
 import json
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from gateway.prompt.tokens.model import ModelError
 from gateway.prompt.tokens.tokenizer import Tokenizer, TokenizerError
 
 from ..reference import MODELS, model_dir
-from ..test_exact import NASTY, TEXTS
+from ..test_exact import TEXTS
 
 
 def made(directory, *added, normalizer=None):
@@ -152,18 +151,3 @@ def test_what_nobody_can_load_says_so(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "None"}}))
     with pytest.raises(ModelError, match="no tokenizer that can be read"):
         Tokenizer(tmp_path)
-
-
-def test_many_threads_encode_at_once():
-    fast, slow = backends()
-    texts = [text * (i % 7 + 1) for i, text in enumerate(NASTY * 8)]
-    expected = [slow.encode(text) for text in texts]
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(3):
-            assert list(threads.map(fast.encode, texts)) == expected
-
-
-def test_decode_gives_the_text_back():
-    fast, _ = backends()
-    ids = memoryview(fast.encode("Hello <｜User｜> 汉字 😀")).cast("I").tolist()
-    assert fast.decode(ids) == "Hello <｜User｜> 汉字 😀"

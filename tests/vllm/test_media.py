@@ -41,8 +41,8 @@ def test_blocks_of_bodies(with_vision, tmp_path, family):
 
 def test_tiles_of_llama4(with_vision):
     for setting, theirs in zip(cutting.SETTINGS, tiles(), strict=True):
-        choices = llama4.Choices(setting.tile, setting.most, setting.largest)
-        assert [list(choices.tiles(*size)) for size in setting.sizes()] == theirs
+        grid = llama4.tiling(setting.tile, setting.most, setting.largest)
+        assert [list(grid(*size)) for size in setting.sizes()] == theirs
 
 
 def test_names_and_counts_of_images_of_all_kinds(vllm):

@@ -12,6 +12,7 @@ was the last vLLM to serve it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -62,11 +63,11 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
     start, inner, between_columns, behind_row, whole, end = ids
     if ids_of(tokenizer, 2 * _NAMES[1]) != [inner, inner] or inner != integer(settings, "image_token_index", _PATCH_ID):
         return None
-    choices = Choices(tile, most, largest)
+    grid = tiling(tile, most, largest)
 
     @lru_cache(_KNOWN_SIZES)
     def expansion(width: int, height: int) -> Runs:
-        (rows, columns), one = choices.tiles(width, height), (inner, patches)
+        (rows, columns), one = grid(width, height), (inner, patches)
         row = [one, (between_columns, 1)] * (columns - 1) + [one, (behind_row, 1)]
         tiles = row * rows if rows * columns > 1 else []
         return [(start, 1), *tiles, (whole, 1), one, (end, 1)]
@@ -74,34 +75,28 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
     return Family("Llama 4", whole, expansion)
 
 
-class Choices:
-    """The ways of cutting an image into at most `most` tiles."""
+def tiling(tile: int, most: int, largest: bool) -> Callable[[int, int], tuple[int, int]]:
+    """Return the function that gives the rows and columns of tiles for an image's width and height in pixels.
 
-    def __init__(self, tile: int, most: int, largest: bool) -> None:
-        """Compute the possible grids.
+    `tile`: the side of a tile in pixels; `most`: the most tiles; `largest`: scale an image up as far as possible, not
+    as little as possible.
 
-        `tile`: the side of a tile in pixels; `most`: the most tiles; `largest`: scale an image up as far as possible,
-        not as little as possible.
-        """
-        self._largest = largest
-        by_ratio: dict[float, list[tuple[int, int]]] = {}  # in the processor's order: the first of equals is taken
-        for tiles in range(most, 0, -1):
-            for rows in (n for n in range(1, tiles + 1) if not tiles % n):
-                by_ratio.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
-        self._all = [one for several in by_ratio.values() for one in several]
-        self._high, self._wide = (
-            np.array(sides, np.float32) * np.float32(tile) for sides in zip(*self._all, strict=True)
-        )
-        self._areas = np.array([rows * columns for rows, columns in self._all])
+    If some grids need not shrink the image, the grid that enlarges it least is taken (with `largest`, most); else the
+    grid that shrinks it least. Of equal grids the one with the fewest tiles is taken.
+    """
+    by_ratio: dict[float, list[tuple[int, int]]] = {}  # in the processor's order: the first of equals is taken
+    for tiles in range(most, 0, -1):
+        for rows in (n for n in range(1, tiles + 1) if not tiles % n):
+            by_ratio.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))
+    grids = [one for several in by_ratio.values() for one in several]
+    sides = np.array(grids, np.float32) * np.float32(tile)
+    areas = np.array([rows * columns for rows, columns in grids])
 
-    def tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Return the rows and columns for an image of these pixels.
-
-        If some grids need not shrink the image, the grid that enlarges it least is taken (with `largest`, most); else
-        the grid that shrinks it least. Of equal grids the one with the fewest tiles is taken.
-        """
-        scales = np.minimum(self._wide / np.float32(width), self._high / np.float32(height))
+    def grid(width: int, height: int) -> tuple[int, int]:
+        scales = (sides / np.array((height, width), np.float32)).min(axis=1)
         growing = scales[scales >= 1]
-        scale = growing.min() if len(growing) and not self._largest else scales.max()
+        scale = growing.min() if len(growing) and not largest else scales.max()
         fitting = np.flatnonzero(scales == scale)
-        return self._all[fitting[self._areas[fitting].argmin()]]
+        return grids[fitting[areas[fitting].argmin()]]
+
+    return grid

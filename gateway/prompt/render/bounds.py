@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
-from itertools import chain
-from string import Formatter
 from types import GeneratorType
 from typing import Any
 
@@ -33,9 +31,8 @@ A_BYTE = 16
 _MOST_BITS = 4096  # bits of an integer
 _CONTAINERS = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
 _HASHED = {(nodes.Pair, "key"), (nodes.Getitem, "arg")}  # expressions whose value Python hashes
-_DIGITS = re.compile(r"\d+")
-# The width and the precision of a `%` conversion, whose mapping key may hold parentheses of its own.
-_PRINTF = re.compile(r"[%)][-+ #0]*([\d*]*)(?:\.([\d*]*))?")
+# A width of four digits or one that an argument gives, in a pattern of `%` and in one of `str.format`.
+_WIDE = {"%": re.compile(r"[%)][-+ #0.\d]*(?:\d{4}|\*)"), "format": re.compile(r"\{[^{}]*:[^{}]*(?:\d{4}|\{)")}
 # Filters and methods that no known template uses, and that may take time that grows with the square of their subject,
 # or make a text as long as an argument says.
 _REFUSED = frozenset(
@@ -132,22 +129,16 @@ class _Budget:
     def before(self, name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Refuse a filter or a method whose result for `subject` and its arguments would exceed the budget."""
         given = (*args, *named.values())
-        if name in _REFUSED:
+        if name in _REFUSED or (name == "sum" and any(isinstance(one, _CONTAINERS) for one in given)):  # joins lists
             raise TemplateError(f"the chat template uses {name}, which takes too long for some texts")
+        if name in _WIDE and isinstance(subject, str) and _WIDE[name].search(subject):
+            raise TemplateError("the chat template makes a text as wide as a number says")
         if name == "replace" and isinstance(subject, str) and len(args) > 1 and not named:
             self.fits(subject.count(str(args[0])) * _length(args[1]))
         elif name == "join":
             self.fits(_length(subject) * sum(map(_length, given)))
-        elif name in ("%", "format") and isinstance(subject, str):
-            widths = [*chain(*_PRINTF.findall(subject))] if name == "%" else _format_widths(subject)
-            if any("*" in one or "{" in one for one in widths):  # arguments are widths
-                widths.append(f"{given}")
-            widest = sum(map(int, _DIGITS.findall(" ".join(widths)))) + sum(map(self.size, given)) + _MOST_BITS
-            self.fits((subject.count("%") + subject.count("{")) * widest)
         elif name in _COMPARING:
             self.spend(_length(subject) * sum(map(_length, given)) // 8)
-        elif name == "sum" and any(isinstance(one, _CONTAINERS) for one in given):  # joins lists, one by one
-            self.fits(self.size(subject) * _length(subject))
         elif name in _WIDENING:
             widest = max((abs(one) if isinstance(one, int) else _length(one) for one in given), default=0)
             self.fits((self.size(subject) if isinstance(subject, (str, *_CONTAINERS)) else widest) * widest)
@@ -173,14 +164,6 @@ def _length(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
     return 8 * len(value) if isinstance(value, (*_CONTAINERS, range)) else 8
-
-
-def _format_widths(pattern: str) -> list[str]:
-    """Return the format specifications of `str.format`, or the whole pattern where it is none."""
-    try:
-        return [spec for _, _, spec, _ in Formatter().parse(pattern) if spec]
-    except ValueError:
-        return [pattern]
 
 
 class _Context(jinja2.runtime.Context):

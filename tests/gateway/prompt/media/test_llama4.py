@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.prompt.media.llama4 import Choices
+from gateway.prompt.media.llama4 import tiling
 from gateway.prompt.tokens.tokenizer import Tokenizer
 
 from .cutting import RECORDED, SETTINGS
@@ -16,8 +16,8 @@ from .models import family_with
 @pytest.mark.parametrize("version", ["0.28.0", "0.32.0"])
 def test_tiles_are_those_of_the_processor(version, setting):
     told = json.loads(RECORDED.read_text())[version][SETTINGS.index(setting)]
-    choices, sizes = Choices(setting.tile, setting.most, setting.largest), setting.sizes()
-    found = [choices.tiles(*size) for size in sizes]
+    grid = tiling(setting.tile, setting.most, setting.largest)
+    found = [grid(*size) for size in setting.sizes()]
     assert [100 * rows + columns for rows, columns in found] == told
     assert len(set(found)) >= 2 * setting.most or setting.largest or setting.most == 1
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.prompt.api.anthropic import Habits, from_messages, habits
-from gateway.prompt.api.conversation import Unroutable, conversation, tool_schemas
+from gateway.prompt.api.conversation import Unroutable, conversation
 from gateway.prompt.api.openai import from_chat
 from gateway.prompt.api.responses import from_responses
 from gateway.prompt.quirks import NEWEST, Transformers, VersionQuirks
@@ -178,37 +178,6 @@ def test_parts_for_templates_that_loop_over_them():
     ]
     assert one({"role": "user", "content": "x"}, as_parts=True)["content"] == [{"type": "text", "text": "x"}]
     assert one({"role": "tool", "content": parts}, as_parts=True)["content"] == "a\nb\n"
-
-
-def test_developers_without_a_template_that_knows_them():
-    talk = [
-        {"role": "system", "content": "a"},
-        {"role": "developer", "content": "b", "tools": [1]},
-        {"role": "user", "content": "c"},
-    ]
-    assert conversation(talk, False, knows_developer=False) == [
-        {"role": "system", "content": "a\n\nb"},
-        {"role": "user", "content": "c"},
-    ]
-    assert conversation(talk, False, quirks=LATEST)[1] == {"role": "developer", "content": "b", "tools": [1]}
-    assert conversation(talk[1:], False, knows_developer=False)[0] == {"role": "system", "content": "b"}
-
-
-def test_tools_as_the_schema_dumps_them():
-    given = [
-        {"function": {"parameters": {"b": 1, "a": 2}, "name": "f", "extra": 1}},
-        {"type": "function", "function": {"name": "g", "strict": False}, "defer_loading": True},
-    ]
-    seen = tool_schemas(given)
-    assert seen == [
-        {"type": "function", "function": {"name": "f", "description": None, "parameters": {"b": 1, "a": 2}}},
-        {
-            "type": "function",
-            "function": {"name": "g", "description": None, "parameters": None, "strict": False, "defer_loading": True},
-            "defer_loading": True,
-        },
-    ]
-    assert list(seen[0]["function"]) == ["name", "description", "parameters"]
 
 
 @pytest.mark.parametrize(

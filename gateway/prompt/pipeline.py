@@ -3,7 +3,7 @@
 It only computes, without I/O, and without a clock unless a template prints the date (`render.clock`); several threads
 may call it. Only the client's own faults raise errors. Where a template or tokenizer fails, or the prompt depends on
 something that only the engine knows, the block hashes are exact up to that point or not at all, and the rest is
-*matched as text* (`by_text`): hashed from the request's text, so that only a repetition is found. `Prompt.note` then
+*matched as text* (`guesses`): hashed from the request's text, so that only a repetition is found. `Prompt.note` then
 says why.
 """
 
@@ -38,11 +38,10 @@ from .api.openai import (
     read_options,
 )
 from .api.responses import from_items, from_responses
-from .by_text import fill_by_text, written
 from .features import TOOLS
 from .forward import LEAST_TOKENS, PLAIN_FIELDS, ROLES, is_steered, kind_of
+from .guesses import fill_by_text, fill_partly, written
 from .offload import TakesLong
-from .partly import fill_partly
 from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
 from .reader import PREFIX_BYTES as PREFIX_BYTES
 from .reader import ModelReader
@@ -126,7 +125,10 @@ class Pipeline(ModelReader):
                 raise Unroutable(unusual)
             if self._files is None:
                 return self._as_text(prompt, request, "no tokenizer: prompts are matched as text")
-            self._fill(prompt, request, body)
+            try:
+                self._fill(prompt, request, body)
+            except Rounded:
+                self._fill(prompt, parse_exactly(body), body)
         except _Inexact as inexact:
             prompt.made = self._counted(prompt, request, body) if prompt.doubted else None
             return self._unless_too_deep(prompt, request, body, str(inexact))
@@ -190,28 +192,28 @@ class Pipeline(ModelReader):
         )
 
     def _fill(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
-        """Fill the prompt with tokens and block hashes. Raises _Inexact, Unknown, and whatever its steps raise."""
-        try:
-            self._fill_from(prompt, request, body)
-        except Rounded:
-            self._fill_from(prompt, parse_exactly(body), body)
+        """Fill the prompt with tokens and block hashes.
 
-    def _fill_from(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
+        Raises _Inexact, Unknown, Rounded (`request` was parsed too loosely), and whatever its steps raise.
+        """
         adapter, salt, path = prompt.adapter, request.get("cache_salt"), prompt.path
         seed = None if salt else self._seeds.get(adapter)
         if seed is None:
             seed = chain_seed(self.served_name, self._block_size, adapter, salt)
             if not salt:
                 self._seeds[adapter] = seed
-        prompt.seed, roles = seed, None
+        prompt.seed, roles, ids = seed, None, None
         if path == EMBEDDINGS and request.get("padding") not in (None, "do_not_pad"):
             raise Unroutable("a prompt that is padded")
         if path not in _CONVERSATIONS and not (path == EMBEDDINGS and "messages" in request):
             self._plain_prompt(prompt, request, seed)
-        elif (ids := self._ids_given(prompt, request)) is not None:
-            prompt.token_ids, prompt.hashes, prompt.tokens = ids, self._hashed(ids, seed), len(ids) // 4
         else:
-            roles = self._conversation(prompt, request, body, seed)
+            if not self._certain or "kv_transfer_params" in request:
+                ids = self._ids_given(prompt, request)
+            if ids is not None:
+                prompt.token_ids, prompt.hashes, prompt.tokens = ids, self._hashed(ids, seed), len(ids) // 4
+            else:
+                roles = self._conversation(prompt, request, body, seed)
         if self.looks_ahead and prompt.token_ids:
             prompt.hashes = named_ahead(prompt.hashes, prompt.token_ids, self._block_size, self.looks_ahead)
         fields = PLAIN_FIELDS.get(path)
@@ -276,10 +278,10 @@ class Pipeline(ModelReader):
                     unknown = other
             self._begin(prompt, chat, request, unknown, seed)
             return None
-        keep = self._tokens_to_keep(prompt.path, request)
-        if keep is not None:
-            cut = self._truncated(prompt.token_ids, keep, request, prompt, chat.special)
-            if cut != prompt.token_ids:
+        if "truncate_prompt_tokens" in request or "truncation" in request:
+            keep = self._tokens_to_keep(prompt.path, request)
+            cut = None if keep is None else self._truncated(prompt.token_ids, keep, request, prompt, chat.special)
+            if cut not in (None, prompt.token_ids):
                 prompt.token_ids, prompt.hashes = cut, self._hashed(cut, seed)
         prompt.tokens = len(prompt.token_ids) // 4
         return chat.roles

@@ -19,8 +19,8 @@ from cachemap.hashing import named_ahead
 
 from ..api.conversation import Unroutable
 from ..api.openai import Chat, may_cut
+from ..guesses import fill_partly
 from ..offload import TakesLong, event_loop
-from ..partly import fill_partly
 from ..prompt import MEDIA, Prompt
 from ..render.renderer import Renderer
 from ..tokens.folder import ModelError, json_object

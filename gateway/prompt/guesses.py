@@ -1,8 +1,9 @@
-"""Request bodies as text, for prompts whose tokens are not known: 4 bytes stand for a token.
+"""Block hashes that are the gateway's own, of prompts whose tokens are not known, or only at the beginning.
 
-A repetition of the text gets the same hashes, so it goes to the replica that it was sent to before. What agents change
-in each turn is left out: `cache_control`, their mark of where the cache is to end, and the checksum in Claude Code's
-attribution line.
+They are hashed from text, of which 4 bytes stand for a token. A repetition of the text gets the same hashes, so it goes
+to the replica that it was sent to before (`cachemap.GuessedBlocks`), but no event of an engine reports such a hash.
+What agents change in each turn is left out: `cache_control`, their mark of where the cache is to end, and the checksum
+in Claude Code's attribution line.
 """
 
 from __future__ import annotations
@@ -13,11 +14,31 @@ from typing import Any
 import orjson
 
 from cachemap import GuessedBlocks, chain_seed, hash_blocks
+from cachemap.hashing import covering, named_ahead
 
 from .api.conversation import BILLING_HEADER, is_plain
+from .api.openai import Chat
 from .prompt import Prompt
+from .render.renderer import Renderer
 
 _OF_A_TURN = (b'"cache_control"', BILLING_HEADER.encode())
+
+
+def fill_partly(prompt: Prompt, chat: Chat, renderer: Renderer, exact: str, rest: bytes, seed: int) -> None:
+    """Fill a prompt of which only the beginning is known.
+
+    `exact`: the rendered beginning; `rest`: the text from which later blocks are hashed, b"" for none; `seed`: the hash
+    that the chain of block hashes starts from. The prompt's tokens are counted as one for four bytes of the rest.
+    """
+    size = prompt.block_size
+    ids, hashes, chars = renderer.cut_tokens(seed, exact, renderer.tokenizer.leading() if chat.special else b"")
+    if prompt.looks_ahead:  # the last block's hash depends on tokens that are not known
+        hashes = named_ahead(hashes, ids, size, prompt.looks_ahead)
+    behind = covering(["guessed"], hashes[-1] if hashes else seed)
+    more = ids[4 * size * len(hashes) :] + rest if rest else b""
+    prompt.mode = "partly"
+    prompt.hashes = GuessedBlocks.of([*hashes, *hash_blocks(more, size, behind)], len(hashes))
+    prompt.tokens, prompt.rendered_chars = (len(ids) + len(rest)) // 4, chars + len(rest)
 
 
 def fill_by_text(prompt: Prompt, request: dict[str, Any], served_name: str, unfollowed: dict[str, Any]) -> None:

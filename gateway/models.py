@@ -21,8 +21,9 @@ from replicas.served import base_names
 from . import model_files
 from .model_files import DEFAULT_BLOCK_SIZE, ModelFiles, Source
 from .prompt import Prompt
-from .prompt.pipeline import PREFIX_BYTES, Pipeline
+from .prompt.pipeline import Pipeline
 from .prompt.quirks import VersionQuirks
+from .prompt.reader import PREFIX_BYTES
 from .routes import MOST_VARIANTS, Routes
 from .settings import ConfigError, Settings
 from .spaces import Member, ModelSpace, PromptFormat

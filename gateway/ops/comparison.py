@@ -21,7 +21,8 @@ from replicas import Replica
 
 from ..prompt import Prompt
 from ..prompt.features import EFFORT, features_of
-from ..prompt.pipeline import Pipeline, Verdict
+from ..prompt.pipeline import Pipeline
+from ..prompt.reader import Verdict
 from ..prompt.render.clock import ALL_ZONES, days_in, seconds_to_next_look, zones_left
 from ..prompt.tokens.agreement import Answer, Differences
 from ..prompt.tokens.folder import ModelError

@@ -43,9 +43,7 @@ from .forward import LEAST_TOKENS, PLAIN_FIELDS, ROLES, is_steered, kind_of
 from .guesses import fill_by_text, fill_partly, written
 from .offload import TakesLong
 from .prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, NO_PREFILL, RESPONSES, Prompt
-from .reader import PREFIX_BYTES as PREFIX_BYTES
 from .reader import ModelReader
-from .reader import Verdict as Verdict
 from .render.renderer import Renderer
 from .render.template import TemplateError
 from .tokens.prefixes import Found

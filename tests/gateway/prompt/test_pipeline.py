@@ -9,8 +9,9 @@ import pytest
 from cachemap import chain_seed
 from gateway.errors import ApiError
 from gateway.prompt import Prompt
-from gateway.prompt.pipeline import Pipeline, Verdict
+from gateway.prompt.pipeline import Pipeline
 from gateway.prompt.prompt import NO_PREFILL
+from gateway.prompt.reader import Verdict
 from gateway.prompt.report import template_report
 from gateway.prompt.tokens.agreement import Differences
 from replicas.simulated.model import sim_model_dir

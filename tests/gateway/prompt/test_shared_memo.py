@@ -84,17 +84,3 @@ def test_a_new_version_of_the_engine_meets_nothing_of_the_one_before(folder):
                 said = "the same words" if turn > 35 else f"{version} {turn} words"
                 messages = [{"role": role, "content": said}]
                 assert ids(pipeline, messages) == expected(pipeline, messages, "default"), (version, turn, role)
-
-
-def test_a_question_that_one_template_answered_is_asked_again_by_another(tmp_path):
-    """Questions about a text are remembered with its tokens: those of the other template are others."""
-    source = "{%% for m in messages %%}<｜User｜>{%% if '%s' in m.content %%}<｜Assistant｜>found{%% endif %%}{{ m.content }}{%% endfor %%}"
-    pipeline = Pipeline(two_templates(tmp_path / "asking", source % "X", source % "Y"), "m", 16)
-    for turn in range(45):
-        for more in ({}, {"tools": [TOOL]}):
-            ids(pipeline, talk(f"plain {turn}"), **more)
-    for turn in range(5):
-        for text in (f"X {turn}", f"Y {turn}", f"X and Y {turn}", f"none {turn}"):
-            for tools, name in ((None, "default"), ([TOOL], "tool_use")):
-                more = {"tools": tools} if tools else {}
-                assert ids(pipeline, talk(text), **more) == expected(pipeline, talk(text), name, tools), (text, name)

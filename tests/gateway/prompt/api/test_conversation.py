@@ -13,6 +13,7 @@ from gateway.prompt.quirks import NEWEST, Transformers, VersionQuirks
 from gateway.prompt.render.template import ChatTemplate, TemplateError
 from replicas.engines.vllm.versions import version_quirks
 
+from ....vllm.bodies import result, said, system, text, user
 from ..reference import environment
 
 LATEST = replace(NEWEST, transformers=Transformers((5, 23)))  # a release that is known
@@ -29,30 +30,18 @@ def one(message, **options):
 @pytest.mark.parametrize(
     "message, seen",
     [
-        ({"role": "user", "content": None}, {"role": "user", "content": ""}),
-        ({"role": "user"}, {"role": "user", "content": ""}),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"type": "text", "text": ""}]},
-            {"role": "user", "content": "a\nb"},
-        ),
-        ({"role": "user", "content": "x", "name": "bob", "extra": 1}, {"role": "user", "content": "x", "name": "bob"}),
-        ({"role": "user", "content": "x", "name": None}, {"role": "user", "content": "x"}),
-        (
-            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
-            {"role": "assistant", "content": "no"},
-        ),
-        (
-            {"role": "assistant", "content": "x", "reasoning_content": "r"},
-            {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r", "thinking": "r"},
-        ),
-        ({"role": "assistant", "content": "x", "tool_calls": []}, {"role": "assistant", "content": "x"}),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, {"role": "tool", "content": "x", "tool_call_id": "1"}),
-        ({"role": "tool", "content": "x", "tool_call_id": None}, {"role": "tool", "content": "x"}),
-        (
-            {"role": "system", "content": "x-anthropic-billing-header: cc=1;\nYou are"},
-            {"role": "system", "content": "You are"},
-        ),
-        ({"role": "system", "content": "x-anthropic-billing-header"}, {"role": "system", "content": ""}),
+        (user(None), user("")),
+        ({"role": "user"}, user("")),
+        (user([text("a"), "b", text("")]), user("a\nb")),
+        (user("x", name="bob", extra=1), user("x", name="bob")),
+        (user("x", name=None), user("x")),
+        (said([{"type": "refusal", "refusal": "no"}]), said("no")),
+        (said("x", reasoning_content="r"), said("x", reasoning="r", reasoning_content="r", thinking="r")),
+        (said("x", tool_calls=[]), said("x")),
+        (result("x"), result("x")),
+        (result("x", tool_call_id=None), {"role": "tool", "content": "x"}),
+        (system("x-anthropic-billing-header: cc=1;\nYou are"), system("You are")),
+        (system("x-anthropic-billing-header"), system("")),
     ],
 )
 def test_messages(message, seen):
@@ -69,7 +58,7 @@ def test_messages(message, seen):
 )
 def test_what_depends_on_the_release_of_transformers(version, copied, dropped):
     """5.20 drops keys that are None, 5.21 copies reasoning; a vLLM may be installed with several releases."""
-    spoken = {"role": "assistant", "content": "x", "reasoning": "r"}
+    spoken = said("x", reasoning="r")
     called = {"role": "tool", "content": "x", "tool_call_id": None}
     if copied is None:
         with pytest.raises(Unroutable, match="transformers"):
@@ -106,6 +95,7 @@ def test_which_templates_may_look_for_thinking(source, reads):
 NAMES_DEVELOPER = (
     "{% for m in messages %}{% if m.role in ['system', 'developer'] %}S{% endif %}{{ m.content }}{% endfor %}"
 )
+DEVELOPER = {"role": "developer", "content": "D"}
 BY_RELEASE = ("0.28.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0", None)
 
 
@@ -113,21 +103,16 @@ BY_RELEASE = ("0.28.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0", None)
 def test_a_developers_message_is_certain_where_the_template_does_not_look_at_its_tools(version):
     """vLLM gives it a key `tools` that is null, which some releases of transformers drop."""
     template = ChatTemplate("{{ tools }}" + NAMES_DEVELOPER, {}, quirks(version))
-    talk = conversation(
-        [{"role": "developer", "content": "D"}, {"role": "user", "content": "u"}],
-        template.takes_parts,
-        template.knows_developer,
-        quirks=template.quirks,
-        reads=template.reads,
-    )
+    followed = {"quirks": template.quirks, "reads": template.reads}
+    talk = conversation([DEVELOPER, user("u")], template.takes_parts, template.knows_developer, **followed)
     assert template.render(talk, None, {}) == "NoneSDu"
     looks = ChatTemplate(NAMES_DEVELOPER + "{{ messages[0].tools is defined }}", {}, quirks(version))
     certain = quirks(version).drops_none is not None
     if certain:
-        assert conversation([{"role": "developer", "content": "D"}], False, quirks=looks.quirks, reads=looks.reads)
+        assert conversation([DEVELOPER], False, quirks=looks.quirks, reads=looks.reads)
     else:
         with pytest.raises(Unroutable, match="transformers"):
-            conversation([{"role": "developer", "content": "D"}], False, quirks=looks.quirks, reads=looks.reads)
+            conversation([DEVELOPER], False, quirks=looks.quirks, reads=looks.reads)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +158,7 @@ def test_parts_for_templates_that_loop_over_them():
     parts = [{"type": "input_text", "text": "a", "cache_control": 1}, "b", {"type": "text", "text": ""}]
     assert one({"role": "user", "content": parts}, as_parts=True)["content"] == [
         {"type": "text", "text": "a", "cache_control": 1},
-        {"type": "text", "text": "b"},
+        text("b"),
         {"type": "text", "text": ""},
     ]
     assert one({"role": "user", "content": "x"}, as_parts=True)["content"] == [{"type": "text", "text": "x"}]
@@ -206,17 +191,11 @@ def test_template_variables(request_, variables):
 
 def test_items_of_one_assistant_turn_join():
     items = [
-        {"role": "user", "content": "q"},
+        user("q"),
         {"type": "reasoning", "content": [{"text": "r"}]},
-        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        *({"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in "12"),
         {"type": "function_call_output", "call_id": "1", "output": "o"},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "a"}],
-            "status": "incomplete",
-        },
+        {"type": "message", **said([text("a", "output_text")]), "status": "incomplete"},
     ]
     chat = from_responses({"input": items, "instructions": "i"})
     assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "tool", "assistant"]
@@ -226,22 +205,16 @@ def test_items_of_one_assistant_turn_join():
 
 
 def test_messages_blocks():
+    thought, used = (
+        {"type": "thinking", "thinking": "h"},
+        {"type": "tool_use", "id": "t", "name": "f", "input": {"é": 1}},
+    )
     request = {
-        "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "s"}],
+        "system": [text("x-anthropic-billing-header: 1"), text("s")],
         "messages": [
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "r"}]}],
-            },
-            {"role": "system", "content": "reminder"},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "h"},
-                    {"type": "text", "text": "a"},
-                    {"type": "tool_use", "id": "t", "name": "f", "input": {"é": 1}},
-                ],
-            },
+            user([{"type": "tool_result", "tool_use_id": "t", "content": [text("r")]}]),
+            system("reminder"),
+            said([thought, text("a"), used]),
         ],
     }
     inside = from_messages(request, Habits(False, "none")).messages
@@ -315,7 +288,7 @@ def test_which_templates_take_parts(source, parts):
     ],
 )
 def test_continued_messages_end_where_they_end(shown, content, expected):
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    talk = [user("q"), said(content)]
     before, source = deepcopy(talk), "{% for m in messages %}<{{ " + shown + " }}>{% endfor %}"
     assert ChatTemplate(source, {}).render(talk, None, {"continue_final_message": True}) == expected
     assert talk == before
@@ -323,10 +296,10 @@ def test_continued_messages_end_where_they_end(shown, content, expected):
 
 def test_messages_that_cannot_be_continued():
     for source, talk in (
-        ("{{ messages[0].content }}", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
+        ("{{ messages[0].content }}", [user("a"), said("b")]),
         ("content", [{"role": "user"}]),
-        ("nothing", [{"role": "user", "content": "a"}]),
-        ("{{ messages[-1].content }}", [{"role": "user", "content": [{"type": "image"}]}]),
+        ("nothing", [user("a")]),
+        ("{{ messages[-1].content }}", [user([{"type": "image"}])]),
     ):
         with pytest.raises(TemplateError, match="continue_final_message"):
             ChatTemplate(source, {}).render(talk, None, {"continue_final_message": True})
@@ -340,7 +313,7 @@ def test_templates_are_kept_in_their_sandbox():
         "{{ raise_exception('no') }}",
     ):
         with pytest.raises(TemplateError):
-            ChatTemplate(source + "{{ nothing.at.all }}", {}).render([{"role": "user", "content": "x"}], None, {})
+            ChatTemplate(source + "{{ nothing.at.all }}", {}).render([user("x")], None, {})
 
 
 INLINE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"

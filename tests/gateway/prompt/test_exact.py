@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cachemap import chain_seed
 
+from ...vllm import bodies
 from .reference import MODELS, hashes, ids_of
 
 CHAT = "/v1/chat/completions"
@@ -73,21 +74,16 @@ ARGUMENTS = st.dictionaries(
 def test_tool_calls(load_model, asked, said, arguments, result, again):
     for name in ("sim", "qwen3", "deepseek_v3"):
         pipeline, reference = load_model(name)
-        call = {
-            "id": "call00001",
-            "type": "function",
-            "function": {"name": "look_up", "arguments": json.dumps(arguments)},
-        }
+        called = bodies.call(json.dumps(arguments), "look_up")
         messages = [
-            {"role": "user", "content": asked},
-            {"role": "assistant", "content": said, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call00001", "content": result},
-            {"role": "user", "content": again},
+            bodies.user(asked),
+            bodies.said(said, tool_calls=[called]),
+            bodies.result(result),
+            bodies.user(again),
         ]
+        function = {"arguments": arguments, "name": "look_up"}
         seen = [dict(message) for message in messages]
-        seen[1]["tool_calls"] = [
-            {"id": "call00001", "function": {"arguments": arguments, "name": "look_up"}, "type": "function"}
-        ]
+        seen[1]["tool_calls"] = [{"id": "call00001", "function": function, "type": "function"}]
         for _ in range(2):
             prompt = pipeline.prepare(CHAT, body(messages))
             assert prompt.mode == "exact", prompt.note

@@ -16,6 +16,7 @@ from gateway.prompt.tokens.model import ModelError
 from replicas.engines.sglang import Sglang
 from replicas.engines.vllm.versions import version_quirks
 
+from ...vllm.bodies import call, result, said, user
 from .families import FAMILIES, recordings
 from .tekken import RESERVED, tekken_json
 
@@ -87,14 +88,8 @@ def test_what_a_variable_would_do_to_the_engines_tokenizer_is_not_guessed(pipeli
 def test_tools_results_of_gpt_oss_are_not_guessed_where_their_header_is_not_known(pipeline_of):
     pipeline = pipeline_of("gpt-oss")
     pipeline.follow(version_quirks("0.30.0"))
-    asked = {"role": "user", "content": "hi"}
-    called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    talk = [
-        asked,
-        {"role": "assistant", "tool_calls": [called]},
-        {"role": "tool", "tool_call_id": "c1", "content": "x"},
-    ]
-    for messages, mode in (([asked], "exact"), (talk[:2], "exact"), (talk, "text")):
+    talk = [user("hi"), said(None, tool_calls=[call("{}")]), result("x")]
+    for messages, mode in ((talk[:1], "exact"), (talk[:2], "exact"), (talk, "text")):
         body = json.dumps({"messages": messages}).encode()
         assert pipeline.prepare("/v1/chat/completions", body).mode == mode
 
@@ -103,7 +98,7 @@ def test_gpt_oss_has_its_limit_cut_to_the_context_as_the_engine_does(pipeline_of
     """Completions have not: there the engine refuses it."""
     pipeline = pipeline_of("gpt-oss")
     pipeline.max_model_len = 1000
-    talk = [{"role": "user", "content": "hi"}]
+    talk = [user("hi")]
     for version in ("0.28.0", "0.32.0"):
         pipeline.follow(version_quirks(version))
         asked = [
@@ -126,9 +121,7 @@ def test_the_older_name_of_reasoning_counts_where_the_newer_one_is_not_there(fam
     pipeline = as_compared(pipeline_of(family))
 
     def ids(**reasoning):
-        called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        answer = {"role": "assistant", "content": "", "tool_calls": [called], **reasoning}
-        talk = [{"role": "user", "content": "hi"}, answer, {"role": "tool", "tool_call_id": "c1", "content": "x"}]
+        talk = [user("hi"), said("", tool_calls=[call("{}", "f")], **reasoning), result("x")]
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
         prompt = pipeline.prepare("/v1/chat/completions", json.dumps({"messages": talk, "tools": tools}).encode())
         assert prompt.mode == "exact", prompt.note

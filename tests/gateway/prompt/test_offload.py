@@ -87,16 +87,8 @@ def test_what_takes_long_is_given_up_on_the_event_loop_and_done_in_a_thread(pipe
 
 def test_what_is_known_or_short_is_not(pipeline):
     talk = [{"role": "system", "content": WORDS[:9_000]}, *turns(40)]
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": f"f{i}",
-                "parameters": {"properties": {f"a{n}": {"type": "string"} for n in range(20)}},
-            },
-        }
-        for i in range(8)
-    ]
+    parameters = {"properties": {f"a{n}": {"type": "string"} for n in range(20)}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(8)]
     for request_ in ({"messages": talk}, {"messages": talk, "tools": tools}, user('[{"a": 1, "b": [' * 1_200)):
         body = orjson.dumps({"model": "m", **request_})
         for _ in range(40):  # by Jinja, compiled, checked

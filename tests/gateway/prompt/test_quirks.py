@@ -14,6 +14,7 @@ from gateway.prompt.tokens.agreement import Differences
 from replicas.engines.sglang import SGLANG
 from replicas.engines.vllm.versions import version_quirks
 
+from ...vllm.bodies import call, result, said, system, user
 from .families import FAMILIES
 from .reference import ids_of, model_dir
 
@@ -71,14 +72,9 @@ def test_versions_that_were_not_read_are_not_called_exact_by_themselves(pipeline
 
 
 def test_the_attribution_line(pipeline):
-    said = {
-        "messages": [
-            {"role": "system", "content": "x-anthropic-billing-header: 1\nBe brief."},
-            {"role": "user", "content": "hi"},
-        ]
-    }
-    assert "billing" in text(pipeline, "0.31.0", **said)
-    assert "billing" not in text(pipeline, "0.32.0", **said) and "Be brief." in text(pipeline, "0.32.0", **said)
+    told = {"messages": [system("x-anthropic-billing-header: 1\nBe brief."), user("hi")]}
+    assert "billing" in text(pipeline, "0.31.0", **told)
+    assert "billing" not in text(pipeline, "0.32.0", **told) and "Be brief." in text(pipeline, "0.32.0", **told)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +88,7 @@ def test_the_attribution_line(pipeline):
     ],
 )
 def test_arguments(pipeline, arguments, old, new):
-    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    talk = [user("hi"), said("", tool_calls=[call(arguments)])]
     for _ in range(7):  # also by plan
         assert old in text(pipeline, "0.28.0", messages=talk)
     for _ in range(7):
@@ -109,10 +104,10 @@ def test_a_template_that_loops_in_a_macro(tmp_path):
         "{% for m in messages %}{{ show(m.content) }}{% endfor %}"
     )
     pipeline = Pipeline(tmp_path, "m", 16)
-    said = {"messages": [{"role": "user", "content": "hi"}]}
-    assert text(pipeline, "0.29.0", **said) == "TEXT"
-    assert text(pipeline, "0.30.0", **said) == "PART"
-    assert text(pipeline, "0.29.0", **said) == "TEXT"
+    hi = {"messages": [{"role": "user", "content": "hi"}]}
+    assert text(pipeline, "0.29.0", **hi) == "TEXT"
+    assert text(pipeline, "0.30.0", **hi) == "PART"
+    assert text(pipeline, "0.29.0", **hi) == "TEXT"
 
 
 @pytest.mark.parametrize(
@@ -190,14 +185,12 @@ def test_forwarded_ids_beside_media(pipeline):
 def test_results_of_tools_go_on_with_a_turn_of_deepseek_v41_since_0_33(tmp_path):
     """Without tools in the body. Equal to both releases' own encoders in 3,000 random conversations."""
     pipeline = Pipeline(FAMILIES["DeepSeek-V4.1"](tmp_path / "model"), "m", 16)
-    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    asked = {"role": "user", "content": "hi"}
-    called = {"role": "assistant", "content": "", "reasoning": "I look.", "tool_calls": [call]}
-    result = {"role": "tool", "tool_call_id": "call00001", "content": "Sunny."}
-    assert "I look." not in text(pipeline, "0.32.0", messages=[asked, called, result])
-    assert "I look." in text(pipeline, "0.33.0", messages=[asked, called, result])
+    asked, answer = user("hi"), result("Sunny.")
+    called = said("", reasoning="I look.", tool_calls=[call("{}")])
+    assert "I look." not in text(pipeline, "0.32.0", messages=[asked, called, answer])
+    assert "I look." in text(pipeline, "0.33.0", messages=[asked, called, answer])
     for version in ("0.32.0", "0.33.0"):  # a user who speaks begins one
-        assert "I look." not in text(pipeline, version, messages=[asked, called, result, asked])
+        assert "I look." not in text(pipeline, version, messages=[asked, called, answer, asked])
 
 
 def test_sglang_joins_texts_with_a_space_and_leaves_tools_as_the_client_wrote_them(pipeline):

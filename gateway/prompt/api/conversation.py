@@ -12,12 +12,14 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from ...errors import ApiError, bad
+from ...errors import bad
 from ..quirks import NEWEST, VersionQuirks
-from .structure import arguments_of
+from .structure import arguments_of, levels
 
 _BEYOND_64_BITS = 2.0**63
-_MANY_BRACKETS = 900  # fewer in a tool call's arguments nest no deeper than every Python reads
+# Levels of nested JSON in a tool call's arguments. Python 3.11 reads some 990, 3.12 some 1,500, 3.13 some 10,000; what
+# an engine reads depends on its own.
+_MOST_LEVELS = 900
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
 BILLING_HEADER = "x-anthropic-billing-header"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
@@ -315,11 +317,10 @@ def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
     """
     if isinstance(given, str) and given:
         try:
+            _refuse_deep(given)
             given = json.loads(given)
         except ValueError:
             return {}
-        except RecursionError:
-            raise _too_deep() from None
         if given is not None and not quirks.arguments_are_objects:
             return given
     else:
@@ -330,12 +331,13 @@ def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
 def refuse_deep_arguments(request: dict[str, Any]) -> None:
     """Raise ApiError for tool-call arguments nested too deeply, in a request that is not rendered here."""
     for text in arguments_of(request):
-        if text.count("[") + text.count("{") > _MANY_BRACKETS:
-            call_arguments(text, NEWEST)
+        _refuse_deep(text)
 
 
-def _too_deep() -> ApiError:
-    return bad("the arguments of a tool call are nested too deeply")
+def _refuse_deep(arguments: str) -> None:
+    many = arguments.count("[") + arguments.count("{") > _MOST_LEVELS
+    if many and levels(arguments.encode("utf-8", "replace")) > _MOST_LEVELS:
+        raise bad(f"the arguments of a tool call are nested too deeply: more than {_MOST_LEVELS} levels")
 
 
 def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:

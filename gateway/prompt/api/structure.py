@@ -21,6 +21,7 @@ MOST_STRINGS = 400_000  # names of members and values
 MOST_VALUES = 500_000  # values of lists and objects, besides one per token of the context
 _PIECE = 256 * 1024
 _VALUES = (b",", b"[", b"{")
+_BEGIN, _END = (np.frombuffer(brackets, np.uint8) for brackets in (b"[{", b"]}"))
 
 
 def too_much(text: bytes, context: int) -> bool:
@@ -47,6 +48,18 @@ def arguments_too_much(request: dict[str, Any], context: int) -> bool:
     Arguments are JSON texts within strings, which are parsed for the template.
     """
     return _exceeds((text.encode("utf-8", "replace") for text in arguments_of(request)), context)
+
+
+def levels(text: bytes) -> int:
+    """Return how deeply a JSON text is nested."""
+    deepest = here = 0
+    for piece in _outside_strings(text):
+        data = np.frombuffer(piece, np.uint8)
+        begun = np.isin(data, _BEGIN).astype(np.int64) - np.isin(data, _END)
+        if len(begun):
+            course = here + np.cumsum(begun)
+            deepest, here = max(deepest, int(course.max())), int(course[-1])
+    return deepest
 
 
 def _exceeds(pieces: Iterator[bytes], context: int) -> bool:

@@ -136,7 +136,7 @@ def test_as_many_ids_as_the_context_has_are_read_and_a_million_strings_are_not(c
         prepared([""] * 500_000)
 
 
-@pytest.mark.parametrize("levels", [50_000, 200_000])
+@pytest.mark.parametrize("levels", [900, 1_100, 5_000, 200_000])
 def test_arguments_that_no_engine_reads_are_refused(levels):
     call = {**CALL, "function": {"name": "f", "arguments": '{"a":' + "[" * levels + "]" * levels + "}"}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -145,7 +145,18 @@ def test_arguments_that_no_engine_reads_are_refused(levels):
     assert caught.value.status == 400
 
 
-DEEP = {**CALL, "function": {"name": "f", "arguments": '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"}}
+def test_arguments_are_read_up_to_that_level_whatever_they_hold():
+    """On each Python the same, and brackets within strings are none."""
+    arguments = '{"a":' + "[" * 898 + '["\\"[", {}]' + "]" * 898 + ', "b": "' + "[{" * 2_000 + '"}'
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(ApiError, match="nested too deeply"):
+        conversation(messages, as_parts=False)
+    call["function"]["arguments"] = arguments.replace(", {}", "")
+    assert conversation(messages, as_parts=False)
+
+
+DEEP = {**CALL, "function": {"name": "f", "arguments": '{"a":' + "[" * 1_100 + "]" * 1_100 + "}"}}
 TALK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [DEEP]}]
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
 ITEM = {"type": "function_call", "call_id": "1", **DEEP["function"]}

@@ -18,6 +18,7 @@ import errno
 import hashlib
 import os
 import re
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +41,6 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from cachemap.cluster.replies import NONSENSE, Parser, strange
-
 OLDEST = (6, 2)  # the first Redis with XTRIM MINID
 ANSWER_SECONDS = 1.0  # a server that takes longer counts as gone; a lease lasts three times as long
 SCHEMES = ("unix", *(f"{scheme}{kind}" for scheme in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")))
@@ -50,6 +49,8 @@ HIDDEN = "********"
 BEGIN = Path(__file__).with_name("ask.lua").read_text()
 
 FAILURES = (RedisError, OSError, TimeoutError)  # the errors that Redis or the network can cause in a call
+# What reading a reply of another kind than the command returns can raise.
+NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error)
 
 
 # A server's refusal as a pattern, its meaning, and the remedy. The wording differs between versions and forks.
@@ -82,6 +83,12 @@ _SOURCE = re.compile(
 # redis-py's message for an address that it cannot reach: an errno or a list of errors (of a host with several
 # addresses), the address, and the error's own words.
 _UNREACHED = re.compile(r"Error (.*?) ?connecting to (.+?)\.(?: (.*?)\.?)?", re.S)
+
+
+def strange(command: str, error: BaseException | None = None) -> InvalidResponse:
+    """Return the error for a well-formed reply that Redis does not give to this command."""
+    why = f": {type(error).__name__}: {error}" if error is not None else ""
+    return InvalidResponse(f"the reply to {command} is of another kind{why}")
 
 
 def describe(error: BaseException) -> str:
@@ -220,7 +227,7 @@ def connect(place: RedisUrl, seconds: float = ANSWER_SECONDS) -> Redis:
     """
     options = {
         "socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0),
-        "protocol": 2, "client_name": "hitherto", "parser_class": Parser, **place.options,
+        "protocol": 2, "client_name": "hitherto", **place.options,
     }  # fmt: skip
     if place.kind != "sentinel":
         options |= zip(("host", "port"), place.hosts[0]) if place.hosts else ()  # a unix socket's path is an option
@@ -232,8 +239,6 @@ def connect(place: RedisUrl, seconds: float = ANSWER_SECONDS) -> Redis:
     sentinel_options = {"socket_timeout": seconds, "socket_connect_timeout": seconds, "ssl": tls, **login}
     sentinel_options |= {name: value for name, value in options.items() if name.startswith("ssl_")}
     sentinels = _Sentinels(place.hosts, sentinel_kwargs=sentinel_options, ssl=tls, **options)  # type: ignore[no-untyped-call]
-    for one in sentinels.sentinels:  # redis-py's client does not take this option
-        one.connection_pool.connection_kwargs["parser_class"] = Parser
     return sentinels.master_for(place.master, _Client)  # type: ignore[no-any-return]
 
 
@@ -415,35 +420,36 @@ class RedisConnection:
         return closed or self._failures != self._clients.failures
 
 
-async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> tuple[list[Any], list[str]]:
-    """Run XREAD; return [(stream, [(id, fields)])], and the names of keys that are not streams.
+Entries = list[tuple[bytes, dict[bytes, bytes]]]  # of a stream: ids and fields
+
+
+async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> list[tuple[str, Entries]]:
+    """Run XREAD and return the new entries of each stream.
 
     `after`: by stream name, the id after which to read. `count`: the most entries of a stream. `milliseconds`: how long
     to wait for new entries. The server refuses the whole command for one key that is not a stream.
     """
+    news = await client.execute_command(
+        "XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values()
+    )
     try:
-        news = await client.execute_command(
-            "XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values()
-        )
-    except ResponseError as error:
-        if not str(error).startswith("WRONGTYPE"):
-            raise
-        pipeline = client.pipeline(transaction=False)
-        for name in after:
-            pipeline.type(name)
-        kinds = await pipeline.execute()
-        return [], [name for name, kind in zip(after, kinds, strict=True) if kind not in (b"stream", b"none")]
-    try:
-        news = list(news.items()) if isinstance(news, dict) else news or []
-        if all(
-            name.decode() in after and type(id) is type(fields.get(b"d", b"")) is bytes
-            for name, entries in news
-            for id, fields in entries
-        ):
-            return news, []
+        news = news.items() if isinstance(news, dict) else news or ()
+        found = [(name.decode(), entries_of("XREAD", entries)) for name, entries in news]
     except NONSENSE as error:
         raise strange("XREAD", error) from error
-    raise strange("XREAD")
+    if not {name for name, _ in found} <= after.keys():
+        raise strange("XREAD")
+    return found
+
+
+def entries_of(command: str, reply: Any) -> Entries:
+    """Return a stream's entries as redis-py gives them. Raises InvalidResponse if they are none."""
+    try:
+        if all(type(id) is type(fields.get(b"d", b"")) is bytes for id, fields in reply):
+            return list(reply)
+    except NONSENSE as error:
+        raise strange(command, error) from error
+    raise strange(command)
 
 
 def heed_cancellation() -> None:

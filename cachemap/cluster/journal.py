@@ -18,7 +18,6 @@ TAIL, KEEP = 2.6, 0.3
 LEAST_TAIL = 1 << 14  # bytes of deltas that do not make a snapshot due yet, however few blocks there are
 ENTRY = 40  # bytes of a delta besides its changes: its head and the stream's overhead
 MOST_PENDING = 1 << 20  # bytes of changes; if more wait because the server is away, a snapshot is smaller
-LONGEST_DELTA = MOST_PENDING + 64
 
 
 class Journal:

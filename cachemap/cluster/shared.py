@@ -18,11 +18,19 @@ from typing import Any, NamedTuple
 
 from cachemap.background import Background
 from cachemap.cluster.codec import decode_entry
-from cachemap.cluster.connect import FAILURES, RedisUrl, Trouble, heed_cancellation, in_words, xread
+from cachemap.cluster.connect import (
+    FAILURES,
+    NONSENSE,
+    RedisUrl,
+    Trouble,
+    heed_cancellation,
+    in_words,
+    strange,
+    xread,
+)
 from cachemap.cluster.intake import SharedIntake
 from cachemap.cluster.keys import KEEP_SECONDS, RESYNC, REWRITE, Keys
 from cachemap.cluster.link import LEASES, READS, WRITES, Link, script
-from cachemap.cluster.replies import NONSENSE, strange
 from cachemap.cluster.writing import BATCH_SECONDS, Writing
 from cachemap.map import CacheMap
 
@@ -269,18 +277,17 @@ class SharedMap(Link):
             after = {name: f"{one.n}-0" for name, one in streams.items()}
             try:
                 client = await self.clients.to(members[0].keys.deltas)
-                found, no_streams = await xread(client, after, 500, POLL_MILLISECONDS)
+                found = await xread(client, after, 500, POLL_MILLISECONDS)
             except FAILURES as error:
                 self.failed(error)
-                self.in_trouble(READS, lane, Trouble.of(error))
+                self.in_trouble(READS, lane, trouble := Trouble.of(error))
+                if trouble.answered:
+                    self.look_soon()  # a look removes what is no stream
                 await asyncio.sleep(self.look_seconds / 4)
                 continue
             self.works(READS, lane)
-            for name in no_streams:
-                if streams[name] in self.members:
-                    streams[name].reload("something else than a stream lies where its deltas were")
             for key, entries in found:
-                one = streams[key.decode()]
+                one = streams[key]
                 if one in self.members:  # it may have been removed meanwhile
                     with one.guarded():
                         one.take(starmap(decode_entry, entries))

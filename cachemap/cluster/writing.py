@@ -9,12 +9,11 @@ import asyncio
 from typing import Any
 
 from cachemap.cluster.codec import RELOAD, Snapshot, encode_delta, encode_snapshot
-from cachemap.cluster.connect import FAILURES, REFUSED, Trouble, in_words
+from cachemap.cluster.connect import FAILURES, REFUSED, Trouble, in_words, strange
 from cachemap.cluster.intake import SharedIntake
 from cachemap.cluster.journal import Journal
 from cachemap.cluster.keys import KEEP_SECONDS
 from cachemap.cluster.link import WRITES, Link, script
-from cachemap.cluster.replies import strange
 
 PUBLISH, COMMIT = script("publish"), script("commit")
 

@@ -43,7 +43,7 @@ FOLLOWED = {
 }
 # The commands that gateways send, to be tried at a key K of the doctor's own. K expires; the last command deletes it.
 REDIS_COMMANDS = (
-    "HSET K f v; SET K 1 XX; EXPIRE K 9; PEXPIRE K 9000; PTTL K; EXISTS K; TYPE K; GETRANGE K 0 0; LINDEX K 0; RPUSH K v; RENAME K K; "
+    "HSET K f v; SET K 1 XX; EXPIRE K 9; PEXPIRE K 9000; PTTL K; EXISTS K; TYPE K; GETRANGE K 0 0; LRANGE K 0 0; RPUSH K v; RENAME K K; "
     "XADD K NOMKSTREAM * f v; XTRIM K MAXLEN 0; XRANGE K - +; XREAD STREAMS K 0; TIME; HGET K f; HDEL K f; HLEN K; HKEYS K; HMGET K f; "
     "HGETALL K; ZADD K XX 1 m; ZREM K m; ZCARD K; ZSCORE K m; ZRANGEBYSCORE K 0 0; EVAL return 0; EVALSHA 0 0; UNLINK K; DEL K"
 )
@@ -115,8 +115,7 @@ async def redis(config: Config) -> AsyncIterator[Finding]:
     """Check each server of the Redis that gateways share."""
     if config.settings.redis_url is None:
         return
-    from cachemap.cluster.connect import FAILURES, describe, parse
-    from cachemap.cluster.replies import NONSENSE, strange
+    from cachemap.cluster.connect import FAILURES, NONSENSE, describe, parse, strange
 
     whole = parse(config.settings.redis_url)
     parts = [whole._replace(kind="single", hosts=[host]) for host in whole.hosts if whole.kind == "cluster"] or [whole]

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import NoScriptError
 
 from cachemap.background import Background
-from cachemap.cluster.connect import FAILURES, RedisConnection, Script, describe
+from cachemap.cluster.connect import FAILURES, RedisConnection, Script, describe, strange
 from cachemap.cluster.keys import SCHEMA
-from cachemap.cluster.replies import strange
 
 from .limits import RUNNING, Account, Claim
 

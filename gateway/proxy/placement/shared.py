@@ -40,9 +40,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cachemap.background import Background, Failures
-from cachemap.cluster.connect import FAILURES, RedisConnection, Script, describe
+from cachemap.cluster.connect import FAILURES, NONSENSE, RedisConnection, Script, describe, strange
 from cachemap.cluster.keys import SCHEMA, scope
-from cachemap.cluster.replies import NONSENSE, strange
 from policies import Candidate, Choice, Cost, Decision, Demand, Evaluation, Ledger, Lower, Roster, behind, hittable
 from policies.ledger import FAR, NOTHING
 

@@ -9,7 +9,7 @@ from array import array
 from cachemap import CacheMap, chain_seed, hash_blocks
 from cachemap.cluster import SharedMap, parse
 
-from ..publisher import BLOCK, Publisher, decode, stored
+from ..publisher import BLOCK, Publisher, decode, publishing, stored
 
 MIB = 1 << 20
 
@@ -24,13 +24,13 @@ async def until(true, seconds=15.0, what=""):
 
 
 def prompt(name: int, blocks: int) -> tuple[list[int], list[int]]:
-    """Tokens and hashes of a prompt that shares nothing with others."""
+    """Return tokens and block hashes of a prompt that shares nothing with others."""
     tokens = [name * 10_000 + i for i in range(blocks * BLOCK)]
     return tokens, hash_blocks(array("I", tokens).tobytes(), BLOCK, chain_seed("m", BLOCK))
 
 
 def event(name: int, start: int, stop: int):
-    """BlockStored for blocks start .. stop of a prompt."""
+    """Return a BlockStored event for blocks `start` to `stop` of a prompt."""
     tokens = prompt(name, stop)[0][start * BLOCK :]
     keys = [name * 10_000 + i for i in range(start, stop)]
     return stored(keys, tokens, name * 10_000 + start - 1 if start else None)
@@ -89,6 +89,13 @@ class Gateway:
     def role(self, name: str) -> str:
         return self.intakes[name].role
 
+    def told(self, name: str = "r") -> dict:
+        """Return how the gateway is with a replica, for the message of a test that fails."""
+        one, held = self.intakes[name], len(self.contents(name)["held"])
+        return {"held": held} | {
+            what: getattr(one, what) for what in ("role", "role_reason", "n", "head", "state", "last_seq")
+        }
+
     async def stop(self, gracefully: bool = True) -> None:
         for task in self._tasks.values():
             task.cancel()
@@ -102,14 +109,94 @@ class Gateway:
         await self.shared.stop()
 
 
+class Gateways(list):
+    """Running gateways, all stopped by `gateways`."""
+
+    def start(self, url: str, **options) -> Gateway:
+        self.append(Gateway(url, **options))
+        self[-1].shared.start()
+        return self[-1]
+
+
 @contextlib.asynccontextmanager
 async def gateways(url: str, count: int = 1, **options):
-    """A list to which more may be added; all are stopped."""
-    running = [Gateway(url, **options) for _ in range(count)]
-    for one in running:
-        one.shared.start()
+    """Yield a list of gateways, to which `start` adds more; all are stopped."""
+    running = Gateways()
+    for _ in range(count):
+        running.start(url, **options)
     try:
         yield running
     finally:
         for one in running:
             await one.stop()
+
+
+def writes(gateway, name="r"):
+    """Return whether the gateway leads this replica and writes its changes."""
+    journal = gateway.intakes[name].journal
+    return gateway.role(name) == "leader" and journal is not None and not journal.whole
+
+
+async def led(gateway, name="r", publisher=None):
+    """Wait until the gateway writes.
+
+    With the publisher, its subscription has reached the engine, and the engine's record has come. Batches that are
+    published before that are in the record too, for which the leader clears the replica and applies them anew.
+    """
+
+    await until(lambda: writes(gateway, name))
+    if publisher is not None:
+        await publisher.subscribed()
+        await until(lambda: not gateway.intakes[name].unreplayed)
+
+
+async def followed(gateway, name="r"):
+    await until(lambda: gateway.role(name) == "follower", what=lambda: gateway.told(name))
+
+
+async def same(one, other, name="r"):
+    await until(lambda: one.contents(name) == other.contents(name), what=lambda: (one.told(name), other.told(name)))
+
+
+async def hold(number, blocks, *gateways, name="r", seconds=15.0):
+    """Wait until all these gateways know that the replica holds so many blocks of a prompt."""
+    hashes = prompt(number, blocks)[1]
+    await until(
+        lambda: all(one.held(name, hashes) == blocks for one in gateways),
+        seconds,
+        lambda: [one.told(name) for one in gateways],
+    )
+
+
+async def report(publisher, number, *gateways, blocks=6, name="r"):
+    """Publish that the engine stored the first blocks of a prompt, and wait until all these gateways know."""
+    await publisher.publish(event(number, 0, blocks))
+    await hold(number, blocks, *gateways, name=name)
+
+
+async def share(publisher, one, *others, name="r"):
+    """Have the first gateway lead a replica and the others follow."""
+    one.follow(name, publisher)
+    await led(one, name, publisher)
+    for other in others:
+        other.follow(name, publisher)
+        await followed(other, name)
+
+
+def is_shared(one, other, name="r"):
+    """Return whether one of them leads and the other follows."""
+    return {one.role(name), other.role(name)} == {"leader", "follower"}
+
+
+async def healed(one, other, name="r"):
+    """Wait until one of them leads, the other follows it, and both hold the same."""
+    await until(lambda: is_shared(one, other, name), what=lambda: (one.told(name), other.told(name)))
+    await same(one, other, name)
+
+
+@contextlib.asynccontextmanager
+async def sharing(url, count=2, **engine):
+    """Yield a publisher and so many gateways that share its replica "r", the first leading."""
+    async with publishing(**engine) as publisher, gateways(url, count) as running:
+        await share(publisher, *running)
+        yield publisher, *running

@@ -1,67 +1,43 @@
 """Whatever happens to Redis, maps go on and become one again by themselves."""
 
 import asyncio
-import re
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from cachemap.cluster.link import Link
+from tests.gateway.ops.test_redis_check import DOCUMENTED, acl
 from tests.redis_server import Cluster, Proxy, Sentinels, certificate, running
 
 from ..publisher import publishing, removed
-from .gateways import Gateway, event, gateways, prompt, until
-from .test_shared import followed, led, same, told
+from .gateways import event, followed, gateways, healed, hold, led, report, same, share, sharing, until, writes
 
 
 def now():
     return asyncio.get_running_loop().time()
 
 
-async def leader_and_follower(url, publisher, one, other, name="r"):
-    one.follow(name, publisher)
-    await led(one, name, publisher)
-    other.follow(name, publisher)
-    await followed(other, name)
-
-
-async def all_hold(hashes, *gateways, name="r", seconds=15.0):
-    await until(
-        lambda: all(one.held(name, hashes) == len(hashes) for one in gateways),
-        seconds,
-        lambda: [told(one, name) for one in gateways],
-    )
-
-
-async def healed(one, other, name="r"):
-    """One of them leads, the other follows it, and both hold the same."""
-    await until(
-        lambda: {one.role(name), other.role(name)} == {"leader", "follower"},
-        what=lambda: (told(one, name), told(other, name)),
-    )
-    await same(one, other, name)
+def through(proxy, publisher, replay=None):
+    """Return what a gateway needs of a publisher that it reaches through a proxy."""
+    return SimpleNamespace(endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=replay, subscribed=publisher.subscribed)
 
 
 @pytest.mark.parametrize("data", ["empty", "kept"])
 async def test_redis_killed_and_restarted(start_redis, redis_binary, data):
     server = start_redis(binary=redis_binary, appendonly="yes")
-    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await leader_and_follower(server.url, publisher, one, other)
-        await publisher.publish(event(1, 0, 6))
-        await all_hold(prompt(1, 6)[1], one, other)
+    async with sharing(server.url) as (publisher, one, other):
+        await report(publisher, 1, one, other)
         server.kill()
         await publisher.publish(event(1, 6, 9))
-        await all_hold(prompt(1, 9)[1], one)
+        await hold(1, 9, one)
         await until(lambda: other.role("r") == "standalone", 6)  # after the lease's time it follows the events itself
-        await all_hold(prompt(1, 9)[1], other)
+        await hold(1, 9, other)
         await publisher.publish(removed(10_008), event(2, 0, 5))
-        await all_hold(prompt(2, 5)[1], one, other)
+        await hold(2, 5, one, other)
         server.restart(empty=data == "empty")
         await healed(one, other)
-        await publisher.publish(event(3, 0, 5))
-        await all_hold(prompt(3, 5)[1], one, other)
+        await report(publisher, 3, one, other, blocks=5)
         await same(one, other)
         async with gateways(server.url) as (late,):
             late.follow("r", publisher)
@@ -72,81 +48,61 @@ async def test_redis_killed_and_restarted(start_redis, redis_binary, data):
 
 async def test_redis_restarted_at_once_while_nothing_happens_has_the_map_again(start_redis):
     server = start_redis()
-    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await leader_and_follower(server.url, publisher, one, other)
-        await publisher.publish(event(1, 0, 6))
-        await all_hold(prompt(1, 6)[1], one, other)
+    async with sharing(server.url) as (publisher, one, other):
+        await report(publisher, 1, one, other)
         server.restart(empty=True)
         async with gateways(server.url) as (late,):
             late.follow("r", publisher)
-            await all_hold(prompt(1, 6)[1], late)
+            await hold(1, 6, late)
             await healed(one, other) if late.role("r") == "follower" else await same(one, late)
 
 
 @pytest.mark.parametrize("seconds", [1.5, 5.0])
 async def test_redis_frozen(start_redis, seconds):
     server = start_redis()
-    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await leader_and_follower(server.url, publisher, one, other)
+    async with sharing(server.url) as (publisher, one, other):
         server.freeze()
         thaws = now() + seconds
         for number in range(1, 6):
-            await publisher.publish(event(number, 0, 6))
-            await all_hold(prompt(number, 6)[1], one)
+            await report(publisher, number, one)
         if seconds > 4:
-            await all_hold(prompt(5, 6)[1], other)
+            await hold(5, 6, other)
         await until(lambda: now() >= thaws)
         server.thaw()
-        await all_hold(prompt(5, 6)[1], other)
+        await hold(5, 6, other)
         await healed(one, other)
-        await publisher.publish(event(9, 0, 6))
-        await all_hold(prompt(9, 6)[1], one, other)
+        await report(publisher, 9, one, other)
 
 
 async def test_after_redis_was_stopped_for_longer_than_a_lease_the_leader_writes_again_at_once(redis_server):
     """What could not be written while nobody answered is no sign that Redis takes no more."""
-    async with publishing() as publisher, gateways(redis_server.url) as (one,):
-        one.follow("r", publisher)
-        await led(one, "r", publisher)
+    async with sharing(redis_server.url, 1) as (publisher, one):
         redis_server.freeze()
         await publisher.publish(event(1, 0, 6))
         await until(lambda: one.intakes["r"].journal is None or one.intakes["r"].journal.whole)
         since = one.shared.now()
         await until(lambda: one.shared.now() - since > Link.lease_seconds)  # Redis's clock goes on
         redis_server.thaw()
-        await until(
-            lambda: (
-                one.role("r") == "leader"
-                and one.shared.usable
-                and one.intakes["r"].journal
-                and not one.intakes["r"].journal.whole
-            ),
-            4,
-        )
+        await until(lambda: one.shared.usable and writes(one), 4)
         async with gateways(redis_server.url) as (other,):  # and goes on
             other.follow("r", publisher)
             await followed(other)
-            await publisher.publish(event(2, 0, 6))
-            await all_hold(prompt(2, 6)[1], one, other)
+            await report(publisher, 2, one, other)
             assert one.role("r") == "leader"
 
 
 async def test_redis_slow(redis_server):
     async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(proxy.url, 2) as (one, other):
         proxy.delay = 0.1
-        await leader_and_follower(proxy.url, publisher, one, other)
+        await share(publisher, one, other)
         for number in range(1, 20):
             await publisher.publish(event(number, 0, 6))
-        await all_hold(prompt(19, 6)[1], one, other)
+        await hold(19, 6, one, other)
         await same(one, other)
-        assert (
-            one.role("r") == "leader"
-            and other.role("r") == "follower"
-            and one.shared.errors == other.shared.errors == 0
-        )
+        assert (one.role("r"), other.role("r")) == ("leader", "follower")
+        assert one.shared.errors == other.shared.errors == 0
         proxy.delay = 1.0  # two of them are more than a call may take
-        await publisher.publish(event(20, 0, 6))
-        await all_hold(prompt(20, 6)[1], one, other)
+        await report(publisher, 20, one, other)
         proxy.delay = 0.0
         await healed(one, other)
 
@@ -155,17 +111,14 @@ async def test_redis_slow(redis_server):
 async def test_one_gateway_cut_off_from_redis(redis_server, whose):
     """The other half goes on; nothing is written by two."""
     async with Proxy(redis_server.port) as proxy, publishing() as publisher, gateways(redis_server.url) as gates:
-        gates.append(Gateway(proxy.url))
-        gates[1].shared.start()
+        gates.start(proxy.url)
         one, other = gates if whose == "follower" else gates[::-1]
-        await leader_and_follower("", publisher, one, other)
+        await share(publisher, one, other)
         proxy.cut()
-        await publisher.publish(event(1, 0, 6))
-        await all_hold(prompt(1, 6)[1], one, other)
+        await report(publisher, 1, one, other)
         if whose == "leader":
             await led(other)
-        await publisher.publish(event(2, 0, 6))
-        await all_hold(prompt(2, 6)[1], one, other)
+        await report(publisher, 2, one, other)
         proxy.mend()
         await healed(one, other)
         assert (other if whose == "leader" else one).role("r") == "leader"
@@ -173,12 +126,10 @@ async def test_one_gateway_cut_off_from_redis(redis_server, whose):
 
 async def test_redis_full(start_redis):
     server = start_redis(maxmemory_policy="noeviction")
-    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await leader_and_follower(server.url, publisher, one, other)
+    async with sharing(server.url) as (publisher, one, other):
         with server.client() as client:
             client.config_set("maxmemory", 1)
-            await publisher.publish(event(1, 0, 6))
-            await all_hold(prompt(1, 6)[1], one, other)  # the follower learns that nobody can write, and listens itself
+            await report(publisher, 1, one, other)  # the follower learns that nobody can write, and listens itself
             client.config_set("maxmemory", 0)
         await healed(one, other)
 
@@ -191,8 +142,7 @@ async def test_started_while_redis_is_away(start_redis):
         for gateway in (one, other):
             gateway.follow("r", publisher)
             await publisher.subscribed()
-        await publisher.publish(event(1, 0, 6))
-        await all_hold(prompt(1, 6)[1], one, other)
+        await report(publisher, 1, one, other)
         assert now() - began < 3
         server.start()
         await healed(one, other)
@@ -200,44 +150,33 @@ async def test_started_while_redis_is_away(start_redis):
 
 async def test_behind_tls_with_an_acl_user(start_redis, tmp_path):
     context, authority = certificate(tmp_path)
-    commands = re.search(
-        r"An ACL user needs `~hitherto:\*`\s+and\s+`(.*?)`",
-        (Path(__file__).parents[3] / "docs/scaling.md").read_text(),
-        re.S,
-    )[1]
-    allowed = " ".join("+" + one.lower() for one in commands.split())
-    server = start_redis(user=f"gate on >secret ~hitherto:* {allowed}")
+    server = start_redis(user=acl(*DOCUMENTED))
     async with Proxy(server.port, tls=context) as proxy, publishing() as publisher:
         url = f"rediss://gate:secret@127.0.0.1:{proxy.port}/0?ssl_ca_certs={authority}"
-        async with gateways(url, 2) as (one, other):
-            await leader_and_follower(url, publisher, one, other)
-            await publisher.publish(event(1, 0, 6))
-            await all_hold(prompt(1, 6)[1], one, other)
+        async with gateways(url, 2, deployment="prod") as (one, other):
+            await share(publisher, one, other)
+            await report(publisher, 1, one, other)
         for wrong in (url.replace("secret", "guess"), url.partition("?")[0]):
-            async with gateways(wrong) as (stranger,):
+            async with gateways(wrong, deployment="prod") as (stranger,):
                 stranger.follow("r", publisher)
-                await until(
-                    lambda stranger=stranger: (
-                        stranger.role("r") == "standalone" and stranger.held("r", prompt(1, 6)[1]) == 6
-                    )
-                )
-                assert not stranger.shared.usable
+                await hold(1, 6, stranger)
+                assert stranger.role("r") == "standalone" and not stranger.shared.usable
 
 
 async def test_a_fault_of_a_gateways_own_in_one_replica_is_seen_and_costs_the_others_nothing(redis_server):
     """Its part of the map is gone under the leader's hands: another gateway takes over, the second replica is as
     before."""
     async with publishing() as publisher, publishing() as another, gateways(redis_server.url, 2) as (one, other):
-        await leader_and_follower(redis_server.url, publisher, one, other)
-        await leader_and_follower(redis_server.url, another, one, other, "s")
+        await share(publisher, one, other)
+        await share(another, one, other, name="s")
         one.map.detach(one.slots["r"])
         await publisher.publish(event(1, 0, 6))
-        await until(lambda: other.role("r") == "leader" and other.held("r", prompt(1, 6)[1]) == 6)
+        await until(lambda: other.role("r") == "leader")
+        await hold(1, 6, other)
         failures = one.shared.background.recent()
         assert any("KeyError" in told["last"] and "r" in told["last"] for told in failures.values())
         assert "KeyError" in one.intakes["r"].problems[0]
-        await another.publish(event(2, 0, 6))
-        await all_hold(prompt(2, 6)[1], one, other, name="s")
+        await report(another, 2, one, other, name="s")
         assert (one.role("s"), other.role("s")) == ("leader", "follower")
 
 
@@ -249,7 +188,7 @@ async def test_a_leader_that_cannot_reach_the_events_lets_another_lead(redis_ser
         other.follow("r", publisher)
         await healed(one, other)
         assert other.role("r") == "leader"
-        await all_hold(prompt(1, 6)[1], one, other)  # though the engine is idle since
+        await hold(1, 6, one, other)  # though the engine is idle since
         assert one.intakes["r"].state == other.intakes["r"].state == "live"
 
 
@@ -261,25 +200,15 @@ async def test_a_leader_that_loses_the_events_lets_another_lead_who_loses_nothin
         gateways(redis_server.url, 2) as (one, other),
         Proxy(int(publisher.endpoint.rpartition(":")[2])) as proxy,
     ):
-        await leader_and_follower(
-            "",
-            SimpleNamespace(
-                endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=publisher.replay, subscribed=publisher.subscribed
-            ),
-            one,
-            other,
-        )
+        await share(through(proxy, publisher, publisher.replay), one, other)
         other.intakes["r"].engine._endpoint = publisher.endpoint
-        await publisher.publish(event(1, 0, 6))
-        await all_hold(prompt(1, 6)[1], one, other)
+        await report(publisher, 1, one, other)
         proxy.cut()
         await until(
-            lambda: (one.role("r"), other.role("r")) == ("follower", "leader"),
-            what=lambda: (told(one, "r"), told(other, "r")),
+            lambda: (one.role("r"), other.role("r")) == ("follower", "leader"), what=lambda: (one.told(), other.told())
         )
-        await publisher.publish(event(2, 0, 6))
-        await all_hold(prompt(2, 6)[1], one, other)
-        await all_hold(prompt(1, 6)[1], one, other)
+        await report(publisher, 2, one, other)
+        await hold(1, 6, one, other)
         assert not any(state == "unobserved" for state, _ in other.changes)
 
 
@@ -294,11 +223,8 @@ async def test_that_nobody_reaches_an_engine_is_said_once_by_each_and_in_words(r
         gateways(redis_server.url, 2) as (one, other),
         Proxy(int(publisher.endpoint.rpartition(":")[2])) as proxy,
     ):
-        through = SimpleNamespace(endpoint=f"tcp://127.0.0.1:{proxy.port}", replay=None)
-        through.subscribed = publisher.subscribed
-        await leader_and_follower("", through, one, other)
-        await publisher.publish(event(1, 0, 6))
-        await all_hold(prompt(1, 6)[1], one, other)
+        await share(through(proxy, publisher), one, other)
+        await report(publisher, 1, one, other)
         proxy.cut()
         leaders = [one]
 
@@ -352,16 +278,13 @@ async def test_a_newer_incarnation_that_nobody_has_is_given_up(redis_server, mon
     """Somebody wrote it, or the host's clock was set back before the engine was restarted: the one there is is shared
     again."""
     monkeypatch.setattr("cachemap.cluster.link.Link.lease_seconds", 1.0)
-    async with publishing() as publisher, gateways(redis_server.url, 2) as (one, other):
-        await leader_and_follower(redis_server.url, publisher, one, other)
+    async with sharing(redis_server.url) as (publisher, one, other):
         with redis_server.client() as client:
             client.set(one.intakes["r"].keys.newest, f"{time.time():.2f}")
         await until(lambda: one.role("r") == other.role("r") == "standalone")
-        await publisher.publish(event(1, 0, 6))
-        await all_hold(prompt(1, 6)[1], one, other)
+        await report(publisher, 1, one, other)
         await healed(one, other)
-        await publisher.publish(event(2, 0, 6))
-        await all_hold(prompt(2, 6)[1], one, other)
+        await report(publisher, 2, one, other)
 
 
 async def reaches(gateway, seconds=6.0):
@@ -376,7 +299,7 @@ async def test_a_follower_that_leads_after_an_outage_has_no_trouble_with_what_it
         gateways(redis_server.url) as (one,),
         gateways(proxy.url) as (other,),
     ):
-        await leader_and_follower("", publisher, one, other)
+        await share(publisher, one, other)
         proxy.cut()
         await until(lambda: "deltas cannot be read" in other.shared.trouble)
         await one.stop()
@@ -390,8 +313,7 @@ async def test_a_leader_that_another_relieved_has_no_trouble_with_what_it_no_lon
     monkeypatch.setattr("cachemap.cluster.link.Link.lease_seconds", 1.0)
     monkeypatch.setattr("cachemap.cluster.link.Link.look_seconds", 0.2)
     server = start_redis(maxmemory_policy="noeviction")
-    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
-        await leader_and_follower(server.url, publisher, one, other)
+    async with sharing(server.url) as (publisher, one, other):
         with server.client() as client:
             client.config_set("maxmemory", 1)
             await publisher.publish(event(1, 0, 6))
@@ -418,17 +340,13 @@ async def test_a_gateway_without_replicas_knows_whether_redis_is_there(start_red
 
 async def test_sentinel_fails_over(tmp_path):
     with running(Sentinels(tmp_path)) as servers:
-        async with publishing() as publisher, gateways(servers.url, 2) as (one, other):
-            await leader_and_follower(servers.url, publisher, one, other)
-            await publisher.publish(event(1, 0, 6))
-            await all_hold(prompt(1, 6)[1], one, other)
+        async with sharing(servers.url) as (publisher, one, other):
+            await report(publisher, 1, one, other)
             servers.primary.kill()
-            await publisher.publish(event(2, 0, 6))
-            await all_hold(prompt(2, 6)[1], one, other)
+            await report(publisher, 2, one, other)
             await until(lambda: one.shared.usable and other.shared.usable, 60)
             await healed(one, other)
-            await publisher.publish(event(3, 0, 6))
-            await all_hold(prompt(3, 6)[1], one, other)
+            await report(publisher, 3, one, other)
 
 
 async def test_cluster_with_one_shard_gone(tmp_path):
@@ -436,14 +354,12 @@ async def test_cluster_with_one_shard_gone(tmp_path):
         async with publishing() as a, publishing() as b, gateways(cluster.url, 2) as (one, other):
             names = spread(cluster)
             for name, publisher in zip(names, (a, b), strict=True):
-                await leader_and_follower(cluster.url, publisher, one, other, name)
-                await publisher.publish(event(1, 0, 6))
-                await all_hold(prompt(1, 6)[1], one, other, name=name)
+                await share(publisher, one, other, name=name)
+                await report(publisher, 1, one, other, name=name)
             dead = cluster.node_of(one.intakes[names[0]].keys.lease)
             dead.kill()
             for name, publisher in zip(names, (a, b), strict=True):
-                await publisher.publish(event(2, 0, 6))
-                await all_hold(prompt(2, 6)[1], one, other, name=name)
+                await report(publisher, 2, one, other, name=name)
             await until(lambda: other.role(names[0]) == "standalone")
             # the other shard's replica is as before
             assert {one.role(names[1]), other.role(names[1])} == {"leader", "follower"}
@@ -468,14 +384,11 @@ def loses_the_slot(cluster, key):
 @pytest.mark.parametrize("primary", [dies, is_replaced, loses_the_slot])
 async def test_gateways_share_the_map_again_wherever_a_cluster_has_it(tmp_path, primary):
     with running(Cluster(tmp_path, replicas=True)) as cluster:
-        async with publishing() as publisher, gateways(cluster.url, 2) as (one, other):
-            await leader_and_follower(cluster.url, publisher, one, other)
-            await publisher.publish(event(1, 0, 6))
-            await all_hold(prompt(1, 6)[1], one, other)
+        async with sharing(cluster.url) as (publisher, one, other):
+            await report(publisher, 1, one, other)
             primary(cluster, one.intakes["r"].keys.lease)
             for name in (2, 3):
-                await publisher.publish(event(name, 0, 6))
-                await all_hold(prompt(name, 6)[1], one, other)
+                await report(publisher, name, one, other)
                 await until(lambda: one.shared.usable and other.shared.usable, 60)
                 await healed(one, other)
 

@@ -1,5 +1,4 @@
-"""Huge foreign members at the keys of the shared map and ledger: nothing reads them whole, and they cost their replica
-at most.
+"""Huge foreign values at the keys of the shared map and ledger: they are not read, and cost their replica at most.
 
 What is read shows in the server's peak of memory: a reply, also one inside a script, is a copy.
 """
@@ -7,8 +6,7 @@ What is read shows in the server's peak of memory: a reply, also one inside a sc
 from tests.gateway.proxy.test_shared import Gateway as LedgerGateway
 
 from ..publisher import publishing
-from .gateways import event, gateways, prompt, until
-from .test_poison import role_pair
+from .gateways import event, gateways, hold, is_shared, report, same, share, sharing, until
 
 MIB = 1 << 20
 POOL = "hitherto:1:test:{pool}:"
@@ -26,10 +24,6 @@ def make(client, key, kind):
     client.delete(key)
     if kind == "string":
         client.set(key, b"x" * SIZE)
-    elif kind == "long member":
-        client.rpush(key, b"x" * SIZE)
-    elif kind == "long entry":
-        client.xadd(key, {"d": b"x" * SIZE}, "1-0")
     else:
         client.eval({"hash": HASH, "sorted set": SORTED, "list": LIST, "stream": STREAM}[kind], 1, key, SIZE // 200)
 
@@ -43,21 +37,18 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
     monkeypatch.setattr("cachemap.cluster.link.Link.look_seconds", 0.2)
     server = start_redis(binary=redis_binary)
     cases = [(key, kind) for key in KEYS for kind in ("string", "hash")]
-    cases += [("snapshot", "list"), ("snapshot", "long member"), ("deltas", "stream"), ("deltas", "long entry")]
+    cases += [("snapshot", "list"), ("deltas", "stream")]
     names = {f"r{number}:1": case for number, case in enumerate(cases)}
     async with publishing() as publisher, publishing() as quiet, gateways(server.url, 2) as (one, other):
         with server.client() as client:
-            for gateway in (one, other):
-                gateway.follow("well:1", quiet)
-                for name in names:
+            await share(quiet, one, other, name="well:1")
+            for name in names:
+                for gateway in (one, other):
                     gateway.follow(name, publisher)
-            await until(
-                lambda: all(role_pair(one, other, name) == {"leader", "follower"} for name in (*names, "well:1"))
-            )
+            await until(lambda: all(is_shared(one, other, name) for name in names))
             await publisher.publish(event(1, 0, 6))
-            await until(
-                lambda: all(gateway.held(name, prompt(1, 6)[1]) == 6 for gateway in (one, other) for name in names)
-            )
+            for name in names:
+                await hold(1, 6, one, other, name=name)
             for number, (_, kind) in enumerate(cases):
                 make(client, f"side{number}", kind)
             before = peak(client)
@@ -68,12 +59,10 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
                     late.follow(name, quiet if name == "well:1" else publisher)
                 await until(lambda: late.role("well:1") == "follower", 5)
                 await publisher.publish(event(2, 0, 6))
-                three = one, other, late
-                await until(
-                    lambda: all(sorted(one.role(name) for one in three) == ["follower", "follower", "leader"]
-                                and {one.held(name, prompt(2, 6)[1]) for one in three} == {6} for name in names), 30,
-                    lambda: [(case, [(one.role(name), one.intakes[name].role_reason) for one in three]) for name, case in names.items()],
-                )  # fmt: skip
+                for name in names:
+                    await hold(2, 6, one, other, late, name=name, seconds=30)
+                    await until(lambda name=name: is_shared(one, other, name) or is_shared(one, late, name))
+                    await same(one, late, name)
             assert peak(client) - before < SIZE / 2
             assert client.info("memory")["lazyfreed_objects"] > 0  # beside other commands, not in their way
 
@@ -83,18 +72,14 @@ async def test_a_long_entry_behind_those_that_are_followed_is_sent_once(start_re
     monkeypatch.setattr("cachemap.cluster.link.Link.lease_seconds", 1.0)
     monkeypatch.setattr("cachemap.cluster.link.Link.look_seconds", 0.2)
     server = start_redis(binary=redis_binary)
-    async with publishing() as publisher, gateways(server.url, 2) as (one, other):
+    async with sharing(server.url) as (publisher, one, other):
         with server.client() as client:
-            for gateway in (one, other):
-                gateway.follow("r:1", publisher)
-            await until(lambda: role_pair(one, other, "r:1") == {"leader", "follower"})
-            await publisher.publish(event(1, 0, 6))
-            await until(lambda: all(gateway.held("r:1", prompt(1, 6)[1]) == 6 for gateway in (one, other)))
-            key = one.intakes["r:1"].keys.deltas
+            await report(publisher, 1, one, other)
+            key = one.intakes["r"].keys.deltas
             before = client.info("stats")["total_net_output_bytes"]
             client.xadd(key, {"d": b"x" * SIZE}, "1000-0")
             await publisher.publish(event(2, 0, 6))
-            await until(lambda: all(gateway.held("r:1", prompt(2, 6)[1]) == 6 for gateway in (one, other)), 30)
+            await hold(2, 6, one, other, seconds=30)
             await until(lambda: not client.eval(ENTRIES, 1, key, "1000-0"))
             assert SIZE < client.info("stats")["total_net_output_bytes"] - before < 1.5 * SIZE
 

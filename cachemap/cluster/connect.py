@@ -30,6 +30,7 @@ from redis.asyncio.connection import AbstractConnection, SSLConnection, parse_ur
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
+from redis.cluster import parse_cluster_slots
 from redis.crc import key_slot
 from redis.exceptions import (
     AuthenticationError,
@@ -340,28 +341,14 @@ class RedisClients:
         the others gives outdated slots, so the node that answered is asked last the next time.
         """
         for node in list(dict.fromkeys([*self._nodes, *self._place.hosts])):
-            with contextlib.suppress(*FAILURES):
+            with contextlib.suppress(*FAILURES, *NONSENSE):
                 told = await self._client(node).execute_command("CLUSTER SLOTS")
-                parts = _slots(told, node[0])
+                parts = parse_cluster_slots(told, current_host=node[0])
                 if parts:
-                    self._slots = [(first, last, nodes[0]) for first, last, nodes in parts]
-                    known = dict.fromkeys(one for *_, nodes in parts for one in nodes)
-                    self._nodes = [*(one for one in known if one != node), node]
+                    self._slots = [(first, last, nodes["primary"]) for (first, last), nodes in parts.items()]
+                    known = {one for nodes in parts.values() for one in (nodes["primary"], *nodes["replicas"])}
+                    self._nodes = [*(known - {node}), node]
                     return
-
-
-def _slots(told: Any, host: str) -> list[tuple[int, int, list[tuple[str, int]]]]:
-    """Read a reply to CLUSTER SLOTS: the first and the last slot and the nodes of each range.
-
-    A node without a host name is on the one that was asked.
-    """
-    try:
-        return [
-            (int(first), int(last), [((name or b"").decode() or host, int(port)) for name, port, *_ in (one, *others)])
-            for first, last, one, *others in told
-        ]
-    except NONSENSE as error:
-        raise strange("CLUSTER SLOTS", error) from error
 
 
 class RedisConnection:

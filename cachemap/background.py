@@ -67,23 +67,22 @@ class Background(FaultRecord):
 
         `on_failure` is called after each failure, before the restart.
         """
-        self.failures.setdefault(kind, Failures())
-        return asyncio.create_task(self._keep_running(kind, work, on_failure), name=kind)
 
-    async def _keep_running(
-        self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None]
-    ) -> None:
-        task = asyncio.current_task()
-        while task is not None and not task.cancelling():
-            try:
-                await work()
-            except Exception as error:
-                self.failed(kind, error)
+        async def keep_running() -> None:
+            while not task.cancelling():
                 try:
-                    on_failure()
-                except Exception as another:
-                    self.failed(kind, another)
-            await asyncio.sleep(PAUSE_SECONDS)
+                    await work()
+                except Exception as error:
+                    self.failed(kind, error)
+                    try:
+                        on_failure()
+                    except Exception as another:
+                        self.failed(kind, another)
+                await asyncio.sleep(PAUSE_SECONDS)
+
+        self.failures.setdefault(kind, Failures())
+        task = asyncio.create_task(keep_running(), name=kind)
+        return task
 
     def failed(self, kind: str, error: BaseException, subject: str = "") -> None:
         """Count and log a failure.

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ LEAST_BUDGET = 1 << 20
 PIECE = 1024  # blocks stored at a time: enough to spread a call's cost, few compared with any table
 
 
+@dataclass(slots=True)
 class Match:
     """How much of one prompt each replica holds.
 
@@ -41,15 +43,9 @@ class Match:
     For a replica with several cache groups (`CacheGroup`) a block counts only if it is a hit in all groups.
     """
 
-    __slots__ = ("confirmed", "held", "lower")
-
-    def __init__(self, held: list[int], confirmed: list[int], lower: dict[int, list[tuple[str, int]]]):
-        self.held: list[int] = held
-        self.confirmed: list[int] = confirmed
-        self.lower: dict[int, list[tuple[str, int]]] = lower
-
-    def __repr__(self) -> str:
-        return f"Match(held={self.held}, confirmed={self.confirmed}, lower={self.lower})"
+    held: list[int]
+    confirmed: list[int]
+    lower: dict[int, list[tuple[str, int]]]
 
 
 @dataclass(slots=True)
@@ -239,16 +235,16 @@ class CacheMap:
             start = held[slot]
             size = self.own_chunk(slot) if in_chunks else 1
             of_size = [(tier.base, holders) for tier, holders in in_chunks if tier.blocks == size]
-            runs = _in_own_chunks(slot, start, size, of_size) if of_size else []
-            for i in range(start, len(hashes) if not runs else 0):
+            bases = _in_own_chunks(slot, start, size, of_size) if of_size else []
+            for i in range(start, len(hashes) if not bases else 0):
                 base = next((base for base, holders in tiers if i < len(holders) and holders[i] >> slot & 1), None)
                 if base is None:
                     break
-                _add(runs, base, 1)
+                bases.append(base)
             if slot in self._dropping:
-                runs = _but_last(runs)
-            if runs:
-                lower[slot] = runs
+                del bases[-1:]
+            if bases:
+                lower[slot] = [(base, len(list(run))) for base, run in groupby(bases)]
         return lower
 
     def holds_below(self, slot: int) -> bool:
@@ -577,26 +573,16 @@ class CacheMap:
         return table
 
 
-def _in_own_chunks(slot: int, start: int, size: int, tiers: list[tuple[str, list[int]]]) -> list[tuple[str, int]]:
-    """Return the runs of blocks that the engine's own chunk tiers hold after the first `start` blocks.
+def _in_own_chunks(slot: int, start: int, size: int, tiers: list[tuple[str, list[int]]]) -> list[str]:
+    """Return the tier of each block that the engine's own chunk tiers hold after the first `start` blocks.
 
     `size`: blocks in a chunk. `tiers`: for each tier its name, and for each chunk of the prompt the replicas that hold
-    it, as an int with a bit for each slot. The result is as in `Match.lower`.
+    it, as an int with a bit for each slot.
     """
-    runs: list[tuple[str, int]] = []
+    bases: list[str] = []
     for number in range(start // size, len(tiers[0][1])):
         base = next((base for base, holders in tiers if holders[number] >> slot & 1), None)
         if base is None:
             break
-        _add(runs, base, min(size, (number + 1) * size - start))
-    return runs if sum([count for _, count in runs]) >= size else []  # the engine fetches no less than a chunk
-
-
-def _but_last(runs: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return runs of (tier, number of blocks) without the last block of the last run."""
-    return [*runs[:-1], (runs[-1][0], runs[-1][1] - 1)] if runs and runs[-1][1] > 1 else runs[:-1]
-
-
-def _add(runs: list[tuple[str, int]], tier: str, count: int) -> None:
-    before = runs.pop()[1] if runs and runs[-1][0] == tier else 0
-    runs.append((tier, before + count))
+        bases += [base] * min(size, (number + 1) * size - start)
+    return bases if len(bases) >= size else []  # the engine fetches no less than a chunk

@@ -5,7 +5,7 @@ hash of the block before, so that a block gets the same hash from an event as fr
 with. Consecutive events of one kind reach the map in one call, as a call costs about 40 us and each block 0.3 us.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -185,25 +185,14 @@ class EventApplier:
             self._set_size_fault(self._size.known)
         self._has_wide = False
         yield from self._groups.following()
-        yield from self._flushing()
+        self._flush()
         self._groups.flush()
 
     def _flush(self) -> None:
+        """Hand the pending changes of the main group and of slower tiers to the map."""
         self._work += FLUSH
-        for _ in self._flushing():
-            pass
-
-    def _flushing(self) -> Iterator[None]:
         if self._own:
-            hashes, keys = list(self._own.values()), list(self._own)
-            for start in range(0, len(keys), MOST_PENDING):
-                if start:
-                    yield
-                end = start + MOST_PENDING
-                heads = [(at - start, parent) for at, parent in self._heads if start <= at < end]
-                if not heads or heads[0][0]:
-                    heads.insert(0, (0, hashes[start - 1] if start else 0))
-                self._map.store(self._slot, hashes[start:end], keys[start:end], self._tier, heads)
+            self._map.store(self._slot, list(self._own.values()), list(self._own), self._tier, self._heads)
             if self._twice:
                 keys = [key for key, _, _ in self._twice]
                 heads = [(at, parent) for at, (_, _, parent) in enumerate(self._twice)]
@@ -336,9 +325,9 @@ class EventApplier:
             return False
         return alike
 
-    def _learn(self, number: Agreed, told: int, ends_others: bool = True) -> bool:
+    def _learn(self, number: Agreed, told: int, ends_other: bool = True) -> bool:
         before = number.known
-        agrees = number.take(told, ends_others)
+        agrees = number.take(told, ends_other)
         if before and number.known != before:
             self.fault = None  # it may be resolved now; if not, the next events set it again
         return agrees
@@ -504,9 +493,9 @@ class EventApplier:
         self._steps = self._storing_chunks(event, chunks)
 
     def _storing_chunks(self, event: Stored, chunks: Chunks) -> Iterator[None]:
-        yield from self._mapping(chunks, self._found_with(event, chunks), self._store_found, event.tier)
+        yield from self._mapping(chunks, self._found_with(event, chunks), event.tier, are_found=True)
         if chunks.blind:
-            yield from self._mapping(chunks, chunks.found(), self._remove_found, event.tier)
+            yield from self._mapping(chunks, chunks.found(), event.tier, are_found=False)
             chunks.clear()
             self.ignored += len(event.keys) * chunks.blocks
 
@@ -527,32 +516,24 @@ class EventApplier:
             yield from found
             before = key
 
-    @staticmethod
-    def _mapping(
-        chunks: Chunks, changed: Iterator[Chunk | None], change: Callable[[str, list[Chunk]], None], tier: str
-    ) -> Iterator[None]:
+    def _mapping(self, chunks: Chunks, changed: Iterator[Chunk | None], tier: str, are_found: bool) -> Iterator[None]:
         """Hand changed chunks to the map in steps of some milliseconds.
 
         One event may change any number of chunks: all that follow the one it names. `changed`: the chunks, with None
-        for work without a change. `change`: stores or removes some of them in the map, in the tier of chunks. `tier`:
-        the kind of memory.
+        for work without a change. `tier`: the kind of memory. `are_found`: whether a look-up finds the chunks from now
+        on (the map stores them), or no longer finds them (the map removes them).
         """
         tier = ChunkTier(tier, chunks.blocks).tier
         step = max(1, MOST_PIECE // chunks.blocks)
         while piece := list(islice(changed, step)):
-            if told := [chunk for chunk in piece if chunk is not None]:
-                change(tier, told)
+            hashes, keys, heads = chains(filter(None, piece))
+            if not are_found:
+                self._removed += self._map.remove(self._slot, keys, tier)
+            elif hashes:
+                self._map.store(self._slot, hashes, keys, tier, heads)
+                self.blocks_stored += len(hashes)
             if len(piece) == step:
                 yield
-
-    def _store_found(self, tier: str, chunks: list[Chunk]) -> None:
-        hashes, keys, heads = chains(chunks)
-        self._map.store(self._slot, hashes, keys, tier, heads)
-        self.blocks_stored += len(hashes)
-
-    def _remove_found(self, tier: str, chunks: list[Chunk]) -> None:
-        keys = [key for chunk in chunks for key in chunk.block_keys()]
-        self._removed += self._map.remove(self._slot, keys, tier)
 
     def _store_hashes(self, keys: Sequence[int | bytes], hashes: list[int], parent: int) -> None:
         """Queue a chain of blocks for the map; `parent` is the hash of the block before the first one, or 0."""
@@ -621,7 +602,7 @@ class EventApplier:
         if blind and not any(self._map.resolve(self._slot, unknown)):  # known keys would be the engine's own
             del self._chunks[event.tier]  # the source does report removals: its events count from here on
         if (chunks := self._chunks.get(event.tier)) is not None:
-            self._steps = self._mapping(chunks, chunks.remove(event.keys), self._remove_found, event.tier)
+            self._steps = self._mapping(chunks, chunks.remove(event.keys), event.tier, are_found=False)
             unknown = [key for key in unknown if key not in chunks]
         for tier in self._map.chunk_tiers(self._slot):  # the engine's own chunks, and those that only the map knows
             if tier.base == event.tier:

@@ -40,9 +40,6 @@ class Chunk:
         self.behind: dict[Key, Chunk] = {}
         self.held = self.found = False
 
-    def block_keys(self) -> list[Key]:
-        return block_keys(self.key, len(self.hashes))
-
 
 def block_keys(key: Key, blocks: int) -> list[Key]:
     """Return the keys that a chunk's blocks have in the map; the last block has the chunk's own key.
@@ -162,7 +159,7 @@ def _with_those_behind(chunk: Chunk) -> Iterator[Chunk]:
         yield one
 
 
-def chains(chunks: Sequence[Chunk]) -> tuple[list[int], list[Key], list[tuple[int, int]]]:
+def chains(chunks: Iterable[Chunk]) -> tuple[list[int], list[Key], list[tuple[int, int]]]:
     """Return the hashes, engine keys and `heads` with which `CacheMap.store` stores these chunks' blocks."""
     hashes: list[int] = []
     keys: list[Key] = []
@@ -170,5 +167,5 @@ def chains(chunks: Sequence[Chunk]) -> tuple[list[int], list[Key], list[tuple[in
     for chunk in chunks:
         heads.append((len(hashes), chunk.parent))
         hashes += chunk.hashes
-        keys += chunk.block_keys()
+        keys += block_keys(chunk.key, len(chunk.hashes))
     return hashes, keys, heads

@@ -94,7 +94,7 @@ class EventIntake:
         self._last_timestamp = 0.0
         self.unreplayed = replay is not None  # a replay of the engine's events is still to come
         # the requested replay, and the task that waits for its first batches
-        self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Task[list[Numbered] | None]] | None = None
+        self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Future[list[Numbered] | None]] | None = None
         self._resuming = False  # continue after a batch that another gateway applied, rather than start from nothing
         self._look_again = False
         self._replay_at = 0.0
@@ -191,7 +191,7 @@ class EventIntake:
                         if self._resuming and self.last_seq is not None:
                             await self._catch_up(self.last_seq)
                         else:
-                            self._ask()
+                            self._ask(inbox)
                     while messages := inbox.take():
                         await self._take(messages)
                         await asyncio.sleep(0)
@@ -394,21 +394,15 @@ class EventIntake:
             self.unreplayed = self._resuming = True
             self._look_again, self._replay_at = False, _now() + RETRY_SECONDS[0]
 
-    def _ask(self) -> None:
+    def _ask(self, inbox: Inbox) -> None:
         """Request all recorded batches from the engine, without waiting for the answer.
 
         A busy engine that has just started may answer late; its live events are applied meanwhile.
         """
         record = self._record(0)
-
-        async def begin() -> list[Numbered] | None:
-            try:
-                return await anext(record, None)
-            finally:
-                if self._inbox is not None:
-                    self._inbox.wake()
-
-        self._asked = record, asyncio.ensure_future(begin())
+        begin: asyncio.Future[list[Numbered] | None] = asyncio.ensure_future(anext(record, None))
+        begin.add_done_callback(lambda _: inbox.wake())
+        self._asked = record, begin
 
     async def _unask(self) -> None:
         if self._asked is not None:
@@ -419,7 +413,7 @@ class EventIntake:
             await record.aclose()
 
     async def _answered(
-        self, record: AsyncGenerator[list[Numbered], None], begin: asyncio.Task[list[Numbered] | None]
+        self, record: AsyncGenerator[list[Numbered], None], begin: asyncio.Future[list[Numbered] | None]
     ) -> None:
         """Rebuild the replica's blocks from the requested replay once its first batches are there.
 

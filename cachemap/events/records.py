@@ -65,39 +65,37 @@ UNTOLD = Blocks()
 # in naming every prompt's blocks: with a million of them a short chat took 25 s.
 MOST_AHEAD = 16
 AGREEING = 3  # events that must report the same other number before it counts
-MOST_TOLD = 8  # other numbers that are counted at a time
 
 
 class Agreed:
     """One number of an engine's block format, which a single odd event does not change.
 
     The first event sets the number. Later it changes only once AGREEING events have reported the same other number, and
-    no event between them reported the known one.
+    no event between them reported the known one or a third one.
     """
 
-    __slots__ = ("known", "_is_heard", "_others")
+    __slots__ = ("known", "_is_heard", "_other", "_times")
 
     def __init__(self, known: int, is_heard: bool):
         self.known, self._is_heard = known, is_heard
-        self._others: dict[int, int] = {}
+        self._other, self._times = known, 0  # the last other number, and how many events in a row have reported it
 
-    def take(self, told: int, ends_others: bool = True) -> bool:
+    def take(self, told: int, ends_other: bool = True) -> bool:
         """Take note of the number that an event reports; return whether it equals the known number (after any change).
 
-        `ends_others`: if the event reports the known number, the counts of all other numbers start again from 0.
+        `ends_other`: an event that reports the known number makes the count of the other number start again from 0.
         """
         if not self._is_heard:
             self.known, self._is_heard = told, True
         elif told != self.known:
-            times = self._others.get(told, 0) + 1
-            if times < AGREEING:
-                if times > 1 or len(self._others) < MOST_TOLD:
-                    self._others[told] = times
+            self._times = self._times + 1 if told == self._other else 1
+            self._other = told
+            if self._times < AGREEING:
                 return False
             self.known = told
-            self._others.clear()
-        if ends_others:
-            self._others.clear()
+        elif not ends_other:
+            return True
+        self._times = 0
         return True
 
 

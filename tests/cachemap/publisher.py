@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from array import array
 
 import msgspec
 import zmq
@@ -16,13 +17,19 @@ decode = VLLM.event_decoder(records)
 
 
 def stored(keys, tokens, parent=None, **fields):
-    """A BlockStored as the engine writes it, for blocks of BLOCK tokens."""
+    """Return a BlockStored event as the engine writes it, for blocks of BLOCK tokens."""
     return {
         "type": "BlockStored", "block_hashes": keys, "parent_block_hash": parent,
         "token_ids": tokens, "block_size": BLOCK, "lora_id": None, "medium": "GPU",
         "lora_name": None, "extra_keys": [None] * len(keys), "group_idx": 0,
         "kv_cache_spec_kind": "full_attention", **fields,
     }  # fmt: skip
+
+
+def record(keys, tokens, size, parent=None, tier="gpu", **fields):
+    """Return the decoded event of full attention's blocks of `size` tokens; `tokens`: ids, or their bytes."""
+    ids = tokens if isinstance(tokens, bytes) else array("I", tokens).tobytes()
+    return records.Stored(keys, parent, ids, size, tier, None, None, 0, records.FULL_ATTENTION, **fields)
 
 
 def removed(*keys, **fields):
@@ -33,9 +40,12 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 class Publisher:
-    """One engine's sockets. `kept` bounds how many batches it can replay; `room`: of an answer with more, all beyond
-    are dropped but the last, as by a socket at its high-water mark, or but none (`drops_end`). `port`: where to
-    publish, any by default."""
+    """One engine's sockets.
+
+    `kept`: how many batches it can replay. `room`: how many batches of an answer its socket holds; as at a high-water
+    mark it drops the others except the last one, or with `drops_end` all others. `port`: where to publish, any by
+    default.
+    """
 
     def __init__(self, topic=b"kv", kept=10_000, topic_in_replay=True, room=None, drops_end=False, port=None):
         self._context = zmq.asyncio.Context()
@@ -59,7 +69,7 @@ class Publisher:
         self._server: asyncio.Task | None = None
 
     async def subscribed(self):
-        """Until a subscriber's subscription has arrived."""
+        """Wait until a subscriber's subscription has arrived."""
         async with asyncio.timeout(10):
             while (await self._pub.recv())[:1] != b"\1":  # else one has ended
                 pass
@@ -98,7 +108,7 @@ class Publisher:
         await self._pub.send_multipart(frames)
 
     def restart(self):
-        """The same addresses, a new engine."""
+        """Go on as a new engine at the same addresses."""
         self.record.clear()
         self.next = 0
 
@@ -110,10 +120,11 @@ class Publisher:
 
 
 @contextlib.asynccontextmanager
-async def publishing(**options):
-    """A publisher that also answers requests for replay."""
+async def publishing(serves=True, **options):
+    """Yield a publisher; without `serves` it answers requests for replay only once `serve_replay` is called."""
     publisher = Publisher(**options)
-    publisher.serve_replay()
+    if serves:
+        publisher.serve_replay()
     try:
         yield publisher
     finally:

@@ -11,23 +11,24 @@ from cachemap import CacheMap, GuessedBlocks, chain_seed, hash_blocks
 from cachemap.changes import CacheGroup, ChunkTier
 from cachemap.table.blocks import u64
 
+from .cluster.gateways import contents
+
 MIB = 1 << 20
 
 
 def chain(*branches: int, length: int = 6) -> list[int]:
-    """Hashes of a prompt whose sections are named: equal names from the start, equal prefix."""
+    """Return the hashes of a prompt whose sections have names: equal leading names make an equal prefix."""
     tokens = b"".join(name.to_bytes(4, "little") * length * 4 for name in branches)
     return hash_blocks(tokens, 4, chain_seed("m", 4))
 
 
 def keys(slot: int, hashes: list[int]) -> list[int]:
-    """An engine's own keys: a function of content, different on each replica."""
+    """Return an engine's own keys of blocks, which differ between replicas."""
     return [h * 3 + slot & (1 << 64) - 1 for h in hashes]
 
 
 class ReferenceMap:
-    """The map without caring for speed: copies of the blocks of each replica by engine key, and what its prompts
-    match."""
+    """A slow map that is easy to check: by replica, how many copies of each block it has under each engine key."""
 
     def __init__(self):
         self.keys: dict[int, Counter] = {}
@@ -129,20 +130,12 @@ def test_what_the_engine_drops_of_its_own_leaves_what_stores_below_it_hold(steps
             table.clear(slot, below=what == "clear")
             kept = ("disk", "remote", ChunkTier("cpu", 4).tier, OWN[1]) if what == "clear own" else ()
             held = Counter({one: copies for one, copies in held.items() if one[0] in kept})
-        contents = table.contents(slot)
-        assert (
-            Counter(
-                {
-                    (tier, block): contents.copies.get((tier, tag), 0) + 1
-                    for tier, (hashes, tags) in contents.held.items()
-                    for block, tag in zip(hashes.tolist(), tags.tolist(), strict=True)
-                }
-            )
-            == held
+        found = contents(table)
+        assert held == Counter(
+            {(tier, block): found["copies"].get((tier, tag), 0) + 1 for (tier, tag), block in found["held"].items()}
         )
-        assert set(table.groups(slot)) <= {CacheGroup(1, 4).tier} and table.held(slot) == sum(
-            2 if tier in OWN else 1 for tier, _ in held
-        )
+        assert set(table.groups(slot)) <= {CacheGroup(1, 4).tier}
+        assert table.held(slot) == sum(2 if tier in OWN else 1 for tier, _ in held)
 
 
 NAMED = st.lists(

@@ -33,13 +33,9 @@ from .gateways import contents
 MIB = 1 << 20
 IDENTITY = Identity("m", 16, 36)
 BLOCKS = st.integers(1, 40)
-TIERS = st.sampled_from(
-    [
-        *("gpu", "gpu", "cpu", "disk", CacheGroup(0, 4).tier, CacheGroup(300, EVERY).tier),
-        *(CacheGroup.of_states(MOST_INDEX).tier, CacheGroup.of_parts(MOST_INDEX, 8).tier),
-        *(ChunkTier("cpu", 16).tier, ChunkTier("disk", 4, own=True).tier),
-    ]
-)
+GROUPS = CacheGroup(0, 4), CacheGroup(300, EVERY), CacheGroup.of_states(MOST_INDEX), CacheGroup.of_parts(MOST_INDEX, 8)
+CHUNKS = ChunkTier("cpu", 16), ChunkTier("disk", 4, own=True)
+TIERS = st.sampled_from(["gpu", "gpu", "cpu", "disk", *(one.tier for one in (*GROUPS, *CHUNKS))])
 HAPPENINGS = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.lists(BLOCKS, min_size=1, max_size=12), TIERS),
@@ -63,13 +59,8 @@ def attached(budget=MIB):
 def happen(table, what, *details):
     if what == "store":
         numbers, tier = details
-        table.store(
-            0,
-            [n * 1_000_003 for n in numbers],
-            [n + 7 for n in numbers],
-            tier,
-            [(i, (n - 1) * 1_000_003) for i, n in enumerate(numbers)],
-        )
+        heads = [(i, (n - 1) * 1_000_003) for i, n in enumerate(numbers)]
+        table.store(0, [n * 1_000_003 for n in numbers], [n + 7 for n in numbers], tier, heads)
     elif what == "remove":
         table.remove(0, [n + 7 for n in details[0]], details[1])
     elif what == "group":
@@ -144,10 +135,8 @@ def test_where_memory_is_short_a_follower_holds_no_more_than_the_engine_does():
         for key in gone:
             del truth[key]
     assert leader.stats()["evicted"] and follower.stats()["evicted"]
-    assert (
-        set(contents(follower)["held"].values()) <= truth.keys()
-        and set(contents(leader)["held"].values()) <= truth.keys()
-    )
+    for one in (leader, follower):
+        assert set(contents(one)["held"].values()) <= truth.keys()
 
 
 def test_thirteen_bytes_a_block():

@@ -1,4 +1,4 @@
-"""URLs, and what is said of wrong ones."""
+"""Redis URLs, the names of replicas in Redis, and connections to the server of a key."""
 
 import ipaddress
 import socket
@@ -12,38 +12,25 @@ from cachemap.cluster.connect import ANSWER_SECONDS, RedisClients, RedisConnecti
 from cachemap.cluster.keys import NAME, Keys, scope
 from tests.gateway.http.talk import eventually
 
-
-def test_the_three_kinds():
-    one = parse("redis://me:secret@h:7000/3")
-    assert one[:3] == ("single", [("h", 7000)], "") and (
-        one.options["username"],
-        one.options["password"],
-        one.options["db"],
-    ) == ("me", "secret", 3)
-    assert parse("redis://h").hosts == [("h", 6379)]
-    assert parse("rediss://h?ssl_ca_certs=/ca.pem").options["ssl_ca_certs"] == "/ca.pem"
-    two = parse("redis+sentinel://:pw@a:1,b/main/2")
-    assert (
-        two[:3] == ("sentinel", [("a", 1), ("b", 26379)], "main")
-        and two.options["db"] == 2
-        and two.options["password"] == "pw"
-    )
-    assert parse("rediss+cluster://a,[::1]:5")[:2] == ("cluster", [("a", 6379), ("::1", 5)])
-    assert "secret" not in str(one) and str(two) == "a:1,b:26379 (sentinel main)"
+ME = {"username": "me", "password": "secret", "db": 3}
 
 
-def test_a_socket_of_this_machine():
-    one = parse("unix://me:secret@/run/redis.sock?db=3")
-    assert one.kind == "unix" and (
-        one.options["path"],
-        one.options["username"],
-        one.options["password"],
-        one.options["db"],
-    ) == ("/run/redis.sock", "me", "secret", 3)
-    assert (
-        str(one) == "/run/redis.sock (unix socket)"
-        and without_password("unix://me:secret@/run/redis.sock") == "unix://me:********@/run/redis.sock"
-    )
+@pytest.mark.parametrize(
+    ("url", "kind", "hosts", "master", "options", "shown"),
+    [
+        ("redis://me:secret@h:7000/3", "single", [("h", 7000)], "", ME, "h:7000 (single)"),
+        ("redis://h", "single", [("h", 6379)], "", {}, "h:6379 (single)"),
+        ("rediss://h?ssl_ca_certs=/ca", "single", [("h", 6379)], "", {"ssl_ca_certs": "/ca"}, "h:6379 (single)"),
+        ("redis+sentinel://:secret@a:1,b/main/3", "sentinel", [("a", 1), ("b", 26379)], "main",
+         {"password": "secret", "db": 3}, "a:1,b:26379 (sentinel main)"),
+        ("rediss+cluster://a,[::1]:5", "cluster", [("a", 6379), ("::1", 5)], "", {}, "a:6379,::1:5 (cluster)"),
+        ("unix://me:secret@/run/r.sock?db=3", "unix", [], "", {"path": "/run/r.sock", **ME}, "/run/r.sock (unix socket)"),
+    ],
+)  # fmt: skip
+def test_a_url_of_each_kind(url, kind, hosts, master, options, shown):
+    one = parse(url)
+    assert one[:3] == (kind, hosts, master) and str(one) == shown
+    assert {name: one.options[name] for name in options} == options
 
 
 @pytest.mark.parametrize(
@@ -80,12 +67,18 @@ def test_a_password_is_never_shown(password):
     assert without_password(url) == "redis://me:********@h:1/2"
 
 
-def test_a_url_without_its_password_says_the_rest():
-    assert without_password("redis://h:1/2") == "redis://h:1/2" and without_password("redis://me@h") == "redis://me@h"
-    assert (
-        without_password("rediss+sentinel://:x@a:1,b/main?sentinel_password=y&ssl_ca_certs=/c")
-        == "rediss+sentinel://:********@a:1,b/main?sentinel_password=********&ssl_ca_certs=/c"
-    )
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:1/2", "redis://h:1/2"),
+        ("redis://me@h", "redis://me@h"),
+        ("unix://me:secret@/run/redis.sock", "unix://me:********@/run/redis.sock"),
+        ("rediss+sentinel://:x@a:1,b/main?sentinel_password=y&ssl_ca_certs=/c",
+         "rediss+sentinel://:********@a:1,b/main?sentinel_password=********&ssl_ca_certs=/c"),
+    ],
+)  # fmt: skip
+def test_a_url_without_its_password_says_the_rest(url, shown):
+    assert without_password(url) == shown
 
 
 UNLIKE = (
@@ -104,7 +97,7 @@ def test_a_loopback_address_is_called_by_the_hosts_name_and_no_other_host_is():
 
 
 def spellings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[str]:
-    """Of one address, as people and programs write it."""
+    """Return the spellings of one address that people and programs use."""
     if address.version == 4:
         mapped = ipaddress.IPv6Address(0xFFFF << 32 | int(address))
         return [str(address), f"[::ffff:{address}]", f"[{mapped.exploded}]", f"[{str(mapped).upper()}]"]
@@ -137,18 +130,17 @@ def test_names_mean_the_same_on_every_host():
     assert one.lane == other.lane and one.newest == other.newest and one.lease != other.lease
     # counts mean something to one gateway only
     assert other.incarnation == Keys("d", "10.0.0.7:8000", "").incarnation == "-"
-    for told, named in {
+    names = {
         "17.25@10.0.0.7": "17.25",
         "17.25@fe80::1%eth0": "17.25",
         "pid-12": "pid-12",
         "seen-3@::1": "-",
         "x" * 65: "-",
-    }.items():
+    }
+    for told, named in names.items():
         assert Keys("d", "10.0.0.7:8000", told).incarnation == named and NAME.fullmatch(named)
-    assert all(
-        key.startswith(f"hitherto:1:d:{{{one.lane}}}:map2:")
-        for key in (one.lease, one.head, one.deltas, one.snapshot, one.request, one.newest)
-    )
+    for key in (one.lease, one.head, one.deltas, one.snapshot, one.request, one.newest):
+        assert key.startswith(f"hitherto:1:d:{{{one.lane}}}:map2:")
 
 
 async def test_a_key_that_moves_gives_the_connection_back_to_the_server_that_had_it(redis_server):

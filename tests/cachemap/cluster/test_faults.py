@@ -407,7 +407,7 @@ async def test_a_shard_of_which_no_replica_is_left_is_no_trouble(tmp_path):
 
 
 def spread(cluster: Cluster) -> list[str]:
-    """Names of two replicas that lie on different shards."""
+    """Return the names of two replicas whose keys are on different shards."""
     from cachemap.cluster.keys import Keys
 
     first, *rest = (f"r{i}" for i in range(40))

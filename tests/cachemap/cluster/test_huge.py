@@ -45,7 +45,7 @@ async def test_what_lies_at_a_replicas_keys_is_not_read_and_made_anew(start_redi
             for name in names:
                 for gateway in (one, other):
                     gateway.follow(name, publisher)
-            await until(lambda: all(is_shared(one, other, name) for name in names))
+            await until(lambda: all(is_shared(one, other, name) for name in names), 60)
             await publisher.publish(event(1, 0, 6))
             for name in names:
                 await hold(1, 6, one, other, name=name)

@@ -24,7 +24,7 @@ NO_NEWS = "none", "nothing"  # Redis answers so to a read without news
 
 
 class Other(Proxy):
-    """A way to Redis on which some commands get another answer; `answer` gives it, or None for Redis' own."""
+    """A proxy to Redis that answers some commands itself: `answer` returns the reply, or None for Redis's own."""
 
     answer = staticmethod(lambda command: None)
 

@@ -29,7 +29,7 @@ async def test_every_poison_at_every_key_is_healed_and_no_other_replica_notices(
             for name in ill:
                 for gateway in (one, other):
                     gateway.follow(name, publisher)
-            await until(lambda: all(is_shared(one, other, name) for name in ill), 20)
+            await until(lambda: all(is_shared(one, other, name) for name in ill), 60)
             await publisher.publish(event(2, 0, 6))
             for name in ill:
                 await hold(2, 6, one, other, name=name)

@@ -16,14 +16,14 @@ from policies import Candidate, CostGroup, Demand, Evaluation, Ledger, make
 from tests.gateway.ops.test_redis_check import DOCUMENTED, acl
 
 from ..publisher import publishing
-from .gateways import event, gateways, prompt, until
+from .gateways import event, followed, gateways, report, until
 
 SCRIPT = re.compile(r"user_script|Error running|f_[0-9a-f]{40}|\r|\n")
 
 
 @contextlib.asynccontextmanager
 async def gateway(url):
-    """What a gateway has of the map and of the ledger, with one replica."""
+    """Yield what a gateway has of the map and of the ledger, with one replica, and the replica's publisher."""
     ledger = Ledger()
     load = SharedLedger(RedisClients(parse(url)), "prod", ledger, make("least_time").cost)
     ledger.add("r:1")
@@ -42,7 +42,7 @@ def is_plain(said, *words):
 
 @pytest.fixture
 def refusing(start_redis, redis_binary):
-    """Redis servers by how they refuse: a URL, and what one does to a server that was well."""
+    """Return functions that start a Redis server and return its URL, by how the server refuses."""
 
     def read_only():
         return start_redis(binary=redis_binary, replicaof=f"127.0.0.1 {start_redis(binary=redis_binary).port}").url
@@ -90,7 +90,7 @@ async def test_what_is_refused_at_which_key_why_and_what_to_do(refusing, how, of
 async def test_the_acl_that_is_documented_is_enough(start_redis, redis_binary):
     """For a map that one gateway writes and another one reads, and for a ledger that places requests."""
     url = start_redis(binary=redis_binary, user=acl(*DOCUMENTED)).url
-    url, hashes = url.replace("//", "//gate:secret@").replace("/0", "/1"), prompt(1, 6)[1]
+    url = url.replace("//", "//gate:secret@").replace("/0", "/1")
     policy, own, placed = make("least_time"), Ledger(), asyncio.get_running_loop().create_future()
     candidate, demand = Candidate("r:1", 0, own.add("r:1"), CostGroup().add("r:1")), Demand(32, 16, hashes=[1, 2])
     ledger = SharedLedger(RedisClients(parse(url)), "prod", own, policy.cost, deadline=5.0)
@@ -99,10 +99,9 @@ async def test_the_acl_that_is_documented_is_enough(start_redis, redis_binary):
         async with gateway(url) as (shared, _, publisher), gateways(url, deployment="prod") as (other,):
             await until(lambda: shared.snapshots and ledger.joined)
             other.follow("r:1", publisher)
-            await until(lambda: other.role("r:1") == "follower")
+            await followed(other, "r:1")
             await publisher.subscribed()
-            await publisher.publish(event(1, 0, 6))
-            await until(lambda: other.held("r:1", hashes) == 6)
+            await report(publisher, 1, other, name="r:1")
             ledger.decide(Evaluation(demand, [candidate], policy.choose(demand, [candidate]), 0), placed.set_result)
             assert await placed is not None, ledger.reason
             assert not shared.trouble and not other.shared.trouble
@@ -117,16 +116,8 @@ async def test_one_that_is_full_says_so_of_deltas_too(start_redis, redis_binary,
         with server.client() as client:
             client.config_set("maxmemory", 1)
         await publisher.publish(event(1, 0, 6))
-        await until(
-            lambda: is_plain(
-                shared.trouble,
-                "refuses XADD at hitherto:1:prod:{",
-                ":deltas: it has no memory left (maxmemory)",
-                "raise its maxmemory",
-            ),
-            5,
-            lambda: shared.trouble,
-        )
+        said = "refuses XADD at hitherto:1:prod:{", ":deltas: it has no memory left (maxmemory)", "raise its maxmemory"
+        await until(lambda: is_plain(shared.trouble, *said), 5, lambda: shared.trouble)
         assert shared.reachable and not shared.usable
         await until(lambda: not ledger.joined and is_plain(ledger.reason, "no memory left"), 5, lambda: ledger.reason)
         seen = [ledger.joined]
@@ -150,7 +141,7 @@ async def test_one_that_is_gone_is_not_reachable(start_redis):
 
 
 async def answers(reply):
-    """A server that answers everything alike."""
+    """Return a server that gives the same reply to everything."""
 
     async def serve(reader, writer):
         while await reader.read(65536):
@@ -163,13 +154,8 @@ async def answers(reply):
 async def test_one_that_loads_its_data_answers():
     server = await answers(b"-LOADING Redis is loading the dataset in memory\r\n")
     async with server, gateway(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}") as (shared, ledger, _):
-        await until(
-            lambda: (
-                "it is still loading its data" in shared.trouble and "it is still loading its data" in ledger.reason
-            ),
-            5,
-            lambda: (shared.trouble, ledger.reason),
-        )
+        for part in (lambda: shared.trouble, lambda: ledger.reason):
+            await until(lambda part=part: "it is still loading its data" in part(), 5, part)
         assert shared.reachable and not shared.usable
 
 
@@ -244,15 +230,9 @@ def test_each_reason_why_a_server_is_not_reached_is_told_as_it_is(said, why):
 
 async def test_what_cannot_be_done_for_one_reason_is_told_with_it_once():
     shared = SharedMap(parse("redis://127.0.0.1:9"), "prod", CacheMap(1 << 20))
-    for what, lane, why in (
-        (LEASES, 0, "no answer"),
-        (READS, 0, "no answer"),
-        (READS, 1, "no answer"),
-        (READS, 2, "NOPERM"),
-    ):
+    troubles = (LEASES, 0, "no answer"), (READS, 0, "no answer"), (READS, 1, "no answer"), (READS, 2, "NOPERM")
+    for what, lane, why in troubles:
         shared.in_trouble(what, lane, Trouble(why, False))
-    assert (
-        shared.trouble
-        == "leases cannot be looked at and deltas cannot be read: no answer; deltas cannot be read: NOPERM"
-    )
+    said = "leases cannot be looked at and deltas cannot be read: no answer; deltas cannot be read: NOPERM"
+    assert shared.trouble == said
     await shared.stop()

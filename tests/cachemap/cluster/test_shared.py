@@ -11,7 +11,7 @@ from cachemap.cluster import shared
 from cachemap.cluster.codec import RELOAD
 from cachemap.events import sockets
 
-from ..publisher import BLOCK, CLEARED, Publisher, publishing, removed, stored
+from ..publisher import BLOCK, CLEARED, publishing, removed, stored
 from .gateways import event, followed, gateways, hold, is_shared, led, prompt, report, same, sharing, until
 
 PROMPT = prompt(1, 12)[1]
@@ -51,28 +51,24 @@ async def test_a_follower_holds_what_the_leader_holds(redis_server):
 async def test_a_record_that_comes_after_live_events_is_applied_anew_by_leader_and_follower(redis_server, monkeypatch):
     """What it repeats is held once, and counted again by both: their counts are of what events reported."""
     monkeypatch.setattr(sockets, "REPLAY_SECONDS", 60)
-    publisher = Publisher()  # it does not answer yet
-    try:
-        async with gateways(redis_server.url, 2) as (one, other):
-            leader = one.follow("r", publisher)
-            await led(one)
-            await publisher.subscribed()
-            follower = other.follow("r", publisher)
-            await followed(other)
-            await publisher.publish(event(1, 0, 8), event(1, 8, 12))
-            await hold(1, 12, other)
-            assert leader.blocks_stored == follower.blocks_stored == 12
-            publisher.serve_replay()
-            await until(lambda: not leader.unreplayed)
-            await publisher.publish(removed(10_011), event(2, 0, 3))
-            await hold(2, 3, other)
-            await same(one, other)
-            assert other.held("r", PROMPT) == 11 and not other.contents("r")["copies"]
-            assert publisher.asked == [0] and other.shared.reloads == 0
-            for intake in (leader, follower):
-                assert (intake.blocks_stored, intake.blocks_removed) == (27, 1)
-    finally:
-        await publisher.close()
+    async with publishing(serves=False) as publisher, gateways(redis_server.url, 2) as (one, other):
+        leader = one.follow("r", publisher)
+        await led(one)
+        await publisher.subscribed()
+        follower = other.follow("r", publisher)
+        await followed(other)
+        await publisher.publish(event(1, 0, 8), event(1, 8, 12))
+        await hold(1, 12, other)
+        assert leader.blocks_stored == follower.blocks_stored == 12
+        publisher.serve_replay()
+        await until(lambda: not leader.unreplayed)
+        await publisher.publish(removed(10_011), event(2, 0, 3))
+        await hold(2, 3, other)
+        await same(one, other)
+        assert other.held("r", PROMPT) == 11 and not other.contents("r")["copies"]
+        assert publisher.asked == [0] and other.shared.reloads == 0
+        for intake in (leader, follower):
+            assert (intake.blocks_stored, intake.blocks_removed) == (27, 1)
 
 
 async def test_deltas_that_are_read_again_are_applied_once(redis_server):

@@ -15,7 +15,9 @@ from cachemap.events import chunks as module
 from cachemap.events.apply import EventApplier
 from cachemap.events.chunks import Chunks
 from cachemap.events.groups import MOST_PIECE
-from cachemap.events.records import Cleared, Removed, Stored
+from cachemap.events.records import Cleared, Removed
+
+from ..publisher import record
 
 OF_CHUNKS = [tracemalloc.Filter(True, module.__file__)]
 SIZE, BLOCKS = 4, 3  # tokens of a block, blocks of a chunk
@@ -43,12 +45,12 @@ def key(path):
 
 
 def block_key(path, number):
-    """The engine's own of a block: the same for prompts that are the same up to its end."""
+    """Return the engine's key of a block; prompts that are equal up to the block's end have the same key."""
     return hash((path[: number // BLOCKS + 1], number)) % 2**63 + 1
 
 
 class Told:
-    """A map that is told of a store with chunks, and of an engine's own cache."""
+    """A map that gets the events of a store with chunks and of an engine's own cache."""
 
     def __init__(self, budget=1 << 22):
         self.map = CacheMap(budget)
@@ -65,7 +67,7 @@ class Told:
     def stored(path, tier="cpu"):
         data = tokens(path)[-SIZE * BLOCKS :].tobytes()
         before = key(path[:-1]) if len(path) > 1 else None
-        return Stored([key(path)], before, data, SIZE * BLOCKS, tier, None, None, 0, "full_attention")
+        return record([key(path)], data, SIZE * BLOCKS, before, tier)
 
     def evict(self, *paths):
         self.apply(Removed([key(path) for path in paths], "cpu", 0))
@@ -74,19 +76,19 @@ class Told:
         keys = [block_key(path, number) for number in range(start, end)]
         parent = block_key(path, start - 1) if start else None
         data = tokens(path)[start * SIZE : end * SIZE].tobytes()
-        self.apply(Stored(keys, parent, data, SIZE, "gpu", None, None, 0, "full_attention"))
+        self.apply(record(keys, data, SIZE, parent))
 
     def drop(self, path, number):
         self.apply(Removed([block_key(path, number)], "gpu", 0))
 
     def held(self, path, blocks=None):
-        """Blocks in GPU memory, and with those behind them in host memory, of a prompt of so many."""
+        """Return how many blocks of a prompt are in GPU memory, and how many with those after them in host memory."""
         match = self.map.match(hash_blocks(tokens(path).tobytes(), SIZE, chain_seed("m", SIZE))[:blocks], 0.0)
         return match.held[0], match.held[0] + sum(count for _, count in match.lower.get(0, ()))
 
 
 def leading(path, there):
-    """How much of it is there from its beginning, without a gap."""
+    """Return how many leading chunks of a prompt are there without a gap."""
     return next((count for count in range(len(path)) if path[: count + 1] not in there), len(path))
 
 
@@ -129,14 +131,10 @@ def test_the_map_has_what_the_stores_own_lookup_finds(story):
 def test_what_stands_behind_a_chunk_comes_and_goes_in_steps():
     told, count = Told(1 << 24), 2 * MOST_PIECE
     ids = array("I", range(count * SIZE * BLOCKS)).tobytes()
-    told.apply(
-        Stored(range(1, count + 1), None, ids, SIZE * BLOCKS, "cpu", None, None, 0, "full_attention", below=True)
-    )
+    told.apply(record(range(1, count + 1), ids, SIZE * BLOCKS, tier="cpu", below=True))
     changed: list[int] = []
     told.map.record(0, lambda change: changed.append(len(change.tags)))
-    root = Stored(
-        [1], None, ids[: SIZE * BLOCKS * 4], SIZE * BLOCKS, "cpu", None, None, 0, "full_attention", below=True
-    )
+    root = record([1], ids[: SIZE * BLOCKS * 4], SIZE * BLOCKS, tier="cpu", below=True)
     for event in (Removed([1], "cpu", 0), root):
         changed.clear()
         before = 0
@@ -160,14 +158,6 @@ def test_chunks_behind_one_that_is_gone_come_back_with_it():
     assert told.applier.blocks_stored == 12 + 5 + 9 and told.applier.blocks_removed == 9
 
 
-def test_behind_a_prompts_last_whole_chunk_nothing_is_found():
-    told, path = Told(), (0, 1, 0, 1)
-    told.store(*(path[:end] for end in range(1, 5)))
-    assert [told.held(path, blocks)[1] for blocks in (2, 3, 5, 8, 9, 12)] == [0, 3, 3, 6, 9, 12]
-    told.compute(path, 0, 7)
-    assert [told.held(path, blocks)[1] for blocks in (2, 3, 5, 8, 9, 12)] == [2, 3, 5, 7, 9, 12]
-
-
 def test_a_source_that_tells_of_no_evictions_is_not_believed():
     """LMCache's connectors, where its server tells them nothing."""
     told = Told()
@@ -183,7 +173,7 @@ def test_a_source_that_tells_of_no_evictions_is_not_believed():
 
 @pytest.mark.parametrize("anew", ["forget", "clear"])
 def test_who_tells_of_no_evictions_is_not_believed_until_it_does(anew):
-    """Neither once the map was built anew from its record, nor after the engine's own cache was reset."""
+    """This holds after the map was rebuilt from a replay, and after the engine's own cache was reset."""
     told, path = Told(), (0, 0, 0, 0)
     told.store((0,), (0, 0))
     told.store((0,))
@@ -218,7 +208,7 @@ def test_of_a_chunk_with_an_unknown_predecessor_nothing_is_known():
 
 
 def test_a_gateway_that_takes_over_goes_on_with_what_the_map_has():
-    """It has the map of the one before, and not its chunks."""
+    """Such a gateway has the map of the gateway before it, but not its chunks."""
     told, path = Told(), (0, 0, 0, 0)
     told.store((0,), (0, 0), (1,))
     told.applier = EventApplier(told.map, 0, "m", SIZE)
@@ -231,7 +221,7 @@ def test_a_gateway_that_takes_over_goes_on_with_what_the_map_has():
 
 
 def test_a_reset_of_the_engine_costs_nothing_for_what_a_store_below_keeps():
-    """Nor is it stored anew in the map; chunks that only the map knows, from another gateway, stay too."""
+    """Nothing is stored again in the map; chunks that only the map knows, from another gateway, stay too."""
     told, path, changes = Told(), (0, 0, 0, 0), []
     told.store((0,), (0, 0))
     told.applier = EventApplier(told.map, 0, "m", SIZE)
@@ -276,7 +266,7 @@ def test_chunks_are_in_the_maps_budget(length):
     for number in range(600):
         before = events[-1].keys[0] if number % length else None
         name, data = b"k%031d" % number, array("I", [number]) * (SIZE * blocks)
-        events.append(Stored([name], before, data.tobytes(), SIZE * blocks, "cpu", None, None, 0, "full_attention"))
+        events.append(record([name], data, SIZE * blocks, before, "cpu"))
     tracemalloc.start()
     for event in events:
         told.apply(event)
@@ -301,14 +291,12 @@ def test_chunks_push_no_block_of_another_replica_out_of_a_full_map():
         for _ in range(8):
             data = array("I", range(next(count) << 16, (next(count) << 16) + 512 * SIZE))[: 512 * SIZE]
             keys = [b"o%031d" % (data[0] + number) for number in range(512)]
-            other.apply([Stored(keys, None, data.tobytes(), SIZE, "gpu", None, None, 0, "full_attention")])
+            other.apply([record(keys, data, SIZE)])
             other.flush()
         held = told.map.held(slot)
     for _ in range(200):
         data = array("I", [next(count)]) * (SIZE * 16)
-        told.apply(
-            Stored([b"k%031d" % data[0]], None, data.tobytes(), SIZE * 16, "cpu", None, None, 0, "full_attention")
-        )
+        told.apply(record([b"k%031d" % data[0]], data, SIZE * 16, tier="cpu"))
         assert told.map.stats()["bytes"] <= 1 << 20
     assert told.map.held(slot) > 0.7 * held and told.applier.ignored > 16 * 16
 

@@ -31,7 +31,7 @@ CHAIN = 4
 
 
 def windowed(keys, blocks=CHAIN, group=0, parent=None, **fields):
-    """A BlockStored of a group with a sliding window: `keys` of some of the first `blocks` blocks."""
+    """Return the BlockStored event of a sliding-window group: `keys` of some of the first `blocks` blocks."""
     told = stored(keys, TOKENS[: blocks * BLOCK], parent, group_idx=group, **fields)
     return told | {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": WINDOW} | fields
 
@@ -195,19 +195,19 @@ def grant(groups, lasts, length):
 
 
 def states(keys, first, last, parent=None, **fields):
-    """A BlockStored of Mamba's states: `keys` of the last of the blocks from `first` to before `last`."""
+    """Return a BlockStored event of Mamba states: `keys` of the last of the blocks `first` to `last` - 1."""
     tokens = TOKENS[first * BLOCK : last * BLOCK]
     return stored(keys, tokens, parent, group_idx=1, kv_cache_spec_kind="mamba", **fields)
 
 
 def wide(key, first=0, parent=None, **fields):
-    """A BlockStored of full attention, whose blocks have two of Mamba's."""
+    """Return a BlockStored event of full attention, whose blocks are as large as two Mamba blocks."""
     tokens = TOKENS[first * BLOCK : (first + 2) * BLOCK]
     return stored([key], tokens, parent, group_idx=0, block_size=2 * BLOCK, **fields)
 
 
 def part(key, block, parent):
-    """A BlockStored of a prompt that ends with this block, within one of full attention."""
+    """Return a BlockStored event of a prompt that ends with this block, within a block of full attention."""
     return stored([key], TOKENS[block * BLOCK : (block + 1) * BLOCK], parent, group_idx=0)
 
 
@@ -278,7 +278,7 @@ def test_another_applier_goes_on_with_blocks_that_are_larger_than_states(setting
 
 
 def test_groups_of_a_replica_that_is_not_observed_are_applied_without_a_fault_of_ours(setting):
-    """Its map takes nothing, the names of groups neither."""
+    """The map of such a replica takes neither blocks nor groups."""
     setting[0].observed(0, False)
     apply(setting, full([1, 2]), windowed([1, 2], 2), windowed([1, 2], 2, group=2))
     assert setting[1].fault is None and setting[0].groups(0) == {}
@@ -313,12 +313,12 @@ def test_a_huge_event_comes_to_the_map_in_steps_between_which_others_may_look(se
 
 
 def one_each(count, *events):
-    """These events in turns, each with a key of its own."""
+    """Return these events in turns, each with a key of its own."""
     return [events[at % len(events)]._replace(keys=[1000 + at // len(events)]) for at in range(count)]
 
 
 def awkward(name, count=4 * MOST_PIECE):
-    """A batch that takes long in another way than by many blocks in an event."""
+    """Return a batch that takes long for another reason than many blocks in one event."""
     stored_one, window = batch(full([1], group=0), windowed([1], 1, group=1))
     nothing, alone = stored_one._replace(keys=[], tokens=b""), window._replace(tokens=b"")
     copy, below = stored_one._replace(tier="cpu", tokens=b""), stored_one._replace(tier="cpu", below=True)
@@ -382,7 +382,7 @@ def test_losses_of_everything_that_follow_one_another_are_one(setting):
 
 @contextmanager
 def hashing():
-    """A list of how many blocks are hashed in each of its items; the user begins a new item for each step."""
+    """Yield a list of how many blocks were hashed in each step; the caller appends a 0 when a step begins."""
     counts = [0]
 
     def hash_some(tokens, size, seed):
@@ -423,16 +423,3 @@ def test_a_steps_states_are_hashed_once_however_many_prompts_end_beside_them(set
 
 def removed_all(keys, group):
     return Removed(keys, "gpu", group)
-
-
-@pytest.mark.parametrize("medium", ["GPU", "CPU"])
-def test_keys_that_nobody_knows_are_looked_up_together(setting, medium):
-    """Also where they are told of the group that prompts are found in, which then is none of windows."""
-    apply(setting, full([1], group=0), windowed([1], 1, group=1))
-    keys = list(range(100, 100 + 5 * MOST_PIECE))
-    (event,) = batch(windowed([1], 1, group=0, medium=medium))
-    with patch.object(setting[0], "resolve", side_effect=setting[0].resolve) as resolved:
-        for piece in in_pieces([event._replace(keys=keys, tokens=b"")]):
-            setting[1].apply(piece)
-        setting[1].flush()
-    assert resolved.call_count < 30 and setting[1].orphans == len(keys)

@@ -25,7 +25,7 @@ HASHES = hash_blocks(array("I", TOKENS).tobytes(), BLOCK, chain_seed("m", BLOCK)
 
 
 def blocks(start, stop):
-    """BlockStored for blocks start .. stop of the prompt; keys are 100 + index."""
+    """Return a BlockStored event for blocks `start` to `stop` of the prompt; keys are 100 + index."""
     keys = [100 + i for i in range(start, stop)]
     tokens = TOKENS[start * BLOCK : stop * BLOCK]
     return stored(keys, tokens, 99 + start if start else None)
@@ -39,7 +39,7 @@ async def until(true, seconds=10.0):
 
 @contextlib.asynccontextmanager
 async def following(publisher, *, replay=True, answers=True, **options):
-    """A map whose slot 0 follows the publisher; gives it, the intake and its changes."""
+    """Yield a map whose slot 0 follows the publisher, the intake, and the changes that it reports."""
     changes = []
     options["on_change"] = lambda *change: changes.append(change)
     async with hearing(publisher.endpoint, publisher.replay if replay else None, None, **options) as (table, intake):
@@ -205,7 +205,7 @@ RED = hash_blocks(array("I", TOKENS).tobytes(), BLOCK, chain_seed("m", BLOCK, "r
 
 
 def red(start, stop, first_key):
-    """BlockStored for blocks start .. stop under the adapter "red"; keys are first_key + index."""
+    """Return a BlockStored event for blocks `start` to `stop` under the adapter "red"; keys are first_key + index."""
     event = blocks(start, stop) | {"lora_name": "red", "lora_id": 1, "extra_keys": [["red"]] * (stop - start)}
     return event | {
         "block_hashes": [first_key + i for i in range(start, stop)],
@@ -238,25 +238,13 @@ async def test_an_adapters_name_that_stands_for_another_folder_voids_what_was_st
 async def test_a_replay_socket_that_does_not_answer_is_asked_again(monkeypatch):
     monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 0.05)
     monkeypatch.setattr(cachemap.events.intake, "RETRY_SECONDS", (0.05, 0.1))
-    publisher = Publisher()
-    try:
+    async with publishing(serves=False) as publisher:
         await publisher.publish(blocks(0, 4))
-        table, slot = CacheMap(1 << 20), 0
-        table.attach("r", None, True)
-        intake = EventIntake(
-            table, slot, endpoint=publisher.endpoint, replay=publisher.replay, decode=decode, model="m",
-            block_size=BLOCK,
-        )  # fmt: skip
-        task = asyncio.ensure_future(intake.run())
-        await publisher.subscribed()
-        await publisher.publish(blocks(0, 1))  # live events flow meanwhile
-        await until(lambda: held(table) == 1)
-        publisher.serve_replay()
-        await until(lambda: held(table) == 4)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    finally:
-        await publisher.close()
+        async with following(publisher, answers=False) as (table, _, _):
+            await publisher.publish(blocks(0, 1))  # live events flow meanwhile
+            await until(lambda: held(table) == 1)
+            publisher.serve_replay()
+            await until(lambda: held(table) == 4)
 
 
 @pytest.mark.parametrize("junk", [[b"x"], [b""]])
@@ -283,9 +271,8 @@ async def test_an_engine_that_is_long_in_replaying_keeps_nothing_waiting(monkeyp
     """As one that has just started: what it tells meanwhile is known at once, and what it told before when it
     answers."""
     monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 60)
-    publisher = Publisher()
-    await publisher.publish(blocks(0, 2), lose=True)
-    try:
+    async with publishing(serves=False) as publisher:
+        await publisher.publish(blocks(0, 2), lose=True)
         async with following(publisher, answers=False) as (table, intake, _):
             await publisher.publish(stored([1], TOKENS[:BLOCK]), stored([2], TOKENS[BLOCK : 2 * BLOCK], 1))
             await until(lambda: held(table) == 2)
@@ -297,8 +284,6 @@ async def test_an_engine_that_is_long_in_replaying_keeps_nothing_waiting(monkeyp
             await publisher.publish(removed(101))
             await until(lambda: held(table) == 1)
             assert intake.state == "live" and intake.gaps == 0
-    finally:
-        await publisher.close()
 
 
 @pytest.mark.parametrize("drops_end", [False, True], ids=["a hole", "no end"])
@@ -350,9 +335,8 @@ async def test_what_comes_while_the_record_is_on_its_way_is_not_forgotten_with_t
 
     monkeypatch.setattr(cachemap.events.intake, "replay", as_of_before_the_last)
     monkeypatch.setattr(cachemap.events.sockets, "REPLAY_SECONDS", 60)
-    publisher = Publisher()
-    await publisher.publish(blocks(0, 2), lose=True)
-    try:
+    async with publishing(serves=False) as publisher:
+        await publisher.publish(blocks(0, 2), lose=True)
         async with following(publisher, answers=False) as (table, intake, _):
             await publisher.publish(blocks(2, 4))
             await publisher.publish(blocks(4, 6))
@@ -360,8 +344,6 @@ async def test_what_comes_while_the_record_is_on_its_way_is_not_forgotten_with_t
             publisher.serve_replay()
             await until(lambda: not intake.unreplayed)
             assert asked == [0, 2] and intake.last_seq == 2 and held(table) == 6
-    finally:
-        await publisher.close()
 
 
 async def test_a_silent_replica_is_modelled_until_its_events_come(monkeypatch):
@@ -449,7 +431,7 @@ def test_the_payload_of_the_tests_is_that_of_the_engine():
 
 @contextlib.asynccontextmanager
 async def hearing(endpoint, replay=None, capacity=8, **options):
-    """An intake of an endpoint that may not be there; gives its map and itself."""
+    """Yield a map and an intake that reads from an endpoint where perhaps nothing listens."""
     table = CacheMap(1 << 20)
     slot = table.attach("r", capacity, True)
     intake = EventIntake(
@@ -527,20 +509,18 @@ LONG_FRAME = b"\x02" + (1 << 24).to_bytes(8, "big") + b"x"
 
 
 @contextlib.asynccontextmanager
-async def listening(*, greets):
-    """A server that sends `greets` over its first connection and takes others without a word; gives its address, an
-    event that makes it send a frame that is too long, and how many connections it has had."""
-    writers, end = [], asyncio.Event()
+async def serving(serve):
+    """Yield the endpoint of a server that passes its first connection to `serve`, and the writers of all of them."""
+    writers = []
 
-    async def serve(reader, writer):
+    async def accept(reader, writer):
         writers.append(writer)
-        if len(writers) == 1:
-            writer.write(greets)
-            await end.wait()
-            writer.write(LONG_FRAME)
+        with contextlib.suppress(ConnectionError):
+            if len(writers) == 1:
+                await serve(reader, writer)
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", end, writers
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", writers
         for writer in writers:
             writer.close()
 
@@ -553,15 +533,13 @@ async def listening(*, greets):
 async def test_a_message_without_end_is_broken_off(part, most):
     """libzmq keeps all parts of a message whose end has not come: 1,200 of 1 MiB were 1.3 GB, and 3,000,000 of a byte
     held up all for 9 s."""
-    taken, writers = [0], []
+    taken = [0]
 
-    async def serve(reader, writer):
-        writers.append(writer)
-        with contextlib.suppress(ConnectionError):
-            writer.write(GREETING + READY)
-            while len(writers) == 1:
-                writer.write(part * (1 + (1 << 16) // len(part)))
-                await writer.drain()
+    async def serve(_, writer):
+        writer.write(GREETING + READY)
+        while True:
+            writer.write(part * (1 + (1 << 16) // len(part)))
+            await writer.drain()
 
     def count(inbox, data):
         taken[0] += len(data)
@@ -569,14 +547,10 @@ async def test_a_message_without_end_is_broken_off(part, most):
 
     received = Inbox.data_received
     with patch.object(Inbox, "data_received", count):
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with hearing(endpoint) as (_, intake):
-                await until(lambda: intake.too_long)
-                assert taken[0] <= most * len(part) + (1 << 20) and ["more than 64" in one for one in intake.problems]
-                await until(lambda: len(writers) > 1)
-            for writer in writers:
-                writer.close()
+        async with serving(serve) as (endpoint, writers), hearing(endpoint) as (_, intake):
+            await until(lambda: intake.too_long)
+            assert taken[0] <= most * len(part) + (1 << 20) and ["more than 64" in one for one in intake.problems]
+            await until(lambda: len(writers) > 1)
 
 
 async def test_what_is_not_taken_is_not_read(monkeypatch):
@@ -604,31 +578,29 @@ async def test_pings_are_answered_and_other_commands_are_passed_over():
     async def serve(reader, writer):
         writer.write(GREETING + READY + b"\x04\x09\x04PING\0\x0aab" + b"\x04\x04\x03NEW" + b"\0\x01m")
         await reader.readexactly(len(GREETING + READY) + 3)  # and the subscription
-        came.set_result((await reader.readexactly(9), writer))
+        came.set_result(await reader.readexactly(9))
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        with connected("SUB", f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}") as inbox:
-            answer, writer = await came
-            assert answer == b"\x04\x07\x04PONGab" and inbox.take() == [[b"m"]]
-        writer.close()
+    async with serving(serve) as (endpoint, _):
+        with connected("SUB", endpoint) as inbox:
+            assert await came == b"\x04\x07\x04PONGab" and inbox.take() == [[b"m"]]
 
 
-@pytest.fixture
-def soon(monkeypatch):
+@pytest.mark.parametrize(
+    "greets", [GREETING + READY, b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)], ids=["ZMQ", "HTTP"]
+)
+async def test_who_breaks_the_protocol_and_says_nothing_then_is_asked_again_and_no_longer_believed(greets, monkeypatch):
     for name, seconds in (("LINK_SECONDS", 0.2), ("LINK_LOST_SECONDS", 0.8), ("WAKE_SECONDS", 0.1)):
         monkeypatch.setattr(cachemap.events.intake, name, seconds)
+    speaks_zmq, may_end = greets.startswith(GREETING), asyncio.Event()
 
+    async def serve(_, writer):
+        writer.write(greets)
+        await may_end.wait()
+        writer.write(LONG_FRAME)
 
-async def test_who_says_nothing_after_a_frame_that_is_too_long_is_no_longer_believed(soon):
-    async with listening(greets=GREETING + READY) as (endpoint, end, writers), hearing(endpoint) as (table, intake):
-        await until(lambda: intake._linked)
-        end.set()
-        await until(lambda: intake.state == "unobserved")
-        assert "was lost" in intake.reason and (intake.too_long, len(writers)) == (1, 2)
-
-
-async def test_who_does_not_speak_zmq_at_first_is_asked_again(soon):
-    async with listening(greets=b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)) as (endpoint, _, writers):
-        async with hearing(endpoint) as (table, intake):
-            await until(lambda: len(writers) > 1 and intake.state == "unobserved")
-            assert intake.too_long == 0
+    async with serving(serve) as (endpoint, writers), hearing(endpoint) as (_, intake):
+        if speaks_zmq:
+            await until(lambda: intake._linked)
+            may_end.set()
+        await until(lambda: len(writers) > 1 and intake.state == "unobserved")
+        assert ("was lost" in intake.reason) is speaks_zmq and intake.too_long == speaks_zmq

@@ -11,24 +11,25 @@ from cachemap.events.pages import MOST_SEARCHED, Pages
 from cachemap.events.records import AGREEING, Cleared, Removed, Stored
 
 from ...calls import counting_calls
+from ..publisher import record
 
 BLOCK = 4
 SEED = chain_seed("m", BLOCK)
 
 
 class Engine:
-    """A cache of pages as a radix tree has it: it knows who holds what, and tells of it in any pieces."""
+    """A cache of pages like a radix tree's, which reports its pages in pieces of any size."""
 
     def __init__(self, page: int, seed: int = 0):
         self.page, self.random = page, random.Random(seed)
         self.keys: dict[tuple[int, ...], int] = {}
 
     def key(self, prefix: tuple[int, ...]) -> int:
-        """Signed, as on the wire; the same prefix has the same key each time."""
+        """Return the key of a prefix: signed, as on the wire, and the same each time."""
         return hash((prefix, self.page)) >> 2
 
     def store(self, tokens) -> list[Stored]:
-        """The pages of this prompt that are new, told in pieces."""
+        """Store a prompt, and return the events that report its new pages."""
         tokens, page = tuple(tokens), self.page
         ends = [end for end in range(page, len(tokens) + 1, page) if tokens[:end] not in self.keys]
         for end in ends:
@@ -40,14 +41,19 @@ class Engine:
             piece, ends = ends[:count], ends[count:]
             start = piece[0] - page
             parent = self.key(tokens[:start]) if start else None
-            keys, data = [self.key(tokens[:end]) for end in piece], array("I", tokens[start : piece[-1]]).tobytes()
-            events.append(Stored(keys, parent, data, page, "gpu", None, None, 0, "full_attention"))
+            keys = [self.key(tokens[:end]) for end in piece]
+            events.append(record(keys, tokens[start : piece[-1]], page, parent))
         return events
 
     def remove(self, prefixes) -> Removed:
         for prefix in prefixes:
             del self.keys[prefix]
         return Removed([self.key(prefix) for prefix in prefixes], "gpu", 0)
+
+    def is_leaf(self, prefix, gone=()) -> bool:
+        """Return whether no page follows the one that ends with this prefix, besides those that are gone."""
+        others = (other for other in self.keys if other != prefix and other not in gone)
+        return not any(other[: len(prefix)] == prefix for other in others)
 
     def held(self, tokens) -> int:
         tokens, reach = tuple(tokens), 0
@@ -76,7 +82,7 @@ def blocks(table, tokens) -> int:
 
 
 def told(table, applier, tokens) -> int:
-    """Tokens that are known to be held: whole blocks, and what is held of the one behind them."""
+    """Return how many leading tokens are known to be held: whole blocks, and pages of the next block."""
     hashes = hash_blocks(array("I", tokens).tobytes(), BLOCK, SEED)
     whole = table.match(hashes, 0.0).confirmed[0]
     return applier.reach(whole, hashes, SEED, memoryview(array("I", tokens).tobytes()))
@@ -92,19 +98,6 @@ def test_a_block_counts_while_all_its_pages_are_held(table, applier):
     assert blocks(table, prompt) == 3 and applier.blocks_stored == 3
     apply(applier, engine.remove([tuple(prompt[:end]) for end in (10, 11, 12)]))
     assert (blocks(table, prompt), told(table, applier, prompt)) == (2, 9)
-
-
-@pytest.mark.parametrize("gap", [9, 10, 11, 12])
-def test_any_page_that_goes_ends_the_block_until_it_is_back(table, applier, gap):
-    """Also where those behind it are still there, which no engine is known to do."""
-    engine, prompt = Engine(1), tuple(range(30, 46))
-    apply(applier, *engine.store(prompt))
-    apply(applier, engine.remove([prompt[:gap]]))
-    assert (blocks(table, prompt), told(table, applier, prompt)) == (2, gap - 1)
-    apply(applier, *engine.store(prompt))
-    assert (blocks(table, prompt), told(table, applier, prompt)) == (4, 16)
-    apply(applier, engine.remove([prompt[:end] for end in range(1, 17)]))
-    assert (blocks(table, prompt), told(table, applier, prompt), len(applier.pages)) == (0, 0, 0)
 
 
 def test_what_is_stored_twice_is_gone_when_it_is_removed_once(table, applier):
@@ -139,16 +132,6 @@ def test_a_clear_forgets_the_pages_too(table, applier):
     assert told(table, applier, prompt) == 6
 
 
-def test_two_prompts_that_part_inside_a_block_have_their_tails_each(table, applier):
-    engine = Engine(1)
-    first, second = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 5, 6, 17, 18, 19, 20)
-    apply(applier, *engine.store(first), *engine.store(second))
-    assert (blocks(table, first), blocks(table, second)) == (2, 2)
-    assert told(table, applier, (1, 2, 3, 4, 5, 6, 9, 9)) == 6
-    apply(applier, engine.remove([first[:7], first[:8]]))
-    assert (told(table, applier, first), told(table, applier, second)) == (6, 10)
-
-
 def test_pages_of_a_salt_and_of_an_adapter_are_their_own(table, applier):
     engine, prompt = Engine(1), tuple(range(6))
     (event,) = engine.store(prompt[:1])
@@ -163,15 +146,12 @@ def test_pages_of_a_salt_and_of_an_adapter_are_their_own(table, applier):
 
 
 def test_a_page_that_does_not_divide_a_block_is_a_fault(table, applier):
-    event = Stored([1], None, array("I", range(3)).tobytes(), 3, "gpu", None, None, 0, "full_attention")
-    apply(applier, event)
+    apply(applier, record([1], range(3), 3))
     assert "blocks have 3 tokens" in applier.fault
 
 
 def test_orphans_among_pages_stay_counted_when_they_turn_out_to_be_parts_of_blocks(table, applier):
-    tokens = array("I", range(BLOCK)).tobytes()
-    page = Stored([1], 9, tokens[:4], 1, "gpu", None, None, 0, "full_attention")
-    whole = page._replace(keys=[2], parent=None, tokens=tokens, block_size=BLOCK)
+    page, whole = record([1], [0], 1, 9), record([2], range(BLOCK), BLOCK)
     apply(applier, page)
     assert applier.orphans == 1
     apply(applier, *[whole] * AGREEING, page)
@@ -198,7 +178,7 @@ def test_more_pages_than_there_is_room_for_are_a_fault(table, applier, monkeypat
 @pytest.mark.parametrize("tidy", [True, False], ids=["leaves go first", "any page goes"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_told_is_what_is_held(table, page, tidy, seed):
-    """Prompts that share beginnings, evictions between them; compared after each."""
+    """Compare after each of many prompts that share beginnings, with evictions between them."""
     applier, engine = EventApplier(table, table.attach("r", None, True), "m", BLOCK), Engine(page, seed)
     rng, prompts = random.Random(seed), [()]
     for _ in range(120):
@@ -208,18 +188,10 @@ def test_what_is_told_is_what_is_held(table, page, tidy, seed):
         events = engine.store(prompt)
         if rng.random() < 0.7 and engine.keys:
             if tidy:
-                gone = [
-                    one
-                    for one in engine.keys
-                    if not any(other[: len(one)] == one for other in engine.keys if other != one)
-                ]
+                gone = [one for one in engine.keys if engine.is_leaf(one)]
                 gone = rng.sample(gone, min(len(gone), 3))
                 one = gone[0]
-                while (
-                    (one := one[:-page])
-                    and rng.random() < 0.8
-                    and not any(other[: len(one)] == one for other in engine.keys if other != one and other not in gone)
-                ):
+                while (one := one[:-page]) and rng.random() < 0.8 and engine.is_leaf(one, gone):
                     gone.append(one)
             else:
                 gone = rng.sample(list(engine.keys), min(len(engine.keys), rng.randint(1, 9)))
@@ -231,15 +203,12 @@ def test_what_is_told_is_what_is_held(table, page, tidy, seed):
                 apply(applier, event)
         for probe in (prompt, rng.choice(prompts), (*prompt, 1, 2, 3)):
             assert told(table, applier, probe) == engine.held(probe)
-    assert (
-        applier.orphans == 0
-        and len(applier.pages) >= len(engine.keys)
-        and (len(applier.pages) == len(engine.keys) or not tidy)
-    )
+    assert applier.orphans == 0 and len(applier.pages) >= len(engine.keys)
+    assert len(applier.pages) == len(engine.keys) or not tidy
 
 
 def result(steps):
-    """What a generator returns at its end."""
+    """Exhaust a generator, and return what it returns at its end."""
     while True:
         try:
             next(steps)
@@ -248,9 +217,8 @@ def result(steps):
 
 
 def chain_of(first, last, parent=None):
-    """One event with these keys, in pages of a token."""
-    ids = array("I", range(last - first + 1)).tobytes()
-    return Stored(range(first, last + 1), parent, ids, 1, "gpu", None, None, 0, "full_attention")
+    """Return one event with the keys `first` to `last`, in pages of one token."""
+    return record(range(first, last + 1), range(last - first + 1), 1, parent)
 
 
 def test_a_gap_is_searched_below_in_its_own_blocks_only():
@@ -276,21 +244,10 @@ def test_many_pages_after_one_are_visited_and_forgotten_in_steps():
 
 
 def test_many_pages_that_come_back_together_are_named_together():
-    pages, ids = Pages("m", BLOCK, 1), array("I", range(400))
-    first, again = [
-        Stored(
-            range(start + 1, end + 1),
-            start or None,
-            ids[start:end].tobytes(),
-            1,
-            "gpu",
-            None,
-            None,
-            0,
-            "full_attention",
-        )
-        for start, end in ((0, 400), (40, 360))
-    ]
+    pages = Pages("m", BLOCK, 1)
+    first, again = (
+        record(range(start + 1, end + 1), range(start, end), 1, start or None) for start, end in ((0, 400), (40, 360))
+    )
     [chain] = result(pages.store(first))
     result(pages.remove(range(41, 361)))
     found, calls = counting_calls(lambda: result(pages.store(again)))

@@ -37,7 +37,7 @@ def small_steps(monkeypatch):
 
 
 def sound(table):
-    """Every block once in the index, every set as often as it is used, every number used or free."""
+    """Check that each block is in the index once, each set is counted right, and each number is used or free."""
     blocks = table.blocks
     used = blocks.hashes.nonzero()[0]
     assert sorted(blocks.index.numbers(blocks.hashes[used]).tolist()) == used.tolist() and blocks.index.count == len(

@@ -11,7 +11,7 @@ SECONDS, SLOTS = 5.0, 3
 
 
 class Reference:
-    """Until when each block is predicted, and the number of the prompt that says so."""
+    """A reference that keeps for each block until when it is predicted, and the number of the prompt that says so."""
 
     def __init__(self):
         self.until: dict[tuple[int, int], tuple[float, int]] = {}
@@ -46,7 +46,7 @@ class Reference:
 
 
 def hashed(path: list[int]) -> list[int]:
-    """Chained hashes of blocks of one token each."""
+    """Return the chained hashes of blocks of one token each."""
     return [hash(tuple(path[: i + 1])) % (1 << 64) for i in range(len(path))]
 
 

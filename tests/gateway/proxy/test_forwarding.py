@@ -406,7 +406,7 @@ async def test_a_wrong_count_ends_it_where_a_body_says_in_vain_how_it_is_rendere
         engine.miscounts = 0
         await ask(s, request(turn=3))
         assert engine.sent_ids[-1] is not ends and s.metrics.ids_refused.total() == ends
-        assert ends or s.metrics.prompt_mismatches.total() == (more is not CUT)
+        assert ends or more is CUT or s.metrics.prompt_mismatches.total() == 1
 
 
 async def test_a_request_refused_with_ids_is_answered_as_received_and_ends_it(pipeline):

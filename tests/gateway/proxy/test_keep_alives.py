@@ -282,7 +282,8 @@ async def test_an_announcement_in_tiny_chunks_is_looked_at_as_often_as_it_is_lon
 
     monkeypatch.setattr(looked_at, "error_status", error_status)
     monkeypatch.setattr(deadlines, "KEEP_ALIVE_SECONDS", 600.0)  # on a busy machine all of this takes longer than 5 s
-    async with stack(streams(*pieces, end=chunk(token), pause=go_on.acquire)) as s:
+    script = streams(*pieces, end=chunk(token), pause=go_on.acquire)
+    async with stack(script, request_timeout=600.0, idle_timeout=600.0) as s:
         talk = await s.say(post(body_for(path), path))
         for so_far in range(1, len(pieces) + 1):
             exchange = await s.exchange(lambda attempt, length=so_far * len(piece): len(attempt.withheld) == length)

@@ -57,7 +57,7 @@ def gated():
 async def test_a_million_tokens_go_through():
     pipeline, seen = Pipeline(sim_model_dir(), "m", 16), []
     body = chat(WORDS * 72_000)
-    async with stack(answers(seen=seen), pipeline=pipeline, cached_tokens_header=True) as s:
+    async with stack(answers(seen=seen), pipeline=pipeline, cached_tokens_header=True, request_timeout=60.0) as s:
         status, headers, _ = await s.ask(post(body), 30)
         assert status == 200
         assert [received for _, received in seen] == [body]

@@ -1,6 +1,6 @@
 """Several gateways before one fleet: what a shared map and ledger in Redis keep of what one gateway alone would reach.
 
-    python -m bench.gateways [--ways redis,events,guess,fixed] [--counts 1,2,4,8] [--json FILE]
+    python -m bench.gateways [--ways redis,each,events,guess,fixed] [--counts 1,2,4,8] [--json FILE]
 
 The same load each time, request by request to the next gateway, nothing sticky: tau-bench airline conversations, open
 loop. Eight simulated engines whose caches together hold CACHES x the work's distinct blocks, so that a conversation
@@ -9,6 +9,7 @@ Engines are slow and replies short, so that two cores are enough for all of it a
 decide.
 
   redis    one map and one ledger for all gateways
+  each     one ledger in Redis; every gateway follows every engine's events (`--event-intake each`)
   events   no Redis; every gateway follows every engine's events, and knows nothing of the others' load
   guess    no Redis, engines without events; every gateway has a map of its own, of what it sent: what gateways without
            events do
@@ -16,8 +17,8 @@ decide.
            round_robin
 
 After the load, with 4 gateways: BURST equal prompts that nobody has seen, all at once, over all of them, a few times.
-After the largest number with Redis: one more gateway is started, and the time until it knows what the others know is
-taken.
+After the largest number of them one more gateway is started, and the time until it knows what the others know is taken,
+except for `guess`. `CPU` is what all gateways together took, in ms a request.
 
 Runs of a FILE that is there are kept and added to, so that a long measurement can be made in parts.
 """
@@ -40,6 +41,7 @@ from statistics import median
 from time import perf_counter
 
 from bench.conversations import DATA, TAU, missing
+from bench.head_to_head import cpu_seconds
 from bench.real_engines import BLOCK, Work, prompts_of
 from bench.share import counters
 from bench.simulated import empty, engines
@@ -65,7 +67,8 @@ max_num_batched_tokens: 2048
 num_blocks: {blocks}
 step: {{base: 2, prefill: 5, prefill_token: 0.2, decode: 10, decode_sequence: 0.5}}
 """
-WAYS = ("redis", "events", "guess", "fixed")
+WAYS = ("redis", "each", "events", "guess", "fixed")
+EACH = ("--event-intake", "each")
 BURSTS, BURST, BURST_WORDS, BURST_GATEWAYS = 5, 64, 2400, 4
 FIXED = ("consistent_hash", "round_robin")
 ASKING = Asking("sim", ignore_eos=True)
@@ -100,17 +103,10 @@ def make_work(seed: int, requests: int) -> Work:
 
 
 @asynccontextmanager
-async def gateways(count: int, policy: str, redis_url: str | None, urls: Sequence[str]):
+async def gateways(count: int, policy: str, redis_url: str | None, urls: Sequence[str], *more: str):
     async with AsyncExitStack() as stack:
-        flags = [
-            "--model",
-            "sim",
-            "--policy",
-            policy,
-            *(["--redis-url", redis_url] if redis_url else []),
-            "--replica-url",
-            *urls,
-        ]
+        redis = ["--redis-url", redis_url] if redis_url else []
+        flags = ["--model", "sim", "--policy", policy, *redis, *more, "--replica-url", *urls]
         found = await asyncio.gather(*(stack.enter_async_context(running(*flags)) for _ in range(count)))
         for one in found:
             await one.until(lambda status: ready(status, len(urls), redis_url), 60)
@@ -121,10 +117,11 @@ def ready(status: dict, replicas: int, redis_url: str | None) -> bool:
     """All replicas known, their caches followed by somebody, and Redis joined."""
     if sum(one["state"] == "ready" for one in status["replicas"]) < replicas:
         return False
-    if redis_url is None:
-        return all(one["events"] in ("live", "off") for one in status["replicas"])
-    return status["map"]["redis"]["ledger_joined"] and all(
-        one["map_role"] in ("leader", "follower") for one in status["replicas"]
+    if redis_url is not None and not status["map"]["redis"]["ledger_joined"]:
+        return False
+    return all(
+        one["map_role"] in ("leader", "follower") if one["map_role"] else one["events"] in ("live", "off")
+        for one in status["replicas"]
     )
 
 
@@ -160,12 +157,16 @@ async def play(way: str, count: int, urls: Sequence[str], work: Work, folder: Pa
     """One run: empty caches, fresh gateways, an empty Redis, the whole load."""
     await empty(urls)
     async with AsyncExitStack() as stack:
-        server = stack.enter_context(redis_running(RedisServer(folder / f"redis-{count}"))) if way == "redis" else None
-        fleet = await stack.enter_async_context(gateways(count, "least_time", server and server.url, urls))
+        shares, each = way in ("redis", "each"), EACH if way == "each" else ()
+        server = stack.enter_context(redis_running(RedisServer(folder / f"redis-{way}-{count}"))) if shares else None
+        fleet = await stack.enter_async_context(gateways(count, "least_time", server and server.url, urls, *each))
+        pids = [one.process.pid for one in fleet]
         client = InTurn([one.url for one in fleet])
         run = Run(work.conversations, work.starts, client, ASKING)
         before, began = server and counters(server.url), perf_counter()
+        used = sum(map(cpu_seconds, pids))
         await run.go()
+        used = sum(map(cpu_seconds, pids)) - used
         after, took = server and counters(server.url), perf_counter() - began
         report = summarise(run)
         told = {
@@ -174,7 +175,8 @@ async def play(way: str, count: int, urls: Sequence[str], work: Work, folder: Pa
             "ideal_hit_rate": round(work.ideal(run.done), 4),
             "ttft_ms": {name: (report["ttft_ms"] or {}).get(name) for name in ("mean", "p50", "p99")},
             "busiest_share": round(max(one["requests"] for one in report["replicas"].values()) / len(run.done), 3),
-            "late_p99_ms": report["generator"]["lateness_ms"]["p99"], "duration_s": report["duration_s"], **await choosing(fleet),
+            "late_p99_ms": report["generator"]["lateness_ms"]["p99"], "duration_s": report["duration_s"],
+            "cpu_ms_per_request": round(1e3 * used / len(run.done), 2), **await choosing(fleet),
         }  # fmt: skip
         if server:
             told["redis"] = {
@@ -187,8 +189,8 @@ async def play(way: str, count: int, urls: Sequence[str], work: Work, folder: Pa
             told["burst"]["decided"] = {
                 name: number - before["decided"].get(name, 0) for name, number in after["decided"].items()
             }
-        if server and count > 4:
-            told["late_gateway"] = await one_more(fleet[0], server.url, urls)
+        if count > 4 and way != "guess":
+            told["late_gateway"] = await one_more(fleet[0], server and server.url, urls, *each)
         client.close()
     return told
 
@@ -214,10 +216,11 @@ async def bursts(client: InTurn) -> dict:
             "replicas_each": [one["replicas"] for one in found]}  # fmt: skip
 
 
-async def one_more(sibling: Running, redis_url: str, urls: Sequence[str]) -> dict:
+async def one_more(sibling: Running, redis_url: str | None, urls: Sequence[str], *more: str) -> dict:
     """A gateway that starts while the others have been at it for a while: seconds until it knows what they know."""
     there, began = (await sibling.status())["map"]["blocks"], perf_counter()
-    async with running("--model", "sim", "--redis-url", redis_url, "--replica-url", *urls) as late:
+    redis = ["--redis-url", redis_url] if redis_url else []
+    async with running("--model", "sim", *redis, *more, "--replica-url", *urls) as late:
         listens = perf_counter() - began
         await late.until(lambda status: ready(status, len(urls), redis_url) and status["map"]["blocks"] >= there, 60)
         return {"blocks": there, "listens_s": round(listens, 2), "warm_s": round(perf_counter() - began, 2)}
@@ -256,7 +259,7 @@ async def measure(args: argparse.Namespace, keep: list[dict]) -> None:
                         client.close()
 
 
-HEAD = (f"{'way':16} {'gateways':>8} {'hit %':>6} {'ideal':>6} {'TTFT mean ms':>13} {'p50':>5} {'p99':>6} {'choose p50':>11} {'p99':>6} "
+HEAD = (f"{'way':16} {'gateways':>8} {'hit %':>6} {'ideal':>6} {'TTFT mean ms':>13} {'p50':>5} {'p99':>6} {'choose p50':>11} {'p99':>6} {'CPU ms':>7} "
         f"{'failed':>7} {'late p99':>9}  burst: replicas, mean, last TTFT, prompts computed")  # fmt: skip
 
 
@@ -268,10 +271,13 @@ def line(run: dict) -> str:
         else ""
     )
     if "ttft_ms" not in run:
-        return f"{start}{'':86}{ends}"
+        return f"{start}{'':94}{ends}"
     ttft, choose = run["ttft_ms"], run["choose_ms"]
+    if late := run.get("late_gateway"):
+        ends += f"; one more knows {late['blocks']} blocks after {late['warm_s']:.1f} s"
     return (f"{start}{100 * run['hit_rate']:6.1f} {100 * run['ideal_hit_rate']:6.1f} {ttft['mean']:13.0f} {ttft['p50']:5.0f} {ttft['p99']:6.0f} "
-            f"{choose['p50'] or math.nan:11.3f} {choose['p99'] or math.nan:6.2f} {run['failed']:7d} {run['late_p99_ms']:9.1f}  {ends}")  # fmt: skip
+            f"{choose['p50'] or math.nan:11.3f} {choose['p99'] or math.nan:6.2f} {run['cpu_ms_per_request']:7.2f} "
+            f"{run['failed']:7d} {run['late_p99_ms']:9.1f}  {ends}")  # fmt: skip
 
 
 def save(args: argparse.Namespace, runs: list[dict]) -> None:

@@ -10,12 +10,13 @@ from time import perf_counter
 
 from bench.contenders import Backend, Contender, running
 from loadgen.drive.client import Client
-from loadgen.drive.engines import parse_counts
 from loadgen.drive.records import Record
 from loadgen.drive.run import Asking, Run
 from loadgen.drive.sse import Reply
 from loadgen.report.summary import summarise
 from loadgen.workload.conversations import Conversation
+from replicas.engines import DEFAULT
+from replicas.metrics import parse
 
 _ANSWERED = re.compile(rb"^vllm:request_success_total\{[^}]*\} ([0-9.eE+]+)", re.MULTILINE)
 
@@ -35,7 +36,9 @@ async def counters(engine: Backend) -> dict[str, float]:
     _, page, _ = await client.get("/metrics")
     client.close()
     answered = sum(map(float, _ANSWERED.findall(page)))
-    return {**parse_counts(page), "answered": answered}
+    found = parse(page, 0.0, DEFAULT.metrics)
+    counts = {"queries": found.prefix_queries, "hits": found.prefix_hits} if found is not None else {}
+    return {name: float(count) for name, count in counts.items() if count is not None} | {"answered": answered}
 
 
 def cpu_seconds(pid: int) -> float:

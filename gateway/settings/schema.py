@@ -136,8 +136,7 @@ class Settings(BaseModel):
     retries: int = Field(2, ge=0, le=10, description="further replicas to try before the first byte of an answer")
 
     continue_streams: Literal["exact", "never"] = Field(
-        "never",
-        description="have another replica resume a stream that breaks off where that is exact, or never",
+        "never", description="have another replica resume a stream that breaks off where that is exact, or never"
     )
     continue_budget: Bytes = Field(64 * 2**20, description="memory for what is kept of running streams to do so")
 

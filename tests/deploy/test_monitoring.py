@@ -239,11 +239,7 @@ async def test_every_query_returns_data_of_gateways_under_load(tmp_path, start_e
         await asyncio.gather(first.ready(3), second.ready(2), third.ready(2))
         async with prometheus(tmp_path / "prometheus", {"hitherto": targets}) as server:
             keyed = {"authorization": f"Bearer {KEY}"}
-            async with (
-                Load(first.url, 8, headers=keyed) as one,
-                Load(second.url, 8) as other,
-                Load(third.url, 2),
-            ):
+            async with Load(first.url, 8, headers=keyed) as one, Load(second.url, 8) as other, Load(third.url, 2):
                 missing = [*QUERIES]
 
                 async def all_answered() -> bool:

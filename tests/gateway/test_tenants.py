@@ -192,8 +192,7 @@ def test_what_is_wrong_with_the_settings_is_said_with_a_remedy(capsys, tmp_path,
         return capsys.readouterr().err
 
     assert re.search(
-        r"flag --api-keys: \S*/none cannot be read: No such file.*key new",
-        told("--api-keys", str(tmp_path / "none")),
+        r"flag --api-keys: \S*/none cannot be read: No such file.*key new", told("--api-keys", str(tmp_path / "none"))
     )
     file.write_text("- {name: a}")
     assert re.search(r"flag --api-keys: \S*keys.yaml:1: sha256: is missing", told("--api-keys", str(file)))

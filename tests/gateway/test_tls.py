@@ -130,8 +130,7 @@ def test_what_is_wrong_with_the_files_is_said_with_a_remedy(capsys, made, tmp_pa
         r"flag --tls-cert: \S*none cannot be read: No such file", told("--tls-cert", str(tmp_path / "none"))
     )
     assert re.search(
-        r"flag --tls-key: \S*none cannot be read: No such file",
-        told(*cert, "--tls-key", str(tmp_path / "none")),
+        r"flag --tls-key: \S*none cannot be read: No such file", told(*cert, "--tls-key", str(tmp_path / "none"))
     )
     assert "are no certificate and its key" in told(*cert, "--tls-key", str(made / "renewed.key"))
     assert "is no certificate with its key" in told(*cert)

@@ -37,10 +37,7 @@ SMALL = Limits(body_bytes=10_000, head_bytes=20_000)
         (b"GET /a?u=http://y/z HTTP/1.1\r\nHost: x\r\n\r\n", [(b"/a?u=http://y/z", b"")]),
         (GET[:-2] + OFFER + b"\r\n" + GET, [(b"/a?b=1", b"")] * 2),
         (POST + OFFER + b"Content-Length: 3\r\n\r\nabc" + GET, [(b"/p", b"abc"), (b"/a?b=1", b"")]),
-        (
-            CHUNKED[:-2] + OFFER + b"\r\n3\r\nabc\r\n0\r\n\r\n" + GET,
-            [(b"/p", b"abc"), (b"/a?b=1", b"")],
-        ),
+        (CHUNKED[:-2] + OFFER + b"\r\n3\r\nabc\r\n0\r\n\r\n" + GET, [(b"/p", b"abc"), (b"/a?b=1", b"")]),
         (
             CHUNKED + b"".join(b"0000001;x\r\n%c\r\n" % byte for byte in b"a" * 1000) + b"0;last\r\nX: y\r\n\r\n",
             [(b"/p", b"a" * 1000)],

@@ -125,12 +125,7 @@ MESSAGE = [
 @pytest.mark.parametrize("of_key", [False, True])
 @pytest.mark.parametrize(
     "path, events",
-    [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/completions", TEXT),
-        ("/v1/responses", RESPONSE),
-        ("/v1/messages", MESSAGE),
-    ],
+    [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/v1/responses", RESPONSE), ("/v1/messages", MESSAGE)],
 )
 async def test_a_stream_without_usage_counts_the_events_that_bring_output(
     path, events, of_key, together, line_end, file, keys

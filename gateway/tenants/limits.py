@@ -140,14 +140,6 @@ class Counts:
         if self._by_kind.get(kind, (window, 0))[0] <= window:
             self._by_kind[kind] = window, count
 
-    def set_back(self, now: float) -> None:
-        """Move counts of windows later than `now`, counted while the clock was wrong, to the window of `now`.
-
-        If these counts were dropped, a tenant could use up a month's limit a second time.
-        """
-        for kind, (at, count) in self._by_kind.items():
-            self._by_kind[kind] = min(at, window(kind, now)), count
-
     def items(self) -> list[tuple[str, int, int]]:
         return [(kind, window, count) for kind, (window, count) in self._by_kind.items()]
 

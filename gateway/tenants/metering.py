@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,10 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .shared import Pending, SharedCounts
 
-log = logging.getLogger("hitherto")
-
 # Counts that do not shrink within their window, except by requests that the gateway has no place for: once they are at
 # their limit, a request can be refused without asking Redis.
 ONLY_GROW = frozenset((REQUESTS, OUTPUT))
 
-FURTHEST_BACK = 6 * 3600.0  # seconds: more than the repeated hour of a machine that keeps local time
 MOST_GONE = 1000  # kept accounts of tenants that were removed
 
 Decided = Callable[[ApiError | None], None]
@@ -54,26 +50,18 @@ class Charge:
         return rules.headers(self.limits, self.account, self._clock())
 
 
-def forward_clock(
-    wall: Callable[[], float], running: Callable[[], float], set_back: Callable[[float], None]
-) -> Callable[[], float]:
+def forward_clock(wall: Callable[[], float], running: Callable[[], float]) -> Callable[[], float]:
     """Return a clock, in seconds since 1970, that goes on steadily while the machine's is set back.
 
-    With a clock that repeats an hour, requests would be counted in a window that is already full. Only a step back of
-    more than FURTHEST_BACK is followed, after a call of `set_back` with the new time: the earlier time was wrong, and
-    windows would not end before it was reached again. `wall`: seconds since 1970; `running`: a clock that never steps.
+    With a clock that repeats an hour, requests would be counted in a window that is already full. `wall`: seconds since
+    1970; `running`: a clock that never steps.
     """
     ahead = float("-inf")
 
     def now() -> float:
         nonlocal ahead
         ran = running()
-        told = wall() - ran
-        if told < ahead - FURTHEST_BACK:
-            log.warning("the machine's clock was set back by %.0f s: limits of tenants count by it", ahead - told)
-            ahead = told
-            set_back(ran + told)
-        ahead = max(ahead, told)
+        ahead = max(ahead, wall() - ran)
         return ran + ahead
 
     return now
@@ -94,7 +82,7 @@ class Metering:
         `clock`: seconds since 1970; None: a `forward_clock` of `wall` and `running`. `refused` is called with a
         tenant's name and the kind of limit that it has reached.
         """
-        self._clock, self._refused = clock or forward_clock(wall, running, self._set_back), refused
+        self._clock, self._refused = clock or forward_clock(wall, running), refused
         self.shared: SharedCounts | None = None  # with Redis
         self._accounts: dict[str, Account] = {}
         self._gone: dict[str, Account] = {}  # accounts of removed tenants, the latest at the end
@@ -115,11 +103,6 @@ class Metering:
             self._gone[name] = account
             if len(self._gone) > MOST_GONE:
                 del self._gone[next(iter(self._gone))]
-
-    def _set_back(self, now: float) -> None:
-        for account in (*self._accounts.values(), *self._gone.values()):
-            account.own.set_back(now)
-            account.seen.set_back(now)
 
     def accounts(self) -> Collection[Account]:
         return self._accounts.values()

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from gateway.settings import ConfigError
 
-HELP = "write compose files with the sources of their image, dashboards, alert rules and a systemd unit into a folder"
+HELP = "write what a deployment needs besides Python into a folder"
 ABOUT = (
-    "Write what a deployment needs besides Python into a folder: compose files with the Dockerfile and all sources of its "
-    "image (most of the files), Prometheus' configuration and rules, Grafana's dashboards, a systemd unit."
+    "These are compose files with the Dockerfile and all sources of its image (most of the files), Prometheus' "
+    "configuration and rules, Grafana's dashboards, and a systemd unit."
 )
 HERE = Path(__file__).parent.parent
 PACKAGES = ("gateway", "cachemap", "policies", "replicas", "loadgen")

@@ -10,13 +10,12 @@ Exit codes: 0 success, 1 a failure or a problem found, 2 wrong flags or configur
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import shtab
@@ -31,21 +30,14 @@ from replicas.spelling import known_or_meant
 
 USAGE_ERROR = 2
 METAVARS = {
-    "admin_token": "@FILE",
-    "engine_api_key": "@FILE",
-    "replica_url": "URL",
-    "redis_url": "URL",
-    "pools": "YAML",
-    "discover": "YAML",
+    **dict.fromkeys(("admin_token", "engine_api_key"), "@FILE"),
+    **dict.fromkeys(("replica_url", "redis_url"), "URL"),
+    **dict.fromkeys(("pools", "discover", "scheduler", "request_router", "admission"), "YAML"),
     "allow_path": "PATH,...",
     "allow_origin": "ORIGIN,...",
     "admin_allow_host": "NAME,...",
     "slo": "LIMITS",
-    "scheduler": "YAML",
-    "request_router": "YAML",
-    "admission": "YAML",
 }
-
 
 # Headings of the settings in `--help`, by the first field below each. The schema declares its fields in this order.
 SUBJECTS = {
@@ -60,9 +52,6 @@ SUBJECTS = {
     "max_body_bytes": "limits",
     "allow_path": "what clients get, and what is logged",
 }
-
-
-ADMIN = "admin side of a running gateway (default: http://ADMIN_HOST:ADMIN_PORT)"
 
 
 class Parser(cli_errors.PlainParser):
@@ -127,89 +116,58 @@ def build_parser() -> Parser:
     )
     verbs = parser.add_subparsers(title="commands", dest="verb", metavar="COMMAND", required=True, parser_class=Parser)
 
-    def verb(name: str, run: Callable[[Any], int], help: str, description: str, own: str | None = None) -> Parser:
-        """Add a command; `own`: for those that take the settings, what else their usage line shows."""
-        made: Parser = verbs.add_parser(name, help=help, description=description or f"{help}.")
+    def verb(name: str, run: Callable[[Any], int], help: str, more: str = "", own: str | None = None) -> Parser:
+        """Add a command.
+
+        `more`: what its own help says after `help`. `own`: for commands that take the settings, what else their usage
+        line shows.
+        """
+        made: Parser = verbs.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}. {more}")
         made.set_defaults(run=run, reads_settings=own is not None)
         if own is not None:
             made.elsewhere = "; docs/migrating.md has the flags of other routers"
             made.usage = f"{made.prog} {own}[--config FILE] [settings]"
         return made
 
-    serving = verb(
-        "serve",
-        serve,
-        "run the gateway",
-        "Run the gateway, in front of engines that run already (--replica-url) or that it starts itself (--launch, --pools).",
-        "",
-    )
-    config = verb(
-        "config",
-        show_config,
-        "print the effective settings and where each came from",
-        "Print the effective settings and where each came from. The output is itself a valid configuration file.",
-        "",
-    )
-    explaining = verb(
-        "explain",
-        explain,
-        "say what would happen to a request",
-        "Say what would happen to a request: tokens, blocks, overlap and cost per replica, the choice and why. "
-        "Nothing is sent to an engine for an answer.",
-        "BODY.json ",
-    )
+    more = "Its engines run already (--replica-url), or it starts them itself (--launch, --pools)."
+    serving = verb("serve", serve, "run the gateway", more, "")
+    more = "The output is itself a valid configuration file."
+    config = verb("config", show_config, "print the effective settings and where each came from", more, "")
+    more = "It tells tokens, blocks, overlap and cost per replica, the choice and why. Nothing is sent to an engine for an answer."
+    explaining = verb("explain", explain, "say what would happen to a request", more, "BODY.json ")
     explaining.add_argument("body", metavar="BODY.json", help="the request's body; - reads standard input")
-    explaining.add_argument(
-        "--path", default="/v1/chat/completions", help="the endpoint it would be posted to (default: %(default)s)"
+    path = "the endpoint it would be posted to (default: %(default)s)"
+    explaining.add_argument("--path", default="/v1/chat/completions", help=path)
+    more = "There is one line for each check, with what to do about it. Exit code 1 if something is wrong."
+    checking = verb("doctor", doctor, "check everything that can be wrong", more, "")
+    more = (
+        "A replica is added by its URL, and drained or removed by its id. "
+        "A drain is over when what the replica has is finished: its state tells."
     )
-    checking = verb(
-        "doctor",
-        doctor,
-        "check everything that can be wrong",
-        "Check everything that can be wrong, one line each, with what to do about it. Exit code 1 if something is.",
-        "",
-    )
-    checking.add_argument(
-        "--admin",
-        metavar="URL",
-        help="admin side of a gateway that has to run (default: look for one at ADMIN_HOST:ADMIN_PORT)",
-    )
-    changing = verb(
-        "replicas",
-        replicas,
-        "list, add, drain and remove the replicas of a running gateway",
-        "List the replicas of a running gateway, or add one by its URL, drain or remove one by its id. "
-        "A drain is over when what the replica has is finished: its state tells.",
-        "[ACTION] [URL|ID] ",
-    )
+    help = "list, add, drain and remove the replicas of a running gateway"
+    changing = verb("replicas", replicas, help, more, "[ACTION] [URL|ID] ")
     actions = ("list", "add", "drain", "remove")
-    changing.add_argument(
-        "action",
-        metavar="ACTION",
-        nargs="?",
-        default="list",
-        choices=actions,
-        help=f"{', '.join(actions)} (default: list)",
-    )
+    help = f"{', '.join(actions)} (default: %(default)s)"
+    changing.add_argument("action", metavar="ACTION", nargs="?", default="list", choices=actions, help=help)
     changing.add_argument("which", metavar="URL|ID", nargs="?", help="the URL of a replica to add, else its id")
-    for one in (explaining, changing):
-        one.add_argument("--admin", metavar="URL", help=ADMIN)
+    admin = "admin side of a running gateway (default: http://ADMIN_HOST:ADMIN_PORT)"
+    required = "admin side of a gateway that has to run (default: look for one at ADMIN_HOST:ADMIN_PORT)"
+    for one in (explaining, checking, changing):
+        one.add_argument("--admin", metavar="URL", help=required if one is checking else admin)
     for one in (config, explaining, changing):
         one.add_argument("--json", action="store_true", help="as JSON")
     for one in (serving, config, explaining, checking, changing):
         add_settings(one)
 
-    completing = verb(
-        "completion",
-        completion,
-        "print a script that completes commands and flags in a shell",
-        'Print a script that completes commands and flags in a shell, as in: eval "$(hitherto completion bash)"',
-    )
+    help = "print a script that completes commands and flags in a shell"
+    completing = verb("completion", completion, help, 'To use it in bash: eval "$(hitherto completion bash)".')
     shells = ", ".join(shtab.SUPPORTED_SHELLS)
     completing.add_argument("shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS, help=shells)
-    verb("version", version, "print the version", "")
+    verb("version", version, "print the version")
     key.add_arguments(verb("key", key.run, "make an API key for a client", key.ABOUT))
-    replica.add_arguments(verb("replica", replica.run, "run one simulated engine", replica.ABOUT))
+    replica.add_arguments(
+        verb("replica", replica.run, "run one simulated engine", "It has the endpoints, metrics and KV events of vLLM.")
+    )
     assets.add_arguments(verb("assets", assets.run, assets.HELP, assets.ABOUT))
     verbs.add_parser("plan", help="what a model's KV cache holds, and the replicas that a load needs", add_help=False)
     return parser
@@ -230,8 +188,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def load_config(args: argparse.Namespace, without_files: bool = False) -> Config:
+    """Return the settings of a command, and note their sources in `args`. Raises ConfigError."""
     given = {name: value for name, value in vars(args).items() if name in Settings.model_fields}
     config = load(given, file=getattr(args, "config", None), without_files=without_files)
+    args.sources = config.sources  # for `main`
     _warn_of_ignored_variables()
     return config
 
@@ -243,18 +203,8 @@ def _warn_of_ignored_variables() -> None:
         print(f"hitherto: environment {variable}: this is no setting, so it changes nothing{hint}", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def _placing(config: Config) -> Iterator[None]:
-    """Prefix configuration errors with the source of the setting: a flag, a variable or a file."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(error.placed(config.sources)) from None
-
-
 def serve(args: argparse.Namespace) -> int:
-    config = load_config(args)
-    settings = config.settings
+    settings = load_config(args).settings
     if not (settings.replica_url or settings.launches or settings.replica_file or settings.discover):
         raise ConfigError(
             "there is no replica to send requests to. Give --replica-url http://HOST:PORT for engines that run already, "
@@ -264,8 +214,7 @@ def serve(args: argparse.Namespace) -> int:
         from gateway.workers.supervisor import serve as run
     else:
         from gateway.app import serve as run
-    with _placing(config):
-        return run(settings)
+    return run(settings)
 
 
 def show_config(args: argparse.Namespace) -> int:
@@ -273,8 +222,7 @@ def show_config(args: argparse.Namespace) -> int:
     if config.settings.launches:
         from gateway.model import check_roles
 
-        with _placing(config):
-            check_roles(config.settings)
+        check_roles(config.settings)
     if args.json:
         plain = config.plain()
         shown = {name: {"value": plain[name], "source": source} for name, source in config.sources.items()}
@@ -293,19 +241,13 @@ def show_config(args: argparse.Namespace) -> int:
 def replicas(args: argparse.Namespace) -> int:
     from gateway.ops import replicas_verb
 
-    return _without_files(args, replicas_verb.run)
+    return replicas_verb.run(args, load_config(args, without_files=True))
 
 
 def explain(args: argparse.Namespace) -> int:
     from gateway.ops import explain as room
 
-    return _without_files(args, room.run)
-
-
-def _without_files(args: argparse.Namespace, run: Callable[[argparse.Namespace, Config], int]) -> int:
-    config = load_config(args, without_files=True)
-    with _placing(config):
-        return run(args, config)
+    return room.run(args, load_config(args, without_files=True))
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -315,8 +257,7 @@ def doctor(args: argparse.Namespace) -> int:
         config = load_config(args, without_files=True)
     except ConfigError as error:
         return room.report_bad_config(str(error))
-    with _placing(config):
-        return room.run(args, config)
+    return room.run(args, config)
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -347,6 +288,7 @@ def version(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `hitherto` command and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    args = argparse.Namespace()
     try:
         if not argv:
             build_parser().print_help()
@@ -358,7 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _warn_of_ignored_variables()
         return args.run(args)
     except ConfigError as error:
-        for line in str(error).splitlines():
+        said = error.placed(args.sources) if "sources" in args else str(error)
+        for line in said.splitlines():
             print(f"hitherto: {line}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:

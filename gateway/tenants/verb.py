@@ -12,7 +12,7 @@ from ..settings import ConfigError, flag, load
 from .key_file import Entry, KeyFileError, add, digest, new_key, new_salt, what_is_wrong
 from .limits import KINDS, WORDS, Limits
 
-ABOUT = "API keys of clients, for the file of --api-keys."
+ABOUT = "Its hash goes into the file of --api-keys, and the key itself to the client."
 DESCRIPTION = """Make an API key for a tenant. The key is printed once, to standard output, and kept nowhere;
 the line for the file of --api-keys, which holds only its hash, follows, or is added to --file."""
 

@@ -53,7 +53,7 @@ def test_the_help_says_that_most_of_it_is_sources(tmp_path, capsys):
     capsys.readouterr()
     for argv, said in (
         (["assets", "--help"], "all sources of its image (most of the files)"),
-        (["--help"], "the sources of their image"),
+        (["--help"], "what a deployment needs besides Python"),
     ):
         with pytest.raises(SystemExit):
             cli.main(argv)

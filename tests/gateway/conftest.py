@@ -31,17 +31,28 @@ class Engine:
 
     def wait(self) -> "Engine":
         said = ""
-        while not (found := re.search(r" on (http://127\.0\.0\.1:(\d+)),", said)):
+        while not (found := re.search(r" on (http://\S+:(\d+)),", said)):
             line = self.process.stderr.readline()
             assert line, f"the simulated engine did not start: {said}"
             said += line
         self.url, self.port = found[1], int(found[2])
         return self
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait(20)
         self.process.stderr.close()
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    """The current folder, in which there is no hitherto.yaml."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +69,14 @@ def start_engine():
     yield start
     for engine in started:
         engine.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine) -> Engine:
+    return start_engine().wait()
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine) -> list[Engine]:
+    """Two engines that are alike."""
+    return [one.wait() for one in [start_engine(), start_engine()]]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 import signal
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
@@ -34,6 +35,13 @@ def reported(answer: httpx.Response) -> int:
 def predicted(answer: httpx.Response) -> int:
     """The cached tokens of an answer as the gateway predicted them."""
     return int(answer.headers["x-hitherto-cached-tokens"])
+
+
+async def until(true: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until `true()` is true, or what it returns is once that is awaited."""
+    async with asyncio.timeout(seconds):
+        while not (await found if inspect.isawaitable(found := true()) else found):
+            await asyncio.sleep(0.02)
 
 
 @contextmanager
@@ -72,6 +80,12 @@ class Running:
     async def counted(self, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels; all of them are on the page from the start."""
         return counted((await self.admin.get("/metrics")).text, name, **labels)
+
+    async def counts(self, number: float, name: str, **labels: str) -> None:
+        """Wait until the sum of a metric's series with these labels is that."""
+        async with asyncio.timeout(60):
+            while await self.counted(name, **labels) != number:
+                await asyncio.sleep(0.02)
 
     async def any_counted(self, name: str, label: str, values: Collection[str]) -> float:
         """The sum of a metric's series whose label has one of these values."""

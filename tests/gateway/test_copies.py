@@ -8,7 +8,6 @@ import re
 import pytest
 
 from .running import running
-from .test_names import engine
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -26,11 +25,8 @@ async def compared(gateway) -> dict[str, float]:
 
 
 @pytest.fixture
-async def gateway():
-    async with (
-        engine("127.0.0.2") as process,
-        running("--model", "sim", "--replica-url", f"http://127.0.0.2:{process.port}") as gateway,
-    ):
+async def gateway(engine):
+    async with running("--model", "sim", "--replica-url", engine.url) as gateway:
         await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
         yield gateway
 

@@ -5,21 +5,18 @@ import pytest
 from .running import running
 from .test_copies import compared, story
 from .test_lmcache import read
-from .test_names import engine
 
 
 @pytest.mark.parametrize("retention", ["replay", "all"])
-async def test_predictions_are_what_an_engine_with_windows_and_states_delivers(retention):
-    async with (
-        engine("127.0.0.3", (0, 0, 0), "--windows", "80", "0", "--retention", retention) as process,
-        running("--model", "sim", "--replica-url", f"http://127.0.0.3:{process.port}") as gateway,
-    ):
+async def test_predictions_are_what_an_engine_with_windows_and_states_delivers(start_engine, retention):
+    engine = start_engine("--windows", "80", "0", "--retention", retention).wait()
+    async with running("--model", "sim", "--replica-url", engine.url) as gateway:
         await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
 
         async def ask(prompt: str) -> int:
             body = {"model": "sim", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
             usage = (await gateway.client.post("/v1/completions", json=body)).json()["usage"]
-            told = await gateway.client.get(f"http://127.0.0.3:{process.port}/faults")
+            told = await gateway.client.get(f"{engine.url}/faults")
             await read(gateway, told.json()["event_batches"])
             return usage["prompt_tokens_details"]["cached_tokens"]
 

@@ -1,7 +1,6 @@
 """An engine with LMCache behind it, behind a gateway: what is predicted is what its usage tells, while host memory has
 no room for all of it."""
 
-import asyncio
 import random
 import re
 
@@ -10,9 +9,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from .running import running
+from .running import counted, running, until
 from .test_copies import compared
-from .test_names import engine
 
 REQUESTS = 120
 
@@ -34,31 +32,23 @@ class Published:
 
 async def read(gateway, batches: int) -> None:
     """Until the gateway has taken so many in: an answer may overtake the events of the step that made it."""
-    async with asyncio.timeout(60):
-        while True:
-            page = (await gateway.admin.get("/metrics")).text
-            if sum(map(float, re.findall(r"^hitherto_event_batches_total{.*} (\S+)$", page, re.M))) >= batches:
-                return
-            await asyncio.sleep(0.01)
 
+    async def has_read() -> bool:
+        page = (await gateway.admin.get("/metrics")).text  # 120 times: `counted` reads all of it
+        return sum(map(float, re.findall(r"^hitherto_event_batches_total{.*} (\S+)$", page, re.M))) >= batches
 
-async def fetched(port: int) -> float:
-    async with httpx.AsyncClient() as client:
-        page = (await client.get(f"http://127.0.0.4:{port}/metrics")).text
-    return float(re.search(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", page, re.M)[1])
+    await until(has_read)
 
 
 @pytest.mark.parametrize("chunks", [(), ("--chunk-blocks", "1")])
-async def test_predictions_are_what_lmcache_delivers(chunks):
+async def test_predictions_are_what_lmcache_delivers(start_engine, chunks):
     """In chunks of its size, or of the engine's blocks'; some prompts end with a block."""
     rng = random.Random(1)
     # Prompts of up to eleven chunks. The engine itself has room for one of them, host memory for three or four.
     talks = [[rng.randrange(1000, 9000) for _ in range(2900)] for _ in range(5)]
     flags = ("--num-blocks", "200", "--cpu-blocks", "640", "--lmcache", *chunks)
-    async with (
-        engine("127.0.0.4", (0, 0, 0), *flags) as process,
-        running("--model", "sim", "--replica-url", f"http://127.0.0.4:{process.port}") as gateway,
-    ):
+    engine = start_engine(*flags).wait()
+    async with running("--model", "sim", "--replica-url", engine.url) as gateway:
         await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
         with zmq.asyncio.Context() as context:
             context.setsockopt(zmq.LINGER, 0)
@@ -70,4 +60,5 @@ async def test_predictions_are_what_lmcache_delivers(chunks):
                 await read(gateway, await published.look())
             published._socket.close()
         assert await compared(gateway) == {"equal": REQUESTS, "over": 0, "under": 0}
-        assert await fetched(process.port) > 20_000
+    page = httpx.get(f"{engine.url}/metrics").text
+    assert counted(page, "vllm:external_prefix_cache_hits_total") > 20_000

@@ -3,9 +3,7 @@ events."""
 
 import asyncio
 import json
-import re
 import socket
-import sys
 from contextlib import asynccontextmanager
 
 import pytest
@@ -37,36 +35,11 @@ def resolver(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(RESOLVER.format(table=str(table)))
 
     def say(**names):
-        (tmp_path / "new").write_text(
-            json.dumps({name.replace("_", "."): addresses for name, addresses in names.items()})
-        )
+        (tmp_path / "new").write_text(json.dumps({name.replace("_", "."): names[name] for name in names}))
         (tmp_path / "new").rename(table)
 
     say.env = {"PYTHONPATH": str(tmp_path)}
     return say
-
-
-@asynccontextmanager
-async def engine(host: str, ports=(0, 0, 0), *flags: str):
-    """A simulated engine on one address alone, as a machine is; gives its process and its port."""
-    http, events, replay = map(str, ports)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "replicas.simulated", "--host", host, "--port", http, "--events-port", events, "--replay-port", replay,
-        "--profile", "cpu-tiny", "--speedup", "50", *flags, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        said = b""
-        while not (found := re.search(rb"simulated engine .* on http://\S*:(\d+),", said)):
-            line = await process.stderr.readline()
-            assert line, said.decode()
-            said += line
-        process.port = int(found[1])
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        process._transport.close()
 
 
 async def served(gateway, times: int) -> None:
@@ -74,28 +47,32 @@ async def served(gateway, times: int) -> None:
         assert (await gateway.chat(LONG)).status_code == 200
 
 
-def as_reported(one: dict) -> bool:
-    return (
-        one["reported_prompt_tokens"] == one["prompt_tokens"]
-        and one["predicted_cached_tokens"] == one["reported_cached_tokens"]
-    )
+async def reported(gateway) -> dict:
+    """The only replica, once its blocks are known, and its engine has reported what was predicted."""
+
+    def agrees(status: dict) -> bool:
+        (one,) = status["replicas"]
+        counts = [
+            (one[f"{by}_cached_tokens"], one[name])
+            for by, name in (("predicted", "prompt_tokens"), ("reported", "reported_prompt_tokens"))
+        ]
+        return bool(one["map_blocks"]) and counts[0] == counts[1]
+
+    return (await gateway.until(agrees))["replicas"][0]
 
 
-async def test_a_name_with_two_addresses_is_one_engine_for_requests_and_events_and_then_the_other(resolver):
-    ports = [free_port() for _ in range(3)]
+async def test_a_name_with_two_addresses_is_one_engine_for_requests_and_events_and_then_the_other(
+    resolver, start_engine
+):
+    flags = [f"--{name}={free_port()}" for name in ("port", "events-port", "replay-port")]
+    first, other = start_engine("--host", "127.0.0.2", *flags), start_engine("--host", "127.0.0.3", *flags)
     resolver(gpu_test=["127.0.0.3", "127.0.0.2"])
-    url = ("--replica-url", f"http://gpu.test:{ports[0]}")
-    async with (
-        engine("127.0.0.2", ports) as first,
-        engine("127.0.0.3", ports),
-        running("--model", "sim", *url, env=resolver.env) as gateway,
-    ):
+    first.wait(), other.wait()
+    url = f"http://gpu.test:{first.port}"
+    async with running("--model", "sim", "--replica-url", url, env=resolver.env) as gateway:
         await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
         await served(gateway, 8)
-        status = await gateway.until(
-            lambda status: as_reported(status["replicas"][0]) and status["replicas"][0]["map_blocks"]
-        )
-        one = status["replicas"][0]
+        one = await reported(gateway)
         assert one["address"] == "127.0.0.2" and one["predicted_cached_tokens"] > 0 and one["errors"] == 0
         assert any("leads to other addresses as well (127.0.0.3)" in problem for problem in one["problems"])
 
@@ -107,28 +84,18 @@ async def test_a_name_with_two_addresses_is_one_engine_for_requests_and_events_a
             lambda status: status["replicas"][0]["events"] == "live" and not status["replicas"][0]["map_blocks"]
         )
         await served(gateway, 4)
-        status = await gateway.until(
-            lambda status: as_reported(status["replicas"][0]) and status["replicas"][0]["map_blocks"]
-        )
-        assert status["replicas"][0]["requests"] == 12
+        assert (await reported(gateway))["requests"] == 12
 
 
-async def test_an_engine_at_an_ipv6_address_gets_requests_and_its_events_are_read():
+async def test_an_engine_at_an_ipv6_address_gets_requests_and_its_events_are_read(start_engine):
     if not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
-    async with (
-        engine("::1") as process,
-        running("--model", "sim", "--replica-url", f"http://[::1]:{process.port}") as gateway,
-    ):
+    port = start_engine("--host", "::1").wait().port
+    async with running("--model", "sim", "--replica-url", f"http://[::1]:{port}") as gateway:
         await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
         await served(gateway, 3)
-        status = await gateway.until(
-            lambda status: as_reported(status["replicas"][0]) and status["replicas"][0]["map_blocks"]
-        )
-        assert (
-            status["replicas"][0]["id"] == f"[::1]:{process.port}"
-            and status["replicas"][0]["predicted_cached_tokens"] > 0
-        )
+        one = await reported(gateway)
+        assert one["id"] == f"[::1]:{port}" and one["predicted_cached_tokens"] > 0
 
 
 @asynccontextmanager
@@ -157,21 +124,14 @@ async def tls_in_front_of(port: int, context):
         server.close()
 
 
-async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_are_read(resolver, tmp_path):
+async def test_an_https_engine_gets_plain_and_streamed_requests_and_its_events_are_read(
+    resolver, start_engine, tmp_path
+):
     resolver(gpu_test=["127.0.0.2"])
-    async with (
-        engine("127.0.0.2") as process,
-        tls_in_front_of(process.port, server_context(tmp_path, "DNS:gpu.test")) as port,
-    ):
-        flags = (
-            "--model",
-            "sim",
-            "--replica-url",
-            f"https://gpu.test:{port}",
-            "--replica-ca",
-            str(tmp_path / "ca.pem"),
-        )
-        async with running(*flags, env=resolver.env) as gateway:
+    engine, context = start_engine("--host", "127.0.0.2").wait(), server_context(tmp_path, "DNS:gpu.test")
+    async with tls_in_front_of(engine.port, context) as port:
+        flags = ("--replica-url", f"https://gpu.test:{port}", "--replica-ca", str(tmp_path / "ca.pem"))
+        async with running("--model", "sim", *flags, env=resolver.env) as gateway:
             await gateway.until(lambda status: status["replicas"][0]["events"] == "live")
             await served(gateway, 3)
             streamed = await gateway.chat(LONG, stream=True)

@@ -16,8 +16,7 @@ async def test_a_bug_of_ours_is_a_500_and_is_not_blamed_on_the_client(caplog):
             raise ZeroDivisionError("a bug")
 
         echo.handle = fails
-        await talk.say(GET)
-        assert (await talk.response())[0] == 500
+        assert (await talk.ask(GET))[0] == 500
         assert await talk.rest() == b""
         assert echo.left == 1 and "ZeroDivisionError: a bug" in caplog.text
 
@@ -25,14 +24,12 @@ async def test_a_bug_of_ours_is_a_500_and_is_not_blamed_on_the_client(caplog):
 async def test_drain_finishes_what_runs_and_answers_who_still_asks():
     async with served() as (talk, echo, server):
         idle = await Talker.to(server._listener.sockets[0].getsockname()[1])
-        await idle.say(GET)
-        await idle.response()
+        await idle.ask(GET)
         await talk.say(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
         await eventually(lambda: echo.held)
         drained = asyncio.ensure_future(server.drain(5))
         await eventually(lambda: server.clients.draining)
-        await idle.say(GET)
-        assert (await idle.response())[1]["connection"] == "close"
+        assert (await idle.ask(GET))[1]["connection"] == "close"
         assert await idle.rest() == b""
         assert not drained.done()
         echo.release()

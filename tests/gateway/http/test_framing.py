@@ -131,16 +131,14 @@ async def test_head_gets_the_length_but_no_body():
     async with served() as (talk, _, _):
         await talk.say(b"HEAD /h HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"content-length: 8\r\n" in await talk.until(b"\r\n\r\n")
-        await talk.say(GET)
-        assert (await talk.response())[2] == b"GET /a?b=1 "
+        assert (await talk.ask(GET))[2] == b"GET /a?b=1 "
 
 
 async def test_expect_continue_is_answered_before_the_body():
     async with served() as (talk, _, _):
         await talk.say(POST + b"Content-Length: 3\r\nExpect: 100-continue\r\n\r\n")
         assert await talk.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        await talk.say(b"abc")
-        assert (await talk.response())[2] == b"POST /p abc"
+        assert (await talk.ask(b"abc"))[2] == b"POST /p abc"
 
 
 @pytest.mark.parametrize("named", [b"close, Upgrade", b"Upgrade, close, HTTP2-Settings"])
@@ -159,8 +157,7 @@ async def test_tiny_chunks_do_not_take_many_times_their_size():
         (connection,) = server.connections
         await eventually(lambda: connection.body_bytes == 200_000)
         assert sum(map(sys.getsizeof, [connection.body, *connection.body])) < 500_000
-        await talk.say(b"0\r\n\r\n")
-        assert (await talk.response())[2] == b"POST /p " + b"ab" * 100_000
+        assert (await talk.ask(b"0\r\n\r\n"))[2] == b"POST /p " + b"ab" * 100_000
 
 
 @given(st.lists(st.sampled_from((1, 2, 4095, 4096, 4097, 70_000)), min_size=1, max_size=8), st.integers(1000, 100_000))
@@ -179,13 +176,11 @@ async def test_a_client_that_still_sends_can_read_its_refusal():
     """Closing at once would reset the answer away."""
     async with served(Limits(body_bytes=1000)) as (talk, echo, _):
         await talk.say(POST + b"Content-Length: 1000000\r\n\r\n")
-        await talk.say(b"a" * 1_000_000)
-        assert (await talk.response())[0] == 413
+        assert (await talk.ask(b"a" * 1_000_000))[0] == 413
         assert not echo.seen
 
 
 async def test_a_request_of_http_1_0_is_answered_and_closed():
     async with served() as (talk, _, _):
-        await talk.say(b"GET /old HTTP/1.0\r\n\r\n")
-        assert (await talk.response())[1]["connection"] == "close"
+        assert (await talk.ask(b"GET /old HTTP/1.0\r\n\r\n"))[1]["connection"] == "close"
         assert await asyncio.wait_for(talk.rest(), 5) == b""

@@ -84,8 +84,7 @@ async def test_many_held_uploads_stay_within_the_budget_and_leave_room_for_other
         assert {one.result()[0] for one in refused if one.done()} == {503}
         honest = await talk()
         for _ in range(3):
-            await honest.say(post(b"y" * 100_000))
-            assert (await honest.response())[0] == 200
+            assert (await honest.ask(post(b"y" * 100_000)))[0] == 200
         for one in refused:
             one.cancel()
 
@@ -95,8 +94,7 @@ async def test_whoever_asks_for_too_much_is_told_before_it_is_sent():
         first, second = await talk(), await talk()
         await first.say(upload(MIB, MIB))
         await eventually(lambda: echo.held)
-        await second.say(upload(2 * MIB, 0, b"Expect: 100-continue\r\n"))
-        assert (await second.response())[0] == 503
+        assert (await second.ask(upload(2 * MIB, 0, b"Expect: 100-continue\r\n")))[0] == 503
         third = await talk()
         await third.say(upload(MIB, 0, b"Expect: 100-continue\r\n"))
         assert await third.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -182,16 +180,14 @@ async def test_a_body_is_kept_as_long_as_it_may_have_to_go_elsewhere():
         body = b'{"model":"m","messages":[{"role":"user","content":"%b"}]}' % (b"x" * 50_000)
         for _ in range(2):
             talk = await s.talk()
-            await talk.say(post(body))
-            assert (await talk.response())[0] == 200
+            assert (await talk.ask(post(body)))[0] == 200
         assert [received for _, received in seen] == [body, body]
 
 
 async def test_a_gateway_that_is_full_says_so_and_when_to_come_again():
     async with stack(answers(), limits=Limits(requests_bytes=10_000)) as s:
         talk = await s.talk()
-        await talk.say(post(b"x" * 9000))
-        status, headers, body = await talk.response()
+        status, headers, body = await talk.ask(post(b"x" * 9000))
         assert status == 503 and headers["retry-after"] == "1" and b"gateway_full" in body and b"request_budget" in body
         assert s.metrics.rejections.values["503",] == 1
 

@@ -14,8 +14,7 @@ SLOW = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
 async def test_requests_are_answered_in_order_pipelined_or_not():
     async with served() as (talk, echo, _):
         for _ in range(3):
-            await talk.say(GET)
-            assert (await talk.response())[0::2] == (200, b"GET /a?b=1 ")
+            assert (await talk.ask(GET))[0::2] == (200, b"GET /a?b=1 ")
         await talk.say(SLOW + b"".join(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % i for i in range(50)))
         await eventually(lambda: echo.held)
         assert len(echo.seen) == 4
@@ -43,10 +42,10 @@ async def test_a_large_head_is_counted_once_and_without_the_body_before_it():
     head = b"GET /a HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: %b\r\n" % (i, b"y" * 1000) for i in range(40)) + b"\r\n"
     async with served() as (talk, _, _):
         body = b"z" * 100_000
-        await talk.say(b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + head[:-10])
-        assert (await talk.response())[0] == 200
-        await talk.say(head[-10:])
-        assert (await talk.response())[0] == 200
+        assert (
+            await talk.ask(b"POST /p HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + head[:-10])
+        )[0] == 200
+        assert (await talk.ask(head[-10:]))[0] == 200
 
 
 async def test_a_client_that_does_not_read_is_not_read_from():

@@ -27,8 +27,7 @@ async def test_a_client_that_waits_for_us_is_not_timed_out():
         echo.release()
         assert (await talk.response())[2] == b"slow"
         assert await talk.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        await talk.say(b"abc")
-        assert (await talk.response())[2] == b"POST /p abc"
+        assert (await talk.ask(b"abc"))[2] == b"POST /p abc"
 
 
 def test_an_idle_connection_is_closed_and_no_other():

@@ -62,8 +62,7 @@ async def test_requests_on_a_kept_connection_and_large_bodies(folder):
         talk = await s.talk()
         large = BODY[:-1] + b',"user":"' + b"x" * 3_000_000 + b'"}'
         for body in (BODY, large, BODY):
-            await talk.say(post(body))
-            status, _, answer = await talk.response()
+            status, _, answer = await talk.ask(post(body))
             assert (status, answer) == (200, ANSWER)
         assert [body for _, body in seen] == [BODY, large, BODY]
         await talk.say(post() + post())  # pipelined
@@ -79,8 +78,7 @@ async def test_plain_http_and_half_handshakes_are_none_of_anybodys_business(fold
         mute = await s.stack.talk()
         assert await mute.rest() == b""  # after the time that a head may take
         talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 200
+        assert (await talk.ask(post()))[0] == 200
         assert not [one for one in caplog.records if one.levelname in ("ERROR", "WARNING")]
 
 
@@ -95,8 +93,7 @@ async def test_handshakes_that_do_not_end_are_counted_and_bounded_and_hold_nobod
         assert await first.rest() == b""  # the oldest gave way
         kept = await s.talk()
         for _ in range(2):
-            await kept.say(post())
-            assert (await kept.response())[0] == 200
+            assert (await kept.ask(post()))[0] == 200
         assert len(s.stack.server.connections) == 1 and s.stack.server.open == 8
         for one in mute:
             await one.close()

@@ -48,8 +48,7 @@ def as_stream(framing: bytes) -> bytes:
 async def test_what_is_no_answer_of_http_1_is_a_502_at_once(said, why, caplog):
     async with stack(says(said), request_timeout=60, retries=0) as s:
         talk = await s.talk()
-        await talk.say(post())
-        status, _, body = await talk.response()
+        status, _, body = await talk.ask(post())
         assert status == 502 and why in body and b"evil" not in body and b"data:" not in body
         assert s.faults == ["protocol"] and "exception" not in caplog.text.lower()
         await eventually(s.idle)
@@ -90,8 +89,7 @@ async def test_interim_answers_stay_between_the_replica_and_the_gateway(between)
     interim = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + between
     async with stack(says(interim * 3 + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as s:
         talk = await s.talk()
-        await talk.say(post())
-        status, headers, body = await talk.response()
+        status, headers, body = await talk.ask(post())
         assert (status, body) == (200, b"ok") and "link" not in headers
 
 
@@ -175,8 +173,7 @@ async def test_bytes_that_come_later_end_a_kept_connection():
     async with stack(script) as s:
         talk = await s.talk()
         (backend,) = s.proxy.backends.values()
-        await talk.say(post())
-        assert (await talk.response())[2] == b"ok"
+        assert (await talk.ask(post()))[2] == b"ok"
         await eventually(lambda: backend.pool.idle)
         say.set()
         await eventually(lambda: not backend.pool.idle)
@@ -208,8 +205,7 @@ def test_a_new_connection_that_is_closed_before_the_request_is_sent_is_a_refused
             closing = next(iter(s.proxy.backends.values())).pool.port
             talk = await s.talk()
             for _ in range(2):
-                await talk.say(post())
-                assert (await talk.response())[0::2] == (200, ANSWER)
+                assert (await talk.ask(post()))[0::2] == (200, ANSWER)
             assert s.faults and set(s.faults) == {"connect"}
             await eventually(s.idle)
 
@@ -225,8 +221,7 @@ async def test_a_bug_that_shows_when_the_connection_is_there_ends_the_request_wi
     monkeypatch.setattr(upstream.Upstream, "send", broken)
     async with stack(answers(), request_timeout=60) as s:
         talk = await s.talk()
-        await talk.say(post())
-        assert (await talk.response())[0] == 500 and "a bug" in caplog.text
+        assert (await talk.ask(post()))[0] == 500 and "a bug" in caplog.text
         await eventually(s.idle)
 
 

@@ -37,8 +37,7 @@ def bearer(name: str) -> bytes:
 
 async def ask(s, raw: bytes):
     talk = await s.talk()
-    await talk.say(raw)
-    return await talk.response()
+    return await talk.ask(raw)
 
 
 def get(path: bytes, extra=b"") -> bytes:
@@ -304,8 +303,7 @@ async def test_the_file_is_read_again_when_it_changes_and_a_broken_one_changes_n
             talk = await s.talk()
 
             async def status(name):
-                await talk.say(post(extra=bearer(name)))
-                return (await talk.response())[0]
+                return (await talk.ask(post(extra=bearer(name))))[0]
 
             assert await status("one") == 200
             with caplog.at_level(logging.ERROR):

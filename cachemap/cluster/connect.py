@@ -160,7 +160,7 @@ def parse(url: str) -> RedisUrl:
         raise ValueError(
             "its host cannot be read; write redis://HOST:PORT, and an IPv6 address as redis://[ADDRESS]:PORT"
         ) from None
-    if not url.startswith(f"{parts.scheme}://") or not parts.scheme:
+    if not url.lower().startswith(f"{parts.scheme}://") or not parts.scheme:
         raise ValueError(
             "it is no URL: write redis://HOST:PORT. One with a password is best given as HITHERTO_REDIS_URL; a file with it is not read"
         )

@@ -20,6 +20,7 @@ ME = {"username": "me", "password": "secret", "db": 3}
     [
         ("redis://me:secret@h:7000/3", "single", [("h", 7000)], "", ME, "h:7000 (single)"),
         ("redis://h", "single", [("h", 6379)], "", {}, "h:6379 (single)"),
+        ("REDIS://h", "single", [("h", 6379)], "", {}, "h:6379 (single)"),
         ("rediss://h?ssl_ca_certs=/ca", "single", [("h", 6379)], "", {"ssl_ca_certs": "/ca"}, "h:6379 (single)"),
         ("redis+sentinel://:secret@a:1,b/main/3", "sentinel", [("a", 1), ("b", 26379)], "main",
          {"password": "secret", "db": 3}, "a:1,b:26379 (sentinel main)"),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway import datapath
 from gateway.ops.metrics import Metrics
 from gateway.prompt.pipeline import Pipeline
 from gateway.proxy.admission.overload import Overload
@@ -96,6 +97,17 @@ async def test_requests_per_minute_and_what_the_client_is_told(tmp_path):
         assert metrics.tenant_requests.values == {("a", "2xx"): 3, ("a", "4xx"): 1, ("b", "2xx"): 1, ("b", "4xx"): 1}
         t.clock.now += 10
         assert (await t.ask())[0] == 200
+
+
+async def test_the_access_log_says_which_limit_refused_a_request(tmp_path, caplog):
+    caplog.set_level("INFO", "hitherto.access")
+    async with tenants(tmp_path, answers(), a={"requests_per_minute": 1}, notes=[datapath._access]) as t:
+        assert [(await t.ask())[0] for _ in range(2)] == [200, 429]
+    told = [record.fields for record in caplog.records if record.name == "hitherto.access"]
+    assert [(one["tenant"], one["outcome"], one["reason"], one["limit"]) for one in told] == [
+        ("a", "complete", None, None),
+        ("a", "refused", "rate_limit_exceeded", "requests per minute"),
+    ]
 
 
 async def test_what_the_gateway_has_no_place_for_is_given_back_and_its_client_told_what_is_left(tmp_path):
@@ -240,9 +252,8 @@ async def test_concurrent_requests_are_bounded_and_one_whose_client_leaves_makes
         first = await t.begin()
         await eventually(lambda: t.account().running == 1)
         status, headers, body = await t.ask()
-        assert (status, headers["retry-after"]) == (429, "1") and "1 concurrent requests" in json.loads(body)["error"][
-            "message"
-        ]
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert "1 concurrent requests" in json.loads(body)["error"]["message"]
         assert t.account().running == 1
         await first.close()
         await eventually(lambda: t.account().running == 0)

@@ -165,9 +165,7 @@ def build_parser() -> Parser:
     completing.add_argument("shell", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS, help=shells)
     verb("version", version, "print the version")
     key.add_arguments(verb("key", key.run, "make an API key for a client", key.ABOUT))
-    replica.add_arguments(
-        verb("replica", replica.run, "run one simulated engine", "It has the endpoints, metrics and KV events of vLLM.")
-    )
+    replica.add_arguments(verb("replica", replica.run, "run one simulated engine", replica.ABOUT))
     assets.add_arguments(verb("assets", assets.run, assets.HELP, assets.ABOUT))
     verbs.add_parser("plan", help="what a model's KV cache holds, and the replicas that a load needs", add_help=False)
     return parser

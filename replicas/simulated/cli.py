@@ -11,7 +11,7 @@ from pathlib import Path
 from replicas.arguments import positive, whole
 from replicas.ports import cannot_listen, port
 
-ABOUT = "Run one simulated engine behind the endpoints, metrics and KV events of vLLM."
+ABOUT = "It has the endpoints, metrics and KV events of vLLM."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,6 +180,6 @@ async def _until_told(runner, publisher, http) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hitherto replica", description=ABOUT)
+    parser = argparse.ArgumentParser(prog="hitherto replica", description=f"Run one simulated engine. {ABOUT}")
     add_arguments(parser)
     return run(parser.parse_args(argv))

@@ -181,6 +181,9 @@ def test_every_module_says_what_it_is_for():
     assert not [str(path.relative_to(ROOT)) for path in without]
 
 
+IMPURE = frozenset("time socket asyncio aiohttp threading os datetime selectors".split())
+
+
 def test_the_rooms_that_decide_have_no_clock_and_no_sockets():
     """Policies and state machines are pure: time and load come in as arguments."""
     pure = [*(ROOT / "policies").rglob("*.py"),
@@ -189,16 +192,7 @@ def test_the_rooms_that_decide_have_no_clock_and_no_sockets():
             *(ROOT / "replicas/simulated" / name for name in ("engine.py", "batch.py", "blocks.py", "steps.py", "profile.py"))]  # fmt: skip
     for path in pure:
         for name in imports(path):
-            assert name.split(".")[0] not in (
-                "time",
-                "socket",
-                "asyncio",
-                "aiohttp",
-                "threading",
-                "os",
-                "datetime",
-                "selectors",
-            ), f"{path.relative_to(ROOT)} imports {name}"
+            assert name.split(".")[0] not in IMPURE, f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_only_settling_ends_a_placement_with_what_was_learned():
@@ -214,9 +208,6 @@ def test_only_settling_ends_a_placement_with_what_was_learned():
 
 def test_no_test_hides_another_of_its_name():
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        names = [
-            one.name
-            for one in ast.parse(path.read_text()).body
-            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
-        ]
+        functions = [one for one in tree_of(path).body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        names = [one.name for one in functions]
         assert len(names) == len(set(names)), f"{path.relative_to(ROOT)} defines a function twice"

@@ -87,31 +87,15 @@ class Stack:
 
     def compose(self, *words: str, timeout: float = 120) -> str:
         program = str(FOLDER / "podman-compose" / "bin" / "podman-compose")
-        common = [
-            "--project-name",
-            self.project,
-            "--env-file",
-            str(self.env_file),
-            "--file",
-            self.file,
-            "--file",
-            str(self.override),
-        ]
-        return self._run([program, *common, *words], timeout)
+        files = "--env-file", str(self.env_file), "--file", self.file, "--file", str(self.override)
+        return self._run([program, "--project-name", self.project, *files, *words], timeout)
 
     def podman(self, *words: str, timeout: float = 60) -> str:
         return self._run(["podman", *words], timeout)
 
     def _run(self, words: list[str], timeout: float) -> str:
-        done = subprocess.run(
-            words,
-            cwd=ROOT,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
-        )
+        options = {"cwd": ROOT, "env": self.environment, "timeout": timeout, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(words, capture_output=True, text=True, **options)
         assert not done.returncode, f"{' '.join(words)}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

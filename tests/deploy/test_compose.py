@@ -55,9 +55,8 @@ def service(file: str, name: str) -> dict:
 
 def schema() -> dict:
     """The compose specification's own schema, as the package check-jsonschema carries it."""
-    return json.loads(
-        resources.files("check_jsonschema").joinpath("builtin_schemas/vendor/compose-spec.json").read_text()
-    )
+    file = resources.files("check_jsonschema").joinpath("builtin_schemas/vendor/compose-spec.json")
+    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("file", [*FILES, GPUS])
@@ -112,9 +111,7 @@ def test_ports_have_variables_and_only_clients_port_can_leave_this_machine_by_it
         assert re.fullmatch(r"\$\{PUBLISH(_ADMIN)?:-[\d.]+\}:\$\{\w+_PORT:-\d+\}:\d+", written), written
         beyond = (file, name) == ("compose.gateway.yaml", "gateway") and port.endswith(":8080")
         assert port.startswith("0.0.0.0:" if beyond else "127.0.0.1:"), port
-        assert ("PUBLISH_ADMIN" in written) == (not port.endswith(":8080")), (
-            "operators' ports have a variable of their own"
-        )
+        assert ("PUBLISH_ADMIN" in written) != port.endswith(":8080"), "operators' ports have their own variable"
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -162,9 +159,7 @@ def test_the_admin_sides_token_is_made_once_and_everybody_may_read_it_who_has_th
     make_token(file)
     assert file.read_text() == token and len(token) == 64 and file.stat().st_mode & 0o777 == 0o444
     assert [path.name for path in tmp_path.iterdir()] == ["admin-token"]
-    readers = {
-        name for name, service in SERVICES.items() if "admin-token:/run/hitherto:ro" in service.get("volumes", [])
-    }
+    readers = {name for name, one in SERVICES.items() if "admin-token:/run/hitherto:ro" in one.get("volumes", [])}
     assert readers == {*GATEWAYS, "prometheus"}
     for name in readers:
         assert SERVICES[name]["depends_on"]["admin-token"] == {"condition": "service_completed_successfully"}
@@ -173,17 +168,7 @@ def test_the_admin_sides_token_is_made_once_and_everybody_may_read_it_who_has_th
 def test_the_gateway_alone_has_what_the_gateways_of_the_stack_have():
     alone, among = ALONE["services"], SERVICES
     assert alone["admin-token"]["entrypoint"] == among["admin-token"]["entrypoint"]
-    for key in (
-        "healthcheck",
-        "stop_grace_period",
-        "deploy",
-        "read_only",
-        "tmpfs",
-        "init",
-        "cap_drop",
-        "logging",
-        "security_opt",
-    ):
+    for key in "healthcheck stop_grace_period deploy read_only tmpfs init cap_drop logging security_opt".split():
         assert alone["gateway"][key] == among["gateway-1"][key], key
     assert set(alone["gateway"]["volumes"]) == set(among["gateway-1"]["volumes"])
     assert set(alone) == {"admin-token", "gateway"}
@@ -295,12 +280,8 @@ def test_a_gateway_is_stopped_before_all_that_it_talks_to(files):
 
 def test_no_command_of_the_documents_replaces_the_env_file_that_users_write():
     """`--env-file` has Compose read that file in place of `.env`, where HF_TOKEN is."""
-    pages = [
-        ROOT / "README.md",
-        *(ROOT / "docs").glob("*.md"),
-        *ROOT.glob("compose*.yaml"),
-        *(ROOT / "deploy").glob("*.yml"),
-    ]
+    found = (ROOT.glob(names) for names in ("README.md", "docs/*.md", "compose*.yaml", "deploy/*.yml"))
+    pages = [page for pages in found for page in pages]
     assert len(pages) > 10
     assert [page.name for page in pages if "--env-file" in page.read_text()] == []
 

@@ -28,9 +28,7 @@ def as_found():
     logging.root.handlers[:] = outputs
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def refused(capsys, *argv: str) -> str:
@@ -55,7 +53,7 @@ def test_config_as_json(capsys, monkeypatch):
     assert set(shown) == set(Settings.model_fields)
 
 
-def test_every_field_is_a_flag_of_serve(capsys):
+def test_every_field_is_a_flag_of_serve_under_its_subject(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["serve", "--help"])
     assert caught.value.code == 0
@@ -64,78 +62,64 @@ def test_every_field_is_a_flag_of_serve(capsys):
         assert flag(name) in text
         assert field.description.split()[0] in text
     assert "--admin-token @FILE" in text and "--redis-url URL" in text
+    at = [text.index(f"\n{subject}:\n") for subject in cli.SUBJECTS.values()]
+    assert at == sorted(at) and len(text.split("\n\n")[0].splitlines()) == 1, "and the usage is a line"
+    assert set(cli.SUBJECTS) <= set(Settings.model_fields)
 
 
 def test_replica_url_takes_many_may_be_repeated_and_has_aliases(capsys):
-    argv = [
-        "config",
-        "--json",
-        "--replica-url",
-        "http://a:1",
-        "http://b:1",
-        "--worker-urls",
-        "http://c:1",
-        "--backend-url",
-        "http://d:1",
-    ]
+    argv = "config --json --replica-url http://a:1 http://b:1 --worker-urls http://c:1 --backend-url http://d:1".split()
     assert cli.main(argv) == 0
-    assert json.loads(capsys.readouterr().out)["replica_url"]["value"] == [
-        "http://a:1",
-        "http://b:1",
-        "http://c:1",
-        "http://d:1",
-    ]
+    urls = json.loads(capsys.readouterr().out)["replica_url"]["value"]
+    assert urls == ["http://a:1", "http://b:1", "http://c:1", "http://d:1"]
 
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["serve"], "there is no replica to send requests to. Give --replica-url http://HOST:PORT"),
-        (["serve", "--polcy", "x"], "unknown argument '--polcy'. Did you mean '--policy'?"),
-        (["serve", "--port"], "flag --port: expected one argument. `hitherto serve --help`"),
-        (["serve", "--port", "--admin-port", "3"], "flag --port: expected one argument. `hitherto serve --help`"),
-        (["serve", "--access-log=maybe"], "ignored explicit argument 'maybe'. "),
-        (["serve", "--cache-budget", "-1MiB"], "flag --cache-budget: '-1MiB' is not a size; write"),
+        ("serve", "there is no replica to send requests to. Give --replica-url http://HOST:PORT"),
+        ("serve --polcy x", "unknown argument '--polcy'. Did you mean '--policy'?"),
+        ("serve --port", "flag --port: expected one argument. `hitherto serve --help`"),
+        ("serve --port --admin-port 3", "flag --port: expected one argument. `hitherto serve --help`"),
+        ("serve --access-log=maybe", "ignored explicit argument 'maybe'. "),
+        ("serve --cache-budget -1MiB", "flag --cache-budget: '-1MiB' is not a size; write"),
         (
-            ["serve", "--replica-url", "http://h:1", "--host", "203.0.113.7"],
-            "Cannot assign requested address. Stop what holds the port, or give another with --port (and --host)",
+            "serve --replica-url http://h:1 --host 203.0.113.7",
+            "Cannot assign requested address. Stop what holds the port, or give another",
         ),
-        (["serve", "--port", "http"], "flag --port: 'http' is not a whole number. It takes port"),
-        (["serve", "--replica-url", "ftp://localhost:8000"], "flag --replica-url: replica URL 'ftp"),
-        (["serve", "--config", "gone.yaml"], "gone.yaml: cannot read the configuration"),
-        (["srve", "--port", "1"], "unknown command 'srve'. Did you mean 'serve'?"),
-        (["xyzzy"], "unknown command 'xyzzy'. Known: serve, config"),
-        (["--prot", "8"], "unknown argument '--prot': a command comes first"),
-        (["serve", "--port", "99999"], "flag --port: '99999' is not a whole number up to 65535"),
-        (["serve", "--launch", "two"], "flag --launch: 'two' is not a whole number"),
-        (
-            ["serve", "--pools", "nonsense"],
-            "flag --pools: 'nonsense' is not a table of names and values. It takes kinds of engines",
-        ),
-        (["serve", "--redis-url", "redis:6379"], "flag --redis-url: it is no URL: write redis://HOST:PORT"),
-        (["config", "nonsense"], "unknown argument 'nonsense'. `hitherto config --help` lists what there is"),
-        (["key", "nw"], "'nw' is none of new. Did you mean 'new'?"),
-        (["key", "new", "x", "--fil", "y"], "unknown argument '--fil'. Did you mean '--file'?"),
-        (["replica", "--prt", "9000"], "unknown argument '--prt'. Did you mean '--port'?"),
-        (["replica", "--port", "99999"], "'99999' is no port: it reads 0 (any free one) to 65535"),
-        (["replica", "--seed", "x"], "--seed: invalid int value: 'x'"),
-        (["explain"], "required: BODY.json"),
-        (["explain", "--replica-url", "http://a:1", "one.json"], "required: BODY.json"),
-        (["replicas", "--replica-url", "http://a:1", "drain"], "flag --replica-url: replica URL 'drain'"),
-        (["explain", "--prot"], "unknown argument '--prot'. Did you mean '--port'?"),
-        (["assets", "--forec"], "unknown argument '--forec'. Did you mean '--force'?"),
-        (["key", "new", "--clas=x"], "unknown argument '--clas'. Did you mean '--class'?"),
-        (["key", "--vrsion", "x"], "unknown argument '--vrsion'. Did you mean '--version'?"),
-        (["completion", "--hlp"], "unknown argument '--hlp'. Did you mean '--help'?"),
-        (["completion", "--hlp", "x"], "unknown argument '--hlp'. Did you mean '--help'?"),
-        (["explain", "-5", "--wrong=-3"], "unknown argument '--wrong'"),
-        (["serve", "--dp-aware"], "lists what there is; docs/migrating.md has the flags of other routers"),
-        (["serve", "--policy", "cache_aware"], "flag --policy: 'cache_aware' is none of least_time, "),
-        (["key", "new", "--decode"], "unknown argument '--decode'. `hitherto key new"),
+        ("serve --port http", "flag --port: 'http' is not a whole number. It takes port"),
+        ("serve --replica-url ftp://localhost:8000", "flag --replica-url: replica URL 'ftp"),
+        ("serve --config gone.yaml", "gone.yaml: cannot read the configuration"),
+        ("srve --port 1", "unknown command 'srve'. Did you mean 'serve'?"),
+        ("xyzzy", "unknown command 'xyzzy'. Known: serve, config"),
+        ("--prot 8", "unknown argument '--prot': a command comes first"),
+        ("serve --port 99999", "flag --port: '99999' is not a whole number up to 65535"),
+        ("serve --launch two", "flag --launch: 'two' is not a whole number"),
+        ("serve --pools nonsense", "flag --pools: 'nonsense' is not a table of names and values. It takes kinds"),
+        ("serve --redis-url redis:6379", "flag --redis-url: it is no URL: write redis://HOST:PORT"),
+        ("config nonsense", "unknown argument 'nonsense'. `hitherto config --help` lists what there is"),
+        ("key nw", "'nw' is none of new. Did you mean 'new'?"),
+        ("key new x --fil y", "unknown argument '--fil'. Did you mean '--file'?"),
+        ("replica --prt 9000", "unknown argument '--prt'. Did you mean '--port'?"),
+        ("replica --port 99999", "'99999' is no port: it reads 0 (any free one) to 65535"),
+        ("replica --seed x", "--seed: invalid int value: 'x'"),
+        ("explain", "required: BODY.json"),
+        ("explain --replica-url http://a:1 one.json", "required: BODY.json"),
+        ("replicas --replica-url http://a:1 drain", "flag --replica-url: replica URL 'drain'"),
+        ("explain --prot", "unknown argument '--prot'. Did you mean '--port'?"),
+        ("assets --forec", "unknown argument '--forec'. Did you mean '--force'?"),
+        ("key new --clas=x", "unknown argument '--clas'. Did you mean '--class'?"),
+        ("key --vrsion x", "unknown argument '--vrsion'. Did you mean '--version'?"),
+        ("completion --hlp", "unknown argument '--hlp'. Did you mean '--help'?"),
+        ("completion --hlp x", "unknown argument '--hlp'. Did you mean '--help'?"),
+        ("explain -5 --wrong=-3", "unknown argument '--wrong'"),
+        ("serve --dp-aware", "lists what there is; docs/migrating.md has the flags of other routers"),
+        ("serve --policy cache_aware", "flag --policy: 'cache_aware' is none of least_time, "),
+        ("key new --decode", "unknown argument '--decode'. `hitherto key new"),
     ],
 )
 def test_bad_use_is_one_line_with_a_remedy_and_exit_code_2(capsys, argv, expected, as_found):
-    error = refused(capsys, *argv)
+    error = refused(capsys, *argv.split())
     assert expected in error and "\n" not in error
 
 
@@ -195,33 +179,16 @@ def test_the_command_alone_helps(capsys):
     assert "usage: hitherto" in out and all(f"\n    {verb} " in out for verb in ("serve", "doctor", "plan", "key"))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["version"],
-        ["-V"],
-        ["--version"],
-        *(
-            [verb, "--version"]
-            for verb in "serve config explain doctor replicas completion key replica assets plan".split()
-        ),
-    ],
-)
+VERBS = "serve config explain doctor replicas completion key replica assets plan".split()
+
+
+@pytest.mark.parametrize("words", ["version", "-V", "--version", *(f"{verb} --version" for verb in VERBS)])
 def test_the_version_by_any_name(words, capsys):
     try:
-        assert cli.main(words) == 0
+        assert cli.main(words.split()) == 0
     except SystemExit as stopped:  # as argparse does it
         assert stopped.code == 0
     assert capsys.readouterr().out == f"hitherto {__version__}\n"
-
-
-def test_settings_stand_under_their_subjects(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "--help"])
-    out = capsys.readouterr().out
-    at = [out.index(f"\n{subject}:\n") for subject in cli.SUBJECTS.values()]
-    assert at == sorted(at) and len(out.split("\n\n")[0].splitlines()) == 1, "and the usage is a line"
-    assert set(cli.SUBJECTS) <= set(Settings.model_fields)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

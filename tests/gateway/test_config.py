@@ -16,11 +16,7 @@ from gateway.settings.fields import parse_bytes
 from loadgen.plan import units
 from replicas.sizes import show_bytes
 
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def wrong(**options) -> str:
@@ -92,10 +88,7 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
         ("port: !!int abc\n", "hitherto.yaml:1: not YAML: invalid literal"),
         ("port: " + 5000 * "9", "hitherto.yaml:1: not YAML: "),
         ("port: " + 3000 * "[", "hitherto.yaml:1: not YAML: it is nested too deeply"),
-        (
-            "host: x\nport: yes\n",
-            "file hitherto.yaml:2: port: its value is yes or no to YAML; write a number, or put a text in quotes",
-        ),
+        ("host: x\nport: yes\n", "file hitherto.yaml:2: port: its value is yes or no to YAML; write a number, or"),
         ("block_size: yes\n", "block_size: its value is yes or no to YAML"),
         ("hung_after_s: yes\n", "hung_after_s: its value is yes or no to YAML"),
         ("cache_budget: yes\n", "cache_budget: its value is yes or no to YAML"),
@@ -113,15 +106,9 @@ def test_unknown_name_in_the_file_has_file_line_and_suggestion(empty_folder):
         ("continue_budget: 0\n", "continue_budget: 0 is not a size above 0, like 512MiB"),
         ("request_budget: [1]\n", "request_budget: [1] is not a size above 0, like 512MiB"),
         ("host: 8080\n", "host: 8080 is not text (put it in quotes)"),
-        (
-            "host:\n",
-            "host: it has no value, where text (put it in quotes) belongs. It takes address clients connect to",
-        ),
+        ("host:\n", "host: it has no value, where text (put it in quotes) belongs. It takes address clients"),
         ("port:\n", "port: it has no value, where a whole number belongs. It takes port clients"),
-        (
-            "tls_cert: [a]\n",
-            "tls_cert: ['a'] is not what belongs there. It takes PEM file with the gateway's certificate",
-        ),
+        ("tls_cert: [a]\n", "tls_cert: ['a'] is not what belongs there. It takes PEM file with the gateway's"),
         ("host: {a: b}\n", "host: {'a': 'b'} is not text (put it in quotes). It takes address clients connect to"),
         ("access_log: maybe\n", "'maybe' is not true or false"),
         ("replica_url: 8000\n", "8000 is not a list. It takes engines that run already: http"),
@@ -201,16 +188,7 @@ def test_file_that_is_not_there_or_not_text(empty_folder):
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        "admin_token",
-        "engine_api_key",
-        "replica_file",
-        "tls_cert",
-        "tls_key",
-        "tls_client_ca",
-        "api_keys",
-        "chat_template",
-    ],
+    "admin_token engine_api_key replica_file tls_cert tls_key tls_client_ca api_keys chat_template".split(),
 )
 def test_a_named_pipe_is_refused_and_not_waited_for(empty_folder, setting):
     os.mkfifo(empty_folder / "pipe")
@@ -233,10 +211,8 @@ def test_empty_file_is_fine(empty_folder):
 
 
 def test_misspelt_environment_variable_is_an_error_and_foreign_ones_are_not():
-    assert (
-        wrong(environ={"HITHERTO_POLCY": "random"})
-        == "environment HITHERTO_POLCY: unknown setting. Did you mean HITHERTO_POLICY?"
-    )
+    said = wrong(environ={"HITHERTO_POLCY": "random"})
+    assert said == "environment HITHERTO_POLCY: unknown setting. Did you mean HITHERTO_POLICY?"
     kubernetes = {
         "HITHERTO_PORT": "tcp://10.0.0.1:8080", "HITHERTO_PORT_8080_TCP": "tcp://10.0.0.1:8080",
         "HITHERTO_PORT_8080_TCP_PORT": "8080", "HITHERTO_SERVICE_HOST": "10.0.0.1", "HITHERTO_DATA": "/d",
@@ -254,10 +230,8 @@ def test_an_empty_variable_is_unset(empty_folder):
 
 
 def test_bad_environment_value_names_the_variable():
-    assert wrong(environ={"HITHERTO_POLICY": "leasttime"}).startswith(
-        "environment HITHERTO_POLICY: 'leasttime' is none of"
-    )
-    assert "Did you mean 'least_time'?" in wrong(environ={"HITHERTO_POLICY": "leasttime"})
+    said = wrong(environ={"HITHERTO_POLICY": "leasttime"})
+    assert said.startswith("environment HITHERTO_POLICY: 'leasttime' is none of") and "mean 'least_time'?" in said
 
 
 def test_several_errors_are_all_told():
@@ -276,10 +250,8 @@ TOKEN = "0123456789abcdef"
 def test_without_a_token_the_admin_side_is_for_this_machine_alone(tmp_path):
     for host in ("0.0.0.0", "::", "", "10.0.0.7", "gateway.example", "localhost.example"):
         text = wrong(flags={"admin_host": host})
-        assert (
-            text.startswith(f"flag --admin-host: {host or 'every address'} can be reached")
-            and "--admin-token @FILE" in text
-        )
+        assert text.startswith(f"flag --admin-host: {host or 'every address'} can be reached")
+        assert "--admin-token @FILE" in text
         assert load(flags={"admin_host": host}, environ={"HITHERTO_ADMIN_TOKEN": TOKEN}).settings.admin_host == host
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         assert load(flags={"admin_host": host}, environ={}).settings.admin_token is None
@@ -288,10 +260,8 @@ def test_without_a_token_the_admin_side_is_for_this_machine_alone(tmp_path):
 def test_the_token_is_in_a_file_or_the_environment_and_on_no_command_line(tmp_path):
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
-    assert (
-        read_token(load(flags={"admin_token": f"@{file}"}, environ={"HITHERTO_ADMIN_TOKEN": "x" * 16}).settings)
-        == TOKEN
-    )
+    both = load(flags={"admin_token": f"@{file}"}, environ={"HITHERTO_ADMIN_TOKEN": "x" * 16})
+    assert read_token(both.settings) == TOKEN
     assert read_token(load(environ={"HITHERTO_ADMIN_TOKEN": TOKEN}).settings) == TOKEN
     for token in (TOKEN, "abc", "a b"):
         assert "everybody on this machine can read a command line" in wrong(flags={"admin_token": token})
@@ -325,11 +295,8 @@ def test_the_token_is_never_shown(tmp_path):
 def test_the_password_in_the_redis_url_is_never_shown_and_what_is_shown_is_not_taken_for_it(tmp_path, empty_folder):
     url = "redis://me:hunter2@h:1/2"
     (tmp_path / "file.yaml").write_text(f"redis_url: {url}\n")
-    for config in (
-        load({"redis_url": url}),
-        load(environ={"HITHERTO_REDIS_URL": url}),
-        load(file=tmp_path / "file.yaml"),
-    ):
+    file, environ = tmp_path / "file.yaml", {"HITHERTO_REDIS_URL": url}
+    for config in (load({"redis_url": url}), load(environ=environ), load(file=file)):
         assert config.settings.redis_url == url
         shown = config.to_yaml()
         assert "hunter2" not in shown + repr(config) + json.dumps(config.plain())
@@ -340,9 +307,8 @@ def test_the_password_in_the_redis_url_is_never_shown_and_what_is_shown_is_not_t
             load(file=tmp_path / "shown.yaml")
     assert "hidden" not in load({"redis_url": "redis://h"}).to_yaml()
     assert "redis://[ADDRESS]:PORT" in (said := wrong(flags={"redis_url": "redis://:pw@[::1"})) and "pw" not in said
-    assert "it is no URL" in wrong(flags={"redis_url": "@/tmp/file"}) and "HITHERTO_REDIS_URL" in wrong(
-        flags={"redis_url": "/tmp/file"}
-    )
+    assert "it is no URL" in wrong(flags={"redis_url": "@/tmp/file"})
+    assert "HITHERTO_REDIS_URL" in wrong(flags={"redis_url": "/tmp/file"})
 
 
 def test_host_names_of_the_admin_side():
@@ -361,10 +327,8 @@ def test_policies_in_shadow_in_one_string_or_a_list(empty_folder):
     assert load(environ={}).settings.shadow == ("round_robin", "least_load")
     assert load(environ={"HITHERTO_SHADOW": "round_robin, least_load"}).settings.shadow == ("round_robin", "least_load")
     assert load(flags={"shadow": "random"}, environ={}).settings.shadow == ("random",)
-    assert load(flags={"shadow": "legs:over:8192,legs:never"}, environ={}).settings.shadow == (
-        "legs:over:8192",
-        "legs:never",
-    )
+    legs = load(flags={"shadow": "legs:over:8192,legs:never"}, environ={}).settings.shadow
+    assert legs == ("legs:over:8192", "legs:never")
 
 
 def test_what_cannot_be_in_shadow_is_said():
@@ -404,12 +368,9 @@ def test_a_name_that_is_too_long_is_refused_in_words(setting):
 
 
 def test_urls_in_one_string():
-    environ = {
-        "HITHERTO_REPLICA_URL": "http://a:1#events=tcp://a:2,replay=tcp://a:3, http://b:1/v1/  http://c,http://d"
-    }
-    assert load(environ=environ).settings.replica_url == (
-        "http://a:1#events=tcp://a:2,replay=tcp://a:3", "http://b:1/v1/", "http://c", "http://d",
-    )  # fmt: skip
+    first = "http://a:1#events=tcp://a:2,replay=tcp://a:3"
+    environ = {"HITHERTO_REPLICA_URL": f"{first}, http://b:1/v1/  http://c,http://d"}
+    assert load(environ=environ).settings.replica_url == (first, "http://b:1/v1/", "http://c", "http://d")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Classes, limits and the queue as operators write them: they are read, and what is wrong is said with its place."""
 
+from pathlib import Path
+
 import pytest
 
 from gateway import cli
@@ -27,16 +29,15 @@ request_router:
 """
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def read(text, **flags):
-    with open("hitherto.yaml", "w") as file:
-        file.write(text)
+    Path("hitherto.yaml").write_text(text)
     return overload_of(load(flags, environ={}).settings)
+
+
+PODS = "{selector: a=b, url: 'http://{ip}:8000', labels: {spill: slow}, namespace: n, api: 'http://127.0.0.1:8001'}"
 
 
 @pytest.mark.parametrize(
@@ -47,16 +48,12 @@ def read(text, **flags):
         ("admission: {when_full: wait}", ""),
         ("admission: {when_full: spill}\nreplica_url: ['http://a:1#spill=yes']", ""),
         ("admission: {when_full: spill}\npools: {slow: {profile: sim, launch: 1, spill: true}}", ""),
-        (
-            "admission: {when_full: spill}\ndiscover: {selector: app=vllm, url: 'http://{ip}:8000', labels: {spill: slow}, namespace: n, api: 'http://127.0.0.1:8001'}",
-            "",
-        ),
+        (f"admission: {{when_full: spill}}\ndiscover: {PODS}", ""),
         ("", ""),
     ],
 )
 def test_spilling_without_a_slow_pool_is_warned_of(more, places):
-    with open("hitherto.yaml", "w") as file:
-        file.write(more)
+    Path("hitherto.yaml").write_text(more)
     said = [str(one) for one in find_warnings(load({}, environ={}).settings) if "spill" in one.what]
     if places:
         assert said[0].startswith(f"{places}: spill is passed over") and "#spill=yes" in said[0]
@@ -83,18 +80,14 @@ HASH = "0" * 64
     ],
 )
 def test_a_class_that_no_request_is_of_is_warned_of(more, keys, said, capsys):
-    with open("hitherto.yaml", "w") as file:
-        file.write(CLASSES + more + ("api_keys: keys.yaml\n" if keys is not None else ""))
-    if keys is not None:
-        with open("keys.yaml", "w") as file:
-            file.write(keys)
+    Path("hitherto.yaml").write_text(CLASSES + more + ("api_keys: keys.yaml\n" if keys is not None else ""))
+    Path("keys.yaml").write_text(keys or "")
     found = [str(one) for one in find_warnings(load({}, environ={}).settings)]
     of_classes = [one for one in found if "no request is of" in one]
     assert len(of_classes) == bool(said)
     if said:
-        assert of_classes[0].startswith(
-            f"scheduler.qos_classes: no request is of {said}, since no route and no API key"
-        )
+        start = f"scheduler.qos_classes: no request is of {said}, since no route and no API key"
+        assert of_classes[0].startswith(start)
     assert cli.main(["config"]) == 0
     assert capsys.readouterr().err == "".join(f"hitherto: {one}\n" for one in found)
 
@@ -113,10 +106,8 @@ OF_REST = "{class: free}"
     ],
 )  # fmt: skip
 def test_routes_and_classes_of_keys_that_are_never_used_are_warned_of(text, keyed, said, capsys):
-    with open("hitherto.yaml", "w") as file:
-        file.write(text + "api_keys: keys.yaml\n" * keyed)
-    with open("keys.yaml", "w") as file:
-        file.write(f"- {{name: a, sha256: '{HASH}', class: gold}}")
+    Path("hitherto.yaml").write_text(text + "api_keys: keys.yaml\n" * keyed)
+    Path("keys.yaml").write_text(f"- {{name: a, sha256: '{HASH}', class: gold}}")
     found = [one for one in map(str, find_warnings(load({}, environ={}).settings)) if "no request is of" not in one]
     assert len(found) == bool(said) and all(one.startswith(said) for one in found)
     assert cli.main(["config"]) == 0
@@ -124,17 +115,14 @@ def test_routes_and_classes_of_keys_that_are_never_used_are_warned_of(text, keye
 
 
 def test_a_key_that_is_added_later_leads_to_its_class(capsys):
-    with open("hitherto.yaml", "w") as file:
-        file.write(CLASSES + ROUTES % OF_GOLD + "api_keys: keys.yaml\n")
-    with open("keys.yaml", "w") as file:
-        file.write(f"- {{name: a, sha256: '{HASH}'}}")
+    Path("hitherto.yaml").write_text(CLASSES + ROUTES % OF_GOLD + "api_keys: keys.yaml\n")
+    Path("keys.yaml").write_text(f"- {{name: a, sha256: '{HASH}'}}")
     settings = load({}, environ={}).settings
     [warning] = find_warnings(settings)
     cli.main(["doctor", "--replica-url", "http://127.0.0.1:1"])
     assert f"{warning.what}\n      -> {warning.remedy}\n" in capsys.readouterr().out
     for keys in (f"- {{name: a, sha256: '{HASH}', class: silver}}", "broken: ["):  # the latter is an error of its own
-        with open("keys.yaml", "w") as file:
-            file.write(keys)
+        Path("keys.yaml").write_text(keys)
         assert not find_warnings(settings)
 
 
@@ -175,11 +163,8 @@ def test_what_is_tried_when_all_are_full_is_said_in_its_order_of_all_and_by_clas
 
 
 def test_the_control_of_overload_has_a_window_or_is_switched_off():
-    windows = [
-        read(f"admission: {text}").rules.control_window
-        for text in ("{control_window: 5s}", "{control_window: never}", "{}")
-    ]
-    assert windows == [5.0, None, 30.0]
+    given = ("{control_window: 5s}", "{control_window: never}", "{}")
+    assert [read(f"admission: {text}").rules.control_window for text in given] == [5.0, None, 30.0]
 
 
 def test_a_time_is_shown_so_that_it_can_be_read_again():
@@ -230,11 +215,7 @@ def routed(routes):
         ("slo: {ttft: 1s, ttft: 2s}", "hitherto.yaml:1: ", "'ttft' is there twice; keep one of them"),
         ("slo: {ttft: '\u0663s'}", "slo: ttft: '\u0663s' is not a time", "like 2s or 50ms"),
         ("slo: {}", "slo: it has no limit", "ttft: 2s"),
-        (
-            classes("{name: a, reserved_fraction: 1.2}"),
-            "qos_classes[0].reserved_fraction: 1.2 is not a number",
-            "up to 1",
-        ),
+        (classes("{name: a, reserved_fraction: 1.2}"), "qos_classes[0].reserved_fraction: 1.2 is not a", "up to 1"),
         (classes("{name: a, reserved_fraction: .nan}"), "reserved_fraction: nan is not a number up to 1", ""),
         ("pools: {a: {profile: sim, launch: 257}}", "a.launch: 257 is not a whole number up to 256", ""),
         (classes("{name: a, reserved_fraction: 0.7}", CLASS), "add up to 1.3", "make them smaller"),
@@ -249,29 +230,13 @@ def routed(routes):
         (routed("{}"), "routes[0].class: it has no value", "qos_classes: free"),
         (routed("{class: }"), "routes[0].class: it has no value", "free"),
         (routed("{class: free, qos: free}"), "routes[0]: 'qos' is an unknown setting", "match, class"),
-        (
-            routed("{qos: free}, {match: {model: m}, qos: free}"),
-            "hitherto.yaml:2: request_router: routes[0]: it has no condition",
-            "put it last",
-        ),
-        (
-            routed("{match: {user: x}, qos: free}"),
-            "routes[0].match: 'user' is an unknown setting",
-            "header, model, path, key",
-        ),
+        (routed("{qos: free}, {qos: free}"), "yaml:2: request_router: routes[0]: it has no condition", "put it last"),
+        (routed("{match: {user: x}, qos: free}"), "routes[0].match: 'user' is an unknown", "header, model, path, key"),
         (routed("{match: {model: 7}, qos: free}"), "routes[0].match.model: 7 is not text", "put it in quotes"),
-        (
-            routed("{match: {model: }, qos: free}"),
-            "routes[0].match: model: it has no value",
-            "write one, or leave it out",
-        ),
+        (routed("{match: {model: }, qos: free}"), "routes[0].match: model: it has no value", "write one, or leave"),
         (routed("{match: false, qos: free}"), "routes[0].match: ", "header"),
         (routed('{match: {header: "a b: c"}, qos: free}'), "routes[0].match.header: 'a b' is not a header", "colon"),
-        (
-            "request_router: {routes: [{qos: free}]}",
-            "request_router: its routes lead to classes",
-            "scheduler.qos_classes",
-        ),
+        ("request_router: {routes: [{qos: free}]}", "request_router: its routes lead to", "scheduler.qos_classes"),
         ("admission: {when_full: shed}", "admission: when_full[0]: 'shed' is none of wait", "reject"),
         ("admission: {when_full: }", "admission: when_full: it has no value; write one or more of wait", "reject"),
         ("admission: {tenant_header: ''}", "admission: tenant_header: it has no value", "the header's name"),
@@ -286,11 +251,7 @@ def routed(routes):
         ("admission: {max_tokens_floor: 0}", "admission: max_tokens_floor: 0", "at least 1"),
         (classes("{name: a, when_full: [no]}"), "qos_classes[0].when_full[0]: False is none of wait", "spill"),
         (classes("{name: a, max_tokens_floor: few}"), "qos_classes[0].max_tokens_floor: 'few'", "a whole number"),
-        (
-            "pools: {a: {profile: sim, launch: 1, spill: true, role: decode}}",
-            "pools: a: spill and role: decode",
-            "leave one",
-        ),
+        ("pools: {a: {profile: sim, launch: 1, spill: true, role: decode}}", "a: spill and role: decode", "leave one"),
         ("admission: {max_wait: 30}", "admission: max_wait: 30 has no unit", "2s"),
         ("admission: {max_requests: 0}", "admission: max_requests: 0", "at least 1"),
         ("admission: {max_bytes: lots}", "admission: max_bytes: 'lots' is not a size", "512MiB"),

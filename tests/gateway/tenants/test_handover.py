@@ -34,12 +34,8 @@ def test_what_the_ways_of_moving_caches_write_is_all_in_the_one_statement():
         members = [first]
         if isinstance(way, MeetingTransfer):
             members += [b"{%b}" % one for one in way.meet(Meeting("gpu1", 8998, "engine"))]
-        added = {name for one in members for name in orjson.loads(one)} - {
-            "prompt",
-            "max_tokens",
-            "stream",
-            "ignore_eos",
-        }
+        own = {"prompt", "max_tokens", "stream", "ignore_eos"}
+        added = {name for one in members for name in orjson.loads(one)} - own
         assert added <= {*FIELDS} and (added or way.header), way.id
     pulled = orjson.loads(pull_from_peer(body, "gpu1:5600", "id"))
     assert pulled.keys() - {"prompt", "max_tokens"} <= {*FIELDS}

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from .running import Running, running
+from .running import Running, running, until
 from .test_gateways import joined, together
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -28,13 +28,9 @@ async def decide(gateway: Running, body: dict, **query) -> dict:
 
 
 async def tell(gateway: Running, decided: dict, what: str, content: bytes = b"") -> int:
-    return (
-        await gateway.admin.post(
-            f"/decide/{decided['id']}/{what}",
-            content=content,
-            headers={"Content-Type": "application/json"} if content else {},
-        )
-    ).status_code
+    headers = {"Content-Type": "application/json"} if content else {}
+    answer = await gateway.admin.post(f"/decide/{decided['id']}/{what}", content=content, headers=headers)
+    return answer.status_code
 
 
 async def pass_on(gateway: Running, body: dict) -> tuple[dict, int]:
@@ -62,26 +58,13 @@ def counted(status: dict) -> dict[str, tuple[int, bool, bool]]:
 IDLE = (0, False, False)
 
 
-@pytest.fixture(scope="module")
-def engines(start_engine):
-    return [engine.wait().url for engine in [start_engine(), start_engine()]]
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["one process", "two workers"])
 async def gateway(engines, request):
     """One for all tests, each of which leaves it idle."""
-    async with running(
-        "--model", "sim", "--replica-url", *engines, *(("--workers", "2") if request.param == "two workers" else ())
-    ) as one:
+    workers = ("--workers", "2") if request.param == "two workers" else ()
+    async with running("--model", "sim", "--replica-url", *(one.url for one in engines), *workers) as one:
         await one.ready(2)
         yield one
-
-
-async def counts(gateway: Running, number: float, name: str, **labels: str) -> None:
-    """Wait until a metric is that."""
-    async with asyncio.timeout(60):
-        while await gateway.counted(name, **labels) != number:
-            await asyncio.sleep(0.02)
 
 
 # several hear of each other's decisions a moment later
@@ -94,17 +77,15 @@ async def test_conversations_go_where_their_prefix_is_and_the_engine_agrees(gate
     for turn in range(4):
         for name in "abc":
             decided, cached = await pass_on(gateway, chat(f"I am {name}. " * (60 + 20 * turn)))
-            assert (
-                decided["cached_tokens"] == cached
-                and f"{cached} of {decided['tokens']} prompt tokens held" in decided["reason"]
-            )
+            assert decided["cached_tokens"] == cached
+            assert f"{cached} of {decided['tokens']} prompt tokens held" in decided["reason"]
             assert decided["url"] == "http://" + decided["replica"] and decided["headers"] == {}
             assert decided["candidates"][0] == decided["replica"] and len(set(decided["candidates"])) == 2
             if turn:
                 assert decided["replica"] == homes[name] and cached > 100
             homes[name] = decided["replica"]
     await gateway.until(lambda status: set(counted(status).values()) == {IDLE})
-    await counts(gateway, 12.0, "hitherto_decisions_total", outcome="done")
+    await gateway.counts(12.0, "hitherto_decisions_total", outcome="done")
     assert await gateway.counted("hitherto_decisions_total", outcome="expired") == 0
     for wrong in ("over", "under"):
         assert await gateway.counted("hitherto_predictions_total", outcome=wrong) == 0
@@ -126,7 +107,7 @@ async def test_load_is_counted_from_the_choice_to_the_end_that_is_told(gateway):
         assert refused(await gateway.admin.post(f"/decide/{first['id']}/{what}")) == (404, "unknown_decision")
     assert await tell(gateway, second, "done") == 200  # it failed before its first byte
     assert set(counted(await gateway.status()).values()) == {IDLE}
-    await counts(gateway, 0, "hitherto_reservations")
+    await gateway.counts(0, "hitherto_reservations")
 
 
 async def test_what_a_dead_caller_left_is_taken_off(gateway):
@@ -136,7 +117,7 @@ async def test_what_a_dead_caller_left_is_taken_off(gateway):
     assert sum(one["inflight"] for one in (await gateway.status())["replicas"]) == 5
     await gateway.until(lambda status: set(counted(status).values()) == {IDLE})
     assert refused(await gateway.admin.post(f"/decide/{decided['id']}/done")) == (404, "unknown_decision")
-    await counts(gateway, 5.0, "hitherto_decisions_total", outcome="expired")
+    await gateway.counts(5.0, "hitherto_decisions_total", outcome="expired")
 
 
 async def test_words_renew_the_lease(gateway):
@@ -163,10 +144,8 @@ async def test_words_renew_the_lease(gateway):
 
 async def test_refusals_have_the_clients_own_format(gateway):
     ask = gateway.admin.post
-    assert refused(await ask("/decide", content=b"{", headers={"Content-Type": "application/json"})) == (
-        400,
-        "bad_request",
-    )
+    broken = await ask("/decide", content=b"{", headers={"Content-Type": "application/json"})
+    assert refused(broken) == (400, "bad_request")
     assert refused(await ask("/decide", json={"model": "sim"}))[0] == 400
     assert refused(await ask("/decide", json=chat("x", stream=[])))[0] == 400
     assert refused(await ask("/decide", json={**chat("x"), "model": "gpt-9"})) == (404, "model_not_found")
@@ -177,26 +156,25 @@ async def test_refusals_have_the_clients_own_format(gateway):
     assert refused(await ask("/decide", params={"exclude": both}, json=chat("x"))) == (503, "no_replica_ready")
     assert refused(await ask("/decide/0-nobody/done")) == (404, "unknown_decision")
     assert refused(await gateway.admin.get("/decide"))[0] == 405
-    await counts(gateway, 0, "hitherto_reservations")
+    await gateway.counts(0, "hitherto_reservations")
 
 
 async def test_with_redis_a_decision_counts_in_the_ledger_of_all_gateways(engines, redis_server):
-    async with running("--model", "sim", "--redis-url", redis_server.url, "--replica-url", *engines) as gateway:
+    urls = [one.url for one in engines]
+    async with running("--model", "sim", "--redis-url", redis_server.url, "--replica-url", *urls) as gateway:
         await gateway.ready(2)
         await joined(gateway)
         client = redis_server.client()
 
-        async def until(requests: int) -> None:
-            async with asyncio.timeout(60):
-                while sum(one[0] for one in together(client).values()) != requests:
-                    await asyncio.sleep(0.02)
+        async def counted(requests: int) -> None:
+            await until(lambda: sum(one[0] for one in together(client).values()) == requests)
 
         made = await decide(gateway, chat("Together. " * 40, stream=True))
         await decide(gateway, chat("Alone. " * 40, stream=True), lease_s=2)
-        await until(2)
+        await counted(2)
         assert await tell(gateway, made, "done") == 200
-        await until(1)
-        await until(0)
+        await counted(1)
+        await counted(0)
         async with asyncio.timeout(60):
             # On a busy machine the ledger may answer too late for one of them.
             while not await gateway.counted("hitherto_shared_decisions_total", outcome="shared"):

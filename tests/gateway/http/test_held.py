@@ -179,15 +179,13 @@ async def test_a_body_is_kept_as_long_as_it_may_have_to_go_elsewhere():
     async with stack(fails, answers(seen=seen)) as s:
         body = b'{"model":"m","messages":[{"role":"user","content":"%b"}]}' % (b"x" * 50_000)
         for _ in range(2):
-            talk = await s.talk()
-            assert (await talk.ask(post(body)))[0] == 200
+            assert (await s.ask(post(body)))[0] == 200
         assert [received for _, received in seen] == [body, body]
 
 
 async def test_a_gateway_that_is_full_says_so_and_when_to_come_again():
     async with stack(answers(), limits=Limits(requests_bytes=10_000)) as s:
-        talk = await s.talk()
-        status, headers, body = await talk.ask(post(b"x" * 9000))
+        status, headers, body = await s.ask(post(b"x" * 9000))
         assert status == 503 and headers["retry-after"] == "1" and b"gateway_full" in body and b"request_budget" in body
         assert s.metrics.rejections.values["503",] == 1
 

@@ -52,7 +52,6 @@ async def secure(folder, *scripts, **options):
     tls = Certificate(folder / "server.pem", folder / "server.key").context
     async with stack(*scripts, tls=tls, **options) as s:
         yield Secure(s, folder)
-        await eventually(s.idle)
 
 
 @on_uvloop

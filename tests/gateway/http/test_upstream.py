@@ -47,11 +47,9 @@ def as_stream(framing: bytes) -> bytes:
 )
 async def test_what_is_no_answer_of_http_1_is_a_502_at_once(said, why, caplog):
     async with stack(says(said), request_timeout=60, retries=0) as s:
-        talk = await s.talk()
-        status, _, body = await talk.ask(post())
+        status, _, body = await s.ask(post())
         assert status == 502 and why in body and b"evil" not in body and b"data:" not in body
         assert s.faults == ["protocol"] and "exception" not in caplog.text.lower()
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +72,7 @@ async def test_a_coding_that_is_said_twice_is_passed_on_once(said):
             writer.write(head + chunk(EVENT) + b"0\r\n\r\n")
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         got = (await talk.until(b"\r\n\r\n")).lower()
         assert got.count(b"chunked") == 1 and b"\r\ntransfer-encoding: chunked\r\n" in got
         assert b"\r\nx-own: y\r\n" in got
@@ -88,8 +85,7 @@ async def test_a_coding_that_is_said_twice_is_passed_on_once(said):
 async def test_interim_answers_stay_between_the_replica_and_the_gateway(between):
     interim = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + between
     async with stack(says(interim * 3 + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as s:
-        talk = await s.talk()
-        status, headers, body = await talk.ask(post())
+        status, headers, body = await s.ask(post())
         assert (status, body) == (200, b"ok") and "link" not in headers
 
 
@@ -110,12 +106,10 @@ async def test_a_line_behind_the_head_that_never_ends_breaks_the_answer(begin, m
             left.set()
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         assert len(await talk.rest(10)) < 4_500_000
         await asyncio.wait_for(left.wait(), 5)
         assert s.faults == ["protocol"]
-        await eventually(s.idle)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +130,7 @@ async def test_long_answers_without_lines_go_through(framing, monkeypatch):
             await writer.drain()
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         await talk.until(b"\r\n\r\n")
         whole = b"".join(pieces)
         assert await asyncio.wait_for(talk.reader.readexactly(len(whole)), 10) == whole
@@ -153,8 +146,7 @@ async def test_a_body_behind_an_answer_to_head_is_no_answer_to_the_next():
         await reader.read()
 
     async with stack(script) as s:
-        talk = await s.talk()
-        await talk.say(b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        talk = await s.say(b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n")
         await talk.until(b"\r\n\r\n")
         await eventually(s.idle)
         assert not any(backend.pool.idle for backend in s.proxy.backends.values())
@@ -207,7 +199,6 @@ def test_a_new_connection_that_is_closed_before_the_request_is_sent_is_a_refused
             for _ in range(2):
                 assert (await talk.ask(post()))[0::2] == (200, ANSWER)
             assert s.faults and set(s.faults) == {"connect"}
-            await eventually(s.idle)
 
     closing = 0
     run(scenario())
@@ -220,9 +211,7 @@ async def test_a_bug_that_shows_when_the_connection_is_there_ends_the_request_wi
 
     monkeypatch.setattr(upstream.Upstream, "send", broken)
     async with stack(answers(), request_timeout=60) as s:
-        talk = await s.talk()
-        assert (await talk.ask(post()))[0] == 500 and "a bug" in caplog.text
-        await eventually(s.idle)
+        assert (await s.ask(post()))[0] == 500 and "a bug" in caplog.text
 
 
 class Told:
@@ -332,8 +321,7 @@ async def test_the_kernel_asks_whether_a_silent_replicas_machine_is_there():
         writer.write(reply())
 
     async with stack(slow) as s:
-        talk = await s.talk()
-        await talk.say(post())
+        talk = await s.say(post())
         await eventually(lambda: any(one.attempt is not None and one.attempt.upstream for one in s.proxy.exchanges))
         (exchange,) = s.proxy.exchanges
         connection = exchange.attempt.upstream.transport.get_extra_info("socket")

@@ -67,12 +67,10 @@ class Stores:
 
 
 async def get(t, path, name="a", method=b"GET"):
-    talk = await t.stack.talk()
     length = b"Content-Length: 0\r\n" if method == b"POST" else b""
-    await talk.say(
+    return await t.stack.ask(
         b"%b %b HTTP/1.1\r\nHost: x\r\n%bAuthorization: Bearer %b\r\n\r\n" % (method, path, length, name.encode())
     )
-    return await talk.response()
 
 
 def create(**fields):
@@ -82,8 +80,7 @@ def create(**fields):
 async def test_a_response_is_paid_for_once_whoever_tells_of_it(tmp_path):
     engine = Stores()
     async with tenants(tmp_path, engine.script, a=A_MONTH, b=A_MONTH) as t:
-        await t.ask(**create(background=True))
-        await eventually(t.stack.idle)
+        await t.ended(**create(background=True))
         input, output = spent(t)
         assert 0 < input < 40 and output == 0, "by the gateway's own tokens, and nothing is written yet"
         await get(t, b"/v1/responses/resp_1")
@@ -112,8 +109,7 @@ async def test_each_response_is_paid_for_though_all_bear_one_id(tmp_path, id):
         for name in ("a", "a", "b", "a"):
             for one in engines:
                 one.made = 0  # both count 100 tokens for each
-            await t.ask(name, **create(request_id=id, store=False))
-            await eventually(t.stack.idle)
+            await t.ended(name, **create(request_id=id, store=False))
         assert (spent(t), spent(t, "b")) == ((120, 300), (40, 100))
 
 
@@ -147,8 +143,7 @@ async def test_a_response_costs_what_its_engine_told_however_much_the_client_put
     last = b'data: {"type":"response.completed","response":%b}\n\n' % whole
     script = streams(chunk(created), chunk(told), chunk(last)) if stream else answers(whole)
     async with tenants(tmp_path, script, a=A_MONTH) as t:
-        assert (await t.ask(**create(stream=stream)))[0] == 200
-        await eventually(t.stack.idle)
+        assert (await t.ended(**create(stream=stream)))[0] == 200
         assert spent(t) == (40, 100)
 
 
@@ -205,8 +200,7 @@ async def test_what_was_written_is_told_by_the_pace_of_answers_that_came(tmp_pat
 
     asked = asyncio.Event()
     async with tenants(tmp_path, script, a=A_MONTH) as t:
-        await t.ask()
-        await eventually(t.stack.idle)
+        await t.ended()
         talk = await t.begin()
         await asked.wait()
         (exchange,) = t.stack.proxy.exchanges
@@ -261,8 +255,7 @@ async def test_a_count_that_cannot_be_empties_no_month(tmp_path, path, stream, t
     async with tenants(tmp_path, script, a={"tokens_per_month": 10**12}) as t:
         (backend,) = t.stack.proxy.backends.values()
         backend.replica.max_model_len = 50_000
-        assert (await t.ask(body=json.dumps(body).encode(), path=path.encode()))[0] == 200
-        await eventually(t.stack.idle)
+        assert (await t.ended(body=json.dumps(body).encode(), path=path.encode()))[0] == 200
         input, output = spent(t)
         most = 16 if path.endswith("responses") else 1  # tools of the engine's own make a response of several answers
         assert 0 < input <= 20 and output <= 50 * most
@@ -278,8 +271,7 @@ async def test_an_answer_has_at_most_as_many_tokens_as_each_of_its_sequences_may
     usage = {"prompt_tokens": 3, "completion_tokens": most + over}
     body = json.dumps({"choices": [], "usage": usage}).encode()
     async with tenants(tmp_path, answers(body), a=A_MONTH) as t:
-        await t.ask(body=json.dumps({"model": "m", **fields}).encode(), path=path)
-        await eventually(t.stack.idle)
+        await t.ended(body=json.dumps({"model": "m", **fields}).encode(), path=path)
         assert spent(t)[1] <= most and (over or spent(t) == (3, most))
 
 
@@ -289,14 +281,12 @@ async def test_a_prompt_that_is_known_has_no_more_tokens_than_its_text_may_have(
     body = json.dumps({"choices": [], "usage": {"prompt_tokens": told, "completion_tokens": 1}}).encode()
     pipeline = Pipeline(sim_model_dir(), "m", 16)
     async with tenants(tmp_path, answers(body), a=A_MONTH, pipeline=pipeline) as t:
-        await t.ask()
-        await eventually(t.stack.idle)
+        await t.ended()
         own = pipeline.prepare("/v1/chat/completions", BODY).tokens
         assert spent(t)[0] == (counted or own) and own < 100
 
 
 async def test_a_stream_with_more_events_than_tokens_were_asked_for_costs_those(tmp_path):
     async with tenants(tmp_path, streams(*[chunk(EVENT)] * 30), a=A_MONTH) as t:
-        await t.ask(body=BODY.replace(b"{", b'{"stream": true, "max_tokens": 9,', 1))
-        await eventually(t.stack.idle)
+        await t.ended(body=BODY.replace(b"{", b'{"stream": true, "max_tokens": 9,', 1))
         assert spent(t)[1] == 9

@@ -35,11 +35,6 @@ def bearer(name: str) -> bytes:
     return b"Authorization: Bearer %b\r\n" % KEYS[name].encode()
 
 
-async def ask(s, raw: bytes):
-    talk = await s.talk()
-    return await talk.ask(raw)
-
-
 def get(path: bytes, extra=b"") -> bytes:
     return b"GET %b HTTP/1.1\r\nHost: client.example\r\n%b\r\n" % (path, extra)
 
@@ -55,7 +50,7 @@ def get(path: bytes, extra=b"") -> bytes:
 async def test_who_brings_a_key_is_answered(file, header):
     seen = []
     async with stack(answers(seen=seen), keys=Keys(file)) as s:
-        assert (await ask(s, post(extra=header)))[0] == 200
+        assert (await s.ask(post(extra=header)))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -76,11 +71,11 @@ async def test_who_brings_none_is_told_so_in_the_format_of_its_api(file, header,
     seen = []
     async with stack(answers(seen=seen), keys=Keys(file)) as s:
         for raw in (post(extra=header), get(b"/v1/models", header), get(b"/version", header)):
-            status, headers, body = await ask(s, raw)
+            status, headers, body = await s.ask(raw)
             assert (status, headers["www-authenticate"]) == (401, "Bearer")
             error = json.loads(body)["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
-        status, _, body = await ask(s, post(path=b"/v1/messages", extra=header))
+        status, _, body = await s.ask(post(path=b"/v1/messages", extra=header))
         assert status == 401
         assert json.loads(body)["error"]["type"] == "authentication_error" and json.loads(body)["type"] == "error"
         assert s.metrics.rejections.values["401",] == 4
@@ -90,9 +85,9 @@ async def test_who_brings_none_is_told_so_in_the_format_of_its_api(file, header,
 
 async def test_health_and_what_browsers_ask_first_need_no_key(file):
     async with stack(answers(), keys=Keys(file)) as s:
-        assert (await ask(s, get(b"/health")))[0] == 200
+        assert (await s.ask(get(b"/health")))[0] == 200
         options = b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: h\r\nOrigin: http://page\r\n\r\n"
-        assert (await ask(s, options))[0] == 200
+        assert (await s.ask(options))[0] == 200
 
 
 async def test_keys_differ_in_what_they_may_use(file):
@@ -103,21 +98,21 @@ async def test_keys_differ_in_what_they_may_use(file):
             s.proxy.changed()
         asked = {model: json.dumps({"model": model, "prompt": "x"}).encode() for model in ("m", "m2", "m3")}
         for path in (b"/v1/completions", b"/v1/rerank"):
-            assert (await ask(s, post(asked["m"], path, bearer("one"))))[0] == 200
-            assert (await ask(s, post(asked["m2"], path, bearer("two"))))[0] == 200
+            assert (await s.ask(post(asked["m"], path, bearer("one"))))[0] == 200
+            assert (await s.ask(post(asked["m2"], path, bearer("two"))))[0] == 200
             for model in ("m", "m3"):
-                status, _, body = await ask(s, post(asked[model], path, bearer("two")))
+                status, _, body = await s.ask(post(asked[model], path, bearer("two")))
                 error = json.loads(body)["error"]
                 assert (status, error["code"], error["param"]) == (403, "model_not_allowed", "model")
                 assert "m2" in error["message"]
-            assert (await ask(s, post(b'{"prompt": "x"}', path, bearer("two"))))[0] == 403
+            assert (await s.ask(post(b'{"prompt": "x"}', path, bearer("two"))))[0] == 403
         chat = json.dumps({"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}).encode()
-        status, _, body = await ask(s, post(chat, b"/v1/messages", bearer("two")))
+        status, _, body = await s.ask(post(chat, b"/v1/messages", bearer("two")))
         assert status == 403 and json.loads(body)["error"]["type"] == "permission_error"
-        listed = {name: json.loads((await ask(s, get(b"/v1/models", bearer(name))))[2])["data"] for name in KEYS}
+        listed = {name: json.loads((await s.ask(get(b"/v1/models", bearer(name))))[2])["data"] for name in KEYS}
         assert [one["id"] for one in listed["one"]] == ["m", "m2"]
         assert [one["id"] for one in listed["two"]] == ["m2"]
-        asked = [await ask(s, get(b"/v1/models/" + name, bearer("two"))) for name in (b"m2", b"m", b"no")]
+        asked = [await s.ask(get(b"/v1/models/" + name, bearer("two"))) for name in (b"m2", b"m", b"no")]
         assert [status for status, _, _ in asked] == [200, 403, 403]
         assert s.metrics.rejections.values["403",] == 9
         assert len(seen) == 4 and s.idle()
@@ -158,8 +153,7 @@ async def test_replicas_that_fail_are_named_to_no_tenant_but_to_operators_and_wh
     for who, keys in (("one", Keys(file)), ("two", Keys(file)), ("", None)):
         async with stack(*scripts, keys=keys, **given) as s:
             s.proxy.settling.on_end.append(lambda exchange, outcome, usage: errors.append(str(exchange.error)))
-            told[who] = (await ask(s, post(body, extra=bearer(who) if who else b"")))[2].decode()
-            await eventually(s.idle)
+            told[who] = (await s.ask(post(body, extra=bearer(who) if who else b"")))[2].decode()
     for text in told.values():
         assert message in text
     assert "127.0.0.1" in told[""]
@@ -178,12 +172,12 @@ async def test_a_key_for_some_models_is_told_of_no_others(file, path):
         body = {"model": "m2", "prompt": "x", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
         for who, served in (("two", "none"), ("one", "m, m3")):
             replicas.clear()
-            status, _, told = await ask(s, post(json.dumps(body).encode(), path, bearer(who)))
+            status, _, told = await s.ask(post(json.dumps(body).encode(), path, bearer(who)))
             message = json.loads(told)["error"]["message"]
             assert (status, message) == (404, f"the model 'm2' does not exist; served here: {served}")
             replicas["late"] = Replica("127.0.0.1:9", "http://127.0.0.1:9", "127.0.0.1", 9, reason="not there")
             for raw in (post(json.dumps(body).encode(), path, bearer(who)), get(b"/v1/models/m2", bearer(who))):
-                status, _, told = await ask(s, raw)
+                status, _, told = await s.ask(raw)
                 message = json.loads(told)["error"]["message"]
                 assert status == 503 and f"(served here: {served})" in message and "127.0.0.1" not in message
 
@@ -196,7 +190,7 @@ async def test_engines_get_their_own_key_and_never_a_clients(file, engine_key):
             backend.replica.key, backend.hidden = engine_key, CLIENT_KEYS
             backend.follow_incarnation()
         both = bearer("one") + b"x-api-key: %b\r\n" % KEYS["one"].encode()
-        assert (await ask(s, post(extra=both)))[0] == 200
+        assert (await s.ask(post(extra=both)))[0] == 200
     head = seen[0][0].lower()
     assert KEYS["one"].encode() not in head and b"x-api-key" not in head
     assert (b"authorization: bearer the-engines-own" in head) == (engine_key is not None)

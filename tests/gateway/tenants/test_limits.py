@@ -53,12 +53,20 @@ class Tenants:
         return self.metering.account(name)
 
     async def begin(self, name="a", body=BODY, path=b"/v1/chat/completions", header=b""):
-        talk = await self.stack.talk()
-        await talk.say(post(body, path, b"Authorization: Bearer %b\r\n%b" % (name.encode(), header)))
-        return talk
+        return await self.stack.say(post(body, path, b"Authorization: Bearer %b\r\n%b" % (name.encode(), header)))
 
     async def ask(self, *args, **options):
         return await (await self.begin(*args, **options)).response()
+
+    async def ended(self, *args, **options):
+        """The answer to a request, once what it cost is counted."""
+        answer = await self.ask(*args, **options)
+        await eventually(self.stack.idle)
+        return answer
+
+    def counted(self, kind, name="a"):
+        """What the tenant has had of this kind in the present window."""
+        return self.account(name).own.get(kind, rules.window(kind, self.clock.now))
 
 
 @asynccontextmanager
@@ -180,7 +188,7 @@ async def test_input_tokens_are_claimed_before_and_counted_as_the_engine_counts_
     tokens = pipeline.prepare("/v1/chat/completions", BODY).tokens
     async with tenants(tmp_path, answers(answer(tokens + 7)), pipeline=pipeline, a={"input_tokens_per_minute": 3 * tokens + 7}) as t:  # fmt: skip
         assert (await t.ask())[0] == 200
-        await eventually(lambda: t.account().own.get("input", rules.window("input", t.clock.now)) == tokens + 7)
+        await eventually(lambda: t.counted("input") == tokens + 7)
         status, headers, _ = await t.ask()
         assert status == 200 and headers["x-ratelimit-remaining-input-tokens"] == f"{tokens}"
         await eventually(lambda: t.account().running == 0)
@@ -199,8 +207,7 @@ async def test_tokens_count_when_they_are_there_and_until_their_window_ends(tmp_
     """A budget is of input and output together."""
     async with tenants(tmp_path, answers(answer(20, 5)), a={field: limit}) as t:
         for _ in range(2):
-            assert (await t.ask())[0] == 200
-            await eventually(lambda: t.account().running == 0)
+            assert (await t.ended())[0] == 200
         status, headers, body = await t.ask()
         error, is_budget = json.loads(body)["error"], field != "output_tokens_per_minute"
         assert (status, error["code"]) == (429, "insufficient_quota" if is_budget else "rate_limit_exceeded")
@@ -243,7 +250,7 @@ async def test_what_runs_is_given_back_however_it_ends(tmp_path, name, scripts, 
             head = await talk.until(b"\r\n\r\n")
             assert int(head.split()[1]) == status
             await eventually(lambda: t.account().running == 0)
-        spent = t.account().own.get("day", rules.window("day", t.clock.now))
+        spent = t.counted("day")
         assert (spent > 0) == (status == 200)
 
 
@@ -272,14 +279,12 @@ async def test_a_prompt_that_is_not_read_and_of_which_nobody_tells_costs_by_its_
     """Else budgets would end where a client streams from one of these paths and asks for no usage."""
     body = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": 400 * "x"}]}).encode()
     async with tenants(tmp_path, streams(chunk(EVENT)), a={"input_tokens_per_minute": 150}) as t:
-        assert (await t.ask(body=body, path=path))[0] == 200
-        await eventually(lambda: t.account().running == 0)
-        count = t.account().own.get("input", rules.window("input", t.clock.now))
+        assert (await t.ended(body=body, path=path))[0] == 200
+        count = t.counted("input")
         assert count == (len(body) // 4 if counted else 0)
     async with tenants(tmp_path, answers(answer(7)), a={"input_tokens_per_minute": 150}) as t:
-        assert (await t.ask(body=body, path=path))[0] == 200
-        await eventually(lambda: t.account().running == 0)
-        assert t.account().own.get("input", rules.window("input", t.clock.now)) == 7
+        assert (await t.ended(body=body, path=path))[0] == 200
+        assert t.counted("input") == 7
 
 
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/rerank"])
@@ -299,7 +304,7 @@ async def test_who_leaves_while_engines_are_asked_for_its_model_claims_nothing(t
         answered.set()
         await eventually(lambda: not t.stack.proxy.preparation._in_background)
         assert t.account().running == 0
-        assert t.account().own.get("requests", rules.window("requests", t.clock.now)) == 0
+        assert t.counted("requests") == 0
         assert (await t.ask())[0] == 200
 
 
@@ -315,9 +320,8 @@ async def test_a_stream_that_ends_with_an_error_costs_the_tokens_before_it(tmp_p
     if before:
         script = streams(chunk(3 * EVENT), chunk(FAILED), pause=lambda: asyncio.sleep(0.1))
     async with tenants(tmp_path, script, a={"output_tokens_per_minute": 10**6}) as t:
-        assert (await t.ask(body=BODY.replace(b"{", b'{"stream": true,', 1), path=path))[0] == 200
-        await eventually(lambda: t.account().running == 0)
-        assert (t.account().own.get("output", rules.window("output", t.clock.now)) >= 3) == before
+        assert (await t.ended(body=BODY.replace(b"{", b'{"stream": true,', 1), path=path))[0] == 200
+        assert (t.counted("output") >= 3) == before
         assert t.stack.metrics.tenant_requests.values["a", "5xx"] == 1
 
 

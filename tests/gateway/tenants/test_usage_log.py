@@ -43,8 +43,7 @@ def lines(file) -> list[dict]:
 
 
 async def ask(s, body=BODY, extra=b"Authorization: Bearer a\r\n", **options):
-    talk = await s.talk()
-    return await talk.ask(post(body, extra=extra, **options))
+    return await s.ask(post(body, extra=extra, **options))
 
 
 async def test_each_request_is_a_line_with_its_tenant_and_its_tokens(file, keys):

@@ -22,6 +22,10 @@ def stored(step) -> list[Stored]:
     return [event for event in step.events if type(event) is Stored]
 
 
+def ended(steps: list) -> list[str]:
+    return [output.id for step in steps for output in step.outputs if output.finished]
+
+
 def finish(engine: Engine) -> list:
     steps = []
     while (step := engine.step()) is not None:
@@ -38,16 +42,33 @@ def test_output_without_keys_is_never_a_hit():
     assert finish(engine)[0].outputs[0].cached_tokens == 8
 
 
-def test_the_last_admitted_gives_way_when_blocks_run_out_and_loses_nothing():
-    engine = make(num_blocks=7, max_model_len=24)
-    engine.add(request("a", 11, 12, text="a"))
-    engine.add(request("b", 11, 12, text="b"))
+@pytest.mark.parametrize("policy, ends", [("fcfs", ["a", "b"]), ("priority", ["b", "a"])])
+def test_the_last_in_order_gives_way_when_blocks_run_out_and_loses_nothing(policy, ends):
+    engine = make(num_blocks=7, max_model_len=24, scheduling_policy=policy)
+    engine.add(request("a", 11, 12, text="a", priority=5))
+    engine.add(request("b", 11, 12, text="b", priority=-5))
     steps = finish(engine)
     assert sum(step.preempted for step in steps) == engine.counters.preemptions == 1
     outputs = [output for step in steps for output in step.outputs]
     assert [sum(output.tokens for output in outputs if output.id == name) for name in "ab"] == [12, 12]
-    assert [output.id for output in outputs if output.finished] == ["a", "b"]
+    assert ended(steps) == ends
     assert engine.counters.prefix_queries == 22  # a preempted request's second look is not counted again
+
+
+@pytest.mark.parametrize("policy, order", [("fcfs", ["a", "b", "c", "d"]), ("priority", ["d", "b", "c", "a"])])
+def test_who_waits_goes_by_priority_the_lower_first_then_as_it_came(policy, order):
+    engine = make(scheduling_policy=policy, max_num_seqs=1)
+    for name, priority in (("a", 5), ("b", 0), ("c", 0), ("d", -5)):
+        engine.add(request(name, 8, 4, text=name, priority=priority))
+    assert ended(finish(engine)) == order
+
+
+def test_who_runs_is_not_stopped_for_a_higher_one_that_comes():
+    engine = make(scheduling_policy="priority", max_num_seqs=1)
+    engine.add(request("a", 8, 4, priority=5))
+    engine.step()
+    engine.add(request("b", 8, 4, text="b", priority=-5))
+    assert ended(finish(engine)) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from gateway.prompt.prompt import CHAT, MESSAGES, RESPONSES
 from gateway.prompt.render import renderer
 from loadgen.demo.tiny_model import tiny_model
 from replicas.engines.vllm.versions import version_quirks
-from replicas.simulated.model import sim_model_dir
 
 from ..gateway.prompt.reference import model_dir
 from .bodies import CORPUS, PLAIN, WEATHER, Body, call, chat, message, result, said, system, text, user
@@ -103,7 +102,7 @@ INLINE = [name for name in BODIES if name.startswith(("inline", "a system among"
 # Tool calls stay out: of those, many templates loop over the arguments, which is not compiled.
 IN_PARTS = ("one part", "several parts", "part with a cache mark")
 IN_PARTS += ("parts without a system", "parts and texts", "parts with tools")
-STEERABLE = {"sim": sim_model_dir(), "qwen3": model_dir("qwen3"), "llama3_2": model_dir("llama3_2")}
+STEERABLE = ("sim", "qwen3", "llama3_2")
 
 
 @dataclass
@@ -202,7 +201,8 @@ def compared(vllm, tmp_path_factory) -> dict[str, Case]:
 def steered(vllm, tmp_path_factory) -> dict[str, Case]:
     store = tmp_path_factory.mktemp("steered")
     bodies = {name: case for name, case in STEERED.items() if case[0] != RESPONSES or version() >= (0, 30)}
-    return compare(store, [Case(name, tiny_model(store / name, of), None, bodies) for name, of in STEERABLE.items()])
+    made = [Case(name, tiny_model(store / name, model_dir(name)), None, bodies) for name in STEERABLE]
+    return compare(store, made)
 
 
 def summary(case: Case) -> dict[str, Any]:

@@ -347,6 +347,7 @@ async def test_what_has_come_of_a_stream_is_context_of_its_replica_as_far_as_the
             writer.write(piece)
 
     async with stack(stream) as s:
+        s.server._sweeper.cancel()  # all sweeps are the test's own
         talk = await s.say(post())
         (load,) = (backend.candidate.load for backend in s.proxy.backends.values())
         for came in range(1, 6):

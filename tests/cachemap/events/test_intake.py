@@ -18,6 +18,7 @@ import cachemap.events.zmtp
 from cachemap import CacheMap, EventIntake, chain_seed, hash_blocks
 from cachemap.events.zmtp import MOST_FRAME, Inbox, connected
 
+from ..cluster.gateways import until
 from ..publisher import BLOCK, CLEARED, Publisher, decode, publishing, removed, stored
 
 TOKENS = list(range(BLOCK * 12))
@@ -29,12 +30,6 @@ def blocks(start, stop):
     keys = [100 + i for i in range(start, stop)]
     tokens = TOKENS[start * BLOCK : stop * BLOCK]
     return stored(keys, tokens, 99 + start if start else None)
-
-
-async def until(true, seconds=10.0):
-    async with asyncio.timeout(seconds):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

@@ -115,14 +115,9 @@ class Gateway:
             self.keys = Keys(settings.api_keys, settings.class_names) if settings.api_keys is not None else None
         except KeyFileError as error:
             raise ConfigError(str(error), "api_keys") from None
-        self.metrics = Metrics(
-            {
-                "replica": self.fleet.replicas,
-                "policy": settings.shadow,
-                "class": [one.name for one in classes],
-                "tenant": self.keys.names if self.keys is not None else (),
-            }
-        )
+        names, tenants = [one.name for one in classes], self.keys.names if self.keys is not None else ()
+        labels = {"replica": self.fleet.replicas, "policy": settings.shadow, "class": names, "tenant": tenants}
+        self.metrics = Metrics(labels)
         self.metrics.on_failure = lambda part, error: self.background.failed(METRICS, error, part)
         self.metering = datapath.metering(settings, self.keys, self.metrics, self.background)
         self.certificate = datapath.certificate(settings)
@@ -338,12 +333,8 @@ class Gateway:
         if backend is None:
             observed = replica.events is not None
             slot = self.slots[replica.id] = self.map.attach(replica.id, replica.num_blocks, observed)
-            backend = Backend(
-                replica,
-                self.proxy.router.add(replica.id, slot, replica.rank_paths),
-                self.fleet.prove,
-                self._hidden_from(replica),
-            )
+            candidate = self.proxy.router.add(replica.id, slot, replica.rank_paths)
+            backend = Backend(replica, candidate, self.fleet.prove, self._hidden_from(replica))
             self.proxy.add(backend)
         else:  # another process behind the same address: its cache is empty
             self.map.clear(backend.slot)

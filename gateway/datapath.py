@@ -124,14 +124,8 @@ def shared_ledger(
         if outcome == "shared":
             metrics.shared_decision_seconds.observe(outcome, seconds)
 
-    return SharedLedger(
-        RedisClients(parse(settings.redis_url)),
-        settings.deployment,
-        ledger,
-        getattr(make(settings.policy), "cost", None),
-        observe=observe,
-        background=background,
-    )
+    clients, cost = RedisClients(parse(settings.redis_url)), getattr(make(settings.policy), "cost", None)
+    return SharedLedger(clients, settings.deployment, ledger, cost, observe=observe, background=background)
 
 
 def shared_map(settings: Settings, cachemap: CacheMap, background: Background) -> SharedMap | None:
@@ -159,10 +153,8 @@ def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background
 
         from .tenants.shared import SharedCounts
 
-        ways = RedisClients(parse(settings.redis_url))
-        made.shared = SharedCounts(
-            ways, settings.deployment, made.accounts, background, observe=metrics.limit_decisions.inc
-        )
+        clients, observe = RedisClients(parse(settings.redis_url)), metrics.limit_decisions.inc
+        made.shared = SharedCounts(clients, settings.deployment, made.accounts, background, observe=observe)
     return made
 
 

@@ -82,11 +82,8 @@ def bad(message: str, param: str | None = None) -> ApiError:
 
 def compressed(coding: str) -> ApiError:
     """Return a 415 error for a body with a content coding, which neither engines nor the gateway decode."""
-    return ApiError(
-        415,
-        f"the body has Content-Encoding {coding[:100]!r}: send it as it is",
-        headers=[(b"accept-encoding", b"identity")],
-    )
+    message = f"the body has Content-Encoding {coding[:100]!r}: send it as it is"
+    return ApiError(415, message, headers=[(b"accept-encoding", b"identity")])
 
 
 def error_object(

@@ -97,12 +97,8 @@ def _given(settings: Settings) -> Iterator[tuple[str, Settings, Launch]]:
         model = {"model": pool.model or settings.model, "served_model_name": pool.served_model_name}
         if pool.model in (None, settings.model):
             model["served_model_name"] = pool.served_model_name or settings.served_model_name
-        its = settings.model_copy(update=model)
-        yield (
-            name,
-            its,
-            Launch(pool.launch, profile, None, name_of(its, profile), pool.role or profile.role, pool.spill),
-        )
+        its, role = settings.model_copy(update=model), pool.role or profile.role
+        yield name, its, Launch(pool.launch, profile, None, name_of(its, profile), role, pool.spill)
 
 
 def _check_together(settings: Settings, launched: Mapping[str, Launch]) -> None:

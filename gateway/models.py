@@ -160,14 +160,8 @@ class Models:
 
     def stop(self) -> None:
         self._files.stop()
-        for member in self.members.values():
-            if member.again is not None:
-                member.again.cancel()
-        for task in [*(one.finding for one in self.members.values()), *(one.loading for one in self.spaces)]:
-            if task is not None:
-                task.cancel()
-        for space in self.spaces:
-            space.comparison.stop()
+        for one in (*self.members.values(), *self.spaces):
+            one.stop()
 
     def _judged(self, space: ModelSpace) -> None:
         """Move engines that make other tokens than the rest of their space to a variant of their own.
@@ -186,30 +180,17 @@ class Models:
     def _format_of(self, member: Member) -> PromptFormat:
         """Return the format of prompts that a replica takes, by what it reports."""
         replica, space = member.replica, member.space
-        size = (
-            self._settings.block_size
-            or replica.stored_size
-            or replica.block_size
-            or (space.format.block_size if space else DEFAULT_BLOCK_SIZE)
-        )
-        return PromptFormat(
-            None if member.set_apart else member.source,
-            size,
-            VersionQuirks.of(replica.version_quirks) if replica.version or space is None else space.format.quirks,
-            replica.looks_ahead,
-        )
+        before = PromptFormat(None, DEFAULT_BLOCK_SIZE, VersionQuirks()) if space is None else space.format
+        size = self._settings.block_size or replica.stored_size or replica.block_size or before.block_size
+        is_told = replica.version or space is None
+        quirks = VersionQuirks.of(replica.version_quirks) if is_told else before.quirks
+        return PromptFormat(None if member.set_apart else member.source, size, quirks, replica.looks_ahead)
 
     def _space_for(self, member: Member, format: PromptFormat, names: set[str]) -> ModelSpace:
         """Move a member to a space with this format: an existing one, a free one adapted to it, or a new one."""
         old = member.space
-        space = next(
-            (
-                one
-                for one in self.spaces
-                if one.format == format and one.members and (one.names & names or not (one.names and names))
-            ),
-            None,
-        )
+        alike = [one for one in self.spaces if one.format == format and one.members]
+        space = next((one for one in alike if one.names & names or not (one.names and names)), None)
         if space is None:
             free = [one for one in self.spaces if not one.members or (one is old and _has_no_other(one, member))]
             space = next((one for one in free if one.format.source == format.source or one is old), None)
@@ -257,9 +238,7 @@ class Models:
 
     def _drop(self, member: Member) -> None:
         del self.members[member.replica.id]
-        for one in (member.finding, member.again):
-            if one is not None:
-                one.cancel()
+        member.stop()
         self._leave(member)
 
     def _leave(self, member: Member) -> None:
@@ -275,9 +254,7 @@ class Models:
         for space in [one for one in self.spaces if not one.members]:
             if len(self.spaces) > 1:
                 self.spaces.remove(space)
-                space.comparison.stop()
-                if space.loading is not None:
-                    space.loading.cancel()
+                space.stop()
 
     def _say(self, space: ModelSpace) -> None:
         """Log the variants of a model when they change, except while the files of one are still searched."""
@@ -296,10 +273,7 @@ class Models:
     # --- files are found, and pipelines loaded
 
     def _find_files(self, member: Member) -> None:
-        for one in (member.finding, member.again):
-            if one is not None:
-                one.cancel()
-        member.again = None
+        member.stop()
         member.finding = asyncio.create_task(self._found(member, member.incarnation))
 
     async def _found(self, member: Member, incarnation: str) -> None:
@@ -348,10 +322,10 @@ class Models:
         spaces = [one for one in self.spaces if one.members]
         if any(one.format.source is not None and one.loading is None for one in spaces):
             return None
-        names = [
-            min(base_names(one.replica.models), default="the model") for one in self.members.values() if _waits(one)
-        ]
-        return f"the tokenizer of {names[0]}, which is being loaded" if names else None
+        waiting = next((one.replica for one in self.members.values() if _waits(one)), None)
+        if waiting is None:
+            return None
+        return f"the tokenizer of {min(base_names(waiting.models), default='the model')}, which is being loaded"
 
     @property
     def loading(self) -> set[str]:

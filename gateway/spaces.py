@@ -66,6 +66,13 @@ class Member:
     # Its engine makes other tokens from the same files than other engines do, so its prompts are matched as text.
     set_apart: bool = False
 
+    def stop(self) -> None:
+        """Stop looking for the replica's files, now and later."""
+        for one in (self.finding, self.again):
+            if one is not None:
+                one.cancel()
+        self.again = None
+
 
 class ModelSpace:
     """A model, or one variant of it: the format of its prompts, and the replicas that take this format.
@@ -105,6 +112,12 @@ class ModelSpace:
         """The root that all its engines report for the model; "" if they report none or different ones."""
         roots = {one.replica.root for one in self.members.values()}
         return (roots.pop() or "") if len(roots) == 1 else ""
+
+    def stop(self) -> None:
+        """Stop loading the pipeline, and comparing tokens."""
+        self.comparison.stop()
+        if self.loading is not None:
+            self.loading.cancel()
 
     def use(self, pipeline: Pipeline) -> None:
         """Make prompts with this pipeline from now on, in the present format."""

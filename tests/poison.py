@@ -14,17 +14,8 @@ TEXTS = (b"", b"abc", b"nan", b"-1", b"1e308", b"9" * 400, b"123456789012", b"\x
 LOADS = (
     b"",
     b"x" * 7,
-    *(
-        struct.pack("<6d", *numbers)
-        for numbers in [
-            (NAN,) * 6,
-            (INFINITE,) * 6,
-            (1e300,) * 6,
-            (-5.0,) * 6,
-            (7.0, 3.0, 900.0, 4.0, 80.0, 500.0),
-            (0.5,) * 6,
-        ]
-    ),
+    *(struct.pack("<6d", *(6 * [number])) for number in (NAN, INFINITE, 1e300, -5.0, 0.5)),
+    struct.pack("<6d", 7.0, 3.0, 900.0, 4.0, 80.0, 500.0),
 )
 
 Poison = tuple[str, Callable[[], object]]

@@ -20,7 +20,5 @@ def test_a_decision_costs_what_is_recorded():
 def test_more_than_three_percent_either_way_is_told():
     before = dict.fromkeys(instructions.STEPS, 1000)
     assert not instructions.off(before | {"match": 1029, "choose": 971}, before)
-    assert [line.split(":")[0] for line in instructions.off(before | {"match": 1031, "choose": 969}, before)] == [
-        "match",
-        "choose",
-    ]
+    off = instructions.off(before | {"match": 1031, "choose": 969}, before)
+    assert [line.split(":")[0] for line in off] == ["match", "choose"]

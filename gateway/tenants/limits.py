@@ -209,12 +209,7 @@ def error(claim: Claim, limits: Limits, account: Account, now: float, share: int
         message = f"the prompt has {claim.cost} tokens, and the limit is {claim.limit} {kind} of this API key{own}: shorten it"
         return ApiError(429, message, code="request_too_large", headers=told, again=False, limit=kind)
     seconds, budget = math.ceil(max(1, seconds_left(claim.kind, now))), claim.kind in BUDGETS
-    return ApiError(
-        429,
-        f"the limit of {claim.limit} {kind} of this API key is reached; try again in {seconds} s",
-        type="insufficient_quota" if budget else None,
-        code="insufficient_quota" if budget else "rate_limit_exceeded",
-        headers=[(b"retry-after", b"%d" % seconds), *told],
-        again=not budget,
-        limit=kind,
-    )
+    message = f"the limit of {claim.limit} {kind} of this API key is reached; try again in {seconds} s"
+    type, code = ("insufficient_quota",) * 2 if budget else (None, "rate_limit_exceeded")
+    told = [(b"retry-after", b"%d" % seconds), *told]
+    return ApiError(429, message, type=type, code=code, headers=told, again=not budget, limit=kind)

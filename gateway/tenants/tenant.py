@@ -29,9 +29,5 @@ class Tenant:
         if self.may_use(model):
             return None
         which = f"may not use the model {model[:200]!r}" if model else "may use some models only, and none is named"
-        return ApiError(
-            403,
-            f"this API key {which}; it may use: {', '.join(sorted(self.models))}",
-            param="model",
-            code="model_not_allowed",
-        )
+        message = f"this API key {which}; it may use: {', '.join(sorted(self.models))}"
+        return ApiError(403, message, param="model", code="model_not_allowed")

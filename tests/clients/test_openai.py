@@ -125,12 +125,8 @@ async def test_async_client_with_many_at_once(gateway):
     async with AsyncOpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0) as client:
 
         async def one(number: int) -> str:
-            said, stream = (
-                "",
-                await client.chat.completions.create(
-                    model="sim", messages=[{"role": "user", "content": f"Number {number}"}], max_tokens=16, stream=True
-                ),
-            )
+            said, asked = "", [{"role": "user", "content": f"Number {number}"}]
+            stream = await client.chat.completions.create(model="sim", messages=asked, max_tokens=16, stream=True)
             async for chunk in stream:
                 said += chunk.choices[0].delta.content or ""
             return said

@@ -116,12 +116,8 @@ class Clients:
 
     async def _chat(self, number: int) -> None:
         for turn in range(10_000):
-            body = {
-                "model": "sim",
-                "messages": [{"role": "user", "content": f"Client {number}. {PROMPT[:2000]} Turn {turn}."}],
-                "max_tokens": self.tokens,
-                "ignore_eos": True,
-            }
+            messages = [{"role": "user", "content": f"Client {number}. {PROMPT[:2000]} Turn {turn}."}]
+            body = {"model": "sim", "messages": messages, "max_tokens": self.tokens, "ignore_eos": True}
             try:
                 self.got.append((await self.client.post("/v1/chat/completions", json=body)).status_code)
             except httpx.HTTPError as error:
@@ -350,14 +346,8 @@ async def test_the_gateway_alone_before_an_engine_on_this_machine(stack, tmp_pat
     engine = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     port = next(found[1] for line in engine.stderr if (found := re.search(r"http://0.0.0.0:(\d+)", line)))
     url = f"http://host.docker.internal:{port}"
-    alone = Stack(
-        "compose.gateway.yaml",
-        "hitherto-test-alone",
-        tmp_path,
-        REPLICA_URLS=url,
-        HOST_ADDRESS=address(),
-        settings={"HITHERTO_MODEL": "sim"},
-    )
+    variables, settings = {"REPLICA_URLS": url, "HOST_ADDRESS": address()}, {"HITHERTO_MODEL": "sim"}
+    alone = Stack("compose.gateway.yaml", "hitherto-test-alone", tmp_path, settings=settings, **variables)
     try:
         alone.down()
         alone.up()

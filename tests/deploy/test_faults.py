@@ -23,7 +23,7 @@ from replicas.simulated.model import sim_model_dir
 
 from ..gateway.conftest import Engine
 from ..gateway.running import running
-from ..redis_server import free_port
+from ..redis_server import Proxy, free_port
 from ..replicas.cluster import Cluster
 from .load import Load
 from .prometheus import Prometheus, faster, prometheus
@@ -100,11 +100,6 @@ def engines():
         async def order_one(self, place: int, **what) -> None:
             async with httpx.AsyncClient() as client:
                 (await client.post(f"{self.urls[place]}/faults", json=what)).raise_for_status()
-
-        async def forget_caches(self) -> None:
-            async with httpx.AsyncClient() as client:
-                for url in self.urls:
-                    await client.post(f"{url}/reset_prefix_cache")
 
     made = Engines()
     for place in range(2):
@@ -191,27 +186,32 @@ async def test_a_model_whose_only_pod_goes(tmp_path, engines):
         await cluster.stop()
 
 
-async def test_events_that_are_lost(tmp_path, engines):
-    async with running("--replica-url", *engines.urls, "--model", "sim") as gateway:
-        await gateway.ready(2)
-        async with watched(tmp_path, gateway) as scene, Load(gateway.url, 3):
-            await scene.calm()
-            async with scene.during("HithertoEventsNotFollowed") as fires:
-                await engines.order(mute_events=True)
-                await fires()
-                await engines.order(mute_events=False)
-            async with scene.during("HithertoPredictionsWrong") as fires:
-                await engines.order(mute_events=True)
+async def test_events_that_are_lost(tmp_path, start_engine):
+    """The way to the publisher is cut: nothing tells of the blocks that the engine forgets meanwhile."""
+    events, replay = free_port(), free_port()
+    engine = start_engine("--events-port", str(events), "--replay-port", str(replay), "--speedup", "4").wait()
+    async with Proxy(events) as way, httpx.AsyncClient(base_url=engine.url) as client:
+        url = f"{engine.url}#events=tcp://127.0.0.1:{way.port},replay=tcp://127.0.0.1:{replay}"
+        async with running("--replica-url", url, "--model", "sim") as gateway:
+            await gateway.ready(1)
+            async with watched(tmp_path, gateway) as scene, Load(gateway.url, 3):
+                await scene.calm()
+                async with scene.during("HithertoEventsNotFollowed") as fires:
+                    way.cut()
+                    await fires()
+                    way.mend()
+                async with scene.during("HithertoPredictionsWrong") as fires:
+                    way.cut()
 
-                async def forget() -> None:
-                    while True:
-                        await engines.forget_caches()
-                        await asyncio.sleep(0.3)
+                    async def forget() -> None:
+                        while True:
+                            await client.post("/reset_prefix_cache")
+                            await asyncio.sleep(0.3)
 
-                forgetting = asyncio.create_task(forget())
-                await fires()
-                forgetting.cancel()
-                await engines.order(mute_events=False)
+                    forgetting = asyncio.create_task(forget())
+                    await fires()
+                    forgetting.cancel()
+                    way.mend()
 
 
 async def test_a_prefiller_whose_legs_fail(tmp_path, start_engine):

@@ -31,15 +31,8 @@ def test_all_that_the_compose_files_the_image_and_a_monitoring_need(tmp_path, ca
     assert cli.main(["assets", str(tmp_path / "new" / "folder")]) == 0
     written = contents(tmp_path / "new" / "folder")
     packages = tracked("gateway", "cachemap", "policies", "replicas", "loadgen")
-    beside = tracked(
-        "compose.yaml",
-        "compose.gpu.yaml",
-        "compose.gateway.yaml",
-        "pyproject.toml",
-        "constraints.txt",
-        "README.md",
-        "deploy",
-    )
+    composed = ("compose.yaml", "compose.gpu.yaml", "compose.gateway.yaml")
+    beside = tracked(*composed, "pyproject.toml", "constraints.txt", "README.md", "deploy")
     assert set(written) == packages | {name for name in beside if not name.endswith((".py", "checked.json"))}
     assert {"deploy/alerts.yml", "deploy/grafana/dashboards/overview.json", "deploy/hitherto.service"} < set(written)
     assert all(content == (ROOT / name).read_bytes() for name, content in written.items())

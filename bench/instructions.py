@@ -6,10 +6,13 @@
 
 A fixed replay of the decision path runs under valgrind, which counts each instruction: requests become prompts (JSON,
 template, tokens, hashes), the map says who holds how much, `least_time` chooses among eight replicas, load is reserved.
-Nothing waits or looks at a clock, and what would differ between machines is pinned. Runs differed by 0.12 % at most,
-with other hash seeds, environments and folders too. Between builds of Python 3.11 counts differ by 4 to 11 % (their
-ratios to those of a fixed loop in the same interpreter by 6 to 14), so each build has values of its own; for one that
-has none there is nothing to compare with, and it says so. The versions of packages are those of constraints.txt.
+Then whole requests, without sockets, from the client's bytes in to the answer out and what is learned from it, with two
+replicas: a new question behind one system prompt (`plain`), conversations that grow (`chat`), and the former as a
+stream of EVENTS events, each a read of its own (`stream`). Nothing waits or looks at a clock, and what would differ
+between machines is pinned. Runs differed by 0.12 % at most, with other hash seeds, environments and folders too.
+Between builds of Python 3.11 counts differ by 4 to 11 % (their ratios to those of a fixed loop in the same interpreter
+by 6 to 14), so each build has values of its own; for one that has none there is nothing to compare with, and it says
+so. The versions of packages are those of constraints.txt.
 """
 
 from __future__ import annotations
@@ -35,9 +38,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "bench/results/instructions.json"
 TOLERATED = 0.03
-STEPS = ("prompt", "match", "choose", "match, choose, reserve")
+STEPS = ("prompt", "match", "choose", "match, choose, reserve", "plain", "chat", "stream")
+EVENTS = 16
 BUILD_FLAGS = ("--enable-optimizations", "--with-lto", "--enable-shared", "--with-pydebug")
-REQUESTS, WARM = 40, 60  # measured ones, and those before: by then the interpreter has specialised what it runs
+REQUESTS, WARM, WARM_WHOLE = (
+    40,
+    60,
+    200,
+)  # measured ones, and those before: by then the interpreter has specialised what it runs
 REPLICAS = 8
 # Valgrind shows every program the same processor, a Haswell; numpy and glibc are kept from going by more than any
 # x86-64 has.
@@ -123,6 +131,7 @@ def replay() -> None:
         cachemap.store(request.attempt.backend.slot, request.prompt.hashes, request.prompt.hashes)
         router.first_token(request.attempt.placement, None)
     count(proxy, bodies_of_both(bodies)[WARM:])
+    asyncio.run(count_whole())
 
 
 def bodies_of_both(bodies) -> list[bytes]:
@@ -154,6 +163,33 @@ def count(proxy, loads: list[bytes]) -> None:
     for request in requests:
         proxy.placing.place(request)
     ask(DUMP_AT, b"match, choose, reserve")
+
+
+async def count_whole() -> None:
+    """Count whole requests of each load, after as many that each length of conversation has had its template proven."""
+    from bench.stages import NoTransport, as_request, bodies, build, exchange
+    from gateway.http import upstream
+    from gateway.http.downstream import Downstream
+    from gateway.proxy import preparation
+
+    upstream.IDLE_SECONDS = preparation.LOOP_SECONDS = float("inf")  # valgrind is slow
+    ask = ask_valgrind()
+    for load in ("plain", "chat", "stream"):
+        server, _ = build([])
+        client = Downstream(server.clients)
+        client.connection_made(NoTransport())
+        made = bodies("chat" if load == "chat" else "plain", WARM_WHOLE + REQUESTS)
+        if load == "stream":
+            made = [body.replace(b'"stream": false', b'"stream": true') for body in made]
+        requests = [as_request(body) for body in made]
+        gc.enable()
+        for number, request in enumerate(requests):
+            if number == WARM_WHOLE:
+                gc.collect()
+                gc.disable()
+                ask(ZERO)
+            exchange(client, request, EVENTS if load == "stream" else 0)
+        ask(DUMP_AT, load.encode())
 
 
 # --- above it
@@ -215,7 +251,7 @@ def off(now: dict[str, int], before: dict[str, int]) -> list[str]:
     """Steps that are not within what is tolerated, in words."""
     return [
         f"{step}: {now[step]} instructions a request, {now[step] / before[step] - 1:+.1%} of what is recorded ({before[step]})"
-        for step in STEPS
+        for step in before
         if abs(now[step] / before[step] - 1) > TOLERATED
     ]
 
@@ -238,7 +274,7 @@ def main() -> int:
     for step in STEPS:
         print(
             f"{step:28}{now[step]:10}"
-            + (f"{before[step]:10}{now[step] / before[step] - 1:+8.2%}" if before else f"{'-':>10}")
+            + (f"{was:10}{now[step] / was - 1:+8.2%}" if (was := (before or {}).get(step)) else f"{'-':>10}")
         )
     if args.record:
         # the path is another one: what other builds counted is past

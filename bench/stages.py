@@ -51,6 +51,19 @@ def response(prompt_tokens: int) -> bytes:
     return head + answer
 
 
+def events(prompt_tokens: int, count: int) -> list[bytes]:
+    """The same as a stream, each event a read of its own: the head with the first one, the usage and the end last."""
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
+    said = [{"choices": [{"index": 0, "delta": {"content": "hello "}, "finish_reason": None}]}] * count
+    told = [
+        b"data: %b\n\n" % json.dumps(one, separators=(",", ":")).encode()
+        for one in [*said, {"choices": [], "usage": usage}]
+    ]
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunks = [b"%x\r\n%b\r\n" % (len(one), one) for one in [*told, b"data: [DONE]\n\n"]]
+    return [head + chunks[0], *chunks[1:], b"0\r\n\r\n"]
+
+
 class NoTransport:
     """Takes bytes and forgets them."""
 
@@ -198,15 +211,16 @@ def as_request(body: bytes, headers: bytes = b"") -> bytes:
     return head + headers + b"content-length: %d\r\n\r\n%b" % (len(body), body)
 
 
-def exchange(client: Downstream, request: bytes) -> float:
-    """Returns the seconds that the gateway took for it."""
+def exchange(client: Downstream, request: bytes, streamed: int = 0) -> float:
+    """Returns the seconds that the gateway took for it. `streamed`: how many events its answer has, 0 for none."""
     begun = perf_counter()
     client.data_received(request)
     sent = perf_counter()
     attempt = client.exchange.attempt
-    answer = response(attempt.prompt.tokens)
-    answered = perf_counter()
-    attempt.upstream.data_received(answer)
+    reads = events(attempt.prompt.tokens, streamed) if streamed else [response(attempt.prompt.tokens)]
+    upstream, answered = attempt.upstream, perf_counter()
+    for read in reads:
+        upstream.data_received(read)
     return sent - begun + perf_counter() - answered
 
 

@@ -63,7 +63,9 @@ def judged(model) -> dict[object, dict]:
         **{(page, " ".join(flags)): [str(model), *flags] for page, (_, *flags) in DOCUMENTED},
         "nonsense": [str(model), "--no-such-flag"],
     }
-    verdicts = json.loads(by_vllm("parser.py", asked=json.dumps([*lines.values()]))[-1])  # 0.28 logs before it
+    # The parser leaves the model to be served out: offline, vLLM would look for its default one on this machine.
+    found = by_vllm("parser.py", asked=json.dumps([*lines.values()]), env={"HF_HUB_OFFLINE": "0"})
+    verdicts = json.loads(found[-1])  # 0.28 logs before it
     return dict(zip(lines, verdicts, strict=True))
 
 

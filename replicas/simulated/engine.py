@@ -172,13 +172,16 @@ class Engine:
             self._release(sequence)
         return sequence is not None
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, external: bool = False) -> bool:
         """Empty the prefix cache and return True; return False and do nothing while requests use blocks.
 
-        The next step reports the event, as in vLLM. Host memory keeps its blocks.
+        The next step reports the event, as in vLLM. Host memory keeps its blocks; with `external` it is emptied too,
+        without an event.
         """
         if not self.pool.clear():
             return False
+        if external and self._offload is not None:
+            self._offload.reset()
         self._pending, self._settled = [Cleared(), *(one for one in self._pending if type(one) is not Cleared)], False
         return True
 

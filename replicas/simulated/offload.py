@@ -72,6 +72,10 @@ class Offload:
         """Store the blocks `start` to `end` of a prompt, which another engine has passed on."""
         self._put(request, keys, range(start // self.chunk, end // self.chunk), events)
 
+    def reset(self) -> None:
+        """Empty host memory, without an event."""
+        self._held.clear()
+
     def is_loading(self, keys: Sequence[Key], run: Run) -> bool:
         """Return whether another request is fetching some of a run's chunks; vLLM lets the later request wait then."""
         return bool(self._loading) and any(self._last(keys, number) in self._loading for number in run.chunks)
@@ -127,3 +131,6 @@ class LMCache(Offload):
         if chunks * self.chunk <= start:
             return Run(start, range(0))
         return Run(chunks * self.chunk, range(start // self.chunk, chunks))
+
+    def reset(self) -> None:
+        """Do nothing, as LMCache's connectors do not support a reset."""

@@ -394,7 +394,7 @@ class Server:
         return reply_json({"0": self.publisher.source()} if self.publisher else {})
 
     async def _reset(self, request: web.Request) -> web.Response:
-        if not self.runner.engine.reset_prefix_cache():
+        if not self.runner.engine.reset_prefix_cache(request.query.get("reset_external") in ("true", "1")):
             raise RequestError("requests are running: the prefix cache is not reset", 409, "Conflict")
         return web.Response()
 

@@ -42,6 +42,8 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from cachemap.cluster.parser import Parser
+
 OLDEST = (6, 2)  # the first Redis with XTRIM MINID
 ANSWER_SECONDS = 1.0  # a server that takes longer counts as gone; a lease lasts three times as long
 SCHEMES = ("unix", *(f"{scheme}{kind}" for scheme in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")))
@@ -228,7 +230,7 @@ def connect(place: RedisUrl, seconds: float = ANSWER_SECONDS) -> Redis:
     """
     options = {
         "socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": Retry(NoBackoff(), 0),
-        "protocol": 2, "client_name": "hitherto", **place.options,
+        "protocol": 2, "client_name": "hitherto", "parser_class": Parser, **place.options,
     }  # fmt: skip
     if place.kind != "sentinel":
         options |= zip(("host", "port"), place.hosts[0]) if place.hosts else ()  # a unix socket's path is an option
@@ -240,6 +242,8 @@ def connect(place: RedisUrl, seconds: float = ANSWER_SECONDS) -> Redis:
     sentinel_options = {"socket_timeout": seconds, "socket_connect_timeout": seconds, "ssl": tls, **login}
     sentinel_options |= {name: value for name, value in options.items() if name.startswith("ssl_")}
     sentinels = _Sentinels(place.hosts, sentinel_kwargs=sentinel_options, ssl=tls, **options)  # type: ignore[no-untyped-call]
+    for one in sentinels.sentinels:  # redis-py's client does not take this option
+        one.connection_pool.connection_kwargs["parser_class"] = Parser
     return sentinels.master_for(place.master, _Client)  # type: ignore[no-any-return]
 
 

@@ -1,9 +1,9 @@
-"""Features of request bodies, by which bodies that an engine tokenizes differently are recognized.
+"""Features of a request body, by which the gateway recognizes bodies that an engine tokenizes differently.
 
-Features are texts like `assistant.tool_calls`, `user: image_url` or `echo=True`: the API of a body, the roles of its
-messages with their fields and types of parts, tools, and fields that may change the rendering. Once an engine counted
-other tokens for a body than the gateway, every body that has all features of that body counts as inexact, because it
-contains whatever caused the difference.
+Features are texts like `assistant.tool_calls`, `user: image_url` or `echo=True`. They name the API path, the roles of
+the messages with their fields and content part types, the tools, and the fields that may change the rendered prompt.
+Once an engine reports another token count for a body than the gateway computed, every body that has all features of
+that body is treated as inexact, because it contains whatever caused the difference.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _UNTOLD = ANYWHERE - {"add_special_tokens"} | {
 
 
 def features(path: str, request: dict[str, Any]) -> frozenset[str]:
-    """Return the features of this body.
+    """Return the features of a request body: short texts that name what may change how an engine tokenizes it.
 
-    At most 64 features are kept, in sorted order; the rest is ignored.
+    `path`: the API path; `request`: the parsed body. At most 64 features are returned: the path, then the others in
+    alphabetical order, each cut to 60 characters.
     """
     found = {path}
     if any(request.get(name) is not None for name in ("reasoning_effort", "reasoning", "thinking", "output_config")):
@@ -60,14 +61,15 @@ def _of_message(message: Any) -> set[str]:
 
 
 def _short(value: Any) -> str:
-    """Return a number, a flag or a short text as text, and "" for other values, whose presence alone is a feature."""
+    """Return a number, a boolean or a text of fewer than 16 characters as text, and "" for any other value."""
     return str(value) if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 16) else ""
 
 
 def features_of(prompt: Prompt, body: bytes) -> frozenset[str] | None:
-    """Return the features of a prepared body, or None where they are unknown.
+    """Return the features of a request that was prepared before, or None where they cannot be found any more.
 
-    The body is dropped (b"") once its answer begins; the rest of the prompt gives the features of common bodies only.
+    `body`: the request body, or b"" once the gateway has dropped it, which happens when the answer begins. Without the
+    body, the features are taken from the Prompt, which keeps them for common bodies only, like plain chats.
     """
     if body:
         return features(prompt.path, orjson.loads(body))

@@ -1,9 +1,10 @@
-"""Block hashes that are the gateway's own, of prompts whose tokens are not known, or only at the beginning.
+"""Block hashes of the gateway's own, for prompts of which no tokens, or only the first ones, are known.
 
-They are hashed from text, of which 4 bytes stand for a token. A repetition of the text gets the same hashes, so it goes
-to the replica that it was sent to before (`cachemap.GuessedBlocks`), but no event of an engine reports such a hash.
-What agents change in each turn is left out: `cache_control`, their mark of where the cache is to end, and the checksum
-in Claude Code's attribution line.
+These hashes are computed from the request's text, with 4 bytes in place of each token. A later request with the same
+text gets the same hashes, so it is routed to the replica that got the text before (`cachemap.GuessedBlocks`). They
+never equal the hashes that engines report in their KV cache events. Two things that agents change in every turn are
+left out of the text: `cache_control`, which marks where the cached part ends, and Claude Code's attribution line, which
+holds a checksum.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ _OF_A_TURN = (b'"cache_control"', BILLING_HEADER.encode())
 
 
 def fill_partly(prompt: Prompt, chat: Chat, renderer: Renderer, exact: str, rest: bytes, seed: int) -> None:
-    """Fill a prompt of which only the beginning is known.
+    """Set the block hashes and token count of a prompt of which only the rendered beginning is known.
 
-    `exact`: the rendered beginning; `rest`: the text from which later blocks are hashed, b"" for none; `seed`: the hash
-    that the chain of block hashes starts from. The prompt's tokens are counted as one for four bytes of the rest.
+    `exact`: the known beginning of the rendered text, which is tokenized. `rest`: the remaining text, from which the
+    later blocks are hashed; b"": there are no later blocks. `seed`: the hash that the chain of block hashes starts
+    from. Changes `prompt`, whose mode becomes "partly". Four bytes of `rest` are counted as one token.
     """
     size = prompt.block_size
     ids, hashes, chars = renderer.cut_tokens(seed, exact, renderer.tokenizer.leading() if chat.special else b"")
-    if prompt.looks_ahead:  # the last block's hash depends on tokens that are not known
+    if prompt.looks_ahead:  # then the last block's hash also depends on tokens after the block, which are not known
         hashes = named_ahead(hashes, ids, size, prompt.looks_ahead)
     behind = covering(["guessed"], hashes[-1] if hashes else seed)
     more = ids[4 * size * len(hashes) :] + rest if rest else b""
@@ -42,11 +44,12 @@ def fill_partly(prompt: Prompt, chat: Chat, renderer: Renderer, exact: str, rest
 
 
 def fill_by_text(prompt: Prompt, request: dict[str, Any], served_name: str, unfollowed: dict[str, Any]) -> None:
-    """Fill a prompt with hashes of the request's text.
+    """Set the block hashes of a prompt from the request's text, because its tokens are not known.
 
-    The chain of hashes starts from a seed that no chain of tokens has, so it never matches an engine's blocks.
-    `served_name`: the model's name in block hashes; `unfollowed`: fields of the request that may change the names of
-    blocks. Raises ValueError or RecursionError for a request that is nested too deeply.
+    Changes `prompt`, whose mode becomes "text"; 4 bytes of text are counted as one token. The chain of hashes starts
+    from a seed that is used for texts only, so the hashes never match an engine's blocks. `served_name`: the model's
+    name in block hashes. `unfollowed`: fields of the request, with values, that may change an engine's block hashes.
+    Raises ValueError or RecursionError for a request that is nested too deeply.
     """
     said = request.get("messages", request.get("prompt", request.get("input", "")))
     head = [request.get("system"), request.get("instructions"), request.get("tools")]
@@ -62,7 +65,10 @@ def fill_by_text(prompt: Prompt, request: dict[str, Any], served_name: str, unfo
 
 
 def written(said: Any) -> bytes:
-    """Return a part of a request as JSON text, without what agents change in each turn."""
+    """Return a part of a request as JSON, without what agents change in each turn.
+
+    Left out are `cache_control` members and content parts that begin with Claude Code's attribution line.
+    """
     text = _dumped(said)
     return _dumped(_kept(said)) if any(one in text for one in _OF_A_TURN) else text
 

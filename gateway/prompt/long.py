@@ -1,4 +1,4 @@
-"""Threads that prepare long prompts, while the event loop serves others."""
+"""A thread pool that renders and tokenizes long prompts, while the event loop serves other requests."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from typing import Any, TypeVar
 
 from .pipeline import OFFLOAD_THREADS
 
-# Bytes. Larger bodies are prepared one at a time, which leaves a thread for all others: 64 MiB take seconds.
+# Bytes. Bodies above this size are prepared one at a time, which leaves a thread for all others: 64 MiB take seconds.
 LARGE = 256 * 1024
-# A body waits for smaller ones that come later, but no longer than this: 50 kB for 50 ms, 64 MiB for a minute. That is
-# the time that it takes with the slower of the two tokenizers.
-PATIENCE = 1e-6  # seconds a byte
+# Seconds a byte. Smaller bodies that arrive later overtake a body, but only for this time: 50 ms for a body of 50 kB, a
+# minute for one of 64 MiB. The slower of the two tokenizers takes as long for such a body.
+PATIENCE = 1e-6
 
-# A body that waits for a thread: its deadline (loop time), a serial number, and [work, future], empty once cancelled.
+# A body that waits for a thread: its deadline (event-loop time in seconds), a serial number, and the list [work,
+# future], which is empty once the future was cancelled.
 Waiting = tuple[float, int, list[Any]]
 T = TypeVar("T")
 
 
 class LongPrompts:
-    """A thread pool that prepares long prompts by deadline, but only one body above LARGE at a time.
+    """A thread pool that prepares long prompts, earliest deadline first, and only one body above 256 KiB at a time.
 
-    A body's deadline is its arrival plus PATIENCE for each of its bytes. The pool serves prompts alone, so that other
-    work in threads never waits for them.
+    A body's deadline is its arrival plus a microsecond (PATIENCE) for each of its bytes. The pool is used for prompts
+    only, so that other work in threads never waits for prompts.
     """
 
     def __init__(self) -> None:
@@ -39,9 +40,9 @@ class LongPrompts:
         self._waiting: tuple[list[Waiting], list[Waiting]] = [], []
 
     def submit(self, size: int, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `work` in a thread and return its result as a future; `size` is the body's size in bytes.
+        """Queue `work` for a thread and return a future of its result; `size` is the size of the request body in bytes.
 
-        If the future is cancelled before a thread is free, `work` does not run and is freed.
+        If the future is cancelled before a thread is free, `work` is dropped without being run.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()

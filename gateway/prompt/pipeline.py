@@ -1,10 +1,10 @@
 """The pipeline that turns a request's body into a Prompt: parse, render, tokenize, hash blocks.
 
-It only computes, without I/O, and without a clock unless a template prints the date (`render.clock`); several threads
-may call it. Only the client's own faults raise errors. Where a template or tokenizer fails, or the prompt depends on
-something that only the engine knows, the block hashes are exact up to that point or not at all, and the rest is
-*matched as text* (`guesses`): hashed from the request's text, so that only a repetition is found. `Prompt.note` then
-says why.
+It does no I/O, reads a clock only for templates that print the date (`render.clock`), and may be called by several
+threads. Only faults of the client raise errors. A template or tokenizer may fail, or the prompt may depend on something
+that only the engine knows. Then the block hashes are exact only up to that point, or not at all, and the rest is
+*matched as text* (`guesses`): its blocks are hashed from the request's text, so that at least a repetition of the same
+text is routed to the same replica. `Prompt.note` then says why.
 """
 
 from __future__ import annotations
@@ -50,27 +50,28 @@ from .tokens.prefixes import Found
 from .tokens.tiktoken_files import with_sorted_keys
 from .tokens.tokenizer import TooLong
 
-# A larger body is never tried on the event loop; a smaller one may also turn out to take long (offload.py). Prose never
-# seen before costs about 9 us per kB on a 2-core cloud machine with Qwen3's template and tokenizer (tokens 3.7, hashes
-# 2, JSON 0.7); most of a long conversation is known, and 32 kB of it take 115 us.
+# Bytes. A larger body is never prepared on the event loop, and a smaller one only if it does not turn out to take long
+# (offload.py). Prose never seen before costs about 9 us per kB on a 2-core cloud machine with Qwen3's template and
+# tokenizer (tokens 3.7, hashes 2, JSON 0.7). Most of a long conversation was seen before, and 32 kB of it take 115 us.
 OFFLOAD_BYTES = 40 * 1024
 # Threads for long prompts. Each has a tokenizer cache of 30 MB and competes with the event loop for the interpreter;
 # there are two because a prompt of a million tokens takes 50 ms, or seconds without fastokens.
 OFFLOAD_THREADS = 2
-# How long such a thread may hold the interpreter when the event loop wants it (Python's default: 5 ms). Its longest
-# uninterrupted step for 100,000 tokens is 0.4 ms, reading the JSON.
+# How long a thread may hold the interpreter when the event loop waits for it (Python's default: 5 ms). The longest
+# uninterrupted step in preparing 100,000 tokens is reading the JSON, which takes 0.4 ms.
 SWITCH_SECONDS = 0.0005
-Refusal = Callable[[Mapping[str, Any]], ApiError | None]  # returns the error for a JSON object that is to be refused
+# Returns the error for a parsed body that is to be refused, or None for a body that is accepted.
+Refusal = Callable[[Mapping[str, Any]], ApiError | None]
 _LONGEST_NOTE = 500
 _CONVERSATIONS = frozenset({CHAT, RESPONSES, MESSAGES})
 
 
 class _Inexact(Exception):
-    """Raised for a prompt of which the engine may make other tokens than the gateway; the text says why."""
+    """Raised for a prompt that the engine may tokenize differently from the gateway; the text says why."""
 
 
 class Pipeline(ModelReader):
-    """The maker of Prompts for one model."""
+    """The pipeline of one model: turns the bodies of its requests into Prompts."""
 
     def prepare(
         self,
@@ -82,11 +83,12 @@ class Pipeline(ModelReader):
     ) -> Prompt:
         """Return the Prompt of one request.
 
-        `path`: one of PROMPT_PATHS. `headers`: the request's, with lower-case names. `adapters`: the names of the LoRA
-        adapters that are served. `refusal`: returns the error for a parsed body that is to be refused, or None.
+        `path`: one of PROMPT_PATHS. `body`: the request body, not yet parsed. `headers`: the request headers, with
+        lower-case names. `adapters`: the names of the LoRA adapters that are served. `refusal`: returns the error for a
+        parsed body that is to be refused, or None.
 
-        Raises ApiError for the client's faults, the error of `refusal`, and, on the event loop, TakesLong for a prompt
-        that has to be prepared in a thread.
+        Raises ApiError for faults of the client, the error that `refusal` returns, and, on the event loop, TakesLong
+        for a prompt that has to be prepared in a thread.
         """
         request, unusual = parse(body, self._max_model_len or UNKNOWN_CONTEXT)
         if refusal is not None and (error := refusal(request)) is not None:
@@ -102,12 +104,14 @@ class Pipeline(ModelReader):
         headers: Mapping[str, str] | None,
         adapters: Collection[str],
     ) -> Prompt:
-        """Return the Prompt of a request whose body is parsed already, as `prepare` does.
+        """Return the Prompt of a request whose body is parsed already.
 
-        `request`: the parsed body, which stays unchanged; `unusual`: the note on its JSON that `parse` returned.
+        `request`: the parsed body, which stays unchanged; `unusual`: the note on its JSON that `parse` returned, or "".
+        The other arguments and the errors are those of `prepare`.
         """
         made_by, limit, alike = self.made_by, self._max_model_len, self._quirks.refuses_alike
-        # With such rules engines accept any output limit and reduce it to what the context leaves.
+        # Engines that write this model's conversations without a template accept any output limit and reduce it to what
+        # the context leaves.
         clamps = (self._program.as_received and path in _CONVERSATIONS) or not alike
         prompt = read_options(path, request, headers, adapters, None if clamps else limit)
         if clamps and limit is not None and (prompt.max_tokens or 0) > limit:
@@ -152,10 +156,10 @@ class Pipeline(ModelReader):
         return prompt
 
     def made(self, path: str, body: bytes, day: date | None = None) -> list[int]:
-        """Return the token ids that the gateway makes of a conversation, [] where it cannot make all of them.
+        """Return the token ids that the gateway makes of a conversation, or [] if it cannot make all of them.
 
-        Known differences from the engines' tokens do not matter. `day`: the date that the template prints, or None for
-        today by the engines' clocks.
+        The ids are returned even if an engine is known to make other ids. `day`: the date that the template prints;
+        None: today, by the engines' clocks.
         """
         request, unusual = parse(body)
         prompt = read_options(path, request, None, (), None)
@@ -167,10 +171,10 @@ class Pipeline(ModelReader):
         return memoryview(prompt.token_ids).cast("I").tolist() if prompt.mode == "exact" else []
 
     def _counted(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> int | None:
-        """Return the gateway's token count of a body that is matched as text, or None where it cannot be counted.
+        """Return the gateway's token count of a body that is matched as text, or None if it cannot be computed.
 
-        An engine has counted other tokens for this body or for one with the same features; if it now counts as many as
-        the gateway, the doubt ends.
+        The body is matched as text because an engine reported another token count for it, or for a body with the same
+        features. If the engine now reports the count returned here, such bodies are trusted again.
         """
         trial = replace(prompt)
         try:
@@ -190,9 +194,10 @@ class Pipeline(ModelReader):
         )
 
     def _fill(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> None:
-        """Fill the prompt with tokens and block hashes.
+        """Set the token ids, block hashes and rendering kind of `prompt`.
 
-        Raises _Inexact, Unknown, Rounded (`request` was parsed too loosely), and whatever its steps raise.
+        `request`: the parsed body. Raises _Inexact or Unknown if the engine's tokens are not certain, Rounded if
+        parsing may have rounded a long integer in `request`, and whatever rendering and tokenizing raise.
         """
         adapter, salt, path = prompt.adapter, request.get("cache_salt"), prompt.path
         seed = None if salt else self._seeds.get(adapter)
@@ -228,7 +233,10 @@ class Pipeline(ModelReader):
             prompt.features = (TOOLS, *roles) if request.get("tools") else roles
 
     def _ids_given(self, prompt: Prompt, request: dict[str, Any]) -> bytes | None:
-        """Return the token ids that a request brings in place of its messages, or None. Raises _Inexact."""
+        """Return the token ids that a request holds in place of its messages, or None if it holds none.
+
+        Raises _Inexact if it is not certain that the engine makes the same tokens as the gateway.
+        """
         is_chat = prompt.path == CHAT
         field = self._quirks.ids_field if is_chat else ""
         given = request.get(field) if field else None
@@ -245,10 +253,11 @@ class Pipeline(ModelReader):
     def _conversation(
         self, prompt: Prompt, request: dict[str, Any], body: bytes, seed: int, day: date | None = None
     ) -> tuple[str, ...] | None:
-        """Fill the prompt of a conversation; return its roles if each message consists of a role and a text, else None.
+        """Render and tokenize a conversation, and set the tokens and block hashes of `prompt`.
 
-        `seed`: the hash that the chain of block hashes starts from. `day`: the date that the template prints, or None
-        for today by the engines' clocks.
+        Returns the roles of the messages if each message consists of a role and a text only, else None. `seed`: the
+        hash that the chain of block hashes starts from. `day`: the date that the template prints; None: today, by the
+        engines' clocks.
         """
         chat = self._chat(prompt.path, request)
         chat.body, chat.at = body, self.clock.on(day) if day is not None else None
@@ -285,7 +294,8 @@ class Pipeline(ModelReader):
         return chat.roles
 
     def _chat(self, path: str, request: dict[str, Any]) -> Chat:
-        as_received = self._program.as_received  # the engine passes messages to rules that read few other fields
+        # True: the engine writes the conversation by rules of its own, which read few fields besides the messages.
+        as_received = self._program.as_received
         if as_received:
             if path == RESPONSES:
                 return from_items(request)
@@ -323,10 +333,15 @@ class Pipeline(ModelReader):
         return Found(ids, self._hashed(ids, seed), len(text))
 
     def _before_the_date(self, prompt: Prompt, chat: Chat, renderer: Renderer, exact: str, seed: int) -> None:
-        """Fill the prompt of a conversation whose text is known up to the template's date or time: `exact`."""
+        """Fill the prompt of a conversation whose rendered text is certain only up to a date or time in it.
+
+        `exact`: the text before the date or time that the template prints. `seed`: the hash that the chain of block
+        hashes starts from.
+        """
         prompt.declined = True
         if renderer.template.prints_time:
-            # What follows the time differs in each prompt, so no replica holds it and it gets no block hashes.
+            # The text from the time on differs in each prompt, so no replica has it cached, and it gets no block
+            # hashes.
             fill_partly(prompt, chat, renderer, exact, b"", seed)
             prompt.tokens = max(prompt.tokens, len(chat.body) // 4)
             prompt.note = "the template prints the time of the day: exact up to there"
@@ -336,9 +351,11 @@ class Pipeline(ModelReader):
             prompt.note = f"exact up to the date that the template prints, by text from there on: {why}"[:_LONGEST_NOTE]
 
     def _begin(self, prompt: Prompt, chat: Chat, request: dict[str, Any], unknown: Unknown, seed: int) -> None:
-        """Fill the prompt of a conversation of which only the first messages are known; match the rest as text.
+        """Fill the prompt of a conversation of which only the first messages can be rendered; match the rest as text.
 
-        `unknown`: why, and how many messages are known.
+        `unknown`: the error that says why the next message cannot be rendered and how many come before it. A copy of it
+        is raised if none of the messages can be rendered for certain. `seed`: the hash that the chain of block hashes
+        starts from.
         """
         renderer, known, exact = self._renderer(chat), unknown.known, ""
         of_rest = chat.rest if chat.unknown is not None else ()
@@ -358,7 +375,11 @@ class Pipeline(ModelReader):
         fill_partly(prompt, chat, renderer, exact, written([*chat.messages[known:], *of_rest]), seed)
 
     def _plain_prompt(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
-        """Fill the prompt of `/v1/completions` or `/v1/embeddings`: one text or list of ids, or several of either."""
+        """Fill the prompt of a `/v1/completions` or `/v1/embeddings` body that has no messages.
+
+        The body holds one text, one list of token ids, or a list of either. `seed`: the hash that the chain of block
+        hashes starts from. Raises ApiError, Unroutable, _Inexact, or what the tokenizer raises.
+        """
         key = "prompt" if prompt.path == COMPLETIONS else "input"
         if request.get("suffix") is not None or request.get("prompt_embeds") is not None:
             raise Unroutable("a prompt that the engine completes itself")
@@ -383,8 +404,9 @@ class Pipeline(ModelReader):
         prompt.tokens = sum(map(len, ids)) // 4
         prompt.hashes = self._hashed(prompt.token_ids, seed)
         if len(ids) > 1:
-            # `tokens` is the sum over all prompts; without this a replica that holds the longest one completely would
-            # be credited with the block of its last token.
+            # The engine computes at least the last token of a prompt. `tokens` does not show which block that is in,
+            # because it is the sum over all prompts, so the block is left out here. Otherwise a replica that has the
+            # longest prompt cached completely would be credited with this block.
             prompt.hashes = prompt.hashes[: (len(prompt.token_ids) // 4 - 1) // self.block_size]
             prompt.copies = prompt.n * len(ids) if all(one == ids[0] for one in ids) else 0
 
@@ -394,16 +416,22 @@ class Pipeline(ModelReader):
     # --- truncation
 
     def _tokens_to_keep(self, path: str, request: dict[str, Any]) -> Any:
-        """Return to how many tokens a conversation is to be cut, -1 for the context, or None if it is not."""
+        """Return the number of tokens to which the request asks to truncate a conversation, or None if it does not.
+
+        -1 stands for as many tokens as the context has room for. The value of `truncate_prompt_tokens` is returned
+        unchecked.
+        """
         if path == RESPONSES:
             return -1 if request.get("truncation", "disabled") != "disabled" else None
         return None if self._program.as_received or path == MESSAGES else request.get("truncate_prompt_tokens")
 
     def _truncated(self, ids: bytes, keep: Any, request: dict[str, Any], prompt: Prompt, special: bool) -> bytes:
-        """Apply `truncate_prompt_tokens`: keep that many tokens, or with -1 all that leave room for output.
+        """Return a prompt's token ids truncated as `truncate_prompt_tokens` asks, and set `prompt.cut` if any are cut.
 
-        vLLM cuts on the left (embeddings: on the right) unless `truncation_side` says otherwise. Without that field the
-        tokenizer does the cutting, and keeps the special tokens that it has added; `special`: it has added some.
+        `ids`: token ids as uint32 bytes; `keep`: the number of tokens to keep, or -1 for as many as leave room for the
+        output. vLLM cuts on the left (embeddings: on the right) unless `truncation_side` says otherwise. Without that
+        field the tokenizer does the cutting, and keeps the special tokens that it has added around the text.
+        `special`: the tokenizer has added special tokens. Raises ApiError or Unroutable.
         """
         given = request.get("truncation_side")
         keep = integer(keep)
@@ -427,7 +455,7 @@ class Pipeline(ModelReader):
         return ids[:start] + (ids[end - kept : end] if left else ids[start : start + kept]) + ids[end:]
 
     def _room(self, prompt: Prompt) -> int:
-        """Return how many tokens truncation to the context length leaves for the output."""
+        """Return the number of tokens that truncation to the context length leaves for the output."""
         if prompt.path == EMBEDDINGS:
             return 0
         wanted = prompt.max_tokens
@@ -444,14 +472,17 @@ class Pipeline(ModelReader):
         return prompt
 
     def _unlike(self, prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
-        """Match a request as text because of an error that prevents making its tokens."""
+        """Match a request as text, because `error` prevented rendering or tokenizing it, and return its prompt."""
         prompt.token_ids, prompt.declined = b"", True
         if isinstance(error, Multimodal):
             prompt.media = "load"
         return self._unless_too_deep(prompt, request, body, _said(error)[:_LONGEST_NOTE])
 
     def _unless_too_deep(self, prompt: Prompt, request: dict[str, Any], body: bytes, note: str) -> Prompt:
-        """Match a request as text, or by load, at a token for each 4 bytes, if it is too deep to be written as text."""
+        """Match a request as text and return its prompt; `note`: why its tokens are not known.
+
+        A request nested too deeply to be dumped as text is routed by load, counting 4 bytes of its body as a token.
+        """
         try:
             return self._as_text(prompt, request, note)
         except (ValueError, RecursionError):

@@ -1,4 +1,7 @@
-"""The result of the pipeline: what routing, accounting and the comparison with the engine's answer need of a body."""
+"""The `Prompt`: what the gateway knows of one request after it has rendered and tokenized the body.
+
+Routing, accounting and the comparison with the engine's answer need only this.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Mode = Literal["exact", "media", "engine", "partly", "text", "load"]
-GUESSED = frozenset(("partly", "text"))  # the modes in which some block hashes are the gateway's own, not the engine's
+# The modes in which some block hashes are computed from text and so differ from the engine's.
+GUESSED = frozenset(("partly", "text"))
 LONGEST_RESPONSE_ID = 200  # characters of a stored response's id
 
-# The paths whose bodies differ in the names of the prompt, the output limit, or the parameter at fault.
+# The API paths. Their bodies name the prompt, the output limit and the parameter at fault differently.
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
@@ -26,9 +30,9 @@ PROMPT_PATHS = {
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
-NO_PREFILL = frozenset(("/tokenize", "/detokenize"))  # those of them for which engines compute no prompt
+NO_PREFILL = frozenset(("/tokenize", "/detokenize"))  # paths of PROMPT_PATHS whose prompts engines do not prefill
 
-# The states of knowledge about a prompt's media, in words.
+# What is not known about the images, sound or video of a prompt, in words, by the value of `Prompt.media`.
 MEDIA = {
     "exact": "nothing is missing: all blocks are known",
     "load": "nothing: the request is matched as text from the item on",
@@ -46,76 +50,80 @@ MEDIA = {
 
 @dataclass(slots=True)
 class Prompt:
-    """One request, as far as routing is concerned.
+    """The prompt of one request, with all else that routing needs of the request.
 
-    `mode` says how certain its tokens are:
-        "exact": they are the ids that the engine will compute.
-        "media": the block hashes are the engine's, but it needs more than ids to compute the blocks.
-        "engine": an engine computed the ids for the gateway.
-        "partly": exact up to the first image or other unknown content, hashed from the text from there on.
-        "text": not known; the hashes are of the text, and 4 UTF-8 bytes stand for a token.
-        "load": not known, and without hashes: the request is routed by load alone. `note` says why.
+    `mode` says how certain the tokens and block hashes are:
+        "exact": the token ids are the ones that the engine will compute.
+        "media": the block hashes are the engine's, but the prompt has images, so token ids alone do not describe it.
+        "engine": an engine computed the token ids for the gateway.
+        "partly": the tokens are exact up to the first image or other unknown content. The later block hashes are
+            computed from text.
+        "text": the tokens are not known. All block hashes are computed from text, with 4 UTF-8 bytes for each token.
+        "load": neither tokens nor block hashes are known, and the request is routed by load alone. `note` says why.
 
-    For a list of prompts `tokens` is the sum over all of them, while `token_ids` and `hashes` are those of the longest:
-    one replica gets the whole list, and a cached prefix saves most in the longest prompt.
+    If the request holds a list of prompts, `tokens` is the sum over all of them, while `token_ids` and `hashes` are
+    those of the longest. One replica gets the whole list, and a cached prefix saves most in the longest prompt.
     """
 
     path: str
     model: str
     adapter: str | None = None
     stream: bool = False
-    tokens: int = 0  # prompt tokens
+    tokens: int = 0  # number of prompt tokens
     token_ids: bytes = b""  # uint32 little endian, 4 * tokens bytes
     hashes: Sequence[int] = ()  # one per full block, as array("Q"): a list takes five times the space
     max_tokens: int | None = None
     capped: bool = False  # the gateway set `max_tokens`
-    n: int = 1
-    cut: bool = False  # the client asked for truncation, which shortens the prompt
-    several: bool = False  # several prompts or choices, so `usage` is not that of one sequence
+    n: int = 1  # number of choices that the client asked for
+    cut: bool = False  # the client asked for truncation, and it has shortened the prompt
+    several: bool = False  # there are several prompts or choices, so `usage` is not that of one sequence
     sequences: int = 1  # sequences that the engine generates or embeds: prompts times choices
-    copies: int = 1  # sequences with this very prompt: choices times the equal prompts of a list; 0: they differ
+    # Sequences with exactly this prompt: the choices, times the prompts of a list if all are equal; 0: they differ.
+    copies: int = 1
     reads_cache: bool = True  # False: the engine computes the whole prompt, whatever it has cached
-    # How engines render such bodies, see `forward.kind_of`; "" where ids cannot replace the text, or do not pay.
+    # How engines render such bodies, as `forward.kind_of` describes it. "": the text cannot be replaced by token ids,
+    # or the prompt is too short for that to save time.
     kind: str = ""
-    # `kind` where the request's own options influence the rendering, "" if such a body has none; None: they do not.
+    # The result of `forward.kind_of` if the body sets rendering options or has no kind (""); None: it sets none.
     steered: str | None = field(default=None, compare=False)
-    # The features of its body, see `prompt.features`; None where they are unknown without the body.
+    # Short texts that name what may change how engines tokenize the body (`prompt.features`); None: not known without
+    # the body.
     features: Collection[str] | None = field(default=None, compare=False)
-    doubted: bool = False  # an engine counted other tokens for such a body
-    made: int | None = None  # the gateway's token count of a body that is matched as text because it is `doubted`
-    made_by: int = 0  # the number of the pipeline's way of making ids, see `Pipeline.made_by`
+    doubted: bool = False  # an engine has reported another token count than the gateway's for such a body
+    made: int | None = None  # the gateway's token count, where the request is matched as text because it is `doubted`
+    made_by: int = 0  # which version of the tokenizer and templates made the ids (`Pipeline.made_by`)
     session: str | None = None
     mode: Mode = "exact"
-    rendered_chars: int = 0  # length of the rendered text, 0 where ids came in
+    rendered_chars: int = 0  # length of the rendered text in characters; 0: the client sent token ids
     include_usage: bool = False
-    previous_response: str | None = None  # id of the stored response that it continues
-    background: bool = False  # the response is generated after its request was answered
+    previous_response: str | None = None  # id of the stored response that the request continues
+    background: bool = False  # the client wants the response to be generated after the request was answered
     note: str = ""
-    declined: bool = False  # the engine accepts it, but its tokens are not known here; `note` says why
-    media: str = ""  # with media: a key of MEDIA, else ""
+    declined: bool = False  # the engine accepts the request, but its tokens are not known here; `note` says why
+    media: str = ""  # with images, sound or video: a key of MEDIA; else ""
     block_size: int = 16  # tokens in each block of `hashes`
-    looks_ahead: int = 0  # tokens after a block that are part of its hash
+    looks_ahead: int = 0  # number of tokens after a block that are part of the block's hash
     seed: int = 0  # the hash that the chain of `hashes` starts from
-    space: int = 0  # the number of the variant that it was prepared for, see `Pipeline.space`
-    also: Prompt | None = None  # the same request prepared for another variant of its model, where there are two
+    space: int = 0  # which replicas the tokens and hashes are valid for (`Pipeline.space`)
+    also: Prompt | None = None  # the same request prepared for the model's other `space`, where there are two
 
 
 def unread(path: str, model: str | None) -> Prompt:
-    """Return the prompt of a path that is not in PROMPT_PATHS: only its model, if it names one, is known."""
+    """Return a Prompt for a path whose bodies are not read for prompts: routed by load, with only the model set."""
     return Prompt(path, model or "", mode="load", note="the prompts of this path are not read")
 
 
 def as_variant(prompt: Prompt, space: int) -> Prompt:
-    """Return the request as prepared for the variant of its model with this number; its `also` is the other variant's.
+    """Return the request's Prompt for the replicas numbered `space`, and set its `also` to the other Prompt.
 
-    A variant is the replicas of a model with equal tokens and blocks. If the request was prepared for other variants
-    only, the returned prompt is routed by load.
+    Replicas of one model share a space number if they make equal tokens and blocks of a request. A request is prepared
+    for at most two space numbers; for a third one, a copy is returned that is routed by load.
     """
     also = prompt.also
     if prompt.space == space:
         return prompt
     if also is None or also.space != space:
-        if prompt.mode == "load":  # it has no tokens or blocks, and its note says why
+        if prompt.mode == "load":  # the prompt has no tokens or blocks for any replica, and its note says why
             return prompt
         note = "a third variant of its model has it"
         return replace(prompt, mode="load", note=note, hashes=(), token_ids=b"", space=space, also=prompt)

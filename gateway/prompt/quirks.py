@@ -1,8 +1,8 @@
-"""The differences between engine versions in how they make prompts of the same request.
+"""The differences between engine versions in how they make a prompt from the same request.
 
-The engine's dialect (`replicas.engines`) knows which version has which quirk, and passes them as plain values.
-Transformers' differences do not follow from the engine's version, only from the range of releases that may be installed
-with it.
+The engine's dialect (`replicas.engines`) knows which version has which quirk, and passes the quirks as plain values.
+Releases of the transformers library differ as well. The engine's version does not determine that release, only the
+range of releases that may be installed with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Transformers:
-    """The releases of transformers that an engine may run with: from `oldest` to before `below`."""
+    """A range of transformers releases that an engine may run with: from `oldest` up to but excluding `below`."""
 
     oldest: tuple[int, int] = (5, 5)
     below: tuple[int, int] = (99, 0)
@@ -24,52 +24,60 @@ class Transformers:
         return least if self.below > (5, 99) else least.replace("or newer", "to before {}.{}".format(*self.below))
 
     def has(self, since: tuple[int, int]) -> bool | None:
-        """Return True if all these releases have a change that came with release `since`, False if none, else None."""
+        """Return whether the releases in this range have a change that was made in release `since`.
+
+        None: some of them have it and some do not.
+        """
         return True if self.oldest >= since else False if self.below <= since else None
 
 
 @dataclass(frozen=True, slots=True)
 class VersionQuirks:
-    """What an engine's version does differently from others when it makes prompts.
+    """The choices that engine versions make differently when they turn a request into a prompt.
 
-    The defaults are those of the newest version, which also serve for an unknown one. Version numbers are vLLM's: the
-    first release that behaves so, where a comment begins with one.
+    The defaults are the newest version's, and are also used for an unknown version. A version number at the start of a
+    comment is the first vLLM release that behaves as the default says.
     """
 
-    # True: the version's chat rules have been read. None: not read, so chats are exact only after the fixed chats
-    # compared equal (`ops.chats`). False: known to differ, so chats are matched as text.
+    # Whether the sources of this version's chat rendering have been read. None: they have not, so chats are exact only
+    # after the engine's ids of the fixed chats were compared equal (`ops.chats`). False: the rendering is known to
+    # differ, so chats are matched as text.
     chats_known: bool | None = True
-    # The gateway refuses what the vLLM versions whose sources were read refuse. False: that is left to the engine.
+    # Whether the engine refuses the same requests as the vLLM versions whose sources were read, so that the gateway
+    # may refuse them itself. False: refusing is left to the engine.
     refuses_alike: bool = True
     tokenizes_all: bool = True  # 0.33: /tokenize renders all chats, gpt-oss' too, as inference does
-    between_parts: str = "\n"  # joins the texts of a message where the template takes one text; SGLang: " "
+    between_parts: str = "\n"  # joins the text parts of a message for a template that takes one text; SGLang: " "
     # SGLang: a tool's function keeps the order in which the client wrote its keys, and the tool has a `defer_loading`
     # of null where the client gave none.
     tools_as_given: bool = False
-    ids_field: str = ""  # a chat's field whose token ids replace its messages; "": none
-    # Fields that change a prompt or its blocks in a way that is not implemented here.
+    ids_field: str = ""  # the field of a chat request whose token ids replace the messages; "": there is none
+    # Request fields that change a prompt or its blocks in a way that is not implemented here.
     unfollowed: frozenset[str] = frozenset()
     arguments_are_objects: bool = True  # 0.29: tool-call arguments that are other JSON become {}
     looks_into_macros: bool = True  # 0.30: parts for a template that loops over content in a macro's parameter
     asks_template: bool = True  # 0.31: /v1/messages probes the model's own template, and reads `thinking`
     drops_attribution: bool = True  # 0.32: Claude Code's attribution line is also dropped from system texts of chats
     truncates_to_output: bool = False  # until 0.31: -1 leaves room for max_tokens, since then for one token
-    # False: an engine whose rules may differ from those of `render.programs`, and those for tools and tool results.
+    # False: the engine's rules may differ from those implemented here in two respects: for models whose conversations
+    # are written without a template (`render.programs`), and for tools and tool results.
     rules_are_known: bool = True
     harmony_recipient_last: bool | None = True  # True: as in 0.32 (oss-harmony); False: as in 0.28; None: not known
     deepseek_v4: bool | None = True  # True: its rules as in 0.32; False: as in 0.28; None: not known
     shows_custom_tools: bool | None = True  # 0.32: in /v1/responses, as functions of one text; None: not known
-    # 0.33: results of tools alone do not begin a turn; before, they did as in DeepSeek-V4
+    # 0.33: a message with nothing but tool results does not begin a turn; before, it did, as in DeepSeek-V4
     deepseek_v41_results_continue: bool = True
     follows_namespaces: bool = True  # 0.33: parts for a template that loops over messages kept in a namespace
-    leaves_one: bool = True  # 0.33: truncation to the context leaves one token for a chat without a limit, too
-    forwards_past_media: bool = False  # until 0.31: forwarded ids count though `echo` or media need the messages
-    media_identity: str | None = "framed"  # the rule for images' names, see `media.identity`; None: not known
+    # 0.33: truncation to the context length leaves one token of output also for a chat without an output limit
+    leaves_one: bool = True
+    # until 0.31: forwarded token ids are used even where `echo` or media need the messages
+    forwards_past_media: bool = False
+    media_identity: str | None = "framed"  # how images are named in block hashes (`media.identity`); None: not known
     transformers: Transformers = Transformers()
 
     @property
     def drops_none(self) -> bool | None:
-        """Whether keys of a message with the value None are dropped before the template; None: uncertain."""
+        """Whether message keys with the value None are dropped before the template runs; None: uncertain."""
         return self.transformers.has((5, 20))
 
     @property
@@ -79,9 +87,10 @@ class VersionQuirks:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> VersionQuirks:
-        """Return the quirks of a version.
+        """Return the quirks of an engine version.
 
-        `told`: the fields that differ from the newest version, by name; `transformers` as (oldest, below).
+        `told`: the fields in which the version differs from the newest one, by name, with `transformers` given as the
+        pair (oldest, below).
         """
         fields = dict(told)
         if "transformers" in fields:

@@ -1,7 +1,9 @@
-"""A model's tokenizer and templates, read as its engines read them, and why their prompts may differ all the same.
+"""A model's tokenizer and chat templates, read as the model's engines read them.
 
-The files do not show how an engine reads them. A `ModelReader` begins with the likeliest way and takes another one when
-an engine's ids of fixed texts show it (`judge`, then `adopt`), or when an engine of another version comes (`follow`).
+The files alone do not show how an engine reads them, because that depends on the engine's release of transformers. A
+`ModelReader` begins with the likeliest interpretation. It changes to another one when an engine's token ids of fixed
+texts require it (`judge`, then `adopt`), or when an engine of another version is found (`follow`). It also collects the
+reasons why an engine may make other tokens than the gateway all the same.
 """
 
 from __future__ import annotations
@@ -31,33 +33,36 @@ from .tokens.reading import Reading, Readings
 from .tokens.tokenizer import Tokenizer
 
 PREFIX_BYTES = 256 * 1024 * 1024
-_ways_so_far = count(1)  # numbers for ways of making prompts, unique in the process
+_ways_so_far = count(1)  # the values of `ModelReader.made_by`, unique in the process
 _NONE_FOUND = Differences()
 _NO_PROGRAM = Program("", "", takes_parts=lambda quirks: False, write=lambda *given: "")
 
 
 class _Loaded(NamedTuple):
-    """One way of reading the tokenizer's files, with the objects that are made from it."""
+    """One interpretation of the tokenizer's files (a Reading), with the objects that are made from it."""
 
     reading: Reading
     tokenizer: Tokenizer
     cuts: frozenset[str]  # added tokens before which a text may be cut
-    lead: bytes | None  # special tokens before each text, or None if some follow it
+    lead: bytes | None  # the special tokens that are added before each text; None: some are added after it, too
     prefixes: Prefixes
-    family: Family | None  # of its images; None: their tokens are not known
+    family: Family | None  # the rule for the tokens of images; None: it is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The way in which an engine reads the tokenizer's files, as it was found or as it is likely."""
+    """How an engine reads the tokenizer's files, found by comparing token ids or assumed as the likeliest.
 
-    how: str  # the name of the way, `Reading.how`
-    differs: str = ""  # why no way known here gives the engine's tokens, or ""
-    loaded: _Loaded | None = None  # None: the way that is in use
+    A Reading is one interpretation of these files: tokenizer.json as it is, or rebuilt as some tokenizer class.
+    """
+
+    how: str  # the name of the Reading (`Reading.how`)
+    differs: str = ""  # why no Reading known here gives the engine's tokens, or ""
+    loaded: _Loaded | None = None  # the Reading with its tokenizer; None: it is the one that is in use
 
 
 class ModelReader:
-    """A model's files as its engines read them, with all that is made of the files and shared by its prompts."""
+    """One model's tokenizer and templates as its engines read them, with all that is made of them for its prompts."""
 
     def __init__(
         self,
@@ -75,12 +80,12 @@ class ModelReader:
         `served_name`: the model's name in block hashes.
         `block_size`: tokens per block.
         `chat_template`: a file that replaces the model's own template.
-        `max_model_len`: the engine's context length in tokens, which may also be set later; None: not checked.
-        `prefix_bytes`: memory for known prefixes, the tokens and hashes of prompts seen before.
+        `max_model_len`: the engine's context length in tokens; None: not known yet, so no prompt is too long.
+        `prefix_bytes`: memory in bytes for the tokens and block hashes of prompts seen before.
         """
         self.served_name, self.directory = served_name, model_dir
         self._block_size = block_size
-        self.looks_ahead = 0  # tokens after a block that are part of its hash, as its engines hash it
+        self.looks_ahead = 0  # the number of tokens after a block that the engines include in the block's hash
         self._seeds: dict[str | None, int] = {}  # the seeds of hash chains without a salt, by adapter
         self._files: LoadedModel | None = None
         self.config: dict[str, Any] = {}  # the model's config.json
@@ -92,21 +97,21 @@ class ModelReader:
         self.template_error = ""  # why there is no chat template that can be rendered
         self._quirks = NEWEST
         self._habits = Habits(True, "low")
-        self.clock = Clock()  # the clock of its engines
-        self.reading: Reading | None = None  # how the model's tokenizer files are read
-        self._readings: Readings | RankedReadings | None = None
-        self._sorts_tools = False  # a template gets tools with their keys in alphabetical order
+        self.clock = Clock()  # the clock of the model's engines
+        self.reading: Reading | None = None  # the interpretation of the tokenizer's files that is in use
+        self._readings: Readings | RankedReadings | None = None  # all interpretations that an engine may use
+        self._sorts_tools = False  # the template gets tools with their keys in alphabetical order
         self._doubt = ""  # why the files do not determine how the engine reads them, or ""
-        self._confirmed = False  # an engine has made the same ids of the fixed texts
-        self._differences = _NONE_FOUND  # between the engines' tokens and the gateway's
-        self._certain = True  # no known reason makes any prompt inexact
-        self._cuts: frozenset[str] = frozenset()
+        self._confirmed = False  # an engine has made the same ids of the fixed texts as the gateway
+        self._differences = _NONE_FOUND  # known differences between the engines' tokens and the gateway's
+        self._certain = True  # there is no reason to expect other tokens from an engine for any prompt
+        self._cuts: frozenset[str] = frozenset()  # added tokens before which a text may be cut
         self._template_given = chat_template is not None
-        self._program = _NO_PROGRAM  # the rules that write its conversations in place of a template
-        self._lead: bytes | None = None  # special tokens before a text, or None if some follow it
-        self.made_by = 0  # changes whenever ids may be made differently from before
+        self._program = _NO_PROGRAM  # the rules that write the model's conversations in place of a template
+        self._lead: bytes | None = None  # special tokens that are added before a text; None: some are added after it
+        self.made_by = 0  # the number of the present tokenizer and templates; changes when ids may be made differently
         self.media = Media()
-        self.space = 0  # the number of the variant: replicas with equal tokens and blocks share it
+        self.space = 0  # the number that replicas with equal tokens and blocks share
         if model_dir is not None:
             with using(model_dir):
                 self._load(model_dir, chat_template)
@@ -125,7 +130,11 @@ class ModelReader:
         self._settle()
 
     def _loaded(self, reading: Reading) -> _Loaded:
-        """Return all that depends on the tokenizer; takes up to a second, and may run in a thread."""
+        """Build the tokenizer of this reading and all that depends on it.
+
+        Takes up to a second, and may run in a thread. Changes nothing that prompts use. Raises ModelError or
+        TokenizerError.
+        """
         files = self._files
         tokenizer = Tokenizer(files.directory, reading=reading)
         with using(files.directory / "tokenizer.json"):
@@ -159,22 +168,25 @@ class ModelReader:
         self.renderers = {
             name: Renderer(template, self.tokenizer, self.prefixes, self._cuts) for name, template in templates.items()
         }
-        self.made_by = next(_ways_so_far)  # last, so that prompts begun before have an older number
+        self.made_by = next(_ways_so_far)  # set last, so that prompts begun before have an older number
 
-    # --- how its engines read the files
+    # --- how the model's engines read the files
 
     def fixed_texts(self) -> list[str]:
-        """Return the texts that an engine tokenizes too, to compare its ids with these; [] without a tokenizer."""
+        """Return the texts to have tokenized by an engine, for comparing its ids with the gateway's.
+
+        [] if the gateway has no tokenizer for the model.
+        """
         if self.tokenizer is None:
             return []
         return fixed_texts(self.tokenizer, self.reading.special_tokens, self._readings.mentioned)
 
     def judge(self, answers: Sequence[Answer]) -> Verdict:
-        """Find the way of reading the tokenizer's files that gives an engine's ids of the fixed texts.
+        """Find the interpretation of the tokenizer's files that gives an engine's token ids of the fixed texts.
 
-        `answers`: the engine's ids of the texts of `fixed_texts`. The present way is tried first; if none fits,
-        `Verdict.differs` says what differs. Changes nothing until `adopt` is called with the verdict. May take seconds,
-        so it should run in a thread.
+        `answers`: the engine's ids of the texts that `fixed_texts` returned. The interpretation in use is tried first.
+        If none gives the engine's ids, `Verdict.differs` says what differs. Nothing changes until `adopt` is called
+        with the verdict. May take seconds, so it should run in a thread.
         """
         why = difference(self.tokenizer, answers)
         if not why:
@@ -188,11 +200,14 @@ class ModelReader:
         return Verdict(self.reading.how, f"the engine makes other tokens: {why}")
 
     def likeliest(self) -> Verdict:
-        """Return how engines of the present version most likely read the tokenizer's files. May take seconds."""
+        """Return how engines of the version last given to `follow` most likely read the tokenizer's files.
+
+        May take seconds.
+        """
         return self._verdict(self._readings.likeliest(self._quirks.transformers)[0], "")
 
     def read_as(self, how: str) -> Verdict:
-        """Return the verdict with this `how`, the name of a way that an earlier `judge` found. May take seconds."""
+        """Return the Verdict of this name, which an earlier `judge` returned as `Verdict.how`. May take seconds."""
         if self.reading is None or how == self.reading.how:
             return Verdict(how)
         return self._verdict(next((one for one in self._readings.all() if one.how == how), None), how)
@@ -205,24 +220,26 @@ class ModelReader:
             self._readings.let_go()
 
     def adopt(self, verdict: Verdict, confirmed: bool, differences: Differences = _NONE_FOUND) -> None:
-        """Read the tokenizer's files in the verdict's way from now on.
+        """Use the verdict's interpretation of the tokenizer's files for all prompts from now on.
 
-        `confirmed`: an engine's ids showed that it reads them so; `differences`: what is known to differ all the same.
+        `confirmed`: an engine's ids of the fixed texts showed that the engine reads the files in this way.
+        `differences`: the differences from the engines' tokens that are known to remain.
         """
         if verdict.loaded is not None and verdict.loaded.reading != self.reading:
             self._enter(verdict.loaded)
-        in_use = self.reading is not None and self.reading.how == verdict.how  # it may have changed since it was judged
+        # The reading in use may have changed since the verdict was made.
+        in_use = self.reading is not None and self.reading.how == verdict.how
         self._confirmed = confirmed and in_use
         self.differ(differences)
         if self._readings is not None:
             self._weigh()
 
     def follow(self, told: Mapping[str, Any], at_once: bool = True) -> None:
-        """Make prompts as engines of another version do.
+        """Make prompts as engines of another version do, from now on.
 
-        `told`: the fields of `VersionQuirks` in which this version differs from the newest. If its engines probably
-        read the tokenizer's files differently, the files are read again, which may take seconds; unless `at_once`, they
-        are not, and prompts are matched as text until `adopt` is called.
+        `told`: the fields of `VersionQuirks` in which this version differs from the newest one. Engines of this version
+        may read the tokenizer's files differently. With `at_once` the files are then read again, which may take
+        seconds. Without it prompts are matched as text until `adopt` is called.
         """
         found = VersionQuirks.of(told)
         if found != self._quirks:
@@ -242,7 +259,7 @@ class ModelReader:
     # --- why an engine may make other tokens
 
     def differ(self, differences: Differences) -> None:
-        """Replace the known differences between the engines' tokens and the gateway's."""
+        """Set the known differences between the engines' tokens and the gateway's, in place of the earlier ones."""
         self._differences, self.clock.zones = differences, differences.zones
         self._settle()
 
@@ -251,14 +268,20 @@ class ModelReader:
         self._certain = not (self.inexact_chat() or found.bodies or found.doubted or self._quirks.unfollowed)
 
     def inexact(self, model: str = "") -> str:
-        """Return why an engine may make other tokens of a text for this model ("": any of them), or ""."""
+        """Return why an engine may tokenize a text differently from the gateway, or "" if there is no reason.
+
+        `model`: the model that the request names; "": any of the names that the replicas serve.
+        """
         why = _of_model(self._differences.texts, model)
         if not why and self._doubt and not self._confirmed:
             why = f"how the engine reads the tokenizer's files is not certain: {self._doubt}"
         return why
 
     def inexact_chat(self, model: str = "") -> str:
-        """Return why an engine may make other tokens of a conversation with this model ("": any of them), or ""."""
+        """Return why an engine may make other tokens of a conversation than the gateway, or "" if there is no reason.
+
+        `model`: the model that the request names; "": any of the names that the replicas serve.
+        """
         if why := self.inexact(model) or _of_model(self._differences.chats, model):
             return why
         if self._quirks.chats_known is False:
@@ -268,7 +291,7 @@ class ModelReader:
         return ""
 
     def unfollowed(self, request: dict[str, Any]) -> str:
-        """Return a note on the fields of this body whose effect on the prompt is not implemented here, or ""."""
+        """Return a note that lists the fields of a body whose effect on the prompt is not implemented here, or ""."""
         given = self._given(request)
         return f"the engine reads {', '.join(sorted(given))} in another way than is followed here" if given else ""
 
@@ -277,9 +300,11 @@ class ModelReader:
         return {name: request[name] for name in names if request[name] is not None}
 
     def _why_inexact(self, prompt: Prompt, request: dict[str, Any], is_chat: bool, is_text: bool) -> str:
-        """Return why an engine may make other tokens of a prompt, or "", and set the prompt's `doubted`.
+        """Return why an engine may make other tokens of a prompt than the gateway, or "" if there is no reason.
 
-        `is_chat`: it is a conversation; `is_text`: its tokens are to be made here, else the request brings them.
+        `is_chat`: the prompt is a conversation; `is_text`: the gateway has to make the tokens, because the request
+        holds no token ids. Also sets `prompt.doubted` and `prompt.features` if an engine has reported another token
+        count than the gateway's for some body.
         """
         why = self.unfollowed(request)
         if is_text and not why:
@@ -291,11 +316,14 @@ class ModelReader:
             prompt.doubted = bool(why) or any(body <= has for body in found.doubted)
         return why
 
-    # --- what engines and the operator say of it
+    # --- properties of the model that engines report or the operator sets, and of its templates
 
     @property
     def max_model_len(self) -> int | None:
-        """The engine's context length in tokens, None where it is not known. May be set when the engine reports it."""
+        """The engine's context length in tokens, None where it is not known.
+
+        Setting it makes the tokenizer refuse texts that are certain to have more tokens.
+        """
         return self._max_model_len
 
     @max_model_len.setter
@@ -306,7 +334,10 @@ class ModelReader:
 
     @property
     def block_size(self) -> int:
-        """The tokens per block. Setting another size, when the engine reports one, drops the known prefixes."""
+        """The number of tokens per KV cache block.
+
+        Setting another size, when the engine reports one, drops the tokens and hashes kept of prompts seen before.
+        """
         return self._block_size
 
     @block_size.setter
@@ -318,19 +349,22 @@ class ModelReader:
                 self.prefixes.resize(size)
 
     def bound_prefixes(self, budget_bytes: int) -> None:
-        """Set the memory for known prefixes: this pipeline's share of the budget of all pipelines."""
+        """Set the memory for the tokens and hashes of prompts seen before, in bytes.
+
+        The size is this pipeline's share of the budget of all pipelines.
+        """
         self._prefix_bytes = budget_bytes
         if self.prefixes is not None:
             self.prefixes.bound(budget_bytes)
 
     @property
     def tokenizes_chats(self) -> bool:
-        """Whether the engines' /tokenize renders chats as inference does."""
+        """Whether the engines' /tokenize endpoint renders this model's chats in the same way as inference does."""
         return self._quirks.tokenizes_all or not self._program.as_received
 
     @property
     def template_exceeds(self) -> str:
-        """Why a recent rendering of a chat template was ended early, or ""."""
+        """Why the rendering of a chat template was recently stopped for taking too much work or memory, or ""."""
         return next(filter(None, (one.template.exceeds for one in self.renderers.values())), "")
 
     @property
@@ -340,7 +374,7 @@ class ModelReader:
 
     @property
     def must_be_shown(self) -> bool:
-        """Whether chats count as exact only after an engine made the gateway's ids of the fixed chats (`ops.chats`)."""
+        """Whether chats are exact only once an engine's ids of the fixed chats equal the gateway's (`ops.chats`)."""
         return self._quirks.chats_known is None or self._program.to_be_shown
 
     @property

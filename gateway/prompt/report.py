@@ -1,8 +1,9 @@
 """The effect of a chat template on the prefix cache, for `hitherto doctor`.
 
-An engine reuses its cache as far as a prompt repeats the one before. A template that rewrites earlier turns (drops old
-reasoning, moves the system prompt, prints the date) ends the repetition early, whatever the router does. How the
-gateway renders the template (compiled or by Jinja) determines what a request costs in the gateway.
+An engine can reuse its KV cache only for the leading tokens that a prompt shares with an earlier one. A template that
+rewrites earlier turns (drops old reasoning, moves the system prompt, prints the date) shortens this shared prefix,
+whatever the router does. The report also says whether the gateway can compile the template or has to run Jinja, which
+determines the CPU time of a request in the gateway.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _CALL = {"id": "call00001", "function": {"arguments": '{"word": "hitherto"}', "n
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How much of a first turn's prompt the second turn's prompt repeats, for one sort of conversation."""
+    """How many leading tokens of a conversation's first prompt its second prompt repeats, for one sort of conversation.
+
+    An engine can reuse its cache for these tokens.
+    """
 
     what: str  # the sort: "plain", "with reasoning", "with tools"
     kept: int  # leading tokens that both prompts have
@@ -38,18 +42,20 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """The results of probing a chat template."""
+    """What test conversations showed of a chat template."""
 
-    turns: list[Turn]  # kinds of conversation the template refuses are left out
-    prints_date: bool  # prompts change at midnight
-    prints_time: bool  # some change more often
+    turns: list[Turn]  # one for each sort of conversation that the template does not refuse
+    prints_date: bool  # the template prints the date, so prompts change at midnight
+    prints_time: bool  # the template prints the time, so some prompts change more often
     refused: str  # why a plain conversation can't be rendered, or ""
-    not_compiled: str  # why plans can't be made, or ""
-    cuts: int  # number of added tokens at which known prefixes may end; 0: nothing is reused
+    not_compiled: str  # why the template can't be compiled, so that Jinja runs for each request; or ""
+    # The number of added tokens before which the gateway may cut a text, to reuse the tokens of the part before; 0:
+    # every prompt is tokenized as a whole.
+    cuts: int
 
 
 def template_report(pipeline: Pipeline) -> TemplateReport:
-    """Probe the default template with two turns of three kinds of conversation."""
+    """Render two turns of three sorts of conversation with the default template, and return what they show."""
     renderer = pipeline.renderers.get("default")
     if renderer is None or pipeline.tokenizer is None:
         return TemplateReport([], False, False, pipeline.template_error or "there is no chat template", "", 0)
@@ -88,7 +94,7 @@ def _text(renderer: Renderer, talk: list[Any], tools: list[Any] | None) -> str:
 def _common(before: bytes, after: bytes) -> int:
     """Return the number of leading tokens that two prompts (uint32 ids) share.
 
-    The generation prompt at the end of `before` counts, because the answer follows it in `after` too.
+    The generation prompt at the end of `before` is compared as well, because in `after` the answer follows it too.
     """
     pairs = zip(memoryview(before).cast("I"), memoryview(after).cast("I"))
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,9 +1,10 @@
-"""The gateway process: its parts are made from the settings, connected, started and stopped.
+"""The gateway process: makes its parts from the settings, connects, starts and stops them.
 
-Start: the tokenizer is loaded and both ports are bound before any engine is started, so an error in the settings is
-reported at once and leaves nothing running. Engines may become ready later; until then requests get 503. Stop (SIGTERM,
-SIGINT, a closed terminal): new requests are refused and running ones get `drain_timeout_s`. After that, requests
-without a byte of an answer get 503, and the others are cut off.
+Start: the gateway loads the tokenizer and binds both ports before it starts any engine. An error in the settings is
+therefore reported at once and leaves nothing running. Engines may become ready later; until then requests get 503.
+
+Stop (on SIGTERM, SIGINT or a closed terminal): new requests are refused, and running ones get `drain_timeout_s` seconds
+to end. After that, requests that have no byte of an answer yet get 503, and the other answers are cut off.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
-CARE_SECONDS = 0.25  # between two rounds of `Gateway._care`
-# Kinds of background work, by which failures are counted
+CARE_SECONDS = 0.25  # seconds between two rounds of `Gateway._care`, which looks after the replicas
+# Kinds of background work; failures are counted for each kind
 CARE, FOLLOW_KEYS, FOLLOW_CERTIFICATE = "care for replicas", "API keys", "TLS certificate"
 METRICS = "metrics"  # a part of the metrics page that failed
 CONNECTIONS, CLIENTS = "connections to replicas", "connections of clients"
@@ -80,9 +81,9 @@ class Gateway:
     ):
         """Make the parts of the gateway from its settings; nothing is started.
 
-        `costs`: the costs that another gateway has learned (`CostGroup.state`). `decision_prefix`: the start of the ids
-        that this gateway gives to its placements for other proxies. `secrets`: the secrets read from the files in the
-        settings; None to read them here.
+        `costs`: the costs of tokens that another gateway has learned (`CostGroup.state`). `decision_prefix`: the start
+        of the ids that this gateway gives to requests it places for other proxies (`/decide`). `secrets`: the secrets
+        in the files that the settings name; None to read these files here.
         """
         self.settings = settings
         secrets = read_secrets(settings) if secrets is None else secrets
@@ -106,7 +107,7 @@ class Gateway:
             engine_key=secrets.engine_key,
             pulse=self.pulse,
         )
-        # Where the gateway has API keys or a key for its engines, it passes no client's key on, unless set to.
+        # A gateway with API keys, or with a key for its engines, passes clients' keys on only with `forward_api_keys`.
         keeps_keys = settings.forward_api_keys or (settings.api_keys is None and settings.engine_api_key is None)
         self._hidden = frozenset() if keeps_keys else CLIENT_KEYS
         overload = overload_of(settings)
@@ -194,7 +195,10 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     def _own_policies(self) -> FaultRecord:
-        """Make the record of the failures of policies from users' files, acting ones and those in shadow mode."""
+        """Return a record that counts failures of policies from users' files, in effect or in shadow mode.
+
+        Each of these policies is set to report its failures to the record.
+        """
         record, shadows = FaultRecord(), self.proxy.placing.shadows
         in_shadow = shadows.policies.items() if shadows is not None else ()
         for name, policy in ((self.settings.policy, self.proxy.router.policy), *in_shadow):
@@ -215,7 +219,10 @@ class Gateway:
             raise
 
     async def listen(self, shared_port: bool = False) -> None:
-        """Accept clients' connections; `shared_port`: other processes may listen there too. Raises ConfigError."""
+        """Begin to accept clients' connections. Raises ConfigError if the gateway cannot listen on its port.
+
+        `shared_port`: other processes of this user may listen on the port too.
+        """
         settings = self.settings
         tls = self.certificate.context if self.certificate is not None else None
         try:
@@ -286,7 +293,7 @@ class Gateway:
     # --- replicas come, change and go
 
     def _unlisted(self) -> str:
-        """Return why the fleet may still lack replicas, in words, or "" if none are missing."""
+        """Return in words why replicas may still be missing from the list of replicas, or "" if it is complete."""
         if self._is_launching:
             return "engines are being launched"
         if self.discovery is not None and self.discovery.problem:
@@ -294,7 +301,10 @@ class Gateway:
         return ""
 
     def traffic(self, replica: str, fault: str | None, count: int) -> None:
-        """Report to the fleet how requests to a replica went: `count` successes if `fault` is None, else a failure."""
+        """Report to the replica's health record how requests to it went.
+
+        `fault`: the kind of a failed request (`proxy/retries.py`), or None for `count` requests that succeeded.
+        """
         if fault is None:
             self.fleet.succeeded(replica, count)
         elif fault == OWN:
@@ -315,7 +325,7 @@ class Gateway:
             self._meet(replica)
 
     def _meet(self, replica: Replica) -> None:
-        """Add or update the backend of a replica that has become ready, and follow its KV events."""
+        """Add or update the `Backend` (connections and load) of a replica that is now ready; follow its KV events."""
         backend = self.proxy.backends.get(replica.id)
         if backend is not None and backend.replica is not replica:  # removed, and added again before `_care` ran
             self._forget(backend)
@@ -351,14 +361,18 @@ class Gateway:
             log.warning("replica %s: %s. To mend it, %s", replica.id, problem.what, problem.remedy)
 
     def _hidden_from(self, replica: Replica) -> frozenset[bytes]:
-        """Return the client headers that are not passed on to the replica; with classes, also its priority header."""
+        """Return the names of the client headers that are not passed on to the replica.
+
+        Where the gateway itself sets priorities (priority classes), the engine's priority header is among them.
+        """
         header = replica.dialect.priority_header
         return self._hidden if header is None or self.proxy.handler.priorities is None else self._hidden | {header}
 
     def _follow_adapters(self, backend: Backend) -> None:
-        """Forget the cached blocks of adapters that were loaded again from another folder.
+        """Forget the cached blocks of LoRA adapters that the engine has loaded again from another folder.
 
-        The engine does not find those blocks again, but KV events tell only the adapter's name.
+        The engine no longer finds the blocks of the old adapter, and KV events do not show this: they carry only the
+        adapter's name, which stays the same.
         """
         for name in backend.adapters_moved():
             log.warning("replica %s: adapter %r was loaded from %s: what was cached under that name is forgotten",
@@ -369,9 +383,9 @@ class Gateway:
                 self.map.clear(backend.slot)
 
     def _moved(self, replica: Replica, space: ModelSpace) -> None:
-        """Move a replica to its new space (the format of its model's prompts).
+        """Let the router know the replica's new space (the tokenizer, template and block size of its prompts).
 
-        If its blocks differ from before, clear its part of the map and follow its events again.
+        If the replica's block format has changed, clear its part of the cache map and follow its KV events again.
         """
         backend = self.proxy.backends[replica.id]
         backend.candidate.space = space.number
@@ -387,7 +401,10 @@ class Gateway:
         self.server.clients.limits = datapath.limits(self.settings, self.models.pipelines)
 
     def _listen(self, backend: Backend, anew: bool = False) -> None:
-        """Follow the KV events of the replica's present source. `anew`: clear its part of the map first."""
+        """Follow the replica's KV events at the address where it publishes them now.
+
+        `anew`: clear the replica's part of the cache map first. Without KV events, the part is guessed from requests.
+        """
         source = backend.source = backend.replica.events
         block_size, looks_ahead = backend.event_format = self.models.blocks(backend.id)
 
@@ -424,7 +441,10 @@ class Gateway:
         backend.listen(intake, begin, self.background)
 
     async def _care(self) -> None:
-        """Use new scrapes, follow changed blocks and forget removed replicas, every CARE_SECONDS."""
+        """Look after all replicas every CARE_SECONDS, until cancelled.
+
+        Pass on newly scraped engine metrics, follow changed block formats, and forget removed replicas.
+        """
         seen: dict[str, float] = {}
         while True:
             due = monotonic() + CARE_SECONDS
@@ -457,9 +477,10 @@ class Gateway:
         self.proxy.settling.compare_counts(backend, scrape.prefix_queries, scrape.prefix_hits, idle)
 
     def _follow_blocks(self, backend: Backend, told: Blocks) -> None:
-        """Hash prompts in the blocks that the replica's events show, if they differ from the blocks known so far.
+        """Hash prompts in the block format that the replica's KV events show, if that format has changed.
 
-        `told`: those blocks. Where the engine also matches parts of these blocks, prompts are hashed in the parts.
+        `told`: the format that the events show. If cache hits may also end inside such a block, after each smaller
+        Mamba block, prompts are hashed in these smaller blocks.
         """
         if told == backend.stored_as:
             return
@@ -501,18 +522,22 @@ class Gateway:
         return self.view.status()
 
     def differs(self, replica: str) -> Callable[[Sequence[int]], tuple[list[int], list[int]]]:
-        """Return a function that compares what the map knows of a replica's GPU blocks with the engine's own keys."""
+        """Return a function that compares the cache map's record of a replica's GPU blocks with the engine's own keys.
+
+        The function takes the keys of all blocks that the engine has on the GPU. It returns the positions of the keys
+        that the map lacks, and the hashes of the blocks that only the map has.
+        """
         return self.map.differs(self.slots[replica])
 
     def requests_at(self, replicas: Collection[str]) -> list[str]:
         return self.proxy.requests_at(replicas)
 
     async def explain(self, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """Return how this request would be routed now; nothing is placed."""
+        """Return how this request would be routed now, without sending it or counting it as load."""
         return await datapath.explain(self.proxy, path, body, headers)
 
 
-# the proxy's name of a failure -> the name by which replicas' health is tracked
+# The proxy's name of a kind of failure -> the name of that kind in `replicas/health.py`
 _FAULTS = {"connect": "connect", "closed": "closed", "protocol": "closed", "timeout": "timeout",
            "stalled": "timeout", "hung": "timeout", "aborted": "closed", "foreign answer": "foreign"}  # fmt: skip
 

@@ -1,8 +1,9 @@
 """`hitherto assets DIR`: deployment files for users who installed a wheel.
 
-They are compose files, the Dockerfile, Prometheus configuration and rules, Grafana dashboards and a systemd unit. The
-sources of the installed packages are written beside them, so that the compose files build an image of this version. A
-wheel has the deployment files in its `share/hitherto` (`data-files` in pyproject.toml), a checkout in their folders.
+The files are compose files, the Dockerfile, Prometheus configuration and rules, Grafana dashboards and a systemd unit.
+The sources of the installed packages are written next to them, so that the compose files build an image of this
+version. A wheel has the deployment files in `share/hitherto` (`data-files` in pyproject.toml), a checkout in their own
+folders.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files and return 0, or 1 if files with other contents exist. Raises ConfigError if it cannot write."""
+    """Write the deployment files into `args.folder`, and return the exit code.
+
+    Without `--force`, nothing is written and 1 is returned if the folder has one of the files with other contents.
+    Raises ConfigError if a file cannot be written.
+    """
     contents = {args.folder / name: path.read_bytes() for name, path in found().items()}
     try:
         differ = [str(path) for path, content in contents.items() if path.exists() and path.read_bytes() != content]
@@ -57,9 +62,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def found() -> dict[str, Path]:
-    """Return the path here of each file, by its name in the target folder. Raises ConfigError if some are missing."""
+    """Return the source path of each file to write, by its relative path in the target folder.
+
+    Raises ConfigError if this installation has no deployment files.
+    """
     sources = [path for package in PACKAGES for path in (HERE / package).rglob("*") if "__pycache__" not in path.parts]
-    if (HERE / "compose.yaml").is_file():  # a checkout, whose scripts that generate the dashboards stay here
+    if (HERE / "compose.yaml").is_file():  # a checkout: leave out the scripts that generate the dashboards
         paths = [path for pattern in BESIDE for path in HERE.glob(pattern) if path.name != "checked.json"]
         beside = {str(path.relative_to(HERE)): path for path in paths if path.suffix not in (".py", ".pyc")}
     else:

@@ -1,8 +1,8 @@
-"""`hitherto serve | config | key | replica | explain | plan | doctor ...`: flags in, exit code out.
+"""The command line, `hitherto serve | config | key | replica | explain | plan | doctor ...`.
 
-Flags are made from the schema in `gateway.settings`, so that a setting has one name, one help text and one check
-whether it comes from a file, the environment or the command line. Each verb imports what it needs when it runs, so that
-`hitherto config` answers in a fraction of a second.
+Flags are made from the schema in `gateway.settings`. A setting therefore has one name, one help text and one check,
+whether it comes from a file, the environment or the command line. Each verb imports what it needs when it runs, which
+lets `hitherto config` answer in a fraction of a second.
 
 Exit codes: 0 success, 1 a failure or a problem found, 2 wrong flags or configuration.
 """
@@ -109,7 +109,7 @@ def metavar(name: str, annotation: Any) -> str:
 
 
 def build_parser() -> Parser:
-    """Make the parser of all commands; `run` of the arguments that it returns executes the command."""
+    """Make the parser of all commands. The parsed arguments have the command's function as `run`."""
     parser = Parser(
         prog="hitherto",
         description="A gateway that sends each LLM request to the replica that already holds its prefix.",
@@ -117,10 +117,11 @@ def build_parser() -> Parser:
     verbs = parser.add_subparsers(title="commands", dest="verb", metavar="COMMAND", required=True, parser_class=Parser)
 
     def verb(name: str, run: Callable[[Any], int], help: str, more: str = "", own: str | None = None) -> Parser:
-        """Add a command.
+        """Add a command and return its parser.
 
-        `more`: what its own help says after `help`. `own`: for commands that take the settings, what else their usage
-        line shows.
+        `run`: the function that executes the command and returns its exit code. `help`: its line in the list of
+        commands. `more`: the sentences after `help` in the command's own help. `own`: the arguments that the usage line
+        shows before the settings; None for a command that takes no settings.
         """
         made: Parser = verbs.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}. {more}")
         made.set_defaults(run=run, reads_settings=own is not None)
@@ -172,7 +173,7 @@ def build_parser() -> Parser:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command; its function is their `run`. Raises ConfigError."""
+    """Return the parsed arguments, with the command's function as `run`. Raises ConfigError for wrong arguments."""
     parser = build_parser()
     verbs = next(action for action in parser._actions if action.dest == "verb").choices
     if argv[0].startswith("-") and argv[0] not in cli_errors.HELP_AND_VERSION:
@@ -186,7 +187,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def load_config(args: argparse.Namespace, without_files: bool = False) -> Config:
-    """Return the settings of a command, and note their sources in `args`. Raises ConfigError."""
+    """Return the settings of a command, and set `args.sources` to where each came from. Raises ConfigError.
+
+    `without_files`: a setting whose file cannot be used is listed in the result instead of raising.
+    """
     given = {name: value for name, value in vars(args).items() if name in Settings.model_fields}
     config = load(given, file=getattr(args, "config", None), without_files=without_files)
     args.sources = config.sources  # for `main`
@@ -195,7 +199,7 @@ def load_config(args: argparse.Namespace, without_files: bool = False) -> Config
 
 
 def _warn_of_ignored_variables() -> None:
-    """Warn of environment variables that look like settings but are none; `load` refuses misspelt settings."""
+    """Print a warning for each environment variable that is named like a setting but is none."""
     for variable, near in unknown_variables(os.environ).items():
         hint = f". Did you mean {near}?" if near else ""
         print(f"hitherto: environment {variable}: this is no setting, so it changes nothing{hint}", file=sys.stderr)
@@ -259,7 +263,10 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Run the load generator's `plan` verb, found by its entry point: the gateway imports nothing of that package."""
+    """Run the load generator's `plan` command, and return its exit code.
+
+    The command is found by its entry point, since the gateway imports nothing of the load generator.
+    """
     from importlib.metadata import entry_points
 
     for command in entry_points(group="hitherto.commands", name="plan"):

@@ -43,16 +43,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
-# These bound the largest body where the operator sets none. BYTES_PER_TOKEN is for models that take text alone: text
-# has 4 to 5 bytes a token, and 12 with every character escaped. LEAST_BODY leaves room for lists of prompts, whose sum
-# no context bounds, and MOST_BODY is for models that take images or sound, which have any size.
+# The default limit of a body, in bytes, if the operator sets none. BYTES_PER_TOKEN is for models that take text alone:
+# text has 4 to 5 bytes a token, and 12 with every character escaped. LEAST_BODY leaves room for lists of prompts, which
+# together may exceed the model's context. MOST_BODY is for models that take images or sound, which have any size.
 BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 32, 16 * 2**20, 64 * 2**20
 
 
 def proxy(
     settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any
 ) -> Proxy:
-    """Make the proxy; `rooms`: its other parts, made by the caller, by the names of its parameters."""
+    """Make the proxy.
+
+    `spans`: where traces are collected, None without tracing. `rooms`: the parts that the caller has made, by the name
+    of `Proxy`'s parameter.
+    """
     if spans is not None:
         from .proxy.observers.traces import Traces
 
@@ -79,9 +83,10 @@ def proxy(
 
 
 def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
-    """Return the limits of clients' requests; the caller makes them anew when models change.
+    """Return the limits of clients' requests, in bytes and seconds.
 
-    The largest accepted body is --max-body-bytes, or else what these models' longest prompts need.
+    The largest accepted body is --max-body-bytes or, if that is not set, what the longest prompt of these models needs.
+    The caller computes the limits again when the models change.
     """
     largest = settings.max_body_bytes
     if largest is None:
@@ -101,7 +106,10 @@ def limits(settings: Settings, pipelines: Iterable[Pipeline]) -> Limits:
 
 
 def origins(settings: Settings) -> Origins | None:
-    """Make the CORS rules of --allow-origin; None without it: engines' CORS headers are then passed on."""
+    """Make the CORS rules of --allow-origin, or return None without that setting.
+
+    Without it, the engines' own CORS headers are passed on to clients.
+    """
     exposed = (
         b"retry-after, x-request-id, x-should-retry, x-hitherto-replica, x-hitherto-cached-tokens, x-hitherto-degraded"
     )
@@ -112,7 +120,7 @@ def origins(settings: Settings) -> Origins | None:
 def shared_ledger(
     settings: Settings, metrics: Metrics, ledger: Ledger, background: Background | None = None
 ) -> SharedLedger | None:
-    """Make the ledger that counts the load of all gateways; None without Redis."""
+    """Make the ledger that counts, in Redis, the load that all gateways put on replicas; None without Redis."""
     if settings.redis_url is None:
         return None
     from cachemap.cluster import RedisClients, parse
@@ -129,7 +137,10 @@ def shared_ledger(
 
 
 def shared_map(settings: Settings, cachemap: CacheMap, background: Background) -> SharedMap | None:
-    """Make the cache map that gateways share; None without Redis, or where each gateway follows the events itself."""
+    """Make the cache map that gateways share through Redis.
+
+    Returns None without Redis, or if each gateway follows the engines' KV events itself (`event_intake: each`).
+    """
     if settings.redis_url is None or settings.event_intake == "each":
         return None
     from cachemap.cluster import SharedMap, parse  # this import takes 0.2 s, so only where it is used
@@ -138,7 +149,10 @@ def shared_map(settings: Settings, cachemap: CacheMap, background: Background) -
 
 
 def metering(settings: Settings, keys: Keys | None, metrics: Metrics, background: Background) -> Metering | None:
-    """Make the counters of tenants' limits, counted across all gateways with Redis; None without API keys."""
+    """Make the counters of tenants' limits, or return None without API keys.
+
+    With Redis, all gateways count together.
+    """
     if keys is None:
         return None
     made = Metering(refused=metrics.tenant_refusals.inc)
@@ -168,7 +182,10 @@ def discovery(settings: Settings, fleet: Fleet) -> Discovery | None:
 
 
 def certificate(settings: Settings) -> Certificate | None:
-    """Load the gateway's TLS certificate; None where clients use plain HTTP. Raises ConfigError."""
+    """Load the gateway's TLS certificate; return None if clients use plain HTTP.
+
+    Raises ConfigError if a file of the certificate cannot be used.
+    """
     if settings.tls_cert is None:
         return None
     try:
@@ -186,18 +203,19 @@ def usage_log(settings: Settings, metrics: Metrics) -> UsageLog | None:
 
 
 def started() -> None:
-    """Tune garbage collection and thread switching, once all long-lived objects have been made."""
+    """Tune garbage collection and thread switching; called once all long-lived objects have been made."""
     # Frozen objects are skipped by the collector, so a full collection looks at requests only.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)  # requests make almost no cycles: 5 us of 130 a request, against (700, 10, 10)
+    gc.set_threshold(20_000, 20, 50)  # saves 5 of 130 us a request against (700, 10, 10); requests make few cycles
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
 async def explain(proxy: Proxy, path: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-    """Return how this request would be routed now; nothing changes.
+    """Return how this request would be routed now, without sending it or changing anything.
 
-    If API keys are configured, it is taken as the request of a tenant. Raises the ApiError that would refuse it.
+    If API keys are configured, the request is treated as one from a tenant. Raises the ApiError with which the gateway
+    would refuse the request.
     """
     from .ops.reasons import describe, explained, legs_told
 

@@ -11,7 +11,7 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 
 
 def parse_seconds(value: Any) -> float:
-    """Return the seconds of a time with its unit, like `2s`, `50ms` or `1.5 m`. Raises ValueError."""
+    """Return the seconds of a time written with its unit, like `2s`, `50ms` or `1.5 m`. Raises ValueError."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m)\s*", value) if isinstance(value, str) else None
     if found is None:
         if value is None or value == "":
@@ -26,15 +26,16 @@ def parse_seconds(value: Any) -> float:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return a time as `parse_seconds` reads it: 0.05 -> '50ms'."""
+    """Return a time as text with its unit, which `parse_seconds` reads back: 0.05 -> '50ms'."""
     number, unit = (1e3 * seconds, "ms") if seconds < 1.0 else (seconds, "s")
     return f"{Decimal(f'{number:.12g}'):f}{unit}"  # never with an exponent
 
 
 def split_limits(text: str) -> dict[str, str]:
-    """Return the value of each limit in `ttft=2s,tpot=50ms`, as text by name. Raises ValueError.
+    """Return the text of each limit in `ttft=2s,tpot=50ms`, by the limit's name.
 
-    A colon may stand for `=`, since load generators write limits with colons.
+    A colon may stand for `=`, since load generators write limits with colons. Raises ValueError for text of another
+    form.
     """
     pairs = [part.replace(":", "=", 1).partition("=") for part in text.split(",")]
     found = {name.strip(): value for name, _, value in pairs}
@@ -44,7 +45,7 @@ def split_limits(text: str) -> dict[str, str]:
 
 
 def parse_limits(text: str) -> dict[str, float]:
-    """Return the seconds of each limit in `ttft=2s,tpot=50ms`, by name. Raises ValueError."""
+    """Return the seconds of each limit in `ttft=2s,tpot=50ms`, by name (`LIMITS`). Raises ValueError."""
     seconds: dict[str, float] = {}
     for name, value in split_limits(text).items():
         if name not in LIMITS:
@@ -57,5 +58,8 @@ def parse_limits(text: str) -> dict[str, float]:
 
 
 def _shown(value: Any) -> str:
-    """Return the value for a message, cut to 100 characters: a header from a client may have any length."""
+    """Return the value as an error message quotes it.
+
+    Text is cut to 100 characters, since a header from a client may have any length.
+    """
     return repr(value[:100] if isinstance(value, str) else value)

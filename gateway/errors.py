@@ -1,6 +1,6 @@
-"""Errors that the gateway answers with, in the format of the API that the client called.
+"""Errors with which the gateway answers, in the format of the API that the client called.
 
-The formats are OpenAI's error object, Anthropic's on /v1/messages, and both as stream events.
+The formats are OpenAI's error object, Anthropic's error object on /v1/messages, and events of a stream with either.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ApiError(Exception):
     """An error with which the gateway itself answers a request.
 
     `status`: the HTTP status; `message`: the text for the client.
-    `type`, `param`, `code`: fields of the error object; if `type` or `code` is None, the status decides it.
+    `type`, `param`, `code`: fields of the error object; if `type` or `code` is None, it follows from the status.
     `headers`: headers of the answer, besides those that every error has.
-    `again`: False asks clients that retry a 429 or 5xx by themselves, as OpenAI's and Anthropic's do, not to retry.
-    `discreet`: the message for tenants, where `message` names replicas.
-    `limit`: the tenant's limit that refuses the request, for the log.
+    `again`: False asks the client not to retry (OpenAI's and Anthropic's clients retry a 429 or 5xx by themselves).
+    `discreet`: the message for tenants, if `message` names replicas.
+    `limit`: the name of the tenant's limit that refuses the request, for the log.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ApiError(Exception):
     def object(self, path: str, discreet: bool = False) -> dict[str, Any]:
         """Return the error object in the format of the API at `path`.
 
-        `discreet`: use the message that names no replica, which tenants get.
+        `discreet`: use the message for tenants, which names no replica.
         """
         message = self.discreet if discreet else self.message
         return error_object(path, self.status, message, type=self.type, param=self.param, code=self.code)
@@ -81,7 +81,7 @@ def bad(message: str, param: str | None = None) -> ApiError:
 
 
 def compressed(coding: str) -> ApiError:
-    """Return a 415 error for a body with a content coding, which neither engines nor the gateway decode."""
+    """Return a 415 error for a compressed body (`Content-Encoding: coding`), which nothing here decodes."""
     message = f"the body has Content-Encoding {coding[:100]!r}: send it as it is"
     return ApiError(415, message, headers=[(b"accept-encoding", b"identity")])
 
@@ -103,9 +103,9 @@ def error_body(path: str, status: int, message: str, code: str | None = None) ->
 def error_event(path: str, status: int, message: str, number: int = 0, *, code: str | None = None) -> bytes:
     """Return the server-sent event that ends a broken stream of the API at `path`.
 
-    No `[DONE]` follows the event, since the stream is incomplete. `number`: the event's sequence number, for
-    /v1/responses. On that path the event has the error twice: in its own fields, as OpenAI's reference says, and as the
-    object `error`, without which OpenAI's client takes the stream for complete.
+    No `[DONE]` follows the event, since the stream is incomplete. `number`: the event's sequence number, which only
+    /v1/responses uses. On that path the event has the error twice: in its own fields, as OpenAI's reference says, and
+    as the object `error`, because without that object OpenAI's client takes the stream for complete.
     """
     error = error_object(path, status, message, code=code)
     if path.startswith(MESSAGES):

@@ -1,4 +1,7 @@
-"""Functions that read, follow and append to files. Opening a pipe never waits for its other end."""
+"""Functions that read files, append to files and watch files for changes.
+
+Opening a pipe never waits for the process at its other end.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-LOOK_SECONDS = 0.5  # between two looks at followed files
+LOOK_SECONDS = 0.5  # between two checks of watched files
 MOST_BYTES = 64 * 2**20  # most bytes of a file that is read whole: as many as the admin side accepts in a body
 
 # Errors that may pass within a second: no free descriptors or memory, or a network mount that does not answer.
@@ -30,15 +33,15 @@ class Followed:
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
         """Call `changed` after each change of the files, until cancelled.
 
-        It waits until the files have stayed the same for LOOK_SECONDS, since one may be written in several steps, and
-        several one after the other.
+        The call comes once the files have stayed the same for LOOK_SECONDS, since a file may be written in several
+        steps, and several files one after the other.
         """
         seen = self._known
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = await asyncio.to_thread(signatures, self._paths)
             if now == seen != self._known:
-                await changed()  # if it raises, the change stays unknown
+                await changed()  # if it raises, the next `run` calls it again
                 self._known = now
             seen = now
 
@@ -48,15 +51,15 @@ def signatures(paths: Sequence[Path]) -> list[Signature]:
 
 
 def unblocked(path: str, flags: int) -> int:
-    """Open a file without waiting for the other end of a pipe; to be passed to `open` as its opener.
+    """Open a file without waiting for the other end of a pipe; meant as the `opener` of `open`.
 
-    If `flags` create the file, it is for its owner alone.
+    Returns the file descriptor. A file that the flags create is readable and writable by its owner alone.
     """
     return os.open(path, flags | os.O_NONBLOCK, 0o600)
 
 
 def regular(path: str, flags: int) -> int:
-    """Open a regular file; to be passed to `open` as its opener.
+    """Open a regular file and return its descriptor; meant as the `opener` of `open`.
 
     Raises OSError at once for a device, a pipe or a folder.
     """
@@ -70,8 +73,8 @@ def regular(path: str, flags: int) -> int:
 def read(path: Path) -> bytes:
     """Return the contents of a file or a pipe. Raises OSError, also for more than MOST_BYTES.
 
-    A pipe is read until its writer closes it; a pipe without a writer is read at once. A pipe through which nothing
-    comes raises OSError: it does not count as an empty file, as the command that should write to it may have failed.
+    A pipe is read until its writer closes it; without a writer, the read ends at once. A pipe through which nothing
+    comes raises OSError and does not count as an empty file, since the command that should write to it may have failed.
     """
     with open(path, "rb", buffering=0, opener=unblocked) as file:
         os.set_blocking(file.fileno(), True)
@@ -82,7 +85,7 @@ def read(path: Path) -> bytes:
 
 
 def read_to_end(file: io.RawIOBase | BinaryIO) -> bytes:
-    """Return the rest of a file. Raises OSError for more than MOST_BYTES, as from /dev/zero."""
+    """Return the rest of an open file. Raises OSError for more than MOST_BYTES, as from the endless /dev/zero."""
     found = bytearray()
     while piece := file.read(2**20):
         found += piece
@@ -92,7 +95,10 @@ def read_to_end(file: io.RawIOBase | BinaryIO) -> bytes:
 
 
 def open_to_append(path: Path, more_flags: int = 0) -> int:
-    """Open a file for appending and return its descriptor. Raises OSError, at once for a pipe that nobody reads."""
+    """Open a file for appending and return its descriptor.
+
+    `more_flags`: flags of `os.open` to add. Raises OSError; for a pipe that nobody reads it does so at once.
+    """
     try:
         opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | more_flags, 0o640)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The life of a service: start, serve until a signal, let running requests end, stop.
+"""The lifetime of a service: start, serve until a signal, let running requests end, stop.
 
-A service is a single gateway or the supervisor of workers.
+A service is a single gateway, or the supervisor of workers (several gateway processes that share a port).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .settings.warnings import find_warnings
 log = logging.getLogger("hitherto")
 
 
-AWAITED_SECONDS = 15.0  # after which replicas that are not ready yet are logged; the pause doubles after each time
+AWAITED_SECONDS = 15.0  # seconds until replicas that are not ready yet are logged; doubles after each time
 
 
 class Service(Protocol):
@@ -52,7 +52,7 @@ class Service(Protocol):
 def run(settings: Settings, make: Callable[[], Service], started: Callable[[], None] = lambda: None) -> int:
     """Serve until a signal and return the exit code. Raises ConfigError before anything is started.
 
-    `make` makes the service inside the event loop; `started` is called once it serves.
+    `make`: makes the service; called inside the event loop. `started`: called once the service serves.
     """
     threads.share_one_heap()
     allow_many_connections()
@@ -105,9 +105,9 @@ async def _serve(settings: Settings, make: Callable[[], Service], started: Calla
 
 
 async def tell_awaited(fleet: Fleet, seconds: float = AWAITED_SECONDS) -> None:
-    """Log which of the replicas known at the start are not ready yet, at doubling intervals until all are.
+    """Log which of the replicas known at the start are not ready yet, until all of them are.
 
-    `seconds`: the first interval.
+    `seconds`: the time before the first log line, which doubles after each.
     """
     given = [*fleet.engines]
     while True:

@@ -1,7 +1,8 @@
 """Writing members (a name and a value) into the JSON object of a client's body without parsing it.
 
-Members are appended at the end of the object: of two members with one name JSON parsers take the last, however the
-first name is escaped, so appended members replace the client's own. A body of many MiB costs one copy.
+Members are appended at the end of the object. If an object has two members of one name, JSON parsers take the last,
+however the first name is escaped. Appended members therefore replace the client's own. A body of many MiB costs one
+copy.
 """
 
 from __future__ import annotations
@@ -21,25 +22,28 @@ _WITHOUT_OBJECT = NO_PREFILL | _FORMS
 
 
 def takes_members(request: Request) -> bool:
-    """Return whether this request has a JSON body whose prompt engines prefill."""
+    """Return whether members can be added to this request: a POST of a JSON body with a prompt that engines prefill."""
     return request.method == "POST" and bool(request.body) and request.path not in _WITHOUT_OBJECT
 
 
 def in_utf8(body: bytes) -> bool:
-    """Return whether Python, and so vLLM, reads the body as UTF-8: members cannot be added in other encodings."""
+    """Return whether Python's JSON parser, which vLLM uses, reads the body as UTF-8.
+
+    Members can be added in no other encoding.
+    """
     return json.detect_encoding(body).startswith("utf-8")
 
 
 def no_object(why: str) -> ApiError:
-    """Return the 400 error for a body to which members cannot be added; `why`: what they are needed for."""
+    """Return the 400 error for a body to which members cannot be added; `why`: what the members are needed for."""
     return bad(f"the body must be a JSON object in UTF-8: {why}")
 
 
 def with_members(body: bytes, members: Mapping[bytes, bytes]) -> bytes | None:
-    """Return the JSON object in `body` with these members appended, or None if it cannot be an object.
+    """Return the JSON object in `body` with these members appended, or None if the body cannot be a JSON object.
 
-    `members`: values in JSON by name. Invalid JSON stays invalid: within an open string, the quote of the first name
-    ends the string, and the name then stands where JSON allows none.
+    `members`: values as JSON text, by name. A body of invalid JSON stays invalid, even one that ends inside a string:
+    the quote before the first appended name ends that string, and the name then stands where JSON allows none.
     """
     end = len(body) if body.endswith(b"}") else len(body.rstrip(_SPACE))
     begins = body.startswith(b"{") or body.removeprefix(_MARK).lstrip(_SPACE).startswith(b"{")
@@ -49,5 +53,5 @@ def with_members(body: bytes, members: Mapping[bytes, bytes]) -> bytes | None:
     if body[end - 1] in _SPACE:
         end = len(body[:end].rstrip(_SPACE))
     comma = b"" if body[end - 1 : end] == b"{" else b","
-    # A large body is copied once: 1 MB takes as long as a request of usual size.
+    # A large body is copied only once, since copying 1 MB takes as long as a whole request of usual size.
     return b"".join((memoryview(body)[:end], comma, b",".join([b'"%b":%b' % one for one in members.items()]), b"}"))

@@ -18,9 +18,10 @@ SIM = "sim"  # the name of the model that comes with the simulated engine
 
 
 def model_dir(*names: str | None) -> Path:
-    """Return the folder of a model's tokenizer, by the first of `names` that leads to one; None is skipped.
+    """Return the folder of a model's tokenizer, found by the first of `names` that leads to one.
 
-    A name is a folder or a model's name. Raises ConfigError with what is wrong with each name and what to give instead.
+    `names`: folders or models' names; None is skipped. Raises ConfigError, which says what is wrong with each name and
+    what to give instead.
     """
     from gateway.prompt.tokens.model import ModelError, find_model
     from replicas.simulated.model import sim_model_dir
@@ -39,9 +40,9 @@ def model_dir(*names: str | None) -> Path:
 
 
 def folder_here(root: str | None) -> Path | None:
-    """Return the folder that an engine reports as its model's root, if it exists on this machine, or None.
+    """Return the folder that an engine reports as its model's root, or None if this machine has no model there.
 
-    Only an absolute path counts: a bare name may be a folder here by chance.
+    Only an absolute path is tried, since a folder here may have the bare name of a model by chance.
     """
     if not root or "/" not in root or not Path(root).is_absolute():
         return None
@@ -56,14 +57,17 @@ def folder_here(root: str | None) -> Path | None:
 
 
 def main_model(settings: Settings, launched: Sequence[Launch]) -> tuple[Path | None, str]:
-    """Return the folder and name of the main model: the one in the settings, or else the first that is launched."""
+    """Return the main model's folder and name: the model in the settings, or else that of the first launched engine.
+
+    The folder is None if the replicas are to report it.
+    """
     if settings.model or not launched:
         return model_and_name(settings, launched[0].profile if launched else None)
     return launched[0].directory, launched[0].served_name
 
 
 def launches(settings: Settings) -> list[Launch]:
-    """Return the engines to launch: those of --launch, then each pool's.
+    """Return the groups of engines to launch: that of --launch, then each pool's.
 
     Raises ConfigError for a profile or model that cannot be used, and for pools that cannot work together.
     """
@@ -80,7 +84,10 @@ def launches(settings: Settings) -> list[Launch]:
 
 
 def check_roles(settings: Settings) -> None:
-    """Check the pools as `launches` does, without looking for their models' files. Raises ConfigError."""
+    """Check the profiles and roles of the pools, without looking for their models' files.
+
+    Raises ConfigError for a profile that cannot be used, and for pools that cannot work together.
+    """
     _check_together(settings, {name: one for name, _, one in _given(settings)})
 
 
@@ -88,7 +95,10 @@ LAUNCH = "the engines of --launch"  # stands for a pool's name
 
 
 def _given(settings: Settings) -> Iterator[tuple[str, Settings, Launch]]:
-    """Yield each pool's name, the settings with the pool's own model, and its engines, without the model's folder."""
+    """Yield for each pool its name, the settings with the pool's own model, and the engines to launch.
+
+    The engines of --launch come first. The folder of the model in each `Launch` is None. Raises ConfigError.
+    """
     if settings.launch:
         profile = _loaded(settings.profile, "profile")
         yield LAUNCH, settings, Launch(settings.launch, profile, None, name_of(settings, profile), profile.role)
@@ -102,7 +112,7 @@ def _given(settings: Settings) -> Iterator[tuple[str, Settings, Launch]]:
 
 
 def _check_together(settings: Settings, launched: Mapping[str, Launch]) -> None:
-    """Raise ConfigError, a line for each problem, if these pools (by name) cannot work together."""
+    """Raise ConfigError, with a line for each problem, if these pools (`launched`, by name) cannot work together."""
     adopted = {parse_url(url).role for url in known_urls(settings)}
     if settings.discover is not None:
         adopted |= {PREFILL, DECODE}  # pods of either role may come

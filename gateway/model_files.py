@@ -1,7 +1,7 @@
 """The files of each model: their folder, a digest of their contents, and the pipelines made from them.
 
-Files are searched, read and loaded in threads of their own (`FolderThreads`), except those of the model that the
-operator names, which are read once before anything is served.
+Threads of their own (`FolderThreads`) search, read and load the files. The exception are the files of the model that
+the operator names, which are read once before anything is served.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .threads import FolderThreads
 
 log = logging.getLogger("hitherto")
 
-# The seed of block hashes, which gateways that share a map must have in common. It is not the name of a folder or a
-# setting, which may differ between gateways in front of the same engines. One seed for all models is enough: a replica
-# serves one base model, and the map has a part for each replica.
+# The seed of block hashes, which gateways that share a cache map must have in common. It is not the name of a folder or
+# of a setting, since these may differ between gateways in front of the same engines. One seed for all models is enough:
+# a replica serves one base model, and the map has a part for each replica.
 HASHED_AS = "model"
 DEFAULT_BLOCK_SIZE = 16  # tokens, vLLM's default, until a replica reports its own
 RETRY_SECONDS, MOST_RETRY_SECONDS = 1.0, 60.0
-READ_SECONDS = 30.0  # for the files of a folder; 40 MB over a network that carries 2 MB/s take 20
-LOAD_SECONDS = 300.0  # for a tokenizer, or for its files to come from the hub
-MOST_KEPT = 256  # searches, and files found last: an engine may name another folder at each start
+READ_SECONDS = 30.0  # to read the files of a folder; 40 MB over a network of 2 MB/s take 20 s
+LOAD_SECONDS = 300.0  # to load a tokenizer, or to download its files from the hub
+MOST_KEPT = 256  # entries of each memory of searches and found files: an engine may name another folder at each start
 T = TypeVar("T")
 
 
@@ -49,10 +49,10 @@ class Source(NamedTuple):
 
 
 class ModelFiles:
-    """The finder of replicas' model files, which also makes pipelines from them."""
+    """The finder of replicas' model files, which also makes pipelines (body to token ids to block hashes) from them."""
 
     def __init__(self, settings: Settings, directory: Path | None, name: str):
-        """Read the files of the model that the operator names.
+        """Read the files of the model that the operator names. Raises ConfigError if they cannot be read.
 
         `directory`: the folder of that model, None if the operator names none. `name`: the name by which launched
         engines serve it.
@@ -64,7 +64,7 @@ class ModelFiles:
             self.given = self._read(directory)
         except (ModelError, OSError) as error:
             raise ConfigError(f"model {name}: {error}") from None
-        # Called with the names of a model that was taken for the operator's, once another one turns out to be it.
+        # Called if a model was wrongly taken for the operator's, with that model's names.
         self.mistaken: Callable[[set[str]], None] = lambda names: None
         self._owner: set[str] = set()  # names of the model that `directory` is for
         self._owner_is_certain = False
@@ -78,12 +78,12 @@ class ModelFiles:
             search.cancel()
 
     def known(self, replica: Replica) -> Source | None:
-        """Return the files found last for the replica's model, without reading the disk, or None."""
+        """Return the files that were found last for the replica's model, or None; the disk is not read."""
         given = self.given if self._directory is not None and self._is_owner(replica) else None
         return self._last.get(_asked(replica), given)
 
     async def find(self, replica: Replica) -> Source | None:
-        """Find the replica's model files and read their digest; return None if there are none here."""
+        """Find the files of the replica's model and compute their digest; return None if this machine has none."""
         directory = await self._find_directory(replica)
         if directory is None:
             return None
@@ -93,9 +93,10 @@ class ModelFiles:
         return source
 
     def new_pipeline(self, directory: Path | None, name: str | None = None) -> Pipeline:
-        """Make a pipeline from the model's files in `directory`; None: one without a tokenizer.
+        """Make a pipeline from the model's files in `directory`; without a directory, the pipeline has no tokenizer.
 
-        Raises ConfigError for a model that cannot be used. `name`: what the error calls it; None: the operator's model.
+        `name`: the model's name in error messages; None: the name of the operator's model. Raises ConfigError for a
+        model that cannot be used.
         """
         name, size = name or self._name, self._settings.block_size or DEFAULT_BLOCK_SIZE
         try:
@@ -107,7 +108,11 @@ class ModelFiles:
         return made
 
     async def load(self, source: Source, name: str | None) -> Pipeline:
-        """Load a pipeline from these files in a thread. Raises ConfigError if they can never be used, or anything."""
+        """Load a pipeline from these files in a thread.
+
+        Raises ConfigError if the files can never be used. Other errors of any type may pass. `name`: the model's name
+        in error messages.
+        """
         return await _in_thread(self.loading, source.directory, "", self.new_pipeline, source.directory, name)
 
     def _read(self, directory: Path | None) -> Source | None:
@@ -123,7 +128,8 @@ class ModelFiles:
                 if len(self._same) == MOST_KEPT:
                     self._same.clear()
                 self._same.add(replica.root)
-            # Another model without a folder here gets the operator's; the comparison with the engine may reject it.
+            # Another model that has no folder here gets the operator's files. If its engine makes other tokens from
+            # prompts than these files do, the comparison with the engine rejects the files.
             return self._directory if self._is_owner(replica) else here or self._directory
         if not replica.models:
             return None
@@ -139,10 +145,10 @@ class ModelFiles:
             raise
 
     async def _search(self, root: str | None, name: str, engine: str) -> Path | None:
-        """Find the folder of a model where no --model was given, or None, which is logged.
+        """Return the folder of a model that the settings do not name, or log that there is none and return None.
 
-        The replica's root (the path that its engine reports) is tried first, though it may exist only on the replica's
-        machine, then the name that the replica serves, which may be any.
+        The root (the path that the replica's engine reports) is tried first, though it may exist only on the replica's
+        machine. Then the name that the replica serves is tried, though operators of engines choose that freely.
         """
         found = await _in_thread(self._reading, root, engine, folder_here, root) if root else None
         try:
@@ -156,8 +162,8 @@ class ModelFiles:
     def _is_owner(self, replica: Replica) -> bool:
         """Return whether this replica serves the model whose files the operator gave.
 
-        That is the model with the name or folder from the settings or, without such a model, the first one seen. Where
-        engines are launched, only a model with that name or folder counts.
+        That is the model with the name or folder from the settings. If no replica serves such a model, it is the first
+        model seen, unless the gateway launches engines.
         """
         if not replica.models:
             return True
@@ -174,14 +180,14 @@ class ModelFiles:
         return False
 
     def _is_named(self, replica: Replica) -> bool:
-        """Return whether the replica names the operator's model or its folder, as the settings write it."""
+        """Return whether the replica reports the operator's model by a name or folder that the settings give."""
         called = {self._settings.model, self._settings.served_model_name, self._name, self._directory.name}
         names = (self._settings.model, os.fspath(self._directory))
         return not called.isdisjoint(base_names(replica.models)) or (bool(replica.root) and replica.root in names)
 
 
 def _keep(kept: dict[Any, T], key: object, value: T) -> None:
-    """Put an entry in last, in place of the oldest where there are MOST_KEPT."""
+    """Set an entry and make it the newest; if there are MOST_KEPT others, remove the oldest."""
     kept.pop(key, None)
     if len(kept) >= MOST_KEPT:
         del kept[next(iter(kept))]
@@ -189,12 +195,15 @@ def _keep(kept: dict[Any, T], key: object, value: T) -> None:
 
 
 def _asked(replica: Replica) -> tuple[str | None, str]:
-    """Return the key of a search: the root that the replica reports, and the first of its base models' names."""
+    """Return the key of a search: the model root that the replica reports, and the first of its base models' names."""
     return replica.root, min(base_names(replica.models), default="")
 
 
 def _look(root: str, directory: Path) -> tuple[Path | None, bool]:
-    """Return the folder that an engine names as its root, if it is here, and whether it is `directory`."""
+    """Return the folder that an engine names as its model's root, or None, and whether that folder is `directory`.
+
+    The folder is None if it does not exist on this machine.
+    """
     here = folder_here(root)
     return here, here is not None and here.resolve() == directory.resolve()
 
@@ -202,10 +211,11 @@ def _look(root: str, directory: Path) -> tuple[Path | None, bool]:
 async def _in_thread(
     threads: FolderThreads, folder: Path | str, engine: str, function: Callable[..., T], *args: Path | str | None
 ) -> T:
-    """Call `function` in a thread, and retry it with growing pauses after temporary system errors (PASSING).
+    """Return the result of `function`, called in a thread.
 
-    Other errors are raised, and so is an input/output error once the pauses are at their longest: a network mount
-    usually recovers within a minute, and a bad disk never does.
+    After a temporary system error (PASSING) the call is retried, with growing pauses. Other errors are raised. An
+    input/output error is raised too once the pauses are at their longest: a network mount usually recovers within a
+    minute, and a bad disk never does.
     """
     pause = RETRY_SECONDS
     while True:

@@ -1,8 +1,9 @@
 """Models: which replicas serve which model, and the files with which each model's prompts are made.
 
-Engines report both, at any time. A *space* is one format of prompts (tokenizer, template, block size); a model whose
-replicas differ in that has several, its *variants*. Requests read `Routes`, which are made anew when replicas change: a
-request is prepared once for each variant of its model that is present, for two at most.
+Engines report both, at any time. A *space* is one format of prompts: a tokenizer, a template and a block size. A model
+whose replicas differ in their format has several spaces, its *variants*. Requests find the spaces of their model in
+`Routes`, which are built again when replicas change. A request is prepared once for each variant of its model that has
+replicas, for two variants at most.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ log = logging.getLogger("hitherto")
 
 
 class Models:
-    """The spaces of all models, and the replicas adopted into them.
+    """The spaces (formats of prompts) of all models, and the replicas in each.
 
-    `routes` is the present mapping from a request's model to its spaces.
+    `routes`: the present mapping from a request's model name to the model's spaces.
     """
 
     def __init__(self, settings: Settings, directory: Path | None, name: str, costs: CostGroup | None = None):
@@ -48,8 +49,8 @@ class Models:
         self._files.mistaken = self._find_again
         self._numbers = count()
         self.members: dict[str, Member] = {}
-        # `moved` is called when a replica joins another space or its space has changed, `on_change` after changes that
-        # do not come from a caller.
+        # `moved` is called when a replica joins another space, or when the format of its space has changed. `on_change`
+        # is called after changes that this class makes by itself, not on a caller's behalf.
         self.moved: Callable[[Replica, ModelSpace], None] = lambda replica, space: None
         self.on_change: Callable[[], None] = lambda: None
         first = self._files.new_pipeline(directory)
@@ -62,7 +63,7 @@ class Models:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Models:
-        """Make the models of a gateway with one model, whose prompts this pipeline makes whatever replicas report."""
+        """Make the models of a gateway with one model, whose prompts all come from this pipeline."""
         made = cls(Settings(), None, "model")
         (space,) = made.spaces
         space.format = space.format._replace(block_size=pipeline.block_size)
@@ -73,7 +74,11 @@ class Models:
     # --- what is asked of the models
 
     def refresh(self) -> None:
-        """Make the routes anew and update the pipelines' bounds, after replicas or spaces have changed."""
+        """Build the routes again and update the pipelines' bounds; called after replicas or spaces have changed.
+
+        The bounds are each pipeline's share of PREFIX_BYTES, the memory for tokens of known prefixes, and the longest
+        prompt that a replica of its model takes.
+        """
         self.routes = Routes(self.spaces, self.members.values())
         with_files = [one for one in self.spaces if one.format.source is not None]
         for space in with_files:
@@ -89,20 +94,26 @@ class Models:
         return [space.pipeline for space in self.spaces]
 
     def blocks(self, replica: str) -> tuple[int, int]:
-        """Return the block format of an adopted replica, as in `PromptFormat.blocks`."""
+        """Return a replica's block size in tokens, and the number of tokens after a block that its hash includes."""
         return self.members[replica].space.format.blocks
 
     def prompt_bytes(self, replica: str) -> Bytes | None:
-        """Return a function from a prompt's tokens to bytes of KV cache at this replica; None if these are unknown."""
+        """Return a function that gives the bytes of a prompt's KV cache at this replica for a number of tokens.
+
+        Returns None if the size of the replica's KV cache is unknown.
+        """
         member = self.members.get(replica)
         return member.space.prompt_bytes if member is not None and member.space is not None else None
 
     def made_by(self, replica: str) -> int:
-        """Return the replica's `Pipeline.made_by`, a number that changes whenever token ids may be made differently."""
+        """Return the number of the way in which token ids for this replica are made (`Pipeline.made_by`).
+
+        The number changes whenever the same prompt may get other ids than before.
+        """
         return self.members[replica].space.pipeline.made_by
 
     def made_otherwise(self, replica: str, prompt: Prompt, body: bytes, why: str) -> None:
-        """Record that the replica's engine made other tokens of a prompt than the gateway.
+        """Record that the replica's engine made other tokens from a prompt than the gateway did.
 
         `body`: the request's body, b"" if it is no longer in memory; `why`: the difference, in words.
         """
@@ -111,20 +122,20 @@ class Models:
             member.space.comparison.made_otherwise(member.replica.engine, prompt, body, why)
 
     def made_alike(self, replica: str, prompt: Prompt) -> None:
-        """Record that the engine's token count agrees again, for a kind of prompts on which it once differed."""
+        """Record that the engine's token count agrees with the gateway's for a kind of prompts that once differed."""
         member = self.members.get(replica)
         if member is not None and member.space is not None and member.space.number == prompt.space:
             member.space.comparison.made_alike(member.replica.engine, prompt)
 
     def has_room(self, replica: str, tokens: int) -> bool:
-        """Return whether `tokens` fit the replica's context; True if the length of the context is unknown."""
+        """Return whether `tokens` fit into the replica's context, or True if the context's length is unknown."""
         member = self.members.get(replica)
         return member is None or not member.context or tokens <= member.context
 
     # --- replicas come, change and go
 
     def adopt(self, replica: Replica) -> ModelSpace:
-        """Put a ready replica into the space that matches what its engine reports now, and return that space."""
+        """Put a ready replica into the space (format of prompts) that matches its engine's report, and return it."""
         member = self.members.get(replica.id)
         if member is not None and member.replica is not replica:
             self._drop(member)
@@ -152,7 +163,7 @@ class Models:
         return space
 
     def forget(self, replica: Replica) -> None:
-        """Drop a replica that is gone, and its space if no replica is left there."""
+        """Drop a replica that is gone, and its space (format of prompts) if no other replica uses that."""
         member = self.members.get(replica.id)
         if member is not None and member.replica is replica:
             self._drop(member)
@@ -164,9 +175,9 @@ class Models:
             one.stop()
 
     def _judged(self, space: ModelSpace) -> None:
-        """Move engines that make other tokens than the rest of their space to a variant of their own.
+        """Move engines that make other tokens from prompts than the rest of their space to a variant of their own.
 
-        So the prompts of the other engines stay exact.
+        The gateway's tokens then stay exact for the other engines.
         """
         engines = space.comparison.set_apart()
         moving = [one for one in space.members.values() if one.replica.engine in engines]
@@ -178,7 +189,7 @@ class Models:
             self.on_change()
 
     def _format_of(self, member: Member) -> PromptFormat:
-        """Return the format of prompts that a replica takes, by what it reports."""
+        """Return the format of the prompts that a replica takes, from what its engine reports and the settings."""
         replica, space = member.replica, member.space
         before = PromptFormat(None, DEFAULT_BLOCK_SIZE, VersionQuirks()) if space is None else space.format
         size = self._settings.block_size or replica.stored_size or replica.block_size or before.block_size
@@ -187,7 +198,10 @@ class Models:
         return PromptFormat(None if member.set_apart else member.source, size, quirks, replica.looks_ahead)
 
     def _space_for(self, member: Member, format: PromptFormat, names: set[str]) -> ModelSpace:
-        """Move a member to a space with this format: an existing one, a free one adapted to it, or a new one."""
+        """Move a replica to a space with this format, and return that space.
+
+        The space is an existing one, one that no other replica uses and that gets this format, or a new one.
+        """
         old = member.space
         alike = [one for one in self.spaces if one.format == format and one.members]
         space = next((one for one in alike if one.names & names or not (one.names and names)), None)
@@ -211,7 +225,7 @@ class Models:
         return space
 
     def _retune(self, space: ModelSpace, format: PromptFormat) -> None:
-        """Change the format of a space that no other replica uses as it was."""
+        """Change the format of a space whose present format no replica needs any more."""
         old = space.format
         space.follow(format)
         if old.source != format.source:
@@ -228,7 +242,10 @@ class Models:
         return space
 
     def _share_costs(self, space: ModelSpace, names: set[str]) -> None:
-        """Share one cost group among a model's variants; a space that gets another model starts a new group."""
+        """Let all variants of a model share their learned costs of tokens (`CostGroup`).
+
+        A space that is reused for another model starts to learn again. `names`: the names that the model is served by.
+        """
         relative = next((one for one in self.spaces if one is not space and one.names & names), None)
         if relative is not None:
             space.costs = relative.costs
@@ -250,14 +267,17 @@ class Models:
             space.comparison.forget(member.replica.engine)
 
     def _drop_empty(self) -> None:
-        """Drop spaces without replicas, except the last space, which replicas that come back use again."""
+        """Drop spaces without replicas, but keep the last space: replicas that come back use it again."""
         for space in [one for one in self.spaces if not one.members]:
             if len(self.spaces) > 1:
                 self.spaces.remove(space)
                 space.stop()
 
     def _say(self, space: ModelSpace) -> None:
-        """Log the variants of a model when they change, except while the files of one are still searched."""
+        """Log the variants of this space's model if they have changed since they were last logged.
+
+        Nothing is logged while the files of a variant are still searched.
+        """
         variants = [one for one in self.spaces if one.members and one.names & space.names]
         if any(member.finding is not None for one in variants for member in one.members.values()):
             return
@@ -299,7 +319,10 @@ class Models:
             self._say(member.space)
 
     def _look_again(self, member: Member) -> None:
-        """Look at the replica's files again after a pause, if there is a problem with them."""
+        """Schedule another search for the replica's model files if there is a problem with them.
+
+        The pause before it doubles each time, up to MOST_RETRY_SECONDS.
+        """
         if not member.problem and (member.space is None or not member.space.problem):
             member.pause = 0.0
             return
@@ -309,7 +332,7 @@ class Models:
             member.again = asyncio.get_running_loop().call_later(member.pause, self._find_files, member)
 
     def _find_again(self, names: set[str]) -> None:
-        """Search the files of replicas again that were mistaken for the operator's model; `names`: their models."""
+        """Search again the files of replicas whose model was mistaken for the operator's; `names`: that model's."""
         for member in [one for one in self.members.values() if names.intersection(base_names(one.replica.models))]:
             member.source = None
             self._find_files(member)
@@ -318,7 +341,7 @@ class Models:
 
     @property
     def waiting_for(self) -> str | None:
-        """The tokenizer that is being loaded, in words, as long as the gateway has none for any model."""
+        """The tokenizer that is being loaded, in words; None if none is, or once the gateway has a tokenizer."""
         spaces = [one for one in self.spaces if one.members]
         if any(one.format.source is not None and one.loading is None for one in spaces):
             return None
@@ -331,7 +354,7 @@ class Models:
     def loading(self) -> set[str]:
         """The names of models and adapters whose tokenizer is still being found or loaded.
 
-        A name with two variants is left out as soon as one of them has its tokenizer and takes traffic.
+        A name is left out as soon as one replica that serves it has its tokenizer and takes traffic.
         """
         members = self.members.values()
         waiting = {name for one in members if _waits(one) for name in one.replica.models}
@@ -372,7 +395,10 @@ class Models:
 
 
 def _has_no_other(space: ModelSpace, member: Member) -> bool:
-    """Return whether a space has only ranks of this member's engine, and replicas of engines restarted since."""
+    """Return whether no replica besides those of this member's engine uses the space's format.
+
+    Replicas whose engine has restarted, but which were not adopted again yet, do not count.
+    """
     engine = member.replica.engine
     return all(
         one.replica.engine == engine or one.incarnation != one.replica.incarnation for one in space.members.values()

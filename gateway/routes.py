@@ -1,4 +1,7 @@
-"""The mapping from a request's model name to the spaces (formats of prompts) for which the request is prepared."""
+"""The mapping from a request's model name to the spaces for which the request is prepared.
+
+A space is one format of prompts (tokenizer, template, block size), with the replicas that take it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,20 @@ from .prompt.offload import TakesLong, event_loop
 from .prompt.pipeline import Refusal
 from .spaces import Member, ModelSpace
 
-MOST_VARIANTS = 2  # variants of a model for which a request is prepared; replicas of a third are chosen by load
+# Variants (formats of prompts) of a model for which a request is prepared; replicas of a third are chosen by load
+MOST_VARIANTS = 2
 
 
 class Routes:
-    """An immutable mapping from model names to spaces.
+    """An immutable mapping from model names to spaces (formats of prompts).
 
-    New routes are made when replicas change; a request that is being prepared in a thread keeps the ones it began with.
+    A new mapping is made when replicas change. A request that is being prepared in a thread keeps the mapping that it
+    began with.
 
-    `contexts`: the context lengths in tokens of each name's replicas, ascending. Replicas that take no traffic now are
-        included, since a request that fits only them has to wait for them.
-    `models`: the names of the base models if there are several; empty if a request without a model name can mean only
-        one.
+    `contexts`: by model name, the context lengths in tokens of its replicas, ascending. Replicas that take no traffic
+        now are included, since a request that fits only them has to wait for them.
+    `models`: the names of the base models if there are several. It is empty if a request without a model name can mean
+        only one model.
     """
 
     def __init__(self, spaces: Sequence[ModelSpace], members: Collection[Member]):
@@ -55,10 +60,11 @@ class Routes:
         adapters: Collection[str],
         refusal: Refusal | None = None,
     ) -> Prompt:
-        """Prepare one request for each variant of its model and return its prompt; may run in a thread.
+        """Prepare a request for each variant of its model, and return its prompt with token ids and block hashes.
 
-        Raises ApiError and TakesLong as `Pipeline.prepare` does, and the error that `refusal` returns for the parsed
-        request.
+        The prompt for the second variant is in `also` of the first. May run in a thread. `adapters`: the names of known
+        LoRA adapters. `refusal`: called with the parsed request; an error that it returns is raised. Raises ApiError
+        for a request that cannot be prepared, and TakesLong if that would hold the event loop up for too long.
         """
         request, unusual = parse(body, self._longest)
         if refusal is not None and (error := refusal(request)) is not None:
@@ -76,23 +82,22 @@ class Routes:
         return prompt
 
     def spaces_for(self, model: object) -> tuple[ModelSpace, ...]:
-        """Return the model's spaces (groups of replicas that make the same prompts), the one with most replicas first.
+        """Return the model's spaces (groups of replicas with one format of prompts), the one with most replicas first.
 
-        A request for the model is prepared once for each.
-
-        Empty if all replicas have reported which names they serve and none serves this one.
+        A request for the model is prepared once for each. The result is empty if all replicas have reported the names
+        that they serve and none serves this one.
         """
         return self._by_name.get(model, self._of_unknown) if type(model) is str and model else self._of_any
 
     def differ_in_context(self, model: str | None) -> bool:
-        """Return whether the replicas that serve this name have contexts of several lengths."""
+        """Return whether the replicas that serve this model name have contexts of different lengths."""
         return self._mixed and len(self.contexts.get(model) or self.contexts[None]) > 1
 
 
 def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]) -> None:
-    """Add routes for names that only replicas which take no traffic now have served.
+    """Add to `routes` the model names that are served only by replicas without traffic (`away`).
 
-    Requests for these names wait for such a replica; meanwhile they are prepared with its model's files and context.
+    Requests for such a name wait for one of these replicas, and are prepared with its model's files and context.
     """
     if "" in routes:
         return  # a replica that reports no names takes requests for any
@@ -106,9 +111,9 @@ def _add_away(routes: dict[str | None, list[ModelSpace]], away: Iterable[Member]
 
 
 def _unlike(members: Iterable[Member]) -> tuple[str, ...]:
-    """Return the sorted base names if the replicas serve several models, or () if they serve one.
+    """Return the sorted names of the base models if the replicas serve several models, or () if they serve one.
 
-    Names that share a replica, a root or files belong to one model, as adapters and aliases do.
+    Names that share a replica, a root folder or files belong to one model, as those of adapters and aliases do.
     """
     marked: list[set[object]] = []
     names: set[str] = set()
@@ -126,7 +131,10 @@ def _unlike(members: Iterable[Member]) -> tuple[str, ...]:
 
 
 def _contexts(found: Collection[ModelSpace], spaces: Iterable[ModelSpace]) -> tuple[int, ...]:
-    """Return the sorted distinct context lengths of the replicas of these spaces' models, in all variants."""
+    """Return the sorted distinct context lengths, in tokens, of all replicas of the models that `found` belongs to.
+
+    `spaces`: all spaces, so that every variant of these models is included.
+    """
     names = {name for space in found for name in space.names}
     related = [space for space in spaces if space in found or space.names & names]
     return (*sorted({one.context for space in related for one in space.members.values() if one.context}),)

@@ -1,9 +1,9 @@
 """Model spaces: a `ModelSpace` is one format of prompts, and the replicas that take it.
 
 The format is a tokenizer, a chat template, a block size, and the quirks of the engine's version. Replicas of one model
-with the same format share a space. Replicas that serve the same name but differ in any of this (a rolling upgrade to
-another block size, a tokenizer that was changed on disk between two starts) are variants of the model, with a space for
-each.
+with the same format share a space. Replicas may serve the same name with different formats, for example in a rolling
+upgrade to another block size, or if the tokenizer was changed on disk between two starts. Each of these variants of the
+model has a space.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .threads import FolderThreads
 
 
 class PromptFormat(NamedTuple):
-    """A format of prompts: the model's files, block size and quirks.
+    """A format of prompts: the model's files, the block size in tokens, and quirks of the engine's version.
 
-    Without files (`source` None) prompts are matched as text.
+    Without files (`source` None) there is no tokenizer, and prompts are matched as text.
     """
 
     source: Source | None
@@ -49,14 +49,17 @@ class PromptFormat(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A replica in a space, with what was known of its process (incarnation) when it was last adopted."""
+    """A replica in a space, with what its process had reported when the replica last joined a space.
+
+    `incarnation`: identifies the process, and changes when the engine restarts.
+    """
 
     replica: Replica
     incarnation: str | None = None  # None: not adopted yet
     space: ModelSpace | None = None
     served: frozenset[str] = frozenset()  # the model names that it reported last, kept while it is away
-    # The files from which it was started; later changes on disk do not matter. Until they are found, the files of its
-    # previous incarnation, or those found last for its model.
+    # The model files from which its process was started; later changes on disk do not matter. Until these are found,
+    # the files of its previous process, or those found last for its model.
     source: Source | None = None
     finding: asyncio.Task[None] | None = None
     problem: str = ""  # why its files cannot be found or read
@@ -77,7 +80,8 @@ class Member:
 class ModelSpace:
     """A model, or one variant of it: the format of its prompts, and the replicas that take this format.
 
-    `judged` is called after an engine's tokens were compared; `loading`: the task that loads the pipeline.
+    `judged`: called after an engine's tokens were compared with the gateway's. `loading`: the task that loads the
+    pipeline, or None.
     """
 
     def __init__(
@@ -104,29 +108,29 @@ class ModelSpace:
 
     @property
     def context(self) -> int | None:
-        """The longest context of its replicas in tokens, or None if unknown."""
+        """The longest context of the space's replicas in tokens, or None if unknown."""
         return max((one.context or 0 for one in self.members.values()), default=0) or None
 
     @property
     def root(self) -> str:
-        """The root that all its engines report for the model; "" if they report none or different ones."""
+        """The folder that all engines of the space report as the model's root; "" if they report none or several."""
         roots = {one.replica.root for one in self.members.values()}
         return (roots.pop() or "") if len(roots) == 1 else ""
 
     def stop(self) -> None:
-        """Stop loading the pipeline, and comparing tokens."""
+        """Stop loading the pipeline, and stop comparing the engines' tokens with the gateway's."""
         self.comparison.stop()
         if self.loading is not None:
             self.loading.cancel()
 
     def use(self, pipeline: Pipeline) -> None:
-        """Make prompts with this pipeline from now on, in the present format."""
+        """Make prompts with this pipeline from now on, in the space's present block format."""
         self.pipeline = pipeline
         pipeline.space, (pipeline.block_size, pipeline.looks_ahead) = self.number, self.format.blocks
         self.prompt_bytes = prompt_bytes(pipeline.config, self.format.block_size)
 
     def follow(self, format: PromptFormat) -> None:
-        """Make prompts in this format from now on; the pipeline and its files stay."""
+        """Make prompts in this block format from now on; the pipeline and its files stay in use."""
         self.format = format
         self.pipeline.block_size, self.pipeline.looks_ahead = format.blocks
         self.prompt_bytes = prompt_bytes(self.pipeline.config, format.block_size)

@@ -1,7 +1,7 @@
-"""Threads: their one heap, and those whose work may never end, as reading a folder on a network mount.
+"""Threads for work that may never end, such as reading a folder on a dead network mount, and one heap for all threads.
 
-Asyncio's own pool has few threads, which all parts of the process share, and its end is waited for. So folders that
-engines name are read in threads of their own, and the process ends whether any thread does or not.
+Asyncio's own pool has few threads, which all parts of the process share, and the process waits for them when it ends.
+Folders that engines name are therefore read in threads of their own, and the process ends even if such a thread hangs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import uvloop
 
 T = TypeVar("T")
-MOST_LATE = 16  # threads that have taken longer than their time and have not ended
-LAST_SECONDS = 5.0  # for work that has nothing to do with folders, such as writing a file, when the process ends
+MOST_LATE = 16  # threads at most that may be at work beyond their time
+LAST_SECONDS = 5.0  # that the ending process waits for work other than on folders, such as writing a file
 _FOLDER, _OTHER = "folder", "other work"  # the beginnings of threads' names
 
 
@@ -30,11 +30,11 @@ M_ARENA_MAX = -8  # from glibc's <malloc.h>
 
 
 def share_one_heap() -> None:
-    """Make all threads allocate from one heap. Call it before the first thread starts; without glibc it does nothing.
+    """Make all threads allocate from one heap. Call this before the first thread starts; without glibc it does nothing.
 
-    glibc gives threads heaps of their own and keeps the memory freed in them: after 20 uploads of 60 MB a gateway of
-    200 MB kept 600 MB more for good; with one heap it is at 240 MB within seconds. Small objects are not affected:
-    Python has its own allocator for them, and glibc a cache per thread.
+    glibc gives threads heaps of their own, and keeps the memory that is freed in them. After 20 uploads of 60 MB, a
+    gateway of 200 MB kept 600 MB more for good; with one heap it is back at 240 MB within seconds. Small objects are
+    not affected: Python has its own allocator for them, and glibc a cache per thread.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -46,10 +46,10 @@ class SlowFolder(Exception):
 
 
 class FolderThreads:
-    """A number of threads for work on folders, `at_once` at a time, each of which may take `seconds`.
+    """Threads for work on folders: `at_once` at a time, each with a time limit of `seconds`.
 
-    Work that takes longer fails, and its thread no longer counts as one of these. There may be MOST_LATE such
-    threads; until one ends, further work for its folder or engine fails at once.
+    Work that takes longer fails, and its thread, which goes on, no longer counts as one of the `at_once`. Until the
+    thread ends, further work for its folder or engine fails at once. With MOST_LATE such threads, all work fails.
     """
 
     def __init__(self, at_once: int, seconds: float):
@@ -84,7 +84,10 @@ class FolderThreads:
 
 
 def _in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
-    """Call `function` in a thread of its own, which the end of the process does not wait for."""
+    """Call `function` in a thread of its own, and return a future of its result.
+
+    The process does not wait for the thread when it ends.
+    """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[T] = loop.create_future()
 
@@ -102,14 +105,17 @@ def _in_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class _Pool(ThreadPoolExecutor):
-    """Asyncio's pool of threads, whose end is not waited for: an operator's files may be on such a mount too."""
+    """Asyncio's pool of threads, but shutting it down waits for no thread.
+
+    A thread may hang for good: the operator's files may be on a dead network mount too.
+    """
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=cancel_futures)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine in an event loop of its own, which does not wait for threads once it has returned."""
+    """Run the coroutine in a new event loop and return its result, without waiting for threads that are at work."""
 
     async def in_pool() -> T:
         asyncio.get_running_loop().set_default_executor(_Pool(thread_name_prefix=_OTHER))
@@ -119,9 +125,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def end_process(code: int) -> None:
-    """End the process at once if threads are still at work, which the interpreter would wait for.
+    """End the process now if threads are still at work, else return. `code`: the exit code.
 
-    It must not end beside one that is inside a library in Rust either: that aborts the process.
+    Work other than on folders first gets LAST_SECONDS to end. The interpreter's own exit would wait for such threads,
+    and a thread inside a library in Rust would make it abort the process.
     """
     deadline = monotonic() + LAST_SECONDS
     threads = threading.enumerate()

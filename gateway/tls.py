@@ -1,4 +1,4 @@
-"""TLS towards clients: the gateway's certificate, reloaded when it is renewed, and the check of clients' ones."""
+"""TLS towards clients: the gateway's certificate, reloaded when renewed, and the check of clients' certificates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("hitherto")
 
 
 class CertificateError(ValueError):
-    """An error of a file that cannot be used; `setting`: the setting that names the file."""
+    """Raised for a certificate or key file that cannot be used; `setting`: the setting that names the file."""
 
     def __init__(self, setting: str, why: str):
         super().__init__(why)
@@ -26,9 +26,9 @@ class CertificateError(ValueError):
 class Certificate:
     """The gateway's certificate and the TLS context made from it.
 
-    `key`: the file of the private key; None if the certificate's file contains the key. `authorities`: the file of the
-    authorities of which one must have signed a client's certificate; None if clients need none. Raises
-    CertificateError.
+    `key`: the file of the private key; None if the certificate's file contains the key. `authorities`: a file of
+    certificate authorities, one of which must have signed a client's certificate; None if clients need no certificate.
+    Raises CertificateError for a file that cannot be used.
     """
 
     def __init__(self, certificate: Path, key: Path | None = None, authorities: Path | None = None):
@@ -42,7 +42,7 @@ class Certificate:
     async def follow(self) -> None:
         """Reload the files whenever they change, until cancelled.
 
-        Files that cannot be used are logged, and the last good ones stay in use. Open connections are not affected.
+        Files that cannot be used are logged, and the last good certificate stays in use. Open connections keep theirs.
         """
         await self._files.run(self._renew)
 
@@ -57,7 +57,7 @@ class Certificate:
         log.info("TLS: the certificate in %s is used from now on", self._certificate)
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Use the newest context in this handshake; OpenSSL calls it even for clients that send no server name."""
+        """Use the newest TLS context in this handshake; OpenSSL calls this even if the client sends no server name."""
         connection.context = self._current
 
     def _made(self) -> ssl.SSLContext:

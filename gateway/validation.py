@@ -1,4 +1,4 @@
-"""Descriptions, in words, of the values that pydantic expected where it found others."""
+"""Descriptions, in words, of the values that pydantic expected in a setting where it found other values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BOUNDS = {"ge": "of at least", "gt": "above", "le": "up to"}
 
 
 def wanted(item: Any) -> str:
-    """Return the value that one of pydantic's errors asks for, like `a whole number of at least 1`.
+    """Return in words the value that pydantic expected, like `a whole number of at least 1`.
 
-    `item`: the error, from `errors()`. Its bounds are named only where the value was a number out of bounds.
+    `item`: one error of pydantic's `ValidationError.errors()`. The words name bounds only for a number out of bounds.
     """
     if item["type"] == "too_short":
         return "a list with one entry or more"

@@ -1,9 +1,9 @@
-"""Serving engines: launching, adopting, watching and draining them.
+"""Launching, adopting, watching and draining of serving engines (vLLM, SGLang, or the simulated one).
 
-A replica is one engine, or one data-parallel rank of an engine. To adopt an engine is to use one that somebody else
-started. The rest of the project uses a `Fleet` of `Replica`s, each in one `State`; replicas in a state of
-`TAKES_TRAFFIC` may get requests. `Facts` has what an engine at a URL reports about itself. Nothing here knows prompts,
-policies or the gateway.
+A replica is one engine, or one data-parallel rank of an engine. Adopting an engine means using one that somebody else
+started. The rest of the project works with a `Fleet`, which has all `Replica`s of one gateway. Each replica is in one
+`State` of its life cycle, and may get requests while that state is in `TAKES_TRAFFIC`. `Facts` has what an engine at a
+URL reports about itself. This package knows nothing of prompts, routing policies or the gateway.
 """
 
 from typing import TYPE_CHECKING
@@ -22,8 +22,8 @@ _HOME = {"Facts": "adopt", "Fleet": "fleet", "Replica": "replica", "State": "lif
 def __getattr__(name: str) -> object:
     """Import a public name on first use.
 
-    aiohttp and pydantic take 0.2 s to import. The simulated engine and the load generator import this package too, and
-    need not wait for these two.
+    Importing aiohttp and pydantic takes 0.2 s. Simulations and the load generator import this package too, and do not
+    need these two.
     """
     if name not in _HOME:
         raise AttributeError(f"module 'replicas' has no attribute {name!r}")

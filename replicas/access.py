@@ -18,7 +18,7 @@ from replicas.event_source import EventSource
 from replicas.names import is_address, resolve
 from replicas.problems import Problem
 
-PROBE_SECONDS = 2.0  # the deadline of a single look at an engine: for resolving its name, and for each answer
+PROBE_SECONDS = 2.0  # deadlines when an engine is probed once: for resolving its name, and for each answer
 
 
 class Access:
@@ -51,6 +51,7 @@ class Access:
 
     @property
     def session(self) -> aiohttp.ClientSession:
+        """The session for requests to the engine. Raises ConnectionError as long as no address is known."""
         if not self.address:
             raise ConnectionError(f"{self._host} has not been found yet")
         if self._session is None:
@@ -70,7 +71,7 @@ class Access:
             self._session = None
 
     async def find(self, deadline: float, in_use: bool = False, patience: float = 0.0) -> Facts:
-        """Probe the engine, and look its host name up again if it does not answer. Never raises.
+        """Probe the engine and return what it reports; look its host name up again if it does not answer. Never raises.
 
         The last known address is probed first; then all addresses that the name resolves to.
         `deadline`: seconds for a name lookup and for each answer; `patience`: further seconds for /health.
@@ -126,7 +127,7 @@ class Access:
     def problem(self) -> Problem | None:
         """The problem that the host name resolves to several machines, of which only one is used, or None.
 
-        Only addresses of one family (IPv4 or IPv6) are certainly those of several machines.
+        Only other addresses of the same family (IPv4 or IPv6) count, as one machine may have one of each.
         """
         is_v6 = ":" in self.address
         others = [one for one in self._addresses if one != self.address and (":" in one) is is_v6]

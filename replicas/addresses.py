@@ -8,8 +8,8 @@ import ipaddress
 import re
 from collections.abc import Callable
 
-MAX_HOST = 253  # RFC 1035, in text
-MAX_IPC = 107  # length of sockaddr_un's path
+MAX_HOST = 253  # characters of a host name, by RFC 1035
+MAX_IPC = 107  # bytes of a Unix socket's path (sockaddr_un)
 # As in RFC 1123, plus the underscore, which container networks allow.
 LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 NAME = re.compile(rf"{LABEL}(?:\.{LABEL})*\.?")

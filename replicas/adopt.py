@@ -24,7 +24,8 @@ from replicas.replica import Address, Replica
 
 PATHS = ("/v1/models", "/version", "/metrics")  # read from every engine
 NOTHING = Told()
-# Limits on the models and adapters of one engine, and on their characters: all are read whenever replicas change.
+# Limits on the number of models and adapters that one engine lists, and on the characters of their names together: the
+# gateway goes through all names whenever replicas change.
 MOST_NAMES, MOST_LETTERS = 10_000, 1 << 19
 MOST_NAME = 1024  # characters of one name, and of the folder that it was loaded from
 MOST_LENGTH = 1 << 31  # tokens of context
@@ -116,7 +117,10 @@ class Facts:
         return self.told.num_blocks or (self.scrape.num_blocks if self.scrape else None)
 
     def describe(self, replica: Replica) -> None:
-        """Copy to a replica what the engine reports of itself; what a page that did not answer would say is kept."""
+        """Copy to a replica what the engine reports about itself.
+
+        The replica keeps the former facts from a page that did not answer this time.
+        """
         replica.models, replica.adapter_roots = self.models, self.adapter_roots
         replica.root, replica.max_model_len = self.root, self.max_model_len
         knows_version = "version" not in self.silent
@@ -124,7 +128,7 @@ class Facts:
             replica.dialect, replica.version, replica.page_size = self.dialect, self.version, self.told.page_size
         if self.scrape:
             replica.cache_dtype = self.scrape.cache_dtype
-            if knows_version:  # the version decides whether the page would show it
+            if knows_version:  # else a series that is missing proves nothing
                 told, given = self.told, replica.launched_to_drop
                 replica.unable, replica.looks_to_end = told.unable, told.looks_to_end
                 replica.finds_parts, replica.takes_priority = told.finds_parts, told.takes_priority
@@ -175,7 +179,7 @@ async def probe(
     if any(not answers[path].status or answers[path].status >= 500 for path in ("/version", *facts.dialect.paths)):
         facts.silent.add("version")
     if any(answer.fault == "timeout" for answer in answers.values()):
-        facts.over = None  # we may have closed it ourselves
+        facts.over = None  # after a timeout the gateway closes a connection, maybe that of /health
     read_models(facts, answers["/v1/models"])
     facts.root = facts.told.root or facts.root
     page = answers["/metrics"]
@@ -209,7 +213,7 @@ async def engine_ids(session: aiohttp.ClientSession, replica: Replica, deadline:
 
 
 def read_models(facts: Facts, answer: Answer) -> None:
-    """Take the models and adapters from an answer of /v1/models, or why there are none."""
+    """Set the models and adapters in `facts` from an answer of /v1/models, or the fault or problem if it has none."""
     listed = answer.json().get("data")
     if answer.status == 0 or answer.status >= 500:
         facts.fault = answer.fault or "5xx"
@@ -229,7 +233,10 @@ def read_models(facts: Facts, answer: Answer) -> None:
 
 
 def _names(facts: Facts, listed: list[Any]) -> None:
-    """Take the names of models and adapters, and what is said of them, from the entries of /v1/models."""
+    """Set in `facts` the names of models and adapters, their folders and the context length.
+
+    `listed`: the entries of /v1/models.
+    """
     letters = 0
     for entry in listed:
         if len(facts.models) >= MOST_NAMES or letters >= MOST_LETTERS:
@@ -240,7 +247,7 @@ def _names(facts: Facts, listed: list[Any]) -> None:
             continue
         parent, root = entry.get("parent"), entry.get("root")
         if parent is not None and not _is_name(parent):
-            continue  # an adapter of nobody knows what: as a base model it would give the engine a wrong root
+            continue  # an adapter without a valid base model; counted as one, it would give the engine a wrong root
         root = root if _is_name(root) else None
         facts.models[name] = parent
         letters += len(name) + len(root or "")

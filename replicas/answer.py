@@ -9,11 +9,11 @@ import orjson
 # Limit of values in an answer's JSON. Parsing holds the interpreter lock, even in a thread, for up to 0.2 us per value.
 # SGLang's server arguments for 128 ranks have 51,000.
 MOST_VALUES = 1 << 16
-_STRUCTURE = bytes({*range(256)} - {*b",[{"})  # all bytes but those that begin a value or separate two
+_STRUCTURE = bytes({*range(256)} - {*b",[{"})  # all bytes but comma, [ and {, which precede a value
 
 
 def count_values(text: bytes) -> int:
-    """Return an upper bound of (the number of values in a JSON text) - 1."""
+    """Return how many commas and opening brackets a JSON text has: one more is an upper bound of its values."""
     return len(text.translate(None, _STRUCTURE))
 
 
@@ -23,7 +23,7 @@ class Answer:
 
     status: int  # 0: no answer came
     body: bytes = b""
-    fault: str = ""  # the kind of failure: connect, timeout, closed, 5xx, own or refused, as in `Facts`
+    fault: str = ""  # the kind of failure: connect, timeout, closed, 5xx, refused (no engine), own (the gateway's)
     error: str = ""  # description of the failure
     over: asyncio.BaseTransport | None = None  # the connection that the answer came over
     closes: bool = False  # the server announced that it closes the connection after this answer

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 def number(text: str, fits: Callable[[float], bool], otherwise: str) -> float:
-    """Return `text` as a number.
+    """Return the number that an argument's text stands for. Raises ArgumentTypeError if there is none, or a wrong one.
 
-    Raises ArgumentTypeError; if the number does not satisfy `fits`, the message says that it is `otherwise`.
+    `fits(value)`: returns whether the number is valid. `otherwise`: ends the message "X is ..." about an invalid one.
     """
     try:
         value = float(text)
@@ -20,17 +20,17 @@ def number(text: str, fits: Callable[[float], bool], otherwise: str) -> float:
 
 
 def positive(text: str) -> float:
-    """Return a finite number above zero."""
+    """Return the finite number above zero in an argument's text. Raises ArgumentTypeError."""
     return number(text, lambda value: 0 < value < math.inf, "not above zero and finite")
 
 
 def seconds(text: str) -> float:
-    """Return a finite number of seconds, zero included."""
+    """Return the finite number of seconds, zero or more, in an argument's text. Raises ArgumentTypeError."""
     return number(text, lambda value: 0 <= value < math.inf, "not zero or above")
 
 
 def whole(text: str) -> int:
-    """Return a whole number above zero."""
+    """Return the whole number above zero in an argument's text. Raises ArgumentTypeError."""
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)

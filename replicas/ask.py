@@ -19,9 +19,9 @@ T = TypeVar("T")
 MOST_BYTES = 1 << 23
 BIG = 1 << 16  # a /metrics page larger than this is parsed in a thread
 MODELS_VALUES = 1 << 18  # limit for /v1/models: 10,000 names have 220,000 values in vLLM's answer
-# Bytes that an answer may have besides its body (headers, chunk framing), on top of a quarter of the body's length.
-# aiohttp does not limit these, and parsing 256 KiB of interim responses (1xx) or of one-byte chunks takes 0.3 s, so an
-# answer is checked after every LOOK_BYTES.
+# An answer's headers and chunk framing may have MOST_FRAMING bytes and a quarter of its body's length. aiohttp does not
+# limit them, and parsing 256 KiB of interim responses (1xx) or of one-byte chunks takes 0.3 s. So an answer is checked
+# after every LOOK_BYTES.
 MOST_FRAMING, LOOK_BYTES = 1 << 14, 1 << 12
 PLAIN = {"accept-encoding": "identity"}  # 9 MB of gzip were seen to unpack to 4 GB
 GATEWAY = "x-hitherto-gateway"  # a header of /health that gateways send and engines do not
@@ -83,7 +83,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Answer:
 
 
 async def read(body: bytes, reader: Callable[..., T], *arguments: Any) -> T:
-    """Return `reader(*arguments)`, called in a thread if the answer's `body`, which it parses, is big.
+    """Return `reader(*arguments)`, where `reader` parses an answer's `body`; a big body is parsed in a thread.
 
     The event loop runs meanwhile only if the parser is written in Python.
     """
@@ -126,7 +126,7 @@ class Bounded(ResponseHandler):
             if not self.is_connected():
                 return
             body = self._payload.total_bytes if self._payload is not None else 0
-            # while reading is paused the parser buffers data, which may be body
+            # while reading is paused, the parser buffers bytes that may belong to the body
             if not self._reading_paused and self._came > MOST_FRAMING + body + body // 4:
                 error = TooLong("it is hardly more than heads and the frames of chunks")
                 if self._payload is not None:

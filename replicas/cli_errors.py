@@ -20,16 +20,19 @@ _CHOICE = re.compile(r"invalid choice: (.+) \(choose from (.+)\)")
 
 
 class PlainParser(argparse.ArgumentParser, ABC):
-    """An argparse parser whose messages say what would be right. A subclass decides how a message ends the program."""
+    """An argparse parser whose error messages say what to write instead.
+
+    A subclass decides how a message ends the program (`refuse`).
+    """
 
     _given: Sequence[str] = ()
-    elsewhere = ""  # where else an unknown flag may be explained, as a clause
+    elsewhere = ""  # clause that ends a message: where else to look for an unknown flag
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._negative_number_matcher = _NEGATIVE
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # also called for the command within
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse calls it for subcommands too
         self._given = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
@@ -45,7 +48,7 @@ class PlainParser(argparse.ArgumentParser, ABC):
 
 
 def in_words(message: str) -> str:
-    """Return argparse's error message, with the choice that was probably meant."""
+    """Return argparse's error message; for an invalid choice, with the choice that was probably meant."""
     message = message.replace("argument -", "flag -", 1)
     if found := _CHOICE.search(message):
         return message[: found.start()] + none_of(found[1].strip("'"), [one.strip("'") for one in found[2].split(", ")])

@@ -27,7 +27,7 @@ PAGE = 100  # pods per request
 MOST_PAGE, PAGE_VALUES = 2**24, 2**19  # bytes and JSON values of a page: a pod has about 10 kB and 1,000 values
 MOST_KNOWN = 2**14  # pods that a selector may find
 LONGEST_NAME, LONGEST_TOKEN = 253, 4096  # characters of a name, an address or a label, and of the next page's token
-FORGOTTEN = 410  # the status for a version that the API no longer knows
+FORGOTTEN = 410  # the HTTP status for a resource version that the API no longer knows
 
 
 class PodsError(Exception):
@@ -35,18 +35,18 @@ class PodsError(Exception):
 
 
 class Pods:
-    """The pods that the operator's selector finds; `changed` is called with all of them after each change."""
+    """The pods that the operator's label selector finds; `changed` is called with all of them after each change."""
 
     def __init__(self, discover: Discover, where: Place, changed: Callable[[list[Pod]], None]):
         self._path = f"{where.api}/api/v1/namespaces/{where.namespace}/pods"
         self._selector, self._where, self._changed = discover.selector, where, changed
-        self._labels = frozenset(discover.labels.values())  # no others are kept
+        self._labels = frozenset(discover.labels.values())  # the labels to keep of each pod
         self._known: dict[str, Pod] = {}  # by uid
         self._due: asyncio.TimerHandle | None = None  # when `changed` is called next
         self._told_at = float("-inf")
 
     async def list(self) -> list[Pod]:
-        """Return the present pods. Raises PodsError."""
+        """Return the pods that the selector finds now. Raises PodsError."""
         async with self._session() as session:
             await self._list(session)
         return [*self._known.values()]
@@ -54,8 +54,8 @@ class Pods:
     async def follow(self) -> None:
         """Call `changed` with all pods now, and soon after each change.
 
-        Returns when the API no longer knows the version that the changes were followed from: call this again. Raises
-        PodsError if the API fails; the pods reported last stay valid until it answers again.
+        Returns when the API no longer knows the resource version from which it was to report changes; call this again
+        then. Raises PodsError if the API fails; the pods reported last stay valid until it answers again.
         """
         try:
             async with self._session() as session:
@@ -108,9 +108,9 @@ class Pods:
         return _version(told), _text(told["metadata"].get("continue") or "", LONGEST_TOKEN)
 
     async def _watch(self, session: aiohttp.ClientSession, version: str) -> str:
-        """Apply changes after `version` until the API ends the stream.
+        """Apply the changes after resource version `version` until the API ends the stream of changes.
 
-        Returns the version at the end of the stream, or "" if all pods must be listed again.
+        Returns the resource version at the end of the stream, or "" if all pods must be listed again.
         """
         asked = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
         asked["timeoutSeconds"] = str(WATCH_SECONDS)
@@ -118,7 +118,7 @@ class Pods:
             if answer.status == FORGOTTEN:
                 return ""
             async for line in answer.content:
-                await asyncio.sleep(0)  # lines that came together are otherwise read without yielding
+                await asyncio.sleep(0)  # lines that arrived together would be read without a pause
                 change = _read(line, MOST_VALUES)
                 kind, what = change["type"], change["object"]
                 if kind == "ERROR":
@@ -130,7 +130,7 @@ class Pods:
         return version
 
     def _take(self, known: dict[str, Pod], kind: str, told: dict[str, Any]) -> bool:
-        """Apply one change from the API to `known`; return whether `known` differs now.
+        """Apply one change from the API to `known` (pods by uid); return whether `known` differs now.
 
         `kind`: ADDED, MODIFIED or DELETED; `told`: the pod's description. A pod that is being deleted counts as gone,
         though it may still finish the requests that it computes.

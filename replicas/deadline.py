@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Seconds of one wait. A wait counts as so long even if the loop was blocked within it for longer.
+# Seconds of one wait. If the event loop was blocked during a wait, the wait still counts as only this long.
 SLICE = 0.1
 
 

@@ -29,10 +29,10 @@ class Discovery:
         self._wanted: dict[str, tuple[str, str]] = {}  # by replica id: URL and uid of its pod, from `wanted`
         self._added: dict[str, tuple[str, str]] = {}  # replicas that are in the fleet because of their pods
         self._said: set[str] = set()  # messages already logged about pods that cannot be replicas
-        self._left_out: frozenset[str] = frozenset()  # see `resume`
+        self._left_out: frozenset[str] = frozenset()  # removed by operators under the former gateway process
         self._pods_before: frozenset[str] = frozenset()
         self.leaving: Callable[[Sequence[Replica]], None] = lambda replicas: None  # called before replicas are removed
-        # Called with a replica's id once its pod is gone or changed: operators' requests about it no longer hold.
+        # Called with a replica's id once its pod is gone or changed: what operators asked for it no longer applies.
         self.gone: Callable[[str], None] = lambda id: None
         self.problem = "not asked yet"  # why the API reports nothing; "" while it does
 
@@ -48,7 +48,7 @@ class Discovery:
             await asyncio.sleep(RETRY_SECONDS)
 
     def changed(self, pods: Sequence[Pod]) -> None:
-        """Add and remove replicas so that the fleet has those of the present pods."""
+        """Add and remove replicas so that the fleet has those of `pods`, the pods that exist now."""
         if self.problem:
             log.info("pods: the API tells of %d", len(pods))
         self.problem = ""
@@ -84,8 +84,8 @@ class Discovery:
     def _reconcile(self, removed: asyncio.Task[None] | None = None) -> None:
         """Remove replicas whose pod is gone or changed, and add missing ones.
 
-        A pod's successor may have the same replica id; it is added once the former replica is removed completely.
-        `removed`: the task of a removal that has ended.
+        A new pod may have the same replica id as one that is gone; its replica is added once the former one is removed
+        completely, when this method is called again. `removed`: the ended task of a removal that makes this call.
         """
         if removed is not None and removed.cancelled():
             return
@@ -105,7 +105,7 @@ class Discovery:
 
 
 def wanted(discover: Discover, pods: Sequence[Pod]) -> tuple[dict[str, tuple[str, str]], set[str]]:
-    """Return the replicas among these pods, and complaints about pods that cannot be replicas.
+    """Return the replicas that these pods make, and complaints about pods that cannot be replicas.
 
     The first result has, by replica id, the replica's URL and its pod's uid. Of more than MOST_PODS pods, those that
     were seen first are used.

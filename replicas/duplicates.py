@@ -23,9 +23,9 @@ class Name(NamedTuple):
 
 
 def duplicate(one: Name, names: Iterable[Name]) -> tuple[Problem | None, list[str]]:
-    """Return the problem that other `names` lead to the same engine as `one`, and the ids of these; None if none do.
+    """Return the problem that other `names` lead to the same engine as `one` (None if none do), and their ids.
 
-    If it is certain for some names, only these are returned; else those for which it is likely.
+    If some names certainly lead to the same engine, the ids are theirs; else those of the names that probably do.
     """
     others = [other for other in names if other.id != one.id]
     sure = [other for other in others if other.created is not None and other.created == one.created]

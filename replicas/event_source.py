@@ -16,9 +16,9 @@ class EventSource(NamedTuple):
     topic: str
 
     def at_rank(self, rank: int) -> "EventSource | None":
-        """Return the source of data-parallel rank `rank`, if this is the source of the first rank.
+        """Return the event source of data-parallel rank `rank`; this one has to be that of the first rank.
 
-        vLLM adds the rank to each port. None if an endpoint has no port.
+        vLLM adds the rank's number to each port. The result is None if the endpoint has no port.
         """
         if rank == 0:
             return self
@@ -37,7 +37,7 @@ class EventSource(NamedTuple):
 
 
 def _port_plus(endpoint: str, rank: int) -> str | None:
-    """Return the endpoint with `rank` added to its port; None if it has no port (ipc)."""
+    """Return the endpoint with `rank` added to its port; None if it has no port (ipc://)."""
     where, _, port = endpoint.rpartition(":")
     return f"{where}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdigit() else None
 

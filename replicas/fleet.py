@@ -1,4 +1,4 @@
-"""All replicas of one gateway: they are adopted or launched, watched, and drained.
+"""The fleet: all replicas of one gateway, which it adopts or launches, watches, and drains.
 
     fleet = Fleet(inflight=ledger_count)
     fleet.on_change.append(lambda replica, old, new: ...)
@@ -7,13 +7,14 @@
     ...
     await fleet.stop()
 
-Callbacks run in the event loop, immediately, in the order of the changes; the replica is already in its new state. A
-restart that was not noticed as a failure shows as READY -> WARMING -> READY with a new `incarnation`. READY -> READY
-means that the replica serves other models than before, or publishes its KV events at another address.
+Callbacks run in the event loop, immediately, in the order of the changes; the replica is already in its new state. An
+engine that restarts without being noticed as failed goes READY -> WARMING -> READY, with a new `incarnation` (id of its
+process). READY -> READY means that the replica serves other models than before, or publishes its KV events at another
+address.
 
 An engine with data-parallel ranks has one replica for each rank, once it has answered and the ranks are known. All
 ranks change state together with the process: `on_change` is called for each rank, then `on_changed` once. If a
-callback gets a replica that is no longer in `Fleet.replicas`, the engine came back with other ranks.
+callback gets a replica that is no longer in `Fleet.replicas`, the engine came back with another number of ranks.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ Change = Callable[[Replica, State, State], None]
 HOST = "127.0.0.1"  # where engines that we launch listen
 ENGINE_SECONDS = 600.0  # deadline of an operator's request to an engine: /wake_up loads weights
 STOP_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-# The events that a rank which joins late has missed, by the state of its engine.
+# The events that bring a new replica of a data-parallel rank to its engine's state, by that state.
 MISSED = {
     State.WARMING: (Event.ANSWERS,),
     State.READY: (Event.ANSWERS, Event.SERVES),
@@ -58,6 +59,8 @@ MISSED = {
 
 
 class Fleet:
+    """The replicas of one gateway; `replicas` has them by id, `engines` has the watcher of each engine."""
+
     def __init__(
         self,
         inflight: Callable[[str], int] = lambda replica: 0,
@@ -76,7 +79,7 @@ class Fleet:
         """Create an empty fleet. Times are in seconds.
 
         `inflight(id)`: returns the number of the gateway's open requests to a replica.
-        `waited(id)`: returns how long the oldest prompt at a replica has been without an answer.
+        `waited(id)`: returns for how many seconds the oldest unanswered prompt has been at a replica.
         `hear(id)`: calls `succeeded` for requests that the replica answered and that were not reported yet.
         `holds(engine)`: returns whether requests are on open connections to an engine.
         `interval`: between probes. `drain_timeout`: how long a drained replica may take to finish its requests.
@@ -101,7 +104,7 @@ class Fleet:
         self.pulse.stop()
         engines = list(self.engines.values())
         for engine in engines:
-            engine.task.cancel()  # what they would see from here on is our doing and no failure
+            engine.task.cancel()  # what the watchers would see from here on is no failure
         await asyncio.gather(*(one.supervisor.stop(STOP_GRACE) for one in engines if one.supervisor))
         tasks = [*(one.task for one in engines), *self._drains.values()]
         for task in tasks:
@@ -116,7 +119,7 @@ class Fleet:
         """Adopt an engine, which need not run yet, and return the replica of its first rank.
 
         An engine that the fleet has already is resumed if it was stopped. Raises ValueError for an unusable URL.
-        `url`: with settings in its fragment, as `parse_url` reads them.
+        `url`: of the engine; a fragment may give settings, as in `http://HOST:PORT#role=prefill`.
         """
         address = parse_url(url)
         if known := self.engines.get(address.id):
@@ -139,7 +142,7 @@ class Fleet:
         role: str | None = None,
         spill: bool = False,
     ) -> list[Replica]:
-        """Start `count` engines and return their replicas, in STARTING.
+        """Start `count` engines and return their replicas, whose state is STARTING.
 
         `profile`: the name or file of a launch profile, or the profile. `model_dir`: the model to serve; None: the
         engine's own default. `role`: prefill, decode or both; None: the profile's. `spill`: the engines belong to the
@@ -147,7 +150,7 @@ class Fleet:
         """
         loaded = profiles.load(profile) if isinstance(profile, str) else profile
         async with self._launching:
-            # stopped engines count too: they may come back
+            # stopped engines keep their devices, as they may be resumed
             used = [device for engine in self.engines.values() for device in engine.devices]
             placed, places = await asyncio.to_thread(loaded.place, count, used)  # calls the GPU driver's tool
             taken = {port for engine in self.engines.values() for port in (engine.lead.port, *engine.ports)}
@@ -177,8 +180,8 @@ class Fleet:
             self.tell(replica, Event.LAUNCHED, f"process {pid} started")
 
         def exited(reason: str) -> None:
-            news = [] if replica.state is not State.FAILED else [reason]  # else the change of state logs it
-            replica.pid, replica.fault = None, ""  # a hang ends with the process
+            news = [] if replica.state is not State.FAILED else [reason]  # else the change to FAILED logs it
+            replica.pid, replica.fault = None, ""  # the last probe failed with a process that is gone
             self.tell(replica, Event.GONE, reason)
             if last := supervisor.tail.lines[-10:]:
                 news.append("its last lines:\n  " + "\n  ".join(last))
@@ -207,16 +210,17 @@ class Fleet:
         engine.start()
 
     def duplicate(self, lead: Replica, created: float | None) -> Problem | None:
-        """Return the problem that an engine was given under another name too, or None.
+        """Return the problem that the operator gave one engine under several names, or None.
 
-        `created`: the creation time of one of its counters, from /metrics.
+        `lead`: the replica that stands for the engine. `created`: unix time at which one of the engine's counters was
+        created, from /metrics: it identifies the process.
         """
         leads = [one.lead for one in self.engines.values() if one.lead.state in TAKES_TRAFFIC]
         others = [Name(one.id, one.address, one.port, one.scrape.created if one.scrape else None) for one in leads]
         return duplicate(Name(lead.id, lead.address, lead.port, created), others)[0]
 
     def _engine(self, id: str) -> Watch:
-        """Return the engine of a replica or engine id. Raises KeyError."""
+        """Return the watcher of an engine, by the engine's id or that of one of its replicas. Raises KeyError."""
         return self.engines.get(id) or self.engines[self.replicas[id].engine]
 
     def succeeded(self, id: str, count: int = 1) -> None:
@@ -225,7 +229,7 @@ class Fleet:
             self._engine(id).succeeded(self.pulse.clock(), count)
 
     def failed(self, id: str, kind: str) -> None:
-        """Count a request that failed by the engine's fault.
+        """Count a request that failed by the engine's fault; this may change the state of the engine's replicas.
 
         `kind`: connect, closed (before the answer's end), timeout, 5xx, or foreign (what answered was no engine). Do
         not call this for a 4xx, or for a 503 that says "full": these say nothing about the engine's health.
@@ -243,7 +247,8 @@ class Fleet:
     def _compare(self, engine: Watch, now: float) -> None:
         """Compare the engine's recent failures with those of other ready engines of the same model.
 
-        Without another engine nothing happens: requests could go nowhere else.
+        If its share of failures is far higher, the engine is DEGRADED for some seconds. Without another engine nothing
+        happens, as requests could go nowhere else.
         """
         models = engine.lead.models.keys()
         ready = [one for one in self.engines.values() if one is not engine and one.lead.state is State.READY]
@@ -253,7 +258,7 @@ class Fleet:
             engine.judge(now)
 
     async def prove(self, id: str) -> bool:
-        """Probe everything of a replica's engine now; return whether it answered, after all callbacks have run."""
+        """Make a full probe of a replica's engine now; return whether it answered, after all callbacks have run."""
         return id in self.replicas and await self._engine(id).prove()
 
     async def ask_models(self) -> None:
@@ -284,9 +289,9 @@ class Fleet:
         return supervisor.tail.lines if supervisor else []
 
     def drain(self, id: str) -> asyncio.Task[None]:
-        """Stop new traffic to a replica, which is STOPPED when all its requests are done or after the drain timeout.
+        """Stop new traffic to a replica, and set it to STOPPED when its requests are done or the drain timeout is over.
 
-        Then an engine that this gateway launched is stopped; one rank of several only gets no more traffic. `id`: of a
+        An engine that this gateway launched is then stopped, too, unless only one of its ranks is drained. `id`: of a
         replica, or of an engine for all its ranks. Raises KeyError for an unknown id. Returns the task that waits for
         the end; it need not be awaited.
         """
@@ -316,7 +321,10 @@ class Fleet:
         return running
 
     def resume(self, id: str) -> None:
-        """Resume a stopped replica or engine. Raises KeyError for an unknown id."""
+        """Use a stopped replica or engine again; a launched engine's process is started.
+
+        Raises KeyError for an unknown id.
+        """
         engine = self._engine(id)
         if engine.lead.state is State.STOPPED:
             if engine.supervisor:
@@ -341,7 +349,7 @@ class Fleet:
         return engine.removal
 
     async def quiet(self, id: str) -> None:
-        """Wait until no drain or removal of this engine or its ranks is in progress; an unknown id is fine."""
+        """Wait until no drain or removal of this engine or its ranks is in progress; do nothing for an unknown id."""
         while (engine := self.engines.get(id)) is not None:
             tasks = [engine.removal, *(self._drains.get(one.id) for one in (engine.lead, *engine.replicas))]
             under_way = [task for task in tasks if task is not None and not task.done()]
@@ -360,7 +368,7 @@ class Fleet:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Call `on_changed` once for all changes within the block, such as those of 128 ranks."""
+        """Call `on_changed` once at the end of a `with` block if replicas changed in it, such as 128 ranks."""
         self._changing += 1
         try:
             yield
@@ -371,7 +379,7 @@ class Fleet:
                 self._try(self.on_changed)
 
     def looked(self, engine: Watch) -> None:
-        """Update the replicas of an engine's ranks after a probe."""
+        """Update the replicas of an engine's ranks after a probe; add or remove some if the number of ranks changed."""
         before = engine.replicas
         with self._together():
             if len(engine.sources) != len(before):
@@ -397,7 +405,7 @@ class Fleet:
             self._apply(replica, event, lead.reason)
 
     def changed(self, engine: Watch) -> None:
-        """Report that a READY engine serves other models, or publishes its KV events elsewhere."""
+        """Call the callbacks for a READY engine that serves other models now, or publishes its KV events elsewhere."""
         with self._together():
             self.looked(engine)
             for replica in engine.replicas:
@@ -405,7 +413,7 @@ class Fleet:
                     self._call_back(replica, replica.state)
 
     def tell(self, lead: Replica, event: Event, reason: str) -> None:
-        """Apply an event of an engine to each of its ranks.
+        """Apply a life-cycle event of an engine to the replica of each of its ranks.
 
         Ranks that an operator stopped stay stopped when the process starts again.
         """

@@ -42,6 +42,8 @@ FAILED_AT_FIRST, FAILED_AGAIN, FAILED_SHARE, TIMES_SIBLINGS = 5, 1, 0.2, 3.0
 
 
 class Verdict(Enum):
+    """The result of the rules of this module for one engine."""
+
     GOOD = "good"
     TROUBLE = "trouble"
     LEAVING = "leaving"
@@ -55,6 +57,11 @@ class Opinion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """The limits in the rules of this module.
+
+    `fall`, `rise`: results in a row that count as bad or good. `lost_after`: seconds without any answer.
+    """
+
     fall: int = 3
     rise: int = 2
     lost_after: float = 15.0
@@ -88,7 +95,10 @@ class Recent:
 
 
 class Health:
-    """The state of the rules above for one process of one engine; make a new object when another process answers."""
+    """The health of one process of one engine, by the rules of this module.
+
+    Make a new object when another process answers.
+    """
 
     def __init__(self, limits: Limits = Limits()):
         self.limits = limits
@@ -101,16 +111,19 @@ class Health:
         self._held_until: float | None = None
         self._trouble = False
         self._last_error = ""
-        self._turned_away = 0  # rule 0
-        self._unconfirmed, self._asked_at = 0, float("-inf")  # rule 6
+        self._turned_away = 0  # rule 0: probes in a row that were turned away
+        self._unconfirmed, self._asked_at = 0, float("-inf")  # rule 6: errors in a row; time of the last test request
         self._fails_newcomers = False
         self.stayed = False  # rule 6 made it LEAVING, and it did not exit
         self._computed_at = float("-inf")
         self.recent = Recent()
-        self._out_for, self._out_until, self._out_reason = 0.0, float("-inf"), ""  # by rule 5
+        self._out_for, self._out_until, self._out_reason = 0.0, float("-inf"), ""  # rule 5: TROUBLE
 
     def succeeded(self, now: float, count: int = 1) -> None:
-        """Count `count` requests of which the first byte of an answer arrived, with any status below 500."""
+        """Count `count` requests for which the first byte of an answer arrived, with any status below 500.
+
+        This ends TROUBLE, unless the engine fails far more often than its siblings (rule 5).
+        """
         self.recent.count(now, count, 0)
         self._refusals = self._traffic_failures = self._probe_failures = self._unconfirmed = 0
         self._hold, self._held_until, self._silent_since = 0.0, None, None
@@ -139,7 +152,7 @@ class Health:
         self._unconfirmed += 1
 
     def in_question(self, now: float, computes: bool = False) -> bool:
-        """Return whether rule 6 wants a test request sent now; report its outcome to `asked`.
+        """Return whether the watcher should send a test request now (rule 6); report its outcome with `asked`.
 
         `computes`: the engine has work and makes progress.
         """
@@ -149,7 +162,7 @@ class Health:
         return in_question and now - self._asked_at >= QUESTION_SECONDS
 
     def asked(self, now: float, fails: bool | None, computes: bool = False) -> None:
-        """Take note of the outcome of a test request.
+        """Count the outcome of a test request that the watcher sent (rule 6).
 
         `fails`: whether the answer was an error; None if there was no answer, which says nothing about a busy engine.
         `computes`: the engine has work and makes progress.
@@ -170,7 +183,7 @@ class Health:
                 self.failed(now, "5xx")
 
     def probed(self, now: float, fault: str = "", error: str = "", turned_away: bool = False) -> None:
-        """Count a probe.
+        """Count a probe that succeeded or failed.
 
         `fault`: the kind of failure, "" if there was none; `error` describes it. `turned_away`: the probe was turned
         away while requests are on open connections to the engine, so rule 0 applies.
@@ -194,9 +207,10 @@ class Health:
             self._trouble, self._held_until, self._traffic_failures = False, None, 0
 
     def compare(self, now: float, answered: int, failed: int) -> bool:
-        """Apply rule 5; return whether the engine is in TROUBLE by it from now on.
+        """Compare the engine's share of failed requests with that of its siblings, the model's other engines (rule 5).
 
-        `answered`, `failed`: the recent requests of all siblings together.
+        Returns True if the share is far higher, so that the engine is in TROUBLE from now on. `answered`, `failed`: the
+        numbers of recent requests to all siblings together.
         """
         own_answered, own_failed = self.recent.totals(now)
         if now < self._out_until or own_failed < (FAILED_AGAIN if now < self._out_until + WINDOW else FAILED_AT_FIRST):
@@ -212,7 +226,7 @@ class Health:
         return True
 
     def hung(self, now: float) -> bool:
-        """Return whether rule 2 holds: for a long time all probes failed and no request was answered."""
+        """Return whether the engine hangs: for `lost_after` seconds all probes failed, and no request was answered."""
         if self._silent_since is None or self._probe_failures < self.limits.fall:
             return False
         return now - self._silent_since >= self.limits.lost_after
@@ -228,6 +242,7 @@ class Health:
         return self._probe_successes > 0
 
     def opinion(self, now: float) -> Opinion:
+        """Return the verdict of this module's rules, with the reason; GOOD and "" if none of them applies."""
         if self._turned_away >= 2:
             return Opinion(Verdict.LEAVING, f"takes nothing new, and finishes what it has: {self._last_error}")
         if self.hung(now):

@@ -1,4 +1,4 @@
-"""The file of replicas that operators added while the gateway ran, so that they are there again after a restart.
+"""The file of replicas that operators added while the gateway ran; a restarted gateway adds them again.
 
 The file has one URL per line, as the operator gave it. It is written before a replica is added or removed, and replaced
 by renaming, so a gateway killed at any moment leaves either the old or the new version.

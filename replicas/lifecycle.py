@@ -49,7 +49,8 @@ class Event(StrEnum):
     STOPPED = "stopped"
 
 
-# What may happen in any state but DRAINING and STOPPED, and what may happen besides to a replica that served once.
+# The events that have an effect in every state but DRAINING and STOPPED; and (`_SERVED`) those that have one while a
+# replica serves: in READY, DEGRADED and LEAVING.
 _ALWAYS = {
     Event.LAUNCHED: State.STARTING,
     Event.GONE: State.FAILED,

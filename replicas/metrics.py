@@ -63,14 +63,15 @@ class MetricNames(NamedTuple):
     prefix_hits: tuple[bytes, ...]
     prompted: tuple[bytes, ...]
     generated: tuple[bytes, ...]
-    # Some deployments export no process metrics; a counter's creation time moves with a restart too.
+    # The start time of the process, or, as some deployments export no process metrics, the creation time of a counter,
+    # which changes with a restart too.
     started: tuple[bytes, ...]
-    cache_config: bytes  # the series whose labels give the cache's size:
+    cache_config: bytes  # the series whose labels, named in the next lines, give the cache's size
     block_size: bytes
-    num_blocks: bytes  # may be for all ranks together
-    rank_tokens: bytes  # of one rank
-    prefix_caching: bytes  # True or False
-    rank: bytes  # the label of every series with the rank in digits
+    num_blocks: bytes  # label with the number of blocks, which may be for all ranks together
+    rank_tokens: bytes  # label with the tokens that one rank's cache holds
+    prefix_caching: bytes  # label with True or False
+    rank: bytes  # label of every series with the number of the data-parallel rank
     external_queries: tuple[bytes, ...] = ()
     cache_dtype: bytes = b""
     created: tuple[bytes, ...] = ()
@@ -82,7 +83,7 @@ COMBINED: dict[str, Callable[[Iterable[float]], float]] = {
     "kv_usage": max,
     **dict.fromkeys("running waiting prefix_queries prefix_hits prompted generated external_queries".split(), sum),
 }
-# Fields that are read only to see whether they change; they are not reported as missing.
+# Fields that are read only to see whether they change; `missing` does not report them.
 MOVING = ("prompted", "generated", "external_queries")
 # Fields read from the labels of the cache configuration.
 CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching", "cache_dtype", "attention_block_size")
@@ -90,7 +91,8 @@ CACHE = ("block_size", "num_blocks", "rank_tokens", "prefix_caching", "cache_dty
 MOST_RANKS = 128  # ranks of one page: each becomes a replica
 MOST_SAMPLES = 4096  # lines read that begin with one name: one for each rank and value of other labels
 MOST_LINE = 1 << 14  # bytes; the longest line, the cache configuration's, has some 2,000
-# Only at the start of a name: starting within a long word without a value would scan it from each letter.
+# The lookbehind allows a match only at the start of a name: a long word without a value would otherwise be scanned
+# again from each of its letters.
 _LABEL = re.compile(rb'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -185,10 +187,10 @@ def _scrape(
 ) -> Scrape:
     """Return the figures of one rank, or of all ranks combined, from samples by field.
 
-    `configs`: the cache configuration, if there is one. `share`: for one rank, the number of its blocks if the
-    configuration does not give the rank's tokens: the label with the number of blocks may count several ranks. vLLM
-    (0.28, 0.32) adds the blocks up as ranks report: with two ranks of 256 blocks the labels say 256 and 512, or 512 for
-    both. The size in tokens is that of one rank.
+    `blank`: the fields that do not depend on the rank. `configs`: the cache configuration, if there is one.
+    `share`: for one rank, the number of its blocks; used if the configuration lacks the size of the rank's cache in
+    tokens. The label with the number of blocks does not serve, as it may count several ranks: vLLM (0.28, 0.32) adds
+    the blocks up as ranks report, so with two ranks of 256 blocks the labels say 256 and 512, or 512 for both.
     """
     told = {field: COMBINED[field](values) for field, values in samples.items() if values}
     usage = told.pop("kv_usage", None)
@@ -216,7 +218,7 @@ def _number(digits: bytes) -> int:
 
 
 def missing(page: bytes, names: MetricNames) -> list[str]:
-    """Return the (current) names of the needed series that the page has under none of their names.
+    """Return the needed series, by their current names, that the page has neither under these nor under older names.
 
     A series that has a description but no sample counts as present: with several API servers a gauge has no sample
     before the first request.

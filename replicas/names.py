@@ -25,7 +25,7 @@ def bracketed(host: str) -> str:
 
 
 def resolve(host: str) -> asyncio.Future[tuple[str, ...]]:
-    """Start to resolve a host name; the result has at most MOST_ADDRESSES addresses, or is an OSError.
+    """Start to resolve a host name; return a future of its IP addresses, at most MOST_ADDRESSES, or of an OSError.
 
     IPv4 addresses come first, since an engine that binds its event sockets to `tcp://*` has them on IPv4 alone; each
     family is in numeric order, so that every gateway prefers the same address. The lookup runs in a thread of its own:

@@ -22,7 +22,7 @@ REMEDY = "start the engines of a model alike; those that differ get no request t
 
 
 class Traits(NamedTuple):
-    """The settings that decide whether two engines can exchange KV caches; None: unknown, which excludes nothing."""
+    """The settings that decide whether two engines can exchange KV caches; an unknown one (None) fits any other."""
 
     version: str | None = None
     model: str | None = None  # the folder or hub name that it was started with
@@ -42,7 +42,7 @@ ALIKE = ("version", "model", "dtype", "kv_cache_dtype", "attention_backend", "sp
 
 
 def refusals(prefiller: Traits, decoder: Traits, compared: Iterable[str] = ALIKE) -> list[str]:
-    """Return the reasons why `decoder` cannot fetch from `prefiller`; [] if no known trait excludes it.
+    """Return the reasons why `decoder` cannot fetch KV caches from `prefiller`; [] if no known trait prevents it.
 
     `compared`: names of the traits that have to be equal.
     """
@@ -58,7 +58,7 @@ def refusals(prefiller: Traits, decoder: Traits, compared: Iterable[str] = ALIKE
 
 
 def obstacles(prefiller: Traits, decoder: Traits, transfer: Transfer) -> list[str]:
-    """Return the reasons why `decoder` cannot fetch from `prefiller` with `transfer`; [] if no reason is known."""
+    """Return the reasons why `decoder` cannot fetch KV caches from `prefiller` by `transfer`; [] if none is known."""
     sides = (("prefiller", prefiller), ("decoder", decoder))
     lacking = [f"the {side} has no connector for {transfer.name}" for side, one in sides if transfer.id in one.unable]
     return lacking or (refusals(prefiller, decoder, transfer.compares) if transfer.compares else [])
@@ -83,7 +83,7 @@ def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], An
     """
     known = [(one, replica_of(one)) for one in ones]
     prefillers = [(one, replica) for one, replica in known if replica.role in PREFILLERS]
-    if transfer.header:  # it names no rank
+    if transfer.header:  # the header names an engine and no rank
         prefillers = [(one, replica) for one, replica in prefillers if replica.rank is None]
     return [one for one, _ in prefillers], [one for one, replica in known if replica.role in DECODERS]
 
@@ -116,12 +116,16 @@ def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -
 
 
 def complaints(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[Complaint[T]]:
-    """Return why some decoders cannot fetch from some prefillers: one complaint for each two sets of equal replicas."""
+    """Return why some decoders cannot fetch from some prefillers.
+
+    Replicas with equal traits are taken together: there is at most one complaint for a set of prefillers and a set of
+    decoders.
+    """
     found, writing = [], _by_traits(decoders)
     for traits, some in _by_traits(prefillers).items():
         for theirs, others in writing.items():
             why = obstacles(traits, theirs, transfer)
-            if why and (len(some) > 1 or some != others):  # else one replica and itself
+            if why and (len(some) > 1 or some != others):  # else it is one replica compared with itself
                 said = f"{_whose(some, others)}: {'; '.join(why)}"
                 lacking = [one for one in (some[0], others[0]) if transfer.id in one.traits.unable]
                 found.append(Complaint(said, some, others, lacking[0] if lacking else None))
@@ -136,7 +140,10 @@ def _by_traits(replicas: Iterable[T]) -> dict[Traits, list[T]]:
 
 
 def _whose(prefillers: Sequence[Paired], decoders: Sequence[Paired]) -> str:
-    """Return a sentence that says which decoders cannot fetch from which prefillers, and none from itself."""
+    """Return a clause that says which decoders cannot fetch from which prefillers.
+
+    A replica that is both is named on one side only if possible, as it need not fetch from itself.
+    """
     computing = [one for one in prefillers if one not in decoders] or prefillers
     fetching = [one for one in decoders if one not in computing] or decoders
     verb = "computes" if len(computing) == 1 else "compute"

@@ -1,4 +1,4 @@
-"""A check that a path which must be a file is no pipe or device."""
+"""A check that a path which has to be a file is not a pipe or a device."""
 
 import errno
 import os

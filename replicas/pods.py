@@ -1,4 +1,4 @@
-"""The configuration of Kubernetes pods as replicas: which pods, at which URLs, and with which settings in labels."""
+"""The settings that make Kubernetes pods replicas: which pods, at which URLs, and which labels give settings."""
 
 import os
 from collections.abc import Mapping
@@ -48,7 +48,10 @@ class Discover(Table):
     api: str | None = Field(None, pattern="^https?://[^/]+$")  # None: the API of the cluster that the gateway runs in
 
     def url_of(self, ip: str, labels: Mapping[str, str]) -> str:
-        """Return a pod's replica URL, with the settings in its labels. Raises ValueError for an invalid setting."""
+        """Return a pod's replica URL, with the settings from its labels. Raises ValueError for an invalid setting.
+
+        `ip`: the pod's IP address; `labels`: all its labels.
+        """
         address = parse_url(self.url.replace("{ip}", bracketed(ip)))
         said = {name: labels[label] for name, label in self.labels.items() if labels.get(label)}
         role, spill = said.get("role", address.role), said.get("spill", "yes" if address.spill else "no")

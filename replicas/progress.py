@@ -44,7 +44,7 @@ class Progress:
         self._ranks: list[_Rank] = []
 
     def look(self, now: float, scrape: Scrape, waited: float) -> None:
-        """Take note of the figures of a /metrics page.
+        """Compare the figures of a /metrics page with those of the page before, for each data-parallel rank.
 
         `waited`: seconds that the gateway's oldest unanswered prompt has been with the engine.
         """
@@ -57,9 +57,9 @@ class Progress:
                 rank.counters, rank.since = counters, None
             elif one.running or one.waiting:
                 rank.since = now if rank.since is None else rank.since
-            elif rank.still(now) < STALLED:  # a hung rank whose requests went elsewhere still hangs
-                # An engine that hung while idle does not count the requests that wait. Only the gateway knows of those,
-                # and not for which rank.
+            elif rank.still(now) < STALLED:  # a hung rank still hangs when its requests went elsewhere
+                # An engine that hangs since it was idle does not count its waiting requests in /metrics. Only the
+                # gateway knows of these, but not at which rank they wait.
                 known = waited > 0 and len(scrapes) == 1
                 rank.since = max(now if rank.since is None else rank.since, now - waited) if known else None
 

@@ -34,7 +34,7 @@ class Pulse:
         self._fresh_until = self._fresh_at_most = -inf
         self._ends: list[float] = []
         self._before: list[float] = []  # for each of `_ends`, seconds of the stalls before it
-        self.late_at = inf  # a look later than this finds a stall
+        self.late_at = inf  # if `look` runs later than this, the loop was stalled
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -54,7 +54,7 @@ class Pulse:
         self.late_at = now + BEAT_SECONDS + LATE_SECONDS
 
     def look(self, now: float) -> None:
-        """Note whether the loop was stalled until now."""
+        """Record a stall if the loop was stalled until `now`, in monotonic seconds."""
         if now > self.late_at:
             due, self.late_at = self.late_at - LATE_SECONDS, now + BEAT_SECONDS + LATE_SECONDS
             self.held_up(now - due, now)
@@ -75,10 +75,10 @@ class Pulse:
             call(now, seconds)
 
     def ran(self, since: float, now: float) -> float:
-        """Return the seconds from `since` to `now` in which the loop ran, by the stalls noted so far.
+        """Return the seconds from `since` to `now` in which the loop ran, by the stalls recorded so far.
 
-        `since` must be a time at which the loop ran. This is for timers: they run after this object's own timer if both
-        are due, so the last stall is noted already.
+        `since` must be a time at which the loop ran. Call this only from timers: they run after this object's own timer
+        if both are due, so the last stall is recorded already.
         """
         if since >= self.ended:
             return now - since

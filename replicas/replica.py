@@ -22,7 +22,10 @@ from replicas.roles import BOTH, PREFILLERS, ROLES
 
 
 class Address(NamedTuple):
-    """The parts of a replica's URL; the fields after `port` come from its fragment, if it has one."""
+    """The parts of a replica's URL.
+
+    The fields after `port` come from the URL's fragment (the text after #), if it has one.
+    """
 
     id: str  # host:port
     url: str  # without the fragment
@@ -32,60 +35,61 @@ class Address(NamedTuple):
     model: str | None = None  # the name that the engine has to serve
     role: str = BOTH
     spill: bool = False  # the replica is in the overflow pool
-    transfer: str = ""  # how it passes caches on: one of `TRANSFERS`, or ""
-    bootstrap: int = 0  # the port at which other engines find it to fetch a prompt's cache; 0: not given
-    peer: str = ""  # HOST:PORT of the P2P side channel of its first rank
+    transfer: str = ""  # how it passes KV caches to other engines: a key of `TRANSFERS`; "": not given
+    bootstrap: int = 0  # the port where other engines ask it for the KV cache of a prompt; 0: not given
+    peer: str = ""  # HOST:PORT of its first rank's P2P side channel, where other engines read its host memory
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
-# The fields that the ranks of one engine have in common.
+# The fields of `Replica` that are equal for all data-parallel ranks of one engine.
 SHARED = """
     dialect address proof models adapter_roots root block_size page_size num_blocks max_model_len version pid restarts problems engine_ids
     declared cache_dtype unable fault foreign context_parallel drops_block looks_to_end finds_parts takes_priority
     """.split()
 
 
-# Events after which the engine's process is gone, or may be another one.
+# Events after which the engine's process has ended, or may be another one, so that its facts are forgotten.
 ENDINGS = (Event.GONE, Event.RESTARTED, Event.DOUBTED, Event.STOPPED, Event.LAUNCHED)
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One replica. Fields may be read at any time; facts are None or empty until the engine has reported them.
+    """One replica: an engine, or one data-parallel rank of an engine.
 
-    Times are monotonic seconds.
+    Fields may be read at any time. Facts about the engine are None or empty until the engine has reported them. Times
+    are monotonic seconds.
     """
 
     id: str  # "host:port", followed by "-dp0", "-dp1" ... if the engine has data-parallel ranks; never changes
     url: str
     host: str
     port: int
-    managed: bool = False  # launched by us
+    managed: bool = False  # this gateway launched the engine
     rank: int | None = None  # number of its data-parallel rank; None: the engine has one rank
-    dialect: EngineDialect = DEFAULT  # kind of engine, as far as it is known
-    role: str = BOTH  # which part of a request it is for (`replicas.roles`)
+    dialect: EngineDialect = DEFAULT  # the kind of engine; the default kind until it is known
+    role: str = BOTH  # the part of a request that it computes: prefill, decode or both
     spill: bool = False  # in the overflow pool, used when no other replica can answer in time
-    moves_by: str = ""  # how it passes caches on, one of `TRANSFERS`; "": its dialect's default
-    bootstrap: int = 0  # the port at which other engines find it to fetch a prompt's cache, as the operator wrote it
-    engine_ids: dict[int, str] = field(default_factory=dict)  # by rank, from `ids_url`, if its transfer needs them
-    declared: Traits = field(default_factory=Traits)  # traits from its launch profile
+    moves_by: str = ""  # how it passes KV caches to other engines: a key of `TRANSFERS`; "": its dialect's default
+    bootstrap: int = 0  # the port where other engines ask it for a prompt's KV cache, from the operator; 0: not given
+    engine_ids: dict[int, str] = field(default_factory=dict)  # engine id by rank, from `ids_url` if there is one
+    declared: Traits = field(default_factory=Traits)  # settings for exchanging KV caches, from its launch profile
     context_parallel: int = 1  # GPUs that share each block of its cache, from its launch profile
-    launched_to_drop: bool | None = None  # `drops_block` from its launch profile; None: not given there
-    drops_block: bool = False  # it recomputes the last block of a cache hit; from `Told` or its profile
-    looks_to_end: bool = True  # as in `Told`
-    finds_parts: bool = True  # as in `Told`
+    launched_to_drop: bool | None = None  # the value of `drops_block` in its launch profile; None: not given there
+    drops_block: bool = False  # it recomputes the last block of each cache hit, by its report or its launch profile
+    looks_to_end: bool = True  # if it drops a block: its cache lookup includes the block at the prompt's very end
+    finds_parts: bool = True  # a cache hit may end within a full-attention block, if Mamba's blocks are smaller
     takes_priority: bool = False  # its requests may carry a priority
     cache_dtype: str | None = None
     unable: frozenset[str] = frozenset()  # ids of `TRANSFERS` for which it has no connector
-    unlike: tuple[str, ...] = ()  # messages: replicas with which it cannot exchange caches, and why
-    peer: str = ""  # HOST:PORT where other engines fetch from its memory; "": they cannot
+    unlike: tuple[str, ...] = ()  # messages that name replicas with which it cannot exchange KV caches, and why
+    peer: str = ""  # HOST:PORT where other engines fetch KV cache from its host memory; "": they cannot
     state: State = State.STARTING
     reason: str = "not heard yet"  # why it is in this state
-    fault: str = ""  # the kind of failure of the last probe, as in `Answer`; "" if it did not fail or none was made
-    foreign: bool = False  # what answered last was no engine, so it serves no model until an engine answers
+    fault: str = ""  # how the last probe failed (connect, timeout ... as in `Answer`); "": not at all
+    foreign: bool = False  # the last answer came from something else than an engine, so it serves no model now
     since: float = 0.0  # when the state began
-    left: bool = False  # it was LEAVING when it failed
-    incarnation: str = ""  # id of the engine's present run; changes with the process behind the port and with `address`
+    left: bool = False  # it was LEAVING (shutting down) when it became FAILED
+    incarnation: str = ""  # id of the engine's present process; another one after a restart, or at another `address`
     # the IP address of `host` that everything connects to for this incarnation; "" until it is known
     address: str = ""
     tls: ssl.SSLContext | None = None  # for connections, if its URL is https
@@ -99,8 +103,8 @@ class Replica:
     adapter_roots: dict[str, str] = field(default_factory=dict)
     root: str | None = None  # the folder or hub name that the engine was started with, whatever the model is served as
     block_size: int | None = None
-    # From its KV events, which take precedence: tokens of a block, and how many tokens after a block its hash covers.
-    # None until an event arrived.
+    # As its KV events show, which take precedence over `block_size`: the tokens in a block (None until an event
+    # arrived), and how many tokens after a block are hashed with it.
     stored_size: int | None = None
     looks_ahead: int = 0
     page_size: int | None = None  # tokens of the parts of a block that a hit may end at; None: whole blocks
@@ -113,12 +117,12 @@ class Replica:
     takes_ids: str = "not tried yet"  # whether it accepts token ids in place of text, and why not; learned from traffic
     pid: int | None = None
     restarts: int = 0
-    scrape: Scrape | None = None  # the last /metrics, see `scrape.at`
-    moved_at: float = float("-inf")  # when a /metrics page was read whose counters differ from the one before
+    scrape: Scrape | None = None  # the figures of the last /metrics page, read at `scrape.at`
+    moved_at: float = float("-inf")  # when a /metrics page last differed in its counters from the page before
     problems: tuple[str, ...] = ()  # what could not be learned, each with its remedy
 
     def unfit(self, block_size: int | None) -> Problem | None:
-        """Return what is wrong with the operator's `block_size` in tokens, or None."""
+        """Return why the `block_size` (tokens) that the operator set does not fit this engine, or None if it fits."""
         whole = self.stored_size or (self.scrape.attention_block_size if self.scrape else None)
         return unfit(block_size, self.block_size, whole, self.page_size, self.events is not None)
 
@@ -142,13 +146,13 @@ class Replica:
         """The settings that decide with which other replicas this one can exchange KV caches; unknown ones are None."""
         size = self.block_size
         if self.scrape and self.scrape.attention_block_size:
-            size = self.scrape.block_size  # one GPU's share of a block, which transfers compare
+            size = self.scrape.block_size  # one GPU's share of a block: engines compare these
         told = Traits(self.version, self.root, kv_cache_dtype=self.cache_dtype, block_size=size, unable=self.unable)
         return told.known(self.declared)
 
     @property
     def meeting(self) -> Meeting | None:
-        """The place where another engine finds this one to fetch a KV cache while it is computed; None if none."""
+        """Where another engine fetches a KV cache from this one while this one computes it; None: nowhere."""
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer):
             return None
@@ -165,11 +169,14 @@ class Replica:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the process that was probed last may still exist: `proof` is an open connection, or None."""
+        """Whether the process that was probed last may still exist.
+
+        False once the connection to this process that was kept (`proof`) has closed; True if none was kept.
+        """
         return self.proof is None or not self.proof.is_closing()
 
     def serves(self, model: str | None) -> bool:
-        """Return whether this replica serves a model or adapter; a replica that lists no names is assumed to."""
+        """Return whether this replica serves a model or adapter; also True if the replica lists no names at all."""
         return not model or not self.models or model in self.models
 
     @property
@@ -179,7 +186,7 @@ class Replica:
 
     @property
     def rank_paths(self) -> tuple[str, ...] | None:
-        """The paths whose requests can be directed to this data-parallel rank; None: all, as there is one rank."""
+        """The paths at which requests can be sent to this data-parallel rank; None: all, if the engine has one rank."""
         return None if self.rank is None else self.dialect.rank_paths
 
     def takes_rank(self, path: str) -> bool:
@@ -193,12 +200,12 @@ class Replica:
 
     @property
     def engine(self) -> str:
-        """The id of its engine: its own id, without the rank's suffix if it is one of several ranks."""
+        """The id of its engine, "host:port": the replica's id without the suffix that numbers a data-parallel rank."""
         return self.id if self.rank is None else self.id.removesuffix(f"-dp{self.rank}")
 
     @classmethod
     def at(cls, address: Address, **more: Any) -> Replica:
-        """Return a replica of the engine at an address; `more`: further fields."""
+        """Return a new replica for the engine at `address`; `more`: values of further fields."""
         same = ("id", "url", "host", "port", "role", "spill", "bootstrap", "peer")
         own = {name: getattr(address, name) for name in same}
         return cls(**own, moves_by=address.transfer, required_model=address.model, **more)
@@ -213,7 +220,10 @@ class Replica:
         return new
 
     def become(self, incarnation: str) -> None:
-        """Set the incarnation; if it is a new one, forget the facts that traffic and events showed of the old one."""
+        """Set the incarnation, the id of the engine's process.
+
+        If it differs from the former one, forget what traffic and KV events showed about the former process.
+        """
         if self.incarnation and incarnation != self.incarnation:
             self.cached_tokens, self.takes_ids = None, "not tried yet"
             self.stored_size, self.looks_ahead = None, 0
@@ -222,9 +232,9 @@ class Replica:
     def store_as(self, size: int, ahead: int, parts: int) -> bool:
         """Set the block format that the engine's KV events show; return whether it has changed.
 
-        `size`: tokens in a block; a size that is only the engine's page size counts as unknown. `ahead`: tokens after a
-        block that its hash also covers. `parts`: tokens in a Mamba block, at whose end a hit may end, if it is smaller
-        than a full-attention block; else 0.
+        `size`: tokens in a block; if it is the engine's page size, the former size is kept. `ahead`: how many tokens
+        after a block are hashed with it. `parts`: tokens in a Mamba block if Mamba blocks are smaller than
+        full-attention blocks, so that a cache hit may end within one of these; else 0.
         """
         before = self.stored_size, self.looks_ahead
         size = parts if parts and self.finds_parts else size
@@ -290,7 +300,7 @@ def bearer(key: str | None) -> dict[str, str]:
 
 
 def parse_url(text: str) -> Address:
-    """Return the parts of a replica's URL. Raises ValueError that says what to write.
+    """Return the parts of a replica's URL. Raises ValueError, whose message says what to write instead.
 
     `http[s]://host:port[#events=tcp://h:p,replay=tcp://h:p,topic=t,model=m,role=r,spill=yes,transfer=w,bootstrap=p]`;
     the fragment may also have `peer=h:p`. A bare `host:port` is accepted too, and so is a path `/v1`, which OpenAI base
@@ -312,7 +322,7 @@ def parse_url(text: str) -> Address:
 
 
 def url_of(address: Address) -> str:
-    """Return the URL from which `parse_url` reads this address."""
+    """Return the replica URL, with its fragment, that `parse_url` reads as this address."""
     source, model = address.source, address.model or ""
     said = {
         "events": source and source.endpoint,

@@ -24,8 +24,8 @@ def lacks(roles: set[str]) -> str:
 def unlike(pairs: Iterable[tuple[str, str | None]]) -> str:
     """Return a message if no replica of one model can fetch the KV cache of a prompt that another one computed.
 
-    "" if some replica can, or if all have the role `both`. `pairs`: for each replica of the model its role, and the
-    name of the transfer by which it passes caches on (None: none).
+    Returns "" if some replica can, or if all have the role `both`. `pairs`: for each replica of the model its role, and
+    the name of the transfer by which it passes KV caches to others (None: it does not).
     """
     told = [*pairs]
     computing = {way for role, way in told if role in PREFILLERS}

@@ -21,7 +21,9 @@ def may_serve(model: str, told: Collection[str], required: str | None) -> bool:
 
 
 def marks(names: Iterable[str], root: str | None) -> set[object]:
-    """Return marks by which engines of the same model are recognized: all names, adapters' too, and the model's root.
+    """Return the marks of an engine, one of which it shares with another engine of the same model.
+
+    They are all names that it serves, adapters' too, and the root of its model.
 
     `root`: the folder or hub name that the model was loaded from.
     """

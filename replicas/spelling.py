@@ -9,8 +9,8 @@ from collections.abc import Iterable
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known name that `word` probably misspells, or "".
 
-    `cutoff`: the least similarity, from 0 to 1. If exactly one name has `word` as a part between dashes, that name is
-    preferred to more similar ones: for --rate the result is --request-rate, not --trace.
+    `cutoff`: the least similarity that counts, from 0 to 1. If exactly one name has `word` as a part between dashes,
+    that name is preferred to more similar ones: for --rate the result is --request-rate, not --trace.
     """
     bare = {name.lstrip("-"): name for name in known}  # the common dashes of flags would raise their similarity
     whole = word.lstrip("-")

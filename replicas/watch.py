@@ -34,15 +34,15 @@ from replicas.served import base_names
 
 log = logging.getLogger("replicas")
 
-# Seconds between reads of an idle engine's /metrics, between full probes, least between any two probes, between probes
-# while an engine starts; then deadlines of an answer.
+# Seconds: between reads of an idle engine's /metrics; between full probes; between any two probes at least; between
+# probes of an engine that starts. The second line has the deadlines of one answer.
 IDLE_SCRAPE, FACTS, CLOSEST, STARTING_INTERVAL = 5.0, 10.0, 0.1, 0.2
 DEADLINE, SHORT_DEADLINE = 2.0, 1.0
 WARMING_DEADLINE = 30.0  # for a launched engine's first tokens; a slower engine gets traffic anyway
 
 
 class Owner(Protocol):
-    """The fleet, as the watchers of its engines see it; `Fleet` explains what it has."""
+    """The part of `Fleet` that the watchers of its engines use; `Fleet` describes each member."""
 
     interval: float
     limits: Limits
@@ -59,6 +59,8 @@ class Owner(Protocol):
 
 
 class Watch:
+    """The watcher of one engine: it probes the engine, counts the results of requests, and reports changes of state."""
+
     def __init__(
         self,
         lead: Replica,
@@ -70,9 +72,9 @@ class Watch:
     ):
         """Prepare to watch one engine; `start` begins.
 
-        `lead`: stands for the whole engine: ranks share a server process, so health, restarts and the engine's reports
-        are handled once. Each data-parallel rank has its own cache, so with several ranks each is a replica of its own
-        (`replicas`); with one rank the lead is that replica.
+        `lead`: the replica that stands for the whole engine. Data-parallel ranks share one server process, so health,
+        restarts and the engine's reports are handled once, for the lead. Each rank has a KV cache of its own, so with
+        several ranks each has a further replica (in `replicas`); with one rank the lead is the only replica.
         `fleet`: applies the lifecycle events, and knows the traffic and the settings of all engines.
         `given`: the KV event source from the operator or the profile, used in place of the engine's report.
         `supervisor`, `start_timeout` (seconds): of an engine that the gateway launched.
@@ -88,7 +90,7 @@ class Watch:
         self.access = Access(lead.url, lead.host, lead.tls, given, lead.credentials)
         self.interval, self.limits, self.pulse = fleet.interval, fleet.limits, fleet.pulse
         self._was_excused = False  # the last probe failed, which was ignored because this process was stalled
-        # by data-parallel rank
+        # where each data-parallel rank publishes KV events
         self.sources: list[EventSource | None] = [given]
         self.health, self.progress = Health(self.limits), Progress()
         self._nudged, self._urgent = asyncio.Event(), asyncio.Event()
@@ -98,7 +100,7 @@ class Watch:
         self._was_refused = self._tells_start = False
         # models, root and version of the engine at its last report, kept after the engine is gone
         self._known: tuple[dict[str, str | None], str | None, str | None] = {}, None, None
-        self._must_prove = False  # something that is no engine answered there
+        self._must_prove = False  # something that is no engine answered there; see `_unproven`
         self._has_figures = False  # /metrics reported the number of running requests
         self._named_pid: int | None = None
         self._mark = ""  # distinguishes this incarnation from one at another address with the same start time
@@ -137,7 +139,7 @@ class Watch:
         self.fleet.tell(self.lead, event, reason)
 
     def _hear(self) -> None:
-        """Count the answers that the gateway has not reported yet, before a probe counts."""
+        """Count the requests that the engine answered and that were not reported yet; called before a probe counts."""
         for one in self.replicas:
             self.fleet.hear(one.id)
 
@@ -192,7 +194,7 @@ class Watch:
             self._urgent.set()
         return await asyncio.shield(self._wanted)
 
-    # What traffic shows
+    # Results of clients' requests
 
     def succeeded(self, now: float, count: int = 1) -> None:
         self.health.succeeded(now, count)
@@ -203,9 +205,9 @@ class Watch:
     def failed(self, now: float, kind: str) -> None:
         self._was_refused |= kind == "connect"
         if kind in ("connect", "closed", "timeout") and self.pulse.fresh(monotonic()):
-            return self.nudge()  # it may have broken because we did not read
+            return self.nudge()  # this process, which was stalled, may have caused it
         if kind == "connect" and self._finishes():
-            return self.nudge()  # it may have stopped listening to finish its requests: the next probes show
+            return self.nudge()  # it may shut down and finish its requests: the next probes show that
         self.health.failed(now, kind)
         if kind == "foreign":
             self._doubt("what answered a request there was no inference engine")
@@ -216,8 +218,8 @@ class Watch:
     def _finishes(self) -> bool:
         """Return whether requests are on open connections to the engine; False if it is FAILED.
 
-        True is remembered for CLOSEST seconds: when many connections fail at once, `holds` is called seldom, as each
-        call looks at all requests.
+        The answer True is reused for CLOSEST seconds, as each call of `fleet.holds` looks at all requests, and many
+        connections may fail at once.
         """
         if self.lead.state is State.FAILED:
             return False
@@ -231,14 +233,18 @@ class Watch:
             self._nudged.set()
 
     def _doubt(self, reason: str) -> None:
-        """Stop traffic until whatever answers at the engine's address has shown that it is an engine."""
+        """Stop traffic to the engine until what answers at its address has listed a model, as only an engine does."""
         self._must_prove = True
         self._tell(Event.DOUBTED, reason)
 
-    # What probes show
+    # Results of probes
 
     async def tick(self, full: bool = False) -> bool:
-        """Probe the engine, fully if this is due or something is new; return whether it answered and was identified."""
+        """Probe the engine, and return whether it answered and was identified.
+
+        `full`: make a full probe in any case. Otherwise one is made if it is due, if the replica is not READY, or if
+        another process may answer now.
+        """
         lead = self.lead
         if lead.state in (State.DRAINING, State.STOPPED) or (lead.managed and lead.pid is None):
             return False
@@ -249,7 +255,7 @@ class Watch:
             full, patience = True, lead.dialect.health_seconds
             facts = await self.access.find(DEADLINE, in_use=lead.state in IN_USE, patience=patience)
         if lead.pid != pid:
-            return False  # the process ended meanwhile: the answer is about the past
+            return False  # the process that was probed has ended
         self._is_large, self._closes = facts.large, facts.closes
         self._keep_proof(facts, full, was_proven)
         # A failed probe is repeated at once if this process was stalled meanwhile. Two failures in a row count: a
@@ -259,7 +265,7 @@ class Watch:
             self._nudged.set()
             return False
         lead.fault = facts.fault
-        if facts.fault not in ("", "timeout", "own"):  # these do not show what is there
+        if facts.fault not in ("", "timeout", "own"):  # these faults do not show what is there
             lead.foreign = facts.fault == "refused"
         if full:
             self._facts_at = monotonic()
@@ -283,11 +289,12 @@ class Watch:
         return answered
 
     def _keep_proof(self, facts: Facts, full: bool, was_proven: bool) -> None:
-        """Keep a connection as the proof that the process still exists, or drop one that proves nothing.
+        """Set `lead.proof`: an open connection to the engine's process, as a proof that this process still exists.
 
-        A connection proves nothing if the engine closes its connections, announced or not, or answers so late that this
-        process closes them. If the connection kept so far was already broken (`was_proven` is false), a failed probe
-        keeps the broken one, so that whatever answers next has to identify itself.
+        It is None if a connection proves nothing, because the engine closes its connections (announced or not), or
+        answers so late that the gateway closes them. `full`: the probe was a full one. `was_proven`: the former
+        connection was open before the probe. If it was broken, a failed probe leaves it in place, so that whatever
+        answers next has to identify itself.
         """
         if not facts.fault:
             closed = facts.closes or (full and facts.over is not None and facts.over.is_closing())
@@ -314,7 +321,10 @@ class Watch:
         return scrape is not None and bool(scrape.running) and scrape.at - self.lead.moved_at < STALLED
 
     async def ask_models(self) -> None:
-        """Read the models that the engine serves now, as a client wants one that no engine is known to serve."""
+        """Read the models that the engine serves now, and report a change.
+
+        This is called when a client asks for a model that no engine is known to serve.
+        """
         lead, pid = self.lead, self.lead.pid
         found = Facts()
         read_models(found, await get(self.access.session, f"{lead.url}/v1/models", SHORT_DEADLINE))
@@ -327,9 +337,9 @@ class Watch:
     async def _warm(self, facts: Facts) -> bool:
         """Let an engine that the gateway launched compute its first tokens before clients wait for them.
 
-        The first tokens take 2 s with vLLM on a CPU, and a replica that looks so slow at first would get little traffic
-        to correct this impression. Returns False if the engine ended meanwhile or failed: the probe's facts are then
-        outdated, and the next probe shows whether the engine died.
+        The first tokens take 2 s with vLLM on a CPU. A replica that looks so slow at first would get too little traffic
+        to correct this impression. Returns False if the engine ended or failed meanwhile: the facts of the probe are
+        then outdated, and the next probe shows whether the engine died.
         """
         lead, pid = self.lead, self.lead.pid
         if lead.managed and facts.serving and self._warmed_pid != pid:
@@ -340,9 +350,10 @@ class Watch:
         return lead.pid == pid and lead.state not in (State.DRAINING, State.STOPPED)
 
     async def _brief(self, now: float) -> Facts | None:
-        """Read /health, and /metrics if due; None if a full probe is needed because the process may be another one.
+        """Read /health, and /metrics if due; return None if a full probe is needed.
 
-        It may be if no open connection leads to the process that was probed last, or if /metrics lacks its figures.
+        A full probe is needed if another process may answer: no open connection leads to the process that was probed
+        last, or /metrics lacks figures that it had before. `now`: monotonic seconds.
         """
         lead, proof = self.lead, self.lead.proof
         facts = await health(self.access.session, lead.url, SHORT_DEADLINE + lead.dialect.health_seconds)
@@ -355,7 +366,7 @@ class Watch:
         if is_busy or now - self._scraped_at >= IDLE_SCRAPE:
             page, facts.scrape = await self._figures()
             if page.fault == "timeout":
-                facts.over = None  # we closed its connection, which may have been the same
+                facts.over = None  # its connection was closed, which may be that of /health
             lacks_figures = facts.scrape is None or facts.scrape.running is None
             if 0 < page.status < 500 and self._has_figures and lacks_figures:
                 return None
@@ -372,7 +383,7 @@ class Watch:
     async def _stalls(self, now: float, facts: Facts) -> bool:
         """Return whether the engine answers but makes no progress; if so, report TROUBLE and restart a launched engine.
 
-        `now`: by the clock of `pulse`. An engine is restarted only after HUNG seconds without progress.
+        A launched engine is restarted only after HUNG seconds without progress. `now`: seconds by `pulse.clock`.
         """
         lead, progress = self.lead, self.progress
         if lead.state not in TAKES_TRAFFIC or not facts.scrape:
@@ -380,7 +391,7 @@ class Watch:
         progress.look(now, facts.scrape, max(self.fleet.waited(one.id) for one in self.replicas))
         if not progress.stalled(now):
             return False
-        # it gets no other requests, so nothing else would show
+        # a stalled engine gets no clients' requests, so only a test request can show that it computes again
         if await computes(self.access.session, lead.url, next(iter(lead.models), ""), DEADLINE):
             progress.answered()
             return False
@@ -392,7 +403,7 @@ class Watch:
         return True
 
     def _missed(self, now: float, facts: Facts, turned_away: bool) -> None:
-        """Handle a failed probe.
+        """Handle a failed probe: report the failure, and restart a launched engine that takes too long to start.
 
         `turned_away`: the engine turned the probe away while requests are on open connections to it.
         """
@@ -440,7 +451,7 @@ class Watch:
                     log.info("replica %s: still warming: %s", lead.id, wrong)
                 lead.reason = wrong
                 return
-            if not self._must_prove:  # else it is the same process, and the results of its requests still count
+            if not self._must_prove:  # else it may be the same process, whose results still count
                 self.health = Health(self.limits)
             self._must_prove, self.progress = False, Progress()
             if self.supervisor:
@@ -452,10 +463,10 @@ class Watch:
         self.judge(now)
 
     def _unproven(self, facts: Facts) -> str:
-        """Return why whatever answers may be no engine, or "" if it seems to be one.
+        """Return why something else than the engine may answer at its address, or "" if it seems to be an engine.
 
-        The reason is that it lists no models, although the engine did before, or although a request was answered by
-        something that is no engine.
+        The reason is that no models are listed, although the engine listed some before, or after a request was answered
+        by something that is no engine.
         """
         if facts.models or facts.locked or not (self._known[0] or self._must_prove):
             return ""
@@ -481,7 +492,7 @@ class Watch:
         return f"serves {', '.join(names)}, not {required!r}: {why}"
 
     def _learn(self, facts: Facts) -> None:
-        """Take over the facts of a full probe, and report if a READY engine differs from before."""
+        """Copy the facts of a full probe to the replica, and report if a READY engine differs from before."""
         lead, before = self.lead, self._snapshot()
         facts.describe(lead)
         self._known = lead.models, lead.root, lead.version or self._known[2]
@@ -511,9 +522,9 @@ class Watch:
         return bool(self.lead.address) and self.lead.address != self.access.address
 
     def _follow_incarnation(self, scrape: Scrape | None, another: bool) -> bool:
-        """Set the replica's incarnation, and report a restart; return whether there was one.
+        """Set the replica's incarnation (the id of the engine's process); report and return whether it was restarted.
 
-        Another process has another, empty cache. `another`: the models and versions differ from before.
+        Another process has another, empty cache. `another`: the models or versions differ from before.
         """
         lead = self.lead
         before, left, moved = lead.incarnation, lead.address, self._moved
@@ -534,8 +545,11 @@ class Watch:
 
         If the engine reports no start time, the name is its pid if this gateway launched it, else a count of how often
         it came back after refused connections. An incarnation keeps its name even if a later page has a start time or
-        lacks it. An engine at another address is another incarnation: if it has the same start time, "@" and its
-        address are appended, which gateways leave out when they share what they know of it.
+        lacks it. An engine at another address is another incarnation: if its start time is the same, "@" and its
+        address are appended. Gateways leave this suffix out when they share what they know of the engine.
+
+        `started`: unix time from /metrics, or None. `another`: the models or versions differ from before. `moved`: the
+        engine answered at another IP address than before.
         """
         lead, known = self.lead, self.lead.incarnation
         if lead.managed:
@@ -554,6 +568,7 @@ class Watch:
         return f"seen-{self._lives}"
 
     def judge(self, now: float) -> None:
+        """Change the engine's state as its health demands, and restart a launched engine that hangs."""
         lead = self.lead
         verdict, reason = self.health.opinion(now)
         if verdict is Verdict.LOST:
@@ -566,9 +581,9 @@ class Watch:
         elif verdict is Verdict.LEAVING:
             self._tell(Event.LEAVES, reason)
         elif lead.state is State.DEGRADED and self.progress.stalled(now):
-            pass  # reported already; requests that were taken from it since then are no new reason
+            pass  # the hang is reported already; requests that failed because of it are no new reason
         elif verdict is Verdict.TROUBLE:
-            if lead.state is not State.LEAVING or self.health.stayed:  # a late probe does not show that it stays
+            if lead.state is not State.LEAVING or self.health.stayed:  # a late probe alone does not end LEAVING
                 self._tell(Event.TROUBLE, reason)
         elif lead.state is State.DEGRADED or (lead.state is State.LEAVING and self.health.answers):
             self._tell(Event.SERVES, "answers probes again")

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-NO_VALUE = "it has no value; write one, or leave the field out"  # of a field of a profile
+NO_VALUE = "it has no value; write one, or leave the field out"  # the message for a field of a profile
 
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -28,9 +28,9 @@ class Loader(yaml.SafeLoader):  # type: ignore[misc]
             if isinstance(value, int):
                 str(value)  # raises for 0xff... of more digits than Python writes, which no message could show
             return value
-        except ValueError as error:  # of int(), str() and date(), for a scalar that only looks like a number or a date
+        except ValueError as error:  # from int(), str() or date(): the scalar only looks like a number or a date
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
-        except (LookupError, AttributeError):  # of PyYAML, for a scalar that does not fit its tag
+        except (LookupError, AttributeError):  # from PyYAML: the scalar does not fit its tag
             problem = f"{node.value!r} is no {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 

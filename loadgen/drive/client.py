@@ -2,9 +2,9 @@
 
 It is a raw asyncio protocol on llhttp, so that the generator is not the bottleneck: the time is taken in
 `data_received` before any parsing, and no coroutine wakes until a reply is complete. A request with an 8 kB body and a
-reply of 64 chunks takes 0.8 ms of CPU. Connections are reused for less than vLLM's idle timeout. Where a reused
-connection closes before the first byte of a reply, the server had already closed it while it was idle, and the request
-is sent again on a new connection.
+reply of 64 chunks takes 0.8 ms of CPU. Connections are reused for less than vLLM's idle timeout. If a reused connection
+closes before the first byte of a reply, the server had already closed it while it was idle. The request is then sent
+again on another connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from loadgen.options import BadInput
 IDLE_SECONDS = 4.0
 CONNECT_SECONDS = 10.0
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # OpenSSL's reasons for a peer without TLS
-# An endpoint after /v1, in a URL that was copied whole.
+# An endpoint after /v1, which a base URL does not have: such a URL was copied from a request.
 _ENDPOINT = re.compile(r"(?<=/v1)/(chat/completions|completions|responses|messages|embeddings|models)/*$")
 _KEPT_HEADERS = frozenset(
     b"content-type content-length transfer-encoding x-hitherto-replica x-hitherto-cached-tokens".split()
@@ -62,14 +62,17 @@ class Connection(asyncio.Protocol):
         self.parser: httptools.HttpResponseParser | None = None
         self.headers: dict[bytes, bytes] = {}
         self.touched = False  # a byte of the reply arrived
-        self.framed = True  # the reply says where it ends
-        self.now = 0.0
+        self.framed = True  # the reply's headers say where its body ends
+        self.now = 0.0  # when the latest bytes arrived
 
     def connection_made(self, transport) -> None:
         self.transport = transport
 
     def ask(self, request: bytes, reply: Reply) -> asyncio.Future[str | None]:
-        """Send `request` and fill `reply`; return a future of None, or of the error's class (`Record.error`)."""
+        """Send `request` and feed what comes back to `reply`; return a future that ends with the reply.
+
+        The future's result is None, or the class of an error of the connection, such as "closed" (`Record.error`).
+        """
         self.reply, self.touched, self.headers = reply, False, {}
         self.parser = httptools.HttpResponseParser(self)
         self.waiter = asyncio.get_running_loop().create_future()
@@ -133,9 +136,10 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """A client of one server; `base_url` may end in /v1 or not.
+    """A client of one server; `base_url` may end in /v1 or not. Raises BadURL.
 
-    Raises BadURL. `ask` and `get` raise no exception for a server's failures: they record or return them.
+    `headers`: sent with every request; `timeout`: seconds from sending a request to the end of its reply. `ask` and
+    `get` raise no exception for a server's failures: they record or return them.
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, timeout: float = 600.0):
@@ -163,11 +167,11 @@ class Client:
         self.opened = 0
 
     def target(self, endpoint: str) -> str:
-        """Return the request target of an endpoint such as /v1/models."""
+        """Return the path to request for an endpoint such as /v1/models: the base URL's own path comes first."""
         return self.path.removesuffix("/v1" if endpoint.startswith("/v1/") else "") + endpoint
 
     async def ask(self, endpoint: str, body: bytes, record: Record) -> None:
-        """POST `body` to `endpoint` and fill `record`; any failure goes to `record.error`."""
+        """POST `body` to `endpoint` and fill `record` with times and reply; any failure goes to `record.error`."""
         await self._exchange(self._request("POST", endpoint, body), Reply(record))
 
     async def get(self, endpoint: str) -> tuple[int, bytes, str]:

@@ -1,6 +1,6 @@
 """Prefix-cache counters read from the engines' /metrics pages, which have vLLM's metric names.
 
-Replicas are found through the gateway's admin side. An engine that cannot be read or lacks these counters is left out.
+The gateway's admin API lists the engines. An engine whose page cannot be read or lacks these counters is left out.
 Without any counters, the report has only the cached tokens that replies state.
 """
 
@@ -14,7 +14,8 @@ from loadgen.drive.client import BadURL, Client
 from replicas.engines import DEFAULT
 from replicas.metrics import parse
 
-# By URL of an engine: prompt tokens that it looked up in its prefix cache since it began, and those that it found.
+# (queries, hits) by engine URL: the prompt tokens that the engine looked up in its prefix cache since it started, and
+# those of them that it found there.
 Counts = dict[str, tuple[int, int]]
 
 
@@ -30,7 +31,7 @@ async def replicas(admin: Client) -> list[dict[str, object]]:
 
 
 async def cache_counts(admin: Client) -> Counts:
-    """Return the counters of each replica that has them."""
+    """Return the prefix-cache counters of the gateway's engines by URL, without engines that have none."""
     urls = [str(item["url"]) for item in await replicas(admin)]
     found = await asyncio.gather(*map(_read, urls))
     return {url: counts for url, counts in zip(urls, found) if counts}
@@ -50,14 +51,17 @@ async def _read(url: str) -> tuple[int, int] | None:
 
 
 def between(before: Counts, after: Counts) -> dict[str, object] | None:
-    """Return queries and hits (tokens) and hit rate between two readings, or None when no engine has counters."""
+    """Return the tokens looked up (queries), those found (hits) and the hit rate between two readings of the counters.
+
+    Returns None if no engine has counters. An engine that was restarted in between counts from its restart.
+    """
     if not after:
         return None
     queries = hits = 0
     for url, (asked, found) in after.items():
         earlier = before.get(url, (0, 0))
         if asked < earlier[0]:
-            earlier = (0, 0)  # the engine was started meanwhile
+            earlier = (0, 0)  # the engine was restarted in between
         queries, hits = queries + asked - earlier[0], hits + found - earlier[1]
     hit_rate = round(hits / queries, 4) if queries else None
     return {"engines": len(after), "queries": queries, "hits": hits, "hit_rate": hit_rate}

@@ -14,25 +14,25 @@ from loadgen.workload.conversations import Conversation, Offer, offer
 
 @dataclass(slots=True)
 class Record:
-    """One request; TTFT and the other latencies are defined as in `vllm bench serve`, counted from `sent`."""
+    """The record of one request and its reply; latencies are defined as in `vllm bench serve` and begin at `sent`."""
 
     conversation: str
-    turn: int
-    due: float  # when the schedule wanted it sent
+    turn: int  # its number in the conversation, from 0
+    due: float  # when it was to be sent by the schedule
     question: str = ""  # the user's last message, for the live view
     sent: float = 0.0  # latencies are counted from here, so they include the wait for a connection
     first: float | None = None  # when the first chunk that carries output came
     last: float = 0.0  # when the last chunk came, or the request failed
     gaps: list[float] = field(default_factory=list)  # seconds between chunks that carry output
     pieces: list[str] = field(default_factory=list)  # the text, chunk by chunk
-    status: int = 0
-    error: str | None = None  # class: connect, timeout, closed, truncated, stream_error, http_503, ...
-    detail: str = ""
+    status: int = 0  # HTTP status; 0: no response came
+    error: str | None = None  # class of failure: connect, timeout, closed, truncated, stream_error, http_503, ...
+    detail: str = ""  # the failure in words
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None  # reported by the engine
     predicted_tokens: int | None = None  # predicted by a gateway, from its response header
-    replica: str | None = None
+    replica: str | None = None  # which answered, from a gateway's response header
 
     @property
     def text(self) -> str:
@@ -48,9 +48,9 @@ class Record:
 
     @property
     def lateness(self) -> float:
-        """Seconds by which the request was sent late, 0 when it was early.
+        """Seconds by which the request was sent after it was due, 0 when it was sent early.
 
-        uvloop's timers have whole milliseconds, so a timer may fire half a millisecond early.
+        It may be half a millisecond early, as uvloop's timers have whole milliseconds.
         """
         return max(0.0, self.sent - self.due)
 
@@ -70,12 +70,13 @@ class Record:
 
 
 class Load:
-    """A load while it is sent and afterwards, read by live views and `report.summary.summarise`.
+    """The state of a load while it is sent and its result afterwards; `report.summary.summarise` computes its figures.
 
-    Times are seconds.
+    `starts`: seconds from the beginning of the run, one per conversation; `max_concurrency`: most requests in flight;
+    `users`: of a closed loop, each with one conversation at a time, or None. Times are seconds.
     """
 
-    connections = 0  # opened in all
+    connections = 0  # opened in the whole run
     replicas: Sequence[str] = ()  # ids of the known replicas, including those that got no request
 
     def __init__(
@@ -91,7 +92,7 @@ class Load:
         self.done: list[Record] = []
         self.began = self.ended = 0.0
         self.cpu_seconds = 0.0
-        self.busiest_second = 0.0  # share of a core that was used in it
+        self.busiest_second = 0.0  # the most of a core (1: all of it) that the generator used in any one second
         self.interrupted = False
 
     @property

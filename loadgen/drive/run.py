@@ -1,8 +1,8 @@
 """Run a load: send each conversation's turns when they are due and collect the records.
 
 Open loop: conversations begin at their scheduled times. Closed loop (`users`): each user begins a conversation when the
-user's previous one has ended, so that a slow server gets fewer requests. In both, a request sent later than due is the
-generator's fault, and the lateness is recorded.
+user's previous one has ended, so that a slow server gets fewer requests. In both, the seconds by which a request was
+sent later than due are recorded: the generator caused them, or its limit `max_concurrency`, and not the server.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from loadgen.workload import synthetic
 from loadgen.workload.conversations import Conversation, Message, Turn
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_LEAD_SECONDS = 0.05  # a body is made this long before it is due: 12,000 tokens take 0.5 ms
+_LEAD_SECONDS = 0.05  # a first request's body is built this long before it is due; 12,000 tokens take 0.5 ms
 
 
 @dataclass(slots=True)
 class Asking:
-    """The form of requests: what they have in common in a run."""
+    """What all requests of a run have in common: model, endpoint, and how messages become a request body."""
 
     model: str
     endpoint: str = CHAT
     completions: bool = False  # the body carries `prompt` rather than `messages`
-    engine_replies: bool = False  # continue with the engine's replies, not with those of the file
+    engine_replies: bool = False  # conversations continue with the engine's replies, not with those in the load's file
     ignore_eos: bool = False
     extra: Mapping[str, object] = field(default_factory=dict)  # fields merged in last; None removes a field
-    salt: int = 0  # seed of the tokens that are made up for spans
+    salt: int = 0  # seed of the tokens made up for spans (parts of a prompt without text)
     vocabulary: int = synthetic.VOCABULARY  # upper bound of these tokens' ids
 
     def put(self, message: Message) -> Message:
@@ -67,9 +67,9 @@ class Asking:
         return orjson.dumps(said, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def answer(self, turn: Turn, record: Record) -> Message:
-        """Return the message that continues the conversation after this turn.
+        """Return the assistant message that continues the conversation: the engine's reply or that of the load's file.
 
-        A scripted reply that calls tools is always kept, because the tool results that follow refer to its calls.
+        A reply in the file that calls tools is always kept, because the tool results that follow refer to its calls.
         """
         if turn.reply is not None and (not self.engine_replies or turn.reply.get("tool_calls")):
             return self.put(turn.reply)
@@ -77,7 +77,7 @@ class Asking:
 
 
 class Run(Load):
-    """A load against one server."""
+    """A load that is sent to one server over HTTP."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Run(Load):
         return self.done
 
     def stop(self) -> None:
-        """End early and keep the records so far."""
+        """End the run early: cancel requests in flight, send no further ones, and keep the records so far."""
         self.interrupted = True
         for task in self._tasks:
             task.cancel()
@@ -148,9 +148,10 @@ class Run(Load):
     async def _converse(
         self, group: asyncio.TaskGroup, conversation: Conversation, due: float, messages: list[Message]
     ) -> None:
-        """Send the turns of a conversation, the first one at `due`; forks begin with a copy of the messages so far.
+        """Send the turns of a conversation one after the other, the first one at `due`.
 
-        `messages`: what precedes the first turn, extended turn by turn.
+        `messages`: those before the first turn; the list is extended turn by turn. Conversations that fork off from a
+        turn begin with a copy of the messages so far and run concurrently.
         """
         for number, turn in enumerate(conversation.turns):
             messages += map(self.asking.put, turn.messages)

@@ -1,7 +1,8 @@
 """A parser of one OpenAI reply, streamed as server-sent events or whole, into a Record.
 
-The parser has no I/O and no clock: it takes bytes and their arrival times and fills a `Record`. What counts as output
-is text, content, reasoning or tool calls in a choice; the chunk that only names the role is not the first token.
+The parser has no I/O and no clock: it takes bytes and their arrival times and fills a `Record`. A chunk carries output
+if one of its choices has text, content, reasoning, a refusal or tool calls; a chunk that only names the role is not the
+first token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ _OTHER_OUTPUT = ("reasoning_content", "reasoning", "tool_calls", "refusal")
 
 
 class Reply:
-    """One reply; the client calls begin(status, headers), feed(data, now) ..., end(now), then settle(error, now)."""
+    """A parser of one reply into `record`.
+
+    The client calls `begin` once, `feed` for each piece of the body, `end` when the body is complete, and `settle`
+    last, even if there was no reply.
+    """
 
     def __init__(self, record: Record):
         self.record = record
@@ -25,12 +30,15 @@ class Reply:
         self.streaming = False
         self.done = False  # [DONE] or a finish reason arrived
         self.body: list[bytes] = []
-        self.rest = b""
-        self.data: list[bytes] = []
+        self.rest = b""  # the beginning of a line whose end has not arrived
+        self.data: list[bytes] = []  # data lines of the current event
         self.chunk = 0.0  # arrival time of the last output
 
     def begin(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        """Take the status and the headers (lower-case names) of the response."""
+        """Record the response's status, and the replica and predicted cached tokens that a gateway's headers state.
+
+        `headers`: values by lower-case name.
+        """
         record = self.record
         self.started, record.status = True, status
         self.streaming = status == 200 and headers.get(b"content-type", b"").startswith(b"text/event-stream")
@@ -40,7 +48,7 @@ class Reply:
         record.predicted_tokens = int(predicted) if predicted.isdigit() else None
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take a piece of the body that arrived at `now`."""
+        """Parse a piece of the body, which arrived at `now` (seconds)."""
         if not self.streaming:
             self.body.append(data)
             return
@@ -55,7 +63,7 @@ class Reply:
                 self.data = []
 
     def end(self, now: float) -> None:
-        """Finish the record: the body is complete."""
+        """Parse the rest of the body, which is complete; record an error status, or a stream that was cut off."""
         record = self.record
         if self.streaming:
             if self.data:  # the last event lacks its empty line
@@ -71,7 +79,10 @@ class Reply:
         self._message(body, now)
 
     def settle(self, error: str | None, now: float) -> None:
-        """Complete the record once request and response are over; `error`: class of a connection's error, or None."""
+        """Complete the record when the exchange is over, with or without a reply.
+
+        `error`: class of an error of the connection (`Record.error`), or None; `now`: when the exchange ended.
+        """
         record = self.record
         record.error = error or record.error
         if record.error is None:

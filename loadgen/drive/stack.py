@@ -33,11 +33,12 @@ class StackFailed(Failed):
 
 
 class Stack:
-    """A gateway that serves within `async with Stack("least_time", 4) as stack:`.
+    """A gateway and its engines, which run within `async with Stack("least_time", 4) as stack:`.
 
-    Entry waits until all `launch` engines are ready; `base_url` and `admin` can be used then. HITHERTO_* variables of
-    the environment and ./hitherto.yaml are ignored, because they belong to another gateway. `on_progress`: called with
-    the number of ready engines. Raises BadOption or StackFailed on entry.
+    Entry waits until all `launch` engines are ready, for at most `ready_seconds`; `base_url` and `admin` can be used
+    then. HITHERTO_* variables of the environment and ./hitherto.yaml are ignored, because they belong to another
+    gateway. `profile`: launch profile of the engines, a name or a file; `on_progress`: called with the number of ready
+    engines. Raises BadOption or StackFailed on entry.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Stack:
         self.on_progress, self.ready_seconds = on_progress, ready_seconds or READY_SECONDS
         port, admin_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{port}"
-        self._token = secrets.token_hex(16)  # its own, whatever the environment sets
+        self._token = secrets.token_hex(16)  # for this gateway's admin API, whatever token the environment sets
         self.admin = Client(f"http://127.0.0.1:{admin_port}", {"Authorization": f"Bearer {self._token}"}, timeout=5)
         serve = f"-m gateway serve --host 127.0.0.1 --port {port} --cached-tokens-header --admin-port {admin_port}"
         self._argv = [sys.executable, *serve.split(), "--policy", _absolute(policy), "--launch", str(launch)]
@@ -114,13 +115,13 @@ class Stack:
 
 
 def die_with_parent() -> None:
-    """Make this child process get SIGTERM when the generator dies in any way (Linux only)."""
+    """Make the kernel send this child process SIGTERM when its parent, the generator, dies in any way (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_ports(number: int) -> list[int]:
-    """Return ports on which nothing listens now."""
+    """Return `number` local TCP ports on which nothing listens now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [server.getsockname()[1] for server in sockets]
     for server in sockets:
@@ -129,6 +130,6 @@ def free_ports(number: int) -> list[int]:
 
 
 def _absolute(named: str) -> str:
-    """Return the absolute path where a file is named (`FILE` or `FILE:CLASS`), and any other name unchanged."""
+    """Return `FILE` or `FILE:CLASS` with the file's absolute path, and any other name unchanged."""
     file, colon, inside = named.partition(":")
     return f"{Path(file).resolve()}{colon}{inside}" if Path(file).is_file() else named

@@ -1,4 +1,4 @@
-"""The target of a load: its flags, its model, and how Ctrl-C stops it."""
+"""The target of a load: its flags, its model, the form of its requests, and how Ctrl-C stops the load."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def model_of(client: Client, asked: str | None) -> str:
 
 
 def asking(args: argparse.Namespace, model: str) -> Asking:
-    """Return the form in which requests of this load go to `model`."""
+    """Return what the flags say all requests of this load to `model` have in common: endpoint, body fields, tokens."""
     completions = datasets.completions(args)
     endpoint = args.endpoint or (COMPLETIONS if completions else CHAT)
     ignore_eos = args.ignore_eos if args.ignore_eos is not None else datasets.has_times(args)
@@ -132,7 +132,7 @@ def stopped_by_interrupt(load: Run) -> Iterator[None]:
             load.stop()
         elif perf_counter() - stopped > _ONE_INTERRUPT_SECONDS:
             if sys.stdout.isatty():
-                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the cursor, which the live view hides
+                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # shows the cursor again, which the live view hides
             os._exit(INTERRUPTED)  # engines that were started end with this process (`stack.die_with_parent`)
 
     loop.add_signal_handler(signal.SIGINT, interrupted)

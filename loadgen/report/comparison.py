@@ -1,4 +1,4 @@
-"""Comparison of two results in plain sentences, on what got worse as well as on what got better."""
+"""Compare two reports in plain sentences, on the figures that got worse as well as on those that got better."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from loadgen.report.noise import Row, Verdict
 from loadgen.report.summary import Report, Reports
 from loadgen.report.tables import drawn
 
-_NAMED = 3  # figures in a sentence; the table has all of them
+_NAMED = 3  # changed figures that a sentence names; the table has all of them
 
 
 def comparison(name: str, report: Report, base_name: str, base: Report) -> list[str]:
     """Return sentences on what is worse and better with `name` than with `base_name`, and one that counts all changes.
 
-    `report`, `base`: the figures of the two. Where they did not answer the same requests, the one sentence says so.
+    `report`, `base`: the reports of the two. If they did not answer the same requests, the only sentence says so.
     """
     if void_because({base_name: base, name: report}):
         said = f"{name} cannot be compared with {base_name}: they did not answer the same requests"
@@ -34,7 +34,7 @@ def comparison(name: str, report: Report, base_name: str, base: Report) -> list[
 
 
 def largest(changed: Sequence[str]) -> str:
-    """Join the first few of the changed figures, and append how many more there are."""
+    """Join the first few phrases on changed figures, the largest changes, and append how many more there are."""
     more = len(changed) - _NAMED
     return "; ".join((*changed[:_NAMED], *([f"{more} more in the table"] if more > 0 else ()))) or "nothing"
 
@@ -47,8 +47,8 @@ def counted(found: Mapping[Verdict, Sequence[str]]) -> str:
 def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
     """Return phrases that compare the figures of `report` with those of `base`, by verdict, largest changes first.
 
-    Figures of which neither more nor less is better are left out. The size of a change is the ratio of the two figures,
-    infinite where one of them is 0. Milliseconds that would read the same get more digits.
+    Figures for which neither a higher nor a lower value is better are left out. The size of a change is the ratio of
+    the two values, infinite if one of them is 0. Two times that would be printed alike get more digits.
     """
     found: dict[Verdict, list[tuple[float, str]]] = {verdict: [] for verdict in Verdict}
     for row in show.rows_of({"": report}):
@@ -59,7 +59,7 @@ def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
         much = f" ({change(row, old, new)})" if change(row, old, new) else ""
         ratio = max(new, old) / min(new, old) if min(new, old) > 0 else math.inf
         now, was = row.form(new), row.form(old)
-        if now == was and new != old and row.form is show.milliseconds:  # they would read the same
+        if now == was and new != old and row.form is show.milliseconds:  # they would be printed alike
             now, was = f"{new:,.2f} ms", f"{old:,.2f} ms"
         found[verdict].append((ratio, f"{row.said or row.label} {now} instead of {was}{much}"))
     return {
@@ -70,8 +70,8 @@ def changes(report: Report, base: Report) -> dict[Verdict, list[str]]:
 def change(row: Row, old: float, new: float) -> str:
     """Return in words by how much a figure changed from `old` to `new`.
 
-    Changes of shares are in points, computed from the rounded figures that are shown. Changes of other figures are in
-    percent, or "" where `old` is 0.
+    The change of a share is in percentage points, computed from the rounded values that are shown. The change of
+    another figure is in percent, or "" if `old` is 0.
     """
     if row.form is show.percent:
         return f"{_signed(round(new * 100, 1) - round(old * 100, 1), 1)} points"
@@ -85,9 +85,9 @@ def _signed(value: float, digits: int) -> str:
 def void_because(reports: Reports) -> str | None:
     """Return why the targets' figures cannot be compared, or None.
 
-    Each target's figures describe the requests it answered, so the targets must have answered the same requests. A
-    difference of at most 1 % of the requests is tolerated: it moves no figure noticeably, and the errors are in the
-    report. Where the user interrupted a run, nothing is void.
+    Each target's figures describe the requests it answered, so the targets must have answered the same requests. Their
+    numbers of answered requests may differ by 1 % of the requests: this moves no figure noticeably, and the errors are
+    in the report. If the user interrupted a run, the result is None.
     """
     if any(report["interrupted"] for report in reports.values()):
         return None
@@ -115,7 +115,10 @@ def print_comparison(console: Console, reports: Reports) -> None:
 
 
 def print_table(console: Console, reports: Reports, rows: Sequence[Row] | None = None) -> None:
-    """Print the targets' figures next to each other, and why each answered fewer requests than were offered."""
+    """Print the targets' figures next to each other, and why each answered fewer requests a second than offered.
+
+    `rows`: the figures to print (default: all).
+    """
     console.print(drawn(show.compared(reports, rows)))
     same = len(offers := {rates.offered(report) for report in reports.values()}) == 1
     if same and offers != {""}:
@@ -125,7 +128,7 @@ def print_table(console: Console, reports: Reports, rows: Sequence[Row] | None =
 
 
 def how_sure(reports: Reports) -> str:
-    """Return a sentence on the differences from which on a figure counts as better or worse."""
+    """Return a sentence that says how large a difference must be to count as better or worse."""
     runs = min(len(report.get("by_seed") or [report]) for report in reports.values())
     if runs >= noise.ENOUGH_SEEDS:
         return f"Better and worse mean that the ranges over the seeds ({runs} each) do not overlap."

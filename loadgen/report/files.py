@@ -1,7 +1,7 @@
 """Report files and their flags: JSON figures, an HTML page, and a CSV line per request.
 
-All files are made from two dictionaries by target or policy: reports (`summary.summarise`) and records of requests,
-measured or simulated.
+All files are made from two dictionaries whose keys are the targets or policies: one has their reports (made by
+`summary.summarise`), the other the records of their requests, measured or simulated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def slo(args: argparse.Namespace) -> dict[str, float] | None:
-    """Return the SLO limits of the flags in milliseconds, or None. Raises BadOption."""
+    """Return the limits of the flag --slo in milliseconds, or None without the flag. Raises BadOption."""
     try:
         return parse_slo(" ".join(args.slo)) if args.slo else None
     except BadOption as error:
@@ -61,10 +61,10 @@ def slo(args: argparse.Namespace) -> dict[str, float] | None:
 
 
 def check_writable(path: Path | None, flag: str = "--json") -> None:
-    """Check that the file of a flag can be written. Raises BadOption."""
+    """Check that the file `path`, given by `flag`, can be written; None and "-" always can. Raises BadOption."""
     if path is None or str(path) == "-":
         return
-    real = Path(os.path.realpath(path))  # a link only where links form a loop
+    real = Path(os.path.realpath(path))  # still a symbolic link only if links form a loop
     usable = real.parent.is_dir() and not (real.is_symlink() or path.is_dir())
     if not usable or not os.access(path if path.exists() else real.parent, os.W_OK):
         raise BadOption(f"{flag} {path}: can't be written; name a file in a folder that exists")
@@ -89,9 +89,9 @@ def write(
     console: Console,
     about: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the requested files: `figures` as JSON, the others from reports and records by target or policy.
+    """Write the files that the flags ask for: JSON of `figures`, HTML of the reports and records, CSV of the records.
 
-    `about`: the `setting` and the `workload`, where the reports do not have them.
+    `about`: for the HTML page, the `setting` and the `workload` where the reports do not have them (see `page.page`).
     """
     write_json(args.json, figures, console)
     if args.html:
@@ -108,7 +108,10 @@ def write(
 def conclude(
     args: argparse.Namespace, reports: Reports, records: Records, console: Console, about: Mapping[str, object]
 ) -> None:
-    """Print the comparison of targets measured under the same load, and write the requested files."""
+    """Print the comparison of targets measured under the same load, and write the files that the flags ask for.
+
+    `about`: further entries of the JSON figures, such as `setting` and `workload`.
+    """
     comparison.print_comparison(console, reports)
     about = {"void": comparison.void_because(reports), **about}
     write(args, {"targets": reports, **about}, reports, records, console, about)

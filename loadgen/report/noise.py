@@ -1,4 +1,4 @@
-"""The decision whether two figures differ by more than repeated runs of the same setup do."""
+"""Decide whether two values of a figure differ by more than repeated runs of the same setup do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from loadgen.report import seeds
 from loadgen.report.summary import Report
 
 ENOUGH_SEEDS = 3  # with this many, the range over the seeds measures the noise
-SAME = 0.05  # of a figure: smaller differences between single runs are noise
-SAME_TAIL = 0.2  # of a percentile from p90 on, which few requests make
-SAME_SHARE = 0.01  # of all tokens or requests
-_LEAST = 0.01  # of a figure: smaller differences do not matter, however certain
+# Differences up to these are noise between single runs:
+SAME = 0.05  # as a share of the figure
+SAME_TAIL = 0.2  # as a share of the figure, for percentiles from p90 on, which depend on few requests
+SAME_SHARE = 0.01  # absolute, for shares of all tokens or requests: one percentage point
+_LEAST = 0.01  # as a share of the figure: smaller differences do not matter, however certain they are
 
 
 class Verdict(enum.Enum):
@@ -22,36 +23,36 @@ class Verdict(enum.Enum):
     BETTER = "better"
     WORSE = "worse"
     SAME = "about the same"
-    NEITHER = "neither is better"  # or the figure is missing on one side
+    NEITHER = "neither is better"  # no direction is better, or the figure is missing in one report
 
 
 def of_itself(value: float, report: Report) -> float:
-    """Return the difference that counts as noise for a figure that varies in proportion to its value."""
+    """Return the largest difference that is noise, for a figure whose noise is proportional to its `value`."""
     return SAME * abs(value)
 
 
 def of_share(value: float, report: Report) -> float:
-    """Return the difference that counts as noise for a share of tokens or requests."""
+    """Return the largest difference that is noise, for a share of all tokens or requests."""
     return SAME_SHARE
 
 
 class Row(NamedTuple):
-    """A figure in a comparison: a row of its table."""
+    """A figure by which reports are compared: one row of the comparison's table."""
 
     label: str
     read: Callable[[Report], float | None]  # takes the figure from a report
-    form: Callable[[float], str]  # writes it
-    better: Callable | None = None  # min or max; None: neither less nor more is better
-    least: Callable[[float, Report], float] = of_itself  # larger differences are no noise
+    form: Callable[[float], str]  # writes the figure as text
+    better: Callable | None = None  # min or max, whichever value is better; None: neither
+    least: Callable[[float, Report], float] = of_itself  # (figure, report) -> the largest difference that is noise
     said: str = ""  # its name in a sentence, if other than the label
 
 
 def judged(row: Row, report: Report, base: Report) -> Verdict:
-    """Return the verdict on one figure against `base`.
+    """Return whether one figure of `report` is better than, worse than or about the same as that of `base`.
 
-    With at least three seeds on both sides, a difference counts if the ranges over the seeds do not overlap: with equal
-    setups this happens for one pair in ten with 3 seeds each, and for one in 126 with 5. With fewer seeds, a difference
-    counts if it is above `row.least`.
+    With at least three seeds in both reports, the figures differ if their ranges over the seeds do not overlap: with
+    equal setups this happens for one pair in ten with 3 seeds each, and for one in 126 with 5. With fewer seeds, they
+    differ if the difference is above `row.least`.
     """
     new, old = seeds.mean(report, row.read), seeds.mean(base, row.read)
     if row.better is None or new is None or old is None:

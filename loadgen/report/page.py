@@ -15,7 +15,7 @@ from loadgen.report import comparison, rates, seeds, show
 from loadgen.report.summary import Records, Reports
 from loadgen.report.tables import Cell, Grid
 
-_MOST_REPLICAS = 24  # more are listed only on demand
+_MOST_REPLICAS = 24  # the table of more replicas opens only on a click
 _ENVIRONMENT = jinja2.Environment(
     autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=jinja2.FileSystemLoader(Path(__file__).parent)
 )
@@ -26,10 +26,10 @@ def can_draw() -> bool:
 
 
 def page(reports: Reports, records: Records, about: Mapping[str, object]) -> str:
-    """Return the page of `reports`, with plots of `records`, both by target or policy.
+    """Return the HTML page of these reports, with plots of the requests' records; both are by target or policy.
 
-    `about`: the `setting` and the `workload` (default: those of the first report); the `sweep` of `loadgen sweep` or
-    the `plan` of `hitherto plan`, with the table of what was `tried`.
+    `about`: the `setting` and the `workload` (default: those of the first report). A page of `loadgen sweep` also has
+    the `sweep`, one of `hitherto plan` the `plan`, each with the table of what was `tried`.
     """
     (name, report), *others = reports.items()
     about = {key: report.get(key) for key in ("setting", "workload")} | dict(about)
@@ -81,7 +81,7 @@ def _title(reports: Reports, about: Mapping[str, object]) -> str:
 
 
 def _replicas(reports: Reports) -> Iterator[tuple[str, Grid, bool]]:
-    """Yield a title, a row per replica and whether the table starts open, for each target that names its replicas."""
+    """Yield a table of the replicas for each target that names them: title, a row per replica, whether it is open."""
     counted = ("requests", "failed", "prompt_tokens", "prefill_tokens")
     heads = ("replica", "requests", "failed", "prompt tokens", "computed", "hit rate")
     for name, report in reports.items():

@@ -1,7 +1,7 @@
-"""The plots of the page, as SVG in the colours of the page.
+"""The plots of the report's HTML page, as SVG in the colours of the page.
 
-Every plot is a set of named curves. A target or policy has the same colour in all plots. Times count from when the
-first request of a run was due.
+Every plot is a set of named curves. A target or policy has the same colour in all plots. Time is measured from when
+the first request of a run was due.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _SIZE = (5.2, 3.1)  # inches, of one plot; with 10.5-point letters it is legible
 # Each colour has a contrast of at least 3:1 on white and on black.
 _COLOURS = ("#12907f", "#d97a1e", "#5a76d8", "#c34f86", "#7d962c", "#8d62c9", "#3f9cc4", "#a9703d")
 _DASHES = ("-", (0, (4, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)))
-_WINDOW_REQUESTS, _MOST_WINDOWS = 25, 40  # per window of time: with fewer its figures are noise
-_MOST_STEPS = 500  # of a distribution; more are not visible
-_LEAST_MS = 1e-3  # a logarithmic axis has no 0, but a virtual clock does
+# A plot over time has up to _MOST_WINDOWS windows, each with about _WINDOW_REQUESTS requests or more: fewer show noise.
+_WINDOW_REQUESTS, _MOST_WINDOWS = 25, 40
+_MOST_STEPS = 500  # points of a distribution's curve; more are not visible
+_LEAST_MS = 1e-3  # drawn for smaller times: a virtual clock can give 0, which a logarithmic axis does not have
 _LOOK = {
     "font.size": 10.5,
     "font.family": "sans-serif",
@@ -47,14 +48,14 @@ _INK = {"text": "#010203", "soft": "#010204", "line": "#010205"}
 
 
 class Line(NamedTuple):
-    """The line style of a target: one of eight colours, dashed where there are more targets than that."""
+    """The line style of a target or policy: one of eight colours, dashed from the ninth target on."""
 
     colour: str
     dash: object
 
 
 class Curve(NamedTuple):
-    """A curve, perhaps with a band that ends at `band`; values are NaN where unknown."""
+    """A curve of `y` over `x`, with the area from `y` to `band` shaded if there is a band; unknown values are NaN."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -77,18 +78,18 @@ def _clock(value: float, _: object = None) -> str:
 class Plot:
     """A plot: named curves over common axes.
 
-    An axis of milliseconds is logarithmic, and an axis of shares ends at 1.
+    An axis of milliseconds is logarithmic, and an axis of shares ends just above 1 at most.
     """
 
     title: str
     caption: str
     curves: Mapping[str, Curve]
     drawn: Mapping[str, Line]  # the style of each curve
-    across: Callable[[float, object], str] | str  # writes values of the x axis
-    up: Callable[[float, object], str] | str  # writes values of the y axis
-    limit: float | None = None  # of y, where a dashed line stands
-    mark: float | None = None  # of x, where a dashed line stands
-    label: str = ""  # of the x axis; only plots that have one name their curves in a legend of their own
+    across: Callable[[float, object], str] | str  # writes a value of the x axis as text
+    up: Callable[[float, object], str] | str  # writes a value of the y axis as text
+    limit: float | None = None  # value of y at which a dashed line is drawn
+    mark: float | None = None  # value of x at which a dashed line is drawn
+    label: str = ""  # of the x axis; a plot that has one also gets a legend if it has several curves
 
     @property
     def known(self) -> bool:
@@ -129,7 +130,10 @@ class Plot:
 
 
 def _scale(axis, form: Callable[[float, object], str] | str, parts: list[Sequence[float]], limit: float | None) -> None:
-    """Scale and label an axis for all values in `parts` and the limit."""
+    """Set range, scale and tick labels of an axis, so that all values in `parts` and `limit` are on it.
+
+    `form`: writes a value of the axis as text.
+    """
     values = np.concatenate(parts)
     low, high = np.nanmin(values), max(np.nanmax(values), limit or 0.0)
     if form is _milliseconds:
@@ -144,7 +148,7 @@ def _scale(axis, form: Callable[[float, object], str] | str, parts: list[Sequenc
 
 
 def lines(names: Iterable[str]) -> dict[str, Line]:
-    """Return a line style per name."""
+    """Return a line style for each name; the first eight names differ by colour, later ones also by dashes."""
     return {
         name: Line(_COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)])
         for number, name in enumerate(names)
@@ -152,7 +156,10 @@ def lines(names: Iterable[str]) -> dict[str, Line]:
 
 
 def of_runs(reports: Reports, records: Records, drawn: Mapping[str, Line]) -> list[Plot]:
-    """Return the plots of latencies and hit rate for which these runs have data; `drawn`: their styles."""
+    """Return the plots of latencies and hit rate for which these runs have data.
+
+    `drawn`: the line style of each target or policy.
+    """
     slo = next((report["goodput"]["slo_ms"] for report in reports.values() if report.get("goodput")), {})
     good = {name: [record for record in done if record.error is None] for name, done in records.items()}
     plots = []
@@ -180,7 +187,7 @@ def _distribution(latency: Latency, done: list[Record]) -> Curve | None:
 
 
 def _ttft(window: Sequence[Record]) -> list[float]:
-    """Return the median of TTFT and its p99 in ms; NaN where nothing was answered."""
+    """Return the median and the p99 of TTFT in ms; NaN if no request of the window was answered."""
     times = [max(record.ttft * 1000, _LEAST_MS) for record in window if record.ttft is not None]
     return list(np.percentile(times or [np.nan], (50, 99)))
 
@@ -191,9 +198,10 @@ def _hit_rate(window: Sequence[Record]) -> list[float]:
 
 
 def _over_time(figure: Callable[[list[Record]], list[float]], done: Sequence[Record]) -> Curve | None:
-    """Return the curve of `figure` over windows of time, with a band if it gives two values; None without values.
+    """Return the curve of a figure over time, or None if it has no value in any window.
 
-    `figure`: takes the requests of a window; all windows have about as many.
+    The requests are divided into consecutive windows of about equal numbers of requests. `figure`: returns a value for
+    the requests of a window, or two: the curve's and its band's.
     """
     if len(done) < 2:
         return None
@@ -207,7 +215,10 @@ def _over_time(figure: Callable[[list[Record]], list[float]], done: Sequence[Rec
 
 
 def of_sweep(sweep: Mapping[str, object]) -> list[Plot]:
-    """Return the plots of latency and attainment against the request rate; `sweep`: as `Sweep.figures` makes it."""
+    """Return the plots of latencies and of the share within the SLO, against the request rate.
+
+    `sweep`: as `Sweep.figures` makes it.
+    """
     steps = sorted(sweep["steps"], key=lambda step: step["rate"])
     rates, label = [step["rate"] for step in steps], "requests a second, offered"
     plots = []
@@ -227,9 +238,9 @@ def of_sweep(sweep: Mapping[str, object]) -> list[Plot]:
 
 
 def of_plan(plan: Mapping[str, object], drawn: Mapping[str, Line]) -> list[Plot]:
-    """Return the plot of attainment against the number of replicas, one line per cache size.
+    """Return the plot of the share within the SLO against the number of replicas, one line per KV cache size.
 
-    `plan`: what `hitherto plan --json` writes under "plan"; `drawn`: a line style per size, in the order of the sizes.
+    `plan`: what `hitherto plan --json` writes under "plan"; `drawn`: a line style per size, in ascending order of size.
     """
     points = sorted(plan["points"], key=lambda point: (point["tokens"], point["replicas"]))
     curves = {}

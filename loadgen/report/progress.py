@@ -1,4 +1,4 @@
-"""The live view of a run: redrawn in place on a terminal, a plain line every ten seconds elsewhere."""
+"""The live view of a run: redrawn in place on a terminal, else a plain line every ten seconds."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from loadgen.report import show
 from loadgen.report.shares import percent
 from loadgen.report.summary import cache_figures
 
-_FRAME_SECONDS, _TALK_SECONDS = 0.5, 0.2  # between frames, of which one takes the generator about 5 ms
+# Seconds between frames, without and with conversations in the view; a frame takes about 5 ms of the generator's time.
+_FRAME_SECONDS, _TALK_SECONDS = 0.5, 0.2
 _LINE_SECONDS, _WINDOW_SECONDS = 10.0, 10.0
 _WIDTH = 92
 _MOST_ROWS = _MOST_DOTS = 16
 
 
 async def watched(run: Run, console: Console, label: str, talks: int = 0) -> list[Record]:
-    """Run the load to its end while showing its progress; return its records. `talks`: as for `View`."""
+    """Run the load to its end while showing its progress, and return its records.
+
+    `label`: the view's heading; `talks`: the number of conversations of which it shows question and answer.
+    """
     view = View(run, label, talks)
     viewer = asyncio.create_task(_redrawn(view, console) if console.is_terminal else watch_lines(view, console))
     try:
@@ -57,18 +61,18 @@ async def watch_lines(view: View, console: Console) -> None:
 
 
 class View:
-    """The live view of a run; it counts each record once, so that a redraw costs only the new records.
+    """The live view of a run; each record is counted once, so that a redraw takes time only for new records.
 
-    `talks`: the number of conversations of which it shows question and answer.
+    `label`: heading; `talks`: the number of conversations of which it shows question and answer.
     """
 
     def __init__(self, run: Run, label: str, talks: int = 0):
         self.run, self.label, self.talks = run, label, talks
         self.counted = self.failed = 0
-        self.requests: Counter[str] = Counter()  # these three are counted by replica
-        self.prompt: Counter[str] = Counter()
-        self.cached: Counter[str] = Counter()
-        self.recent: deque[Record] = deque()  # ended in the last seconds, roughly in order
+        self.requests: Counter[str] = Counter()  # this and the next two are by replica
+        self.prompt: Counter[str] = Counter()  # prompt tokens
+        self.cached: Counter[str] = Counter()  # prompt tokens that were cached
+        self.recent: deque[Record] = deque()  # those that ended in the last ten seconds, roughly in order
         self.shown: list[Record] = []  # in flight, of the conversations that are shown
 
     def frame(self, width: int, now: float | None = None) -> RenderableType:
@@ -109,7 +113,7 @@ class View:
         }
 
     def replicas(self) -> Table:
-        """Return a table with a row per replica: requests, hit rate, and a dot per request in flight, if known."""
+        """Return a table with a row per replica: requests, hit rate, and a dot per request known to be in flight."""
         busy = Counter(record.replica for record in self.run.inflight.values() if record.replica)
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         for heading, justify in (("replica", "left"), ("requests", "right"), ("from its cache", "left"), ("", "right")):
@@ -126,7 +130,10 @@ class View:
         return table
 
     def _talk(self, width: int) -> Iterator[Text]:
-        """Yield the lines of a few conversations, each shown until it is answered so that it can be read."""
+        """Yield two lines for each of `talks` requests in flight: the question, and the answer so far.
+
+        A request stays in the view until it is answered, so that it can be read.
+        """
         going = self.run.inflight
         self.shown = [record for record in self.shown if id(record) in going]
         known = {id(record) for record in self.shown}
@@ -135,7 +142,7 @@ class View:
         for record in self.shown:
             yield one_line("? ", record.question, "cyan", width)
             yield one_line("  ", record.text, "dim", width, end=True)
-        yield from (Text() for _ in range(2 * (self.talks - len(self.shown))))  # keep the layout steady
+        yield from (Text() for _ in range(2 * (self.talks - len(self.shown))))  # blank, so that the height is constant
 
 
 def one_line(mark: str, text: str, style: str, width: int, end: bool = False) -> Text:

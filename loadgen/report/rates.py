@@ -1,4 +1,4 @@
-"""Offered against answered request rates, and why they differ."""
+"""Compare the request rate that a load offers with the rate that was answered, and say why they differ."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from loadgen.report.summary import Report
 from loadgen.workload.conversations import Conversation
 
 _STOPPED = "the run was stopped early"
-NEARLY_ALL = 0.95
-REACHED = 0.8  # share of the offered rate; a run that answers less never reached that rate
+NEARLY_ALL = 0.95  # share of the requests, for `steady`
+REACHED = 0.8  # a run that answers less than this share of its offered rate never reached that rate
 
 
 def steady(done: Sequence[Record], conversations: Sequence[Conversation]) -> tuple[float, float]:
     """Return when the load reached its offered rate and until when it held the rate, on the clock of the records.
 
-    Later turns wait for replies, so the rate is reached only once as many conversations are open as it sustains. That
-    is as long after the first start as NEARLY_ALL of the requests, counted from the start of their conversations, take
-    to be answered. The rate is held until the last conversation begins. It was never reached where the second value is
-    not above the first.
+    Later turns wait for replies, so the rate is reached only once as many conversations are open as it sustains. How
+    long that takes from the first start is estimated as the 95th percentile (NEARLY_ALL) of the requests' ages, where a
+    request's age is the time from the start of its conversation until its answer was complete. The rate is held until
+    the last conversation begins. If the second value is not above the first, the rate was never reached.
     """
     first_of = dict(_roots(conversations))
     began: dict[str, float] = {}
@@ -33,7 +33,7 @@ def steady(done: Sequence[Record], conversations: Sequence[Conversation]) -> tup
 
 
 def _roots(conversations: Iterable[Conversation], root: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (id, root) of each conversation; root: id of the conversation that it was first forked from, or its own."""
+    """Yield (id, root) of each conversation and of its forks, which have the conversation's id as their root."""
     for conversation in conversations:
         yield conversation.id, root or conversation.id
         for turn in conversation.turns:
@@ -64,7 +64,10 @@ def answered(report: Report) -> str:
 
 
 def offered(report: Report) -> str:
-    """Return the rate of the start times, and the rate they were drawn for if it differs; "" without a rate."""
+    """Return in words the rate that the start times offer, and the rate for which they were drawn if it differs.
+
+    Returns "" if the load offers no rate: in a closed loop, or where all conversations begin at once.
+    """
     offered, drawn = report["offered"]["rate"], report.get("asked")
     if offered is None:
         return ""
@@ -75,7 +78,7 @@ def offered(report: Report) -> str:
 
 
 def never_reached(report: Report) -> str:
-    """Return a sentence if the run answered too little to have reached its offered rate, else "".
+    """Return a sentence if the run answered too few requests to have reached its offered rate, else "".
 
     The figures of such a run, even if within the SLO, are those of a lower rate.
     """

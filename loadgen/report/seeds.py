@@ -1,4 +1,4 @@
-"""Several seeds of one load, merged: the mean of every figure, and the range over the seeds."""
+"""Merge the reports of one load with several seeds: the mean of every figure, and its range over the seeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 def _mean(values: Sequence[object]) -> object:
-    """Return the mean of numbers (key by key for dictionaries), or the first of other values; None is left out."""
+    """Return the mean of numbers, of dictionaries key by key; values that are None are left out.
+
+    Of booleans the result is whether any is true, of other values the first one.
+    """
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -35,17 +38,20 @@ def _mean(values: Sequence[object]) -> object:
 
 
 def label(name: str, seed: int, seeds: int) -> str:
-    """Return the name of a target's requests with one seed, in files with `seeds` seeds."""
+    """Return the name under which files have a target's requests with one seed; with a single seed, just `name`."""
     return name if seeds == 1 else f"{name}, seed {seed}"
 
 
 def first(reports: Reports, records: Records, seed: int) -> Records:
-    """Return the records of each target with the first seed, `seed`."""
+    """Return the records of each target's run with the first seed, whose value is `seed`."""
     return {name: records.get(name, records.get(label(name, seed, 2), ())) for name in reports}
 
 
 def each(report: Report, read: Callable[[Report], float | None]) -> list[float]:
-    """Return the value of each seed for which `read` finds one; for a single run, its one value."""
+    """Return the figure that `read` takes from the report of each seed, without seeds that lack it.
+
+    The report of a single run gives one value.
+    """
     values = [read(one) for one in report.get("by_seed") or [report]]
     return [value for value in values if value is not None]
 

@@ -1,9 +1,9 @@
-"""Rounding of shares that never turns a share into 0 or 1: a miss in 10,000 is a miss."""
+"""Round shares so that only 0 and 1 themselves become 0 and 1: one miss in 100,000 requests is not 100 %."""
 
 from __future__ import annotations
 
 _DIGITS = 4  # of a share in a report
-_MOST = 12  # digits; further differences are rounding errors
+_MOST = 12  # digits at most; differences beyond them are rounding errors of floats
 
 
 def share(part: float | None, whole: float | None) -> float | None:
@@ -20,7 +20,7 @@ def share(part: float | None, whole: float | None) -> float | None:
 def percent(value: float, digits: int = 1) -> str:
     """Return a share as a percentage: `0.998` -> "99.8 %".
 
-    There are more than `digits` digits where the share would otherwise read 0 or 100 % and is neither.
+    The result has more than `digits` digits after the point if it would otherwise read 0 or 100 % without being that.
     """
     exact = 100 * value
     number = f"{exact:.{digits}f}"

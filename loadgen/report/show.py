@@ -1,4 +1,4 @@
-"""Figures as tables and sentences for the terminal (rich) and the HTML page; missing figures are named."""
+"""Write figures as tables and sentences for the terminal (rich) and the HTML page; a missing figure is "–"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadgen.report.shares import percent as percentage
 from loadgen.report.summary import LATENCIES, Latency, Report, Reports, fair_share
 from loadgen.report.tables import Cell, Grid, drawn
 
-_SHARES = 4  # replicas whose requests are listed one by one
+_SHARES = 4  # with up to so many replicas, the requests of each are listed
 
 
 def milliseconds(value: float | None) -> str:
@@ -57,14 +57,14 @@ def run_report(report: Report) -> RenderableType:
 
 
 def head(report: Report) -> Text:
-    """Return how many requests were answered, how fast, and why others were not sent."""
+    """Return the first line of a report: how many requests were answered, how fast, and why others were not sent."""
     text = Text(f"{count(report['completed'])} of {count(report['requests'])} requests answered", "bold")
     rates = f"{report['request_throughput']:.2f} requests/s · {report['output_throughput']:,.0f} output tokens/s"
     text.append(f" in {report['duration_s']:.1f} s · {rates}", "not bold dim")
     if by_seed := report.get("by_seed"):
         text.append(f" · mean of {len(by_seed)} seeds, range in brackets", "not bold dim")
     if report["not_sent"]:
-        # the reason is certain only in a run that ended by itself: see `Load.not_sent`
+        # the reason is certain only in a run that ended by itself: `Load.not_sent` also counts what a stop left out
         turns = f"later turn{'' if report['not_sent'] == 1 else 's'} of conversations that failed"
         why = f": {turns}" if report["failed"] and not report["interrupted"] else ""
         text.append(f" · {count(report['not_sent'])} not sent{why}", "not bold yellow")
@@ -74,7 +74,10 @@ def head(report: Report) -> Text:
 
 
 def latencies(report: Report, *more: str) -> Grid:
-    """Return a table of mean, percentiles and further figures (`more`, such as "max") of each latency."""
+    """Return a table with a row per latency: mean, the requested percentiles, and further figures.
+
+    `more`: keys of the further figures in a report, such as "max".
+    """
     names = ("mean", *report["percentiles"], *more)
     shown = [(one.name, f"{one.key}_ms", one.about) for one in LATENCIES]
     if report["generator"]["was_the_limit"]:
@@ -87,7 +90,7 @@ def latencies(report: Report, *more: str) -> Grid:
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of everything in a report besides latencies: rate, goodput, cache, replicas, generator."""
+    """Yield (name, text) for what a report has besides latencies: rate, goodput, cache, replicas, generator."""
     cache, generator, goodput = report["cache"], report["generator"], report["goodput"]
     yield "rate", rates.rates(report)
     if goodput:
@@ -118,7 +121,7 @@ _REMEDIES = {
 
 
 def troubles(report: Report) -> list[Text]:
-    """Return what affects all figures: errors, a generator that was the limit, and caches that were warm."""
+    """Return warnings on what affects all figures: errors, a generator that was the limit, caches that were warm."""
     found = []
     for kind, number in sorted(report["errors"].items(), key=lambda item: -item[1]):
         example = report["error_examples"][kind]
@@ -131,7 +134,7 @@ def troubles(report: Report) -> list[Text]:
 
 
 def _caution(generator: Mapping[str, object]) -> Iterator[str]:
-    """Yield a warning if the generator was the limit."""
+    """Yield a warning if the load generator, rather than the server, limited the figures."""
     if not generator["was_the_limit"]:
         return
     if bound := generator["max_concurrency"]:
@@ -183,9 +186,10 @@ def compared(reports: Reports, rows: Sequence[Row] | None = None, most: int = _S
 
 
 def _look(row: Row, report: Report, best: float | None, reports: Reports) -> str:
-    """Return "best" for the best figure of a row, "worse" for one worse than the first target's, else "".
+    """Return the look of a cell: "best" for the row's best figure, "worse" if worse than the first target's, else "".
 
-    Differences that are noise count as none.
+    `best`: the row's best figure. A figure is only best if it beats another target's by more than noise, and only worse
+    if it is so by more than noise.
     """
     (first, *_), verdict = reports.values(), noise.Verdict
     beats_one = any(noise.judged(row, report, other) is verdict.BETTER for other in reports.values())
@@ -195,7 +199,10 @@ def _look(row: Row, report: Report, best: float | None, reports: Reports) -> str
 
 
 def written(report: Report, read: Callable[[Report], float | None], form: Callable[[float], str]) -> str:
-    """Return a figure as text; with several seeds the mean, and the range in brackets unless all seeds agree."""
+    """Return a figure of a report as text; with several seeds the mean, and the range in brackets unless all agree.
+
+    `read`: takes the figure from a report; `form`: writes a value as text.
+    """
     values = seeds.each(report, read)
     if not values:
         return "–"
@@ -207,7 +214,7 @@ def written(report: Report, read: Callable[[Report], float | None], form: Callab
 
 
 def shares(report: Report, most: int = _SHARES) -> str:
-    """Return the requests of each replica in the order of names; with more than `most` replicas, least and most."""
+    """Return the number of requests of each replica as text; with more than `most` replicas, only least and most."""
     requests = [figures["requests"] for figures in report["replicas"].values()]
     if len(requests) > most:
         return f"{count(min(requests))} to {count(max(requests))}"
@@ -215,7 +222,10 @@ def shares(report: Report, most: int = _SHARES) -> str:
 
 
 def path_of(*path: str) -> Callable[[Report], float | None]:
-    """Return a reader of a nested figure, as in `path_of("ttft_ms", "p99")`; it reads None where a key is missing."""
+    """Return a function that takes a nested figure from a report: `path_of("ttft_ms", "p99")(report)`.
+
+    The function returns None if a key is missing.
+    """
 
     def read(report: Report) -> float | None:
         value = report
@@ -227,24 +237,24 @@ def path_of(*path: str) -> Callable[[Report], float | None]:
 
 
 def latency(one: Latency, name: str) -> Row:
-    """Return the row of one mean or percentile of a latency; `name` is that of the figure, such as "p99"."""
+    """Return the comparison's row for one figure of a latency, which `name` names: "mean" or a percentile as "p99"."""
     same = noise.SAME_TAIL if name.startswith("p") and float(name[1:]) >= 90 else noise.SAME
     read = path_of(f"{one.key}_ms", name)
     return Row(f"{one.name} {name}", read, milliseconds, min, lambda value, report: same * value)
 
 
 def rows_of(reports: Reports) -> list[Row]:
-    """Return the rows of a comparison; its latencies have the percentiles that were asked for."""
+    """Return the rows of a comparison; latencies have the percentiles that the first report lists."""
     names = ("mean", *next(iter(reports.values()))["percentiles"])
     latencies = [latency(one, name) for one in LATENCIES if one.key != "itl" for name in names]
     return [*_BEFORE, *latencies, *_AFTER]
 
 
 def _counted_hit_rate(report: Report) -> float | None:
-    """Return the hit rate from the engines' counters, where the replies do not report it.
+    """Return the hit rate from the engines' counters, but None if the replies report one.
 
-    The counters include other requests, such as a gateway's checks of an engine's token ids
-    (`gateway.proxy.exactness`), so they would differ from the replies.
+    The counters include other requests, such as those with which a gateway checks an engine's token ids
+    (`gateway.proxy.exactness`), so the two rates would differ.
     """
     return path_of("engines", "hit_rate")(report) if report["cache"]["hit_rate"] is None else None
 
@@ -282,10 +292,10 @@ DEMO_ROWS = (
 
 
 def tried(heads: Sequence[str], points: Iterable[tuple[Sequence[str], Report, bool]]) -> Grid:
-    """Return a table of the rates or fleets that were tried.
+    """Return a table of the request rates or fleets that were tried, a row for each.
 
-    `points`: of each its name (a cell under each of `heads`), its report and whether it kept the SLO. The
-    table has only the lowest and the highest requested percentile of each latency, so that it fits a terminal.
+    `points`: for each row its first cells (one under each of `heads`), the report, and whether the SLO was kept. The
+    table has only the lowest and the highest requested percentile of TTFT and TPOT, so that it fits a terminal.
     """
     points = list(points)
     names = points[0][1]["percentiles"] if points else ()

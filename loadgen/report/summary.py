@@ -1,4 +1,4 @@
-"""Figures from records, as the one dictionary that `--json` writes.
+"""Compute the figures of a run from its records: the report, which is the dictionary that `--json` writes.
 
 TTFT, ITL, TPOT and E2E are defined as in `vllm bench serve`; percentiles interpolate linearly. Keys end in `_ms` where
 the value is in milliseconds; other times are seconds.
@@ -33,12 +33,12 @@ _UNITS = {"ms": 1.0, "s": 1000.0, "": 1.0}
 
 
 class Latency(NamedTuple):
-    """A latency of reports, tables and plots; a report has its figures under `key` with "_ms" behind it."""
+    """A latency of reports, tables and plots; a report has its mean and percentiles under `key` + "_ms"."""
 
     name: str
     key: str
     about: str
-    read: Callable[[Record], Iterable[float | None]]  # the seconds that one request has of it
+    read: Callable[[Record], Iterable[float | None]]  # its values, in seconds, in one request
 
 
 LATENCIES = (
@@ -76,7 +76,7 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def began(records: Sequence[Record]) -> float:
-    """Return the zero of a run's times: when its first request was due."""
+    """Return when the first request of a run was due (seconds); reports measure times from then."""
     return min((record.due for record in records), default=0.0)
 
 
@@ -94,7 +94,7 @@ def percentile_name(percentile: float) -> str:
 
 
 def spread(seconds: Iterable[float | None], percentiles: Iterable[float] = ()) -> dict[str, float] | None:
-    """Return mean, p50, p90, p99, further `percentiles` and max in ms; None if there are no values."""
+    """Return mean, p50, p90, p99, further `percentiles` and max of these times, in ms; None if there are no values."""
     values = np.array([value for value in seconds if value is not None])
     if not values.size:
         return None
@@ -110,9 +110,9 @@ def spread(seconds: Iterable[float | None], percentiles: Iterable[float] = ()) -
 def summarise(
     run: Load, slo: Mapping[str, float] | None = None, percentiles: Sequence[float] = PERCENTILES
 ) -> dict[str, object]:
-    """Return all figures of one run; figures whose source (usage, headers) was absent are None.
+    """Return the report of one run: all its figures. Those whose source (usage, headers) was absent are None.
 
-    `slo`: limits in milliseconds, as from `parse_slo`; `percentiles`: those of latencies that tables show.
+    `slo`: limits in milliseconds, as from `parse_slo`; `percentiles`: those of the latencies that tables show.
     """
     good = [record for record in run.done if record.error is None]
     seconds = max(run.ended - run.began, 1e-9)
@@ -158,9 +158,10 @@ def summarise(
 
 
 def cache_figures(records: Sequence[Record]) -> dict[str, object]:
-    """Return the prompt tokens, and how many were cached by the engines' reports and by the gateway's predictions.
+    """Return how many prompt tokens the records have, and how many were cached by engines' report and by prediction.
 
-    Each hit rate covers the requests that have the figure; `prefill_tokens` are those that engines had to compute.
+    The prediction is the gateway's. Each hit rate covers the requests whose replies have its figure. `prefill_tokens`:
+    the prompt tokens that engines had to compute, in requests whose cached tokens were reported.
     """
     told = [one for one in records if one.prompt_tokens is not None]
     reported = [(one.prompt_tokens, one.cached_tokens) for one in told if one.cached_tokens is not None]
@@ -180,9 +181,9 @@ def cache_figures(records: Sequence[Record]) -> dict[str, object]:
 
 
 def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str, object]]:
-    """Return requests and cache figures by replica, including `known` replicas without requests.
+    """Return the numbers of requests and the cache figures by replica, including `known` replicas without requests.
 
-    The header `x-hitherto-replica` names replicas; the result is empty where none is known.
+    The response header `x-hitherto-replica` names the replica; without it and without `known` the result is empty.
     """
     names = {*known, *(record.replica for record in records if record.replica is not None)}
     found = {}
@@ -196,7 +197,7 @@ def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str
 def _generator(run: Load, seconds: float) -> dict[str, object]:
     """Return how late and how busy the generator was, and whether it, not the server, was the limit.
 
-    A run under a second has only its average CPU share.
+    `seconds`: duration of the run. In a run under a second, the busiest second's CPU share is the average share.
     """
     late = spread(record.lateness for record in run.done)
     busy = run.cpu_seconds / seconds
@@ -224,7 +225,7 @@ def fair_share(report: Report) -> float | None:
 
 
 def exit_code(reports: Iterable[Report], whole: bool) -> int:
-    """Return 130 unless the `whole` load was sent, 1 if a target answered no request, else 0."""
+    """Return the exit code: 130 unless the `whole` load was sent, 1 if a target answered no request, else 0."""
     reports = list(reports)
     if not whole or any(report["interrupted"] for report in reports):
         return INTERRUPTED
@@ -237,7 +238,7 @@ def now() -> str:
 
 
 def setting(command: list[str], seed: int, seeds: int = 1, date: str | None = None) -> dict[str, object]:
-    """Return how figures were made: machine, versions, command, seed, and for measurements the date."""
+    """Return how figures were made: machine, versions, command, seed, and for measurements when they began (`date`)."""
     versions = {name: version(name) for name in ("hitherto", "uvloop", "httptools")}
     return {
         "command": shlex.join(command),

@@ -1,4 +1,4 @@
-"""Tables as data, which the page and the terminal both draw.
+"""Tables as data, which the HTML page and the terminal both draw.
 
 Where a terminal is narrower than a table, Rich folds cells at their blanks; a pipe or a file has lines of any length.
 """
@@ -16,21 +16,21 @@ STYLES = {"best": "bold green", "better": "green", "worse": "red", "yes": "green
 
 
 class Cell(NamedTuple):
-    """A cell; `look` is a key of STYLES, which is also a CSS class of the page."""
+    """A cell of a table; `look` is a key of STYLES and a CSS class of the HTML page, or "" for a plain cell."""
 
     text: str
     look: str = ""
 
 
 class Grid(NamedTuple):
-    """A table: rows, and `heads` of the columns, the first of which has the row names."""
+    """A table: the headings of its columns and its rows; the first column has the rows' names."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 
 
 def drawn(grid: Grid, left: Sequence[int] = (0,), header_style: str = "bold", title: str | None = None) -> Table:
-    """Return the table of a grid for the terminal; columns are right-aligned except those in `left`."""
+    """Return a grid as a table for the terminal; columns are right-aligned, except those numbered in `left`."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style=header_style, title_justify="left", title=title)
     for number, heading in enumerate(grid.heads):
         made.add_column(heading, overflow="fold", justify="left" if number in left else "right")

@@ -1,4 +1,4 @@
-"""Detection of prefix caches that held a load's prompts before the run, which makes its figures too good."""
+"""Detect prefix caches that already held a load's prompts before the run, which makes its figures too good."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from loadgen.report.shares import percent
 from loadgen.report.summary import Report, cache_figures
 from loadgen.workload.conversations import Conversation, is_text
 
-_LETTERS = 64  # characters of a prompt's first text: about a block of 16 tokens
-NOTICED = 0.1  # share of the prompt tokens; more than a chat template's own opening
+_LETTERS = 64  # characters of a prompt's first text that are compared: about a KV block of 16 tokens
+NOTICED = 0.1  # with a larger share of cached tokens caches were warm; a chat template's own opening is a smaller one
 
 
 def beginning(conversation: Conversation) -> Hashable:
-    """Return a key of how a conversation's prompts begin; prompts with different keys share no blocks in engines."""
+    """Return a key for the beginning of a conversation's prompts; those with different keys share no KV blocks."""
     if tools := conversation.extra.get("tools"):
         return str(tools)[: 4 * _LETTERS]  # templates put tools first
     content = conversation.turns[0].messages[0].get("content")
@@ -24,8 +24,9 @@ def beginning(conversation: Conversation) -> Hashable:
 def warm(run: Load) -> dict[str, object] | None:
     """Return how warm the caches were, or None where engines do not report cached tokens.
 
-    `requests`, `prompt_tokens`, `cached_tokens`: of the requests whose beginning had not been sent before in this run,
-    so that nothing of them should have been cached. `is_text`: the prompts are the same under another seed.
+    The figures cover the requests whose prompts begin like none sent before in this run, so that none of their tokens
+    should have been cached: `requests`, `prompt_tokens` and, as engines reported them, `cached_tokens`. `is_text`: the
+    prompts are the same under another seed.
     """
     begins = {conversation.id: beginning(conversation) for conversation in run.conversations}
     firsts: dict[Hashable, Record] = {}
@@ -41,7 +42,7 @@ def warm(run: Load) -> dict[str, object] | None:
 
 
 def notice(report: Report) -> Iterable[str]:
-    """Yield a warning with a remedy if the caches were warm."""
+    """Yield a warning with a remedy if engines already had much of the prompts in their caches before the run."""
     found = report.get("warm_caches")
     if found and found["cached_tokens"] > NOTICED * found["prompt_tokens"]:
         cached, prompt, number = (found[key] for key in ("cached_tokens", "prompt_tokens", "requests"))

@@ -6,7 +6,7 @@ import sys
 
 def main() -> int:
     try:
-        from loadgen.cli import main as command  # takes half a second, in which Ctrl-C may come
+        from loadgen.cli import main as command  # takes half a second, during which Ctrl-C may come
 
         code = command()
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The command `loadgen`: run, compare, simulate and plan loads, and measure engines.
 
-Flags are named as in `vllm bench serve`, as far as it has them. A wrong flag or file ends the command with one message
-and exit code 2 before anything is sent; a server that cannot be reached ends it with exit code 1.
+A flag that `vllm bench serve` has too bears the same name. A wrong flag or file ends the command with one message and
+exit code 2 before anything is sent; a server that cannot be reached ends it with exit code 1.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def main(argv: list[str] | None = None, prog: str = "loadgen") -> int:
 
 
 async def act(args: argparse.Namespace, prog: str = "loadgen") -> int:
-    """Run the command that was parsed, print what kept it from its work, and return the exit code."""
+    """Run the parsed command and return its exit code.
+
+    A wrong input (exit code 2) and an unusable server or process (1) are printed as one message on standard error.
+    """
     try:
         return await args.act(args, _console(args))
     except (BadInput, BadModel, Failed) as error:
@@ -76,9 +79,10 @@ async def act(args: argparse.Namespace, prog: str = "loadgen") -> int:
 
 
 def _console(args: argparse.Namespace) -> Console:
-    """Return the console for reports: standard error with `--json -`, so that standard output has the JSON alone.
+    """Return the console that reports are printed on: standard output, or standard error with `--json -`.
 
-    Where the output is no terminal, tables are as wide as they need to be and lines have no trailing blanks.
+    With `--json -` standard output has only the JSON. On a console that is not a terminal, tables are as wide as they
+    need to be and lines have no trailing blanks.
     """
     console = Console(highlight=False, stderr=str(args.json) == "-")
     if not console.is_terminal:
@@ -89,7 +93,10 @@ def _console(args: argparse.Namespace) -> Console:
 
 
 class Unpadded:
-    """A file wrapper that strips the blanks with which Rich pads lines to the table width; Rich writes whole lines."""
+    """A file wrapper that strips the blanks with which Rich pads lines to the table width.
+
+    Each call of `write` must get whole lines, as it does from Rich: blanks at the end of its text are lost.
+    """
 
     def __init__(self, file: IO[str]):
         self._file = file
@@ -110,7 +117,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.
 
 
 def hitherto_plan(argv: list[str]) -> int:
-    """Run `hitherto plan`.
+    """Run `hitherto plan` with the arguments `argv`, and return the exit code.
 
     The gateway finds this function as an entry point, because the gateway imports nothing from `loadgen`.
     """
@@ -137,7 +144,8 @@ def _version(prog: str) -> str:
     return f"{prog} {version('hitherto')}"
 
 
-# Each command with its module, its function, and what it does: a line in the help of all, the first of its own.
+# One row per command: its name, the module whose `add_arguments` adds its flags, the function that runs it, and its
+# help text, which is a line of `loadgen --help` and the first line of the command's own help.
 VERBS = (
     ("run", run, run.run_verb, "send a load to an OpenAI endpoint and report latencies, rates, hit rates and errors"),
     ("compare", compare, compare.compare_verb, "send one load to several endpoints, or to fresh engines per policy"),

@@ -1,4 +1,4 @@
-"""`loadgen compare`: the same load against several URLs, or against a fresh gateway per policy."""
+"""`loadgen compare`: send the same load to several URLs, or to a fresh gateway and fresh engines per policy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def targets(args: argparse.Namespace) -> dict[str, str]:
-    """Return the URLs by name from `--target NAME=URL ...`. Raises BadOption."""
+    """Return the URLs by name from `--target NAME=URL ...`. Raises BadOption for a malformed or repeated one."""
     found: dict[str, str] = {}
     for item in args.target:
         name, equals, url = item.partition("=")
@@ -57,7 +57,7 @@ def targets(args: argparse.Namespace) -> dict[str, str]:
         if name in found:
             raise options.BadOption(f"--target {name!r} is given twice")
         try:
-            Client(url)  # before anything is sent
+            Client(url)  # raises for a bad URL, before anything is sent
         except BadURL as error:
             raise options.BadOption(f"--target {name}: {error}") from None
         found[name] = url
@@ -93,9 +93,10 @@ async def compare_verb(args: argparse.Namespace, console: Console) -> int:
 async def measure(
     args: argparse.Namespace, console: Console, found: Measured, url: str, admin: Client | None, seed: int
 ) -> None:
-    """Measure one target with one seed, the `seed`-th from 0.
+    """Send the load with one seed to the target at `url`, and add its report and records to `found`.
 
-    With `admin`, a client of a gateway's admin side, the report also has the engines' own prefix-cache counters.
+    `seed`: the number of the seed, from 0. `admin`: a client of the gateway's admin API, or None for a URL of the user;
+    with it, the report's `engines` has the change of the engines' own prefix-cache counters.
     """
     client = Client(url, target.headers(args), args.timeout)
     before = await engines.cache_counts(admin) if admin else {}

@@ -21,7 +21,8 @@ from loadgen.report.summary import PERCENTILES, Report, Reports, percentile_name
 from loadgen.report.tables import Cell, Grid, drawn
 
 _LOOKS = {Verdict.BETTER: "better", Verdict.WORSE: "worse", Verdict.SAME: "soft", Verdict.NEITHER: ""}
-_PASSED_OVER = ("seed", "notes", "conversations", "last_start_s")  # workload fields that depend on the seed
+# Fields of a workload that depend on its seed, so that `differences` does not compare them.
+_PASSED_OVER = ("seed", "notes", "conversations", "last_start_s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read(path: Path) -> Mapping[str, object]:
-    """Return the figures in the file. Raises BadInput."""
+    """Return the figures that `--json` wrote to this file. Raises BadInput if it is unreadable or has no figures."""
     try:
         figures = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
@@ -44,7 +45,10 @@ def read(path: Path) -> Mapping[str, object]:
 
 
 def reports_of(figures: Mapping[str, object]) -> Reports:
-    """Return the reports by target, policy or rate; the report of a single run has the empty name."""
+    """Return the reports in the figures of one file, by target, policy or request rate.
+
+    The one report of `loadgen run` has the empty name.
+    """
     if "ttft_ms" in figures:
         found = {"": figures}
     elif isinstance(sweep := figures.get("sweep"), dict):
@@ -73,7 +77,7 @@ def pairs(args: argparse.Namespace, old: Reports, new: Reports) -> Iterator[tupl
 
 
 def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """Return the settings in which the two files differ, apart from the target."""
+    """Return phrases on the settings in which the two files differ: workload, simulated fleet, seeds and machine."""
     compared = [[one.get(part) or {} for one in (old, new)] for part in ("workload", "fleet")]
     compared = [[{key: one[key] for key in one if key not in _PASSED_OVER} for one in pair] for pair in compared]
     settings = [{"seeds": 1, **(one.get("setting") or {})} for one in (old, new)]
@@ -82,7 +86,7 @@ def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[st
     for was, now in compared:
         for key in dict.fromkeys((*was, *now)):
             a, b = was.get(key), now.get(key)
-            if a is None or b is None:  # loads and fleets have different keys
+            if a is None or b is None:  # kinds of load and fleet have different settings
                 found += [] if a == b else [f"{key} {b if a is None else a} in {'B' if a is None else 'A'} alone"]
             elif a != b:
                 found.append(f"{key} {a} → {b}")

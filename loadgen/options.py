@@ -11,7 +11,7 @@ from replicas.arguments import seconds as seconds
 from replicas.arguments import whole as whole
 from replicas.spelling import did_you_mean
 
-INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
+INTERRUPTED = 130  # the exit code after Ctrl-C, as in shells: 128 + SIGINT
 KEY_NEEDED = "it wants an API key, or another one; set OPENAI_API_KEY in the environment"
 ATTAINMENT = 0.9  # default share of the requests that must be within the limits
 
@@ -44,8 +44,8 @@ def flags(
 ) -> None:
     """Add flags to `group`, one per row: names, reader of the value, placeholder in the help, default, help text.
 
-    The reader may also be a tuple of the allowed values, a list with the reader of a repeatable flag, or None for a
-    switch.
+    The names are separated by blanks. The reader is a function of the flag's text, a tuple of the allowed values, a
+    list with the reader of a repeatable flag, or None for a switch without a value.
     """
     for spelled, reads, placeholder, default, told in rows:
         read: dict[str, object] = {"metavar": placeholder}
@@ -93,7 +93,10 @@ def rates(text: str) -> tuple[float, ...]:
 
 
 def names(text: str, known: Collection[str], hint: str = "") -> list[str]:
-    """Read policy names separated by commas; `hint` is appended to the error about an unknown one."""
+    """Read policy names separated by commas. Raises ArgumentTypeError for unknown and repeated ones.
+
+    `known`: all names there are; `hint`: appended to the error about an unknown name.
+    """
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found or len(set(found)) != len(found):
         raise argparse.ArgumentTypeError(f"{text!r}: name each policy once, joined by commas")
@@ -103,7 +106,10 @@ def names(text: str, known: Collection[str], hint: str = "") -> list[str]:
 
 
 def policy(name: str, known: Collection[str], hint: str = "") -> str:
-    """Check that `name` is a known policy or FILE:CLASS, and return it. Raises ArgumentTypeError."""
+    """Check that `name` is a known policy or a usable FILE:CLASS, and return it. Raises ArgumentTypeError.
+
+    `known`: the names of all policies; `hint`: appended to the error about an unknown one.
+    """
     import policies  # imported late: most commands need no policies
 
     if policies.is_own(name):

@@ -1,4 +1,4 @@
-"""`loadgen run`: one load against one server, and the parts that the other commands share with it."""
+"""`loadgen run`: send one load to one server; the other commands share functions of this module."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def check(args: argparse.Namespace) -> None:
 async def ask(
     args: argparse.Namespace, console: Console, work: Workload, client: Client, asking: Asking, label: str
 ) -> Run:
-    """Send the whole load and show its progress; Ctrl-C ends it early."""
+    """Send the whole load while showing its progress, and return the run; Ctrl-C ends it early.
+
+    `label`: the heading of the live view.
+    """
     load = Run(work.conversations, work.starts, client, asking, args.max_concurrency, args.users)
     with target.stopped_by_interrupt(load):
         await watched(load, console, label)
@@ -48,7 +51,7 @@ async def ask(
 
 
 def figures(args: argparse.Namespace, load: Run) -> dict[str, object]:
-    """Return the report of one load."""
+    """Return the report of one load: its figures, and how warm the prefix caches were before it."""
     return {**summarise(load, files.slo(args), args.percentiles), "warm_caches": warm(load)}
 
 
@@ -59,7 +62,7 @@ class Measured:
         self.name = name
         self.reports: list[Report] = []
         self.records: dict[str, list[Record]] = {}
-        self.workload: dict[str, object] = {}  # description of the load with the first seed
+        self.workload: dict[str, object] = {}  # describes the load with the first seed
         self.interrupted = False
 
     @property
@@ -69,10 +72,10 @@ class Measured:
     async def ask(
         self, args: argparse.Namespace, console: Console, client: Client, seed: int, replicas: Sequence[str] = ()
     ) -> None:
-        """Send the load with one seed and add its report and records.
+        """Send the load with one seed, and add its report and records to this target's.
 
-        `args.seed`: the seed; `seed`: its number, from 0. `replicas`: ids of the target's replicas where they are
-        known, so that the report also counts replicas that got no request.
+        `args.seed`: the seed; `seed`: the number of the seed, from 0. `replicas`: ids of the target's replicas where
+        they are known, so that the report also lists replicas that got no request.
         """
         work = datasets.workload(args)
         if not seed:
@@ -89,7 +92,7 @@ class Measured:
 
 @contextmanager
 def until_interrupted(console: Console) -> Iterator[None]:
-    """Suppress the cancellation by Ctrl-C within the block, so that earlier measurements are still reported."""
+    """Catch the cancellation by Ctrl-C in the block, so that the program goes on and reports what was measured."""
     try:
         yield
     except asyncio.CancelledError:

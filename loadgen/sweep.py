@@ -2,11 +2,12 @@
 
 A rate keeps the SLO when at least the share `--attainment` of its requests is answered within every limit; failed and
 unsent requests count as missed. Starting from the first rate, the rate is doubled as long as it keeps the SLO, or
-halved until it does. Then the geometric mean of the highest kept and the lowest missed rate is tried, until the two are
-within `--precision` of each other. With `--rates` only the given rates are tried, lowest first.
+halved until it does. Then the geometric mean of the highest rate that kept the SLO and the lowest that missed it is
+tried, until the two are within `--precision` of each other. With `--rates` only the given rates are tried, lowest
+first.
 
-A step is one rate that is tried. All steps send the same load, with its start times stretched or compressed and with
-other tokens, so that no step finds its prompts cached by the step before.
+A step is one rate that is tried. All steps send the same conversations, with their start times stretched or compressed.
+Each step has other made-up tokens, so that it does not find its prompts cached by the step before.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class Search:
 
     first: float
     precision: float = PRECISION
-    limit: float = math.inf  # rates above this cannot be measured with the load
+    limit: float = math.inf  # rates above this would send the whole load in too short a time to measure them
     kept: float | None = None  # the highest rate that keeps the SLO so far
-    missed: float | None = None  # the lowest rate that does not
+    missed: float | None = None  # the lowest rate so far that does not keep it
     steps: int = 0  # rates tried so far
     stopped: str = ""  # why there is no next rate
-    given: Sequence[float] = ()  # if any: the rates to try, and no others
+    given: Sequence[float] = ()  # the only rates to try, ascending; empty: the search chooses them
 
     @property
     def rate(self) -> float | None:
@@ -63,7 +64,7 @@ class Search:
         return min(self.kept * 2, self.limit) if self.missed is None else math.sqrt(self.kept * self.missed)
 
     def tell(self, rate: float, keeps: bool) -> None:
-        """Record whether `rate`, any rate between `kept` and `missed`, keeps the SLO."""
+        """Record whether `rate`, the next rate to try, keeps the SLO; set `stopped` if the search is over now."""
         self.steps += 1
         if self.given:
             if not keeps:
@@ -99,7 +100,10 @@ class Sweep:
     steps: list[dict[str, object]]
 
     def add(self, rate: float, report: Report) -> dict[str, object]:
-        """Add the report of one rate, made by `summarise` with the SLO limits, and return it as a step."""
+        """Record the report of one rate, and return the step: rate, share of requests within the SLO, verdict, report.
+
+        `report`: as `summarise` makes it with the SLO's limits, so that it has `goodput`.
+        """
         share = report["goodput"]["share"]
         step = {"rate": rate, "share": share, "kept": share >= self.attainment, "report": report}
         self.steps.append(step)
@@ -132,7 +136,10 @@ class Sweep:
 
 
 def own_rate(work: Workload) -> float:
-    """Return the request rate (per second) of the load's own starts. Raises BadOption where all begin at once."""
+    """Return the requests per second that the load's own start times offer.
+
+    Raises BadOption if all conversations begin at once, which is no rate.
+    """
     rate = offer(work.conversations, work.starts).rate
     if rate is None:
         needed = "more of them (--num-prompts), and a finite --request-rate"
@@ -180,7 +187,7 @@ async def sweep_verb(args: argparse.Namespace, console: Console) -> int:
     with run.until_interrupted(console):
         while (rate := search.rate) is not None:
             reports = []
-            for number, each in enumerate(works):  # a load with each seed; every step and seed has its own tokens
+            for number, each in enumerate(works):  # one load per seed; each step and seed has made-up tokens of its own
                 salt = args.seed + len(sweep.steps) * len(works) + number
                 asking = target.asking(argparse.Namespace(**{**vars(args), "seed": salt}), model)
                 load = await run.ask(args, console, at_rate(each, rate), client, asking, f"{rate:.4g}/s")

@@ -1,1 +1,1 @@
-"""The path of one request: admission, choice of a replica, forwarding, retries, accounting."""
+"""The processing of requests: admission, choice of a replica, forwarding, retries, accounting."""

@@ -1,7 +1,8 @@
-"""What follows when an attempt or a request fails: another attempt, an error, the end of a stream, or nothing at all.
+"""What follows the failure of an attempt or a request: another attempt, an error, the end of a stream, or nothing.
 
-`Failures.failed` turns the failure of an attempt into an event of its exchange. The other methods are the actions of
-the table in `states` for exchanges that do not go well; those of a request that does are in `handle`.
+`Failures.failed` turns the failure of an attempt into an event of its exchange, the client's request. Most other
+methods are actions, which the table in `states` lists by state and event. They end a request that has no complete
+answer, or go on with it; the actions of a request without failures are in `handle`.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ REFUSING = {
 
 
 class Failures:
-    """The failures of attempts and the ends of exchanges without a complete answer."""
+    """The actions after failures: repeat a request, resume its stream, or end it without a complete answer."""
 
     def __init__(
         self, placing: Placing, settling: Settling, judge: Judge, metrics: Metrics, under_way: set[Exchange],
         dispatch: Callable[..., None], start: Callable[..., None], *, retries: int, discreet: bool,
     ):  # fmt: skip
-        """Create the failures' side of a handler.
+        """Create the actions, which use the parts and two methods of their `Handler`.
 
-        `under_way`: the exchanges that have not ended.
-        `dispatch(exchange, event, detail)`, `start(exchange, attempt)`: of the `Handler`.
+        `under_way`: the exchanges that have not ended; those that end here are removed from it.
+        `dispatch(exchange, event, detail)`, `start(exchange, attempt)`: the `Handler`'s methods of these names.
         `retries`: the number of retries per request.
-        `discreet`: errors name no replicas, since clients are tenants, who may share them.
+        `discreet`: name no replicas in errors, because the clients are tenants, and several may share a replica.
         """
         self.placing, self.settling, self.judge, self._metrics = placing, settling, judge, metrics
         self.under_way, self._dispatch, self._start = under_way, dispatch, start
@@ -57,19 +58,26 @@ class Failures:
     # --- an attempt fails
 
     def lost(self, attempt: Attempt, error: UpstreamError) -> None:
-        """Fail an attempt whose connection failed, unless it has ended."""
+        """Fail an attempt whose connection failed, unless the attempt has ended already."""
         if attempt.state is not AttemptState.ENDED:
             attempt.exchange.run_isolated(self.failed, attempt, error)
 
     def failed(self, attempt: Attempt, error: UpstreamError) -> None:
-        """End a failed attempt, and dispatch the event and the properties of its failure to the exchange."""
+        """End a failed attempt, and dispatch its failure to the exchange, whose next action decides what follows.
+
+        The action gets a `Failed`, with all that the rules in `retries` need to know of the failure. If a first leg
+        failed beside a second one, the exchange may go on without an event.
+
+        `error`: its `kind` is one of `retries.KINDS`.
+        """
         if (
             attempt.backend.replica.ends
             and attempt.state is not AttemptState.ANSWERING
             and error.kind in retries.CRASHES
         ):
+            # A replica that shuts down closes its connections, which is no crash.
             error = UpstreamError(retries.LEFT, f"ends: {error}")
-        # A pooled connection may time out under the request, which is no evidence against the replica.
+        # The replica may close an idle connection while a request is on its way: no evidence against the replica.
         stale = attempt.upstream is not None and attempt.upstream.used and attempt.response_head is None
         attempt.end_as(AttemptEvent.FAILED, error)
         event, exchange = ExchangeEvent.FAILED, attempt.exchange
@@ -78,8 +86,8 @@ class Failures:
             error.kind,
             stale,
             attempt.new_connection,
-            # An engine that closed a connection, accepts none and has others open is shutting down gracefully, before
-            # its state shows it. An engine that crashed would have closed all.
+            # An engine that has closed one connection and accepts no new one, but keeps others open, is shutting down
+            # gracefully, even if its state does not show that yet. A crash would have closed all of them.
             attempt.had_whole and not (replica.ends or (error.kind == retries.CONNECT and self.holds(replica.engine))),
             unread=error.unread,
             alone=error.unread and not self.judge.others(exchange, attempt),
@@ -102,12 +110,15 @@ class Failures:
         self._dispatch(exchange, event, failed)
 
     def _first_leg_failed(self, exchange: Exchange, first: Attempt, error: UpstreamError, stale: bool) -> bool:
-        """Handle a failed first leg that ran at the same time as the second; return whether the exchange fails.
+        """Handle the failure of a first leg (prefill) that ran at the same time as the second one (decode).
 
-        If it fails, the second leg is dropped, so that its engine frees the blocks, and the first leg becomes the last
-        attempt. Once the client has a byte, the answer goes on, since the client gets nothing of the first leg.
+        Returns True if the exchange fails with it. The second leg is then dropped, so that its engine frees the KV
+        cache blocks, and the first leg becomes the exchange's last attempt.
 
-        `stale`: the leg was sent on a pooled connection that may have timed out.
+        Returns False if the exchange goes on: either the first leg is repeated on a new connection, or the client has
+        already a part of the answer, which comes from the second leg alone.
+
+        `stale`: whether the leg was sent on a pooled connection, which the replica may have closed as idle.
         """
         legs, attempts, settling = exchange.legs, exchange.attempts, self.settling
         assert legs is not None
@@ -135,7 +146,7 @@ class Failures:
         return True
 
     def holds(self, engine: str) -> bool:
-        """Return whether an attempt still has an open connection to this engine."""
+        """Return whether a request under way still has an open connection to this engine."""
         return any(
             attempt.backend.replica.engine == engine
             and attempt.state is not AttemptState.ENDED
@@ -148,6 +159,11 @@ class Failures:
     # --- the actions of the tables
 
     def retry(self, exchange: Exchange, failed: Failed) -> None:
+        """Send a request again after its last attempt failed, or end it with an error, as `retries.after` decides.
+
+        If the same replica gets it once more, the reserved load is kept. Otherwise the load is released, and the
+        failure is counted against the replica if its kind is known to be the replica's fault.
+        """
         attempt, kind = exchange.attempts[-1], failed.kind
         following = retries.after(failed, exchange.attempts_used, exchange.crashes, self._retries)
         if following is Next.SAME:
@@ -191,6 +207,7 @@ class Failures:
                 self.placing.place(exchange)
 
     def resume(self, exchange: Exchange, failed: Failed) -> None:
+        """Count the failure against the replica, release its load, and have another replica resume the stream."""
         attempt = exchange.attempts[-1]
         self.settling.failed(attempt.backend, failed.kind)
         self.settling.abandon(attempt, computed=True)
@@ -201,12 +218,18 @@ class Failures:
         self.resumer.resume(exchange)
 
     def give_up(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
+        """End a stream that broke off and that no replica has resumed; its last event tells the client `error`."""
         self._close(exchange)
         self.settling.close_unattributed(exchange)
         assert self.resumer is not None
         self.resumer.give_up(exchange, error)
 
     def cut(self, exchange: Exchange, why: Failed | UpstreamError) -> None:
+        """End an answer that broke off after its first bytes went to the client.
+
+        A stream ends with an error event if its last event is complete. Any other answer ends with its connection, so
+        that the client cannot take it for complete.
+        """
         attempt, client, path = exchange.attempts[-1], exchange.client, exchange.request.path
         error = exchange.error = attempt.error
         self._close(exchange)
@@ -223,17 +246,22 @@ class Failures:
             may_follow = ends_with_event(b"".join([piece[-END_BYTES:] for piece in attempt.tail]), head)
         if attempt.streams and may_follow:
             client.end_stream(error_event(path, status, message, number, code=code), head.is_chunked)
-        else:  # closing the connection must tell the client
+        else:
             client.abort()
         if why.kind not in (retries.DIFFERS, retries.SHUT_DOWN):
             self.settling.failed(attempt.backend, why.kind)
         self.settling.ended(exchange, "cut")
 
     def turn_away(self, exchange: Exchange, error: ApiError) -> None:
+        """Refuse a request that was sent to no replica: count the refusal, and answer with `error`."""
         self.settling.turned_away(error)
         self.report(exchange, error)
 
     def report(self, exchange: Exchange, error: ApiError) -> None:
+        """End a request of which the client has no output, with `error` as its answer.
+
+        If comments and pings were relayed, the client has status 200 already, and gets the error as an event.
+        """
         self._close(exchange)
         self.settling.close_unattributed(exchange)
         exchange.forget_body()
@@ -256,7 +284,12 @@ class Failures:
         exchange.client.reply(error.status, error.body(exchange.request.path, self.discreet), headers)
 
     def abandon(self, exchange: Exchange, cut: ConnectionAbortedError | None) -> None:
-        """End an exchange whose client has left. `cut`: why the gateway itself ends it at shutdown, else None."""
+        """End an exchange whose client has left, or that the gateway cuts off when it shuts down (`cut`).
+
+        A client that leaves after the last event of its stream has a complete answer, which is accounted for as such.
+
+        `cut`: the reason at shutdown, else None.
+        """
         attempt = exchange.attempt
         if attempt is not None and attempt.state is AttemptState.ANSWERING and self._has_all(exchange, attempt):
             attempt.end_as(AttemptEvent.FINISHED)
@@ -273,14 +306,14 @@ class Failures:
     def _has_all(self, exchange: Exchange, attempt: Attempt) -> bool:
         """Return whether the client already has the last event of its stream.
 
-        Many clients close then, before HTTP's last chunk, which engines send separately.
+        Many clients close their connection then, before HTTP's last chunk comes, which engines send separately.
         """
         if attempt.status != 200 or exchange.label not in STREAMING_APIS or exchange.client.writing_paused:
             return False
         return attempt.streams and answers.has_end(exchange.label, b"".join(attempt.tail), True, b"", False)
 
     def _close(self, exchange: Exchange) -> None:
-        """Release the connections and reservations of an exchange that ends without a complete answer."""
+        """Release the replica connections and the reserved load of an exchange that ends without a complete answer."""
         self.under_way.discard(exchange)
         attempt = exchange.attempt
         if exchange.legs is not None:
@@ -298,16 +331,16 @@ class Failures:
     # --- the gateway shuts down
 
     def refuse_unanswered(self, error: Callable[[], ApiError]) -> int:
-        """Answer with `error()` every exchange whose client has no byte of an answer yet; return their number."""
+        """Answer every request whose client has no byte of an answer yet with `error()`; return their number."""
         unanswered = [(one, event) for one in self.under_way if (event := REFUSING.get(one.state)) is not None]
         for exchange, event in unanswered:
             exchange.run_isolated(self._dispatch, exchange, event, error())
         return len(unanswered)
 
     def end_streams(self) -> int:
-        """End all streams that are under way with an error event, at shutdown; return their number.
+        """Write an error event to all streams under way and end them, at shutdown; return their number.
 
-        Other answers cannot carry an error once they have begun; they end with their connections.
+        A non-streamed answer that has begun cannot carry an error, so it is left to end with its connection.
         """
         streams = [
             one

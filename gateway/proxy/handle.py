@@ -1,17 +1,24 @@
-"""What becomes of a request, from its last byte in to the last byte of its answer out, top to bottom.
+"""The steps of a request in this gateway, from the client's last byte to the last byte of the answer, top to bottom.
 
-    handle           whose key is it, is the path forwarded; makes the `Exchange`   tenants/, own_paths.py
-    (preparation)    its prompt: JSON, template, tokens, hashes of blocks           preparation.py, prompt/
-    place            is there room for it, which replica gets it, its load          admission/, placement/, policies/
-    start, _send     a connection, the body and the head for the replica            backend.py, exactness/, http/
-    head, on_body    what the answer's head and first bytes say                     judge.py, responses/
-    relay            its head and first bytes for the client; what follows them     exchange.py (`Attempt.data`)
-    on_complete      its last byte
-    settle           what is learned from it and counted                            settling.py, observers/
+An `Exchange` is one client's request, an `Attempt` one try to have a replica answer it. Each step, and where its work
+is done:
 
-Each step tells an event (`dispatch`): the tables in `states` map it to the next state and to the action, which is a
-method here, or one of `failures` where something has failed. Requests in two legs are in `disagg`, resumed streams in
-`resume`. One handler serves all exchanges, and keeps nothing of any but that it is under way.
+    handle           authenticate the API key, check the path, create the `Exchange`   tenants/, own_paths.py
+    (preparation)    parse the body, render the prompt, tokenize, hash its blocks      preparation.py, prompt/
+    place            wait for room, choose a replica, reserve load on it               admission/, placement/, policies/
+    start, _send     get a connection, write head and body to the replica              backend.py, exactness/, http/
+    head, on_body    decide by the answer's head and first bytes if the client         judge.py, responses/
+                     gets this answer
+    relay            write these to the client; later bytes bypass the handler         exchange.py (`Attempt.data`)
+    on_complete      end the attempt after the answer's last byte
+    settle           learn costs from the answer, update metrics                       settling.py, observers/
+
+A step that has a result calls `dispatch` with an event. The tables in `states` give the exchange's next state and the
+next action. An action is a method of `Handler`, or of `failures.Failures` where something has failed.
+
+Two features have packages of their own. In `disagg` a request has two legs: one replica computes the prompt (prefill),
+another writes the answer (decode). In `resume` another replica goes on with a stream whose replica failed. One
+`Handler` serves all requests, and its only state for a request is that it is under way.
 """
 
 from __future__ import annotations
@@ -68,7 +75,7 @@ CONNECTED, ATTEMPT_ANSWERED, ATTEMPT_FINISHED = AttemptEvent.CONNECTED, AttemptE
 
 
 class Handler:
-    """The handling of all requests: by the tables, it sets an exchange's state after an event and runs the action."""
+    """The driver of all requests: for each event it sets the exchange's next state and runs the action for it."""
 
     def __init__(
         self, own_paths: OwnPaths, preparation: Preparation, placing: Placing, settling: Settling,
@@ -79,19 +86,20 @@ class Handler:
         """Create a handler.
 
         `retries`: the number of retries per request.
-        `keys`, `metering`, `traces`: None where these features are off.
-        `metered`: count the tokens of all answers, not only of tenants'.
-        `names_replica`: add the replica's id to the headers of its answers.
-        `tells_cached`: add the number of prompt tokens that the replica was predicted to have cached.
-        `timed`: note when requests were prepared, for traces or figures.
+        `keys`, `metering`, `traces`: API keys, tenants' token limits and tracing; None where that feature is off.
+        `metered`: count the tokens of all answers, for the usage log; otherwise only of answers to tenants.
+        `names_replica`: add the response header `x-hitherto-replica`, with the replica's id.
+        `tells_cached`: add the response header `x-hitherto-cached-tokens`, with the number of prompt tokens that the
+            replica was predicted to have in its KV cache.
+        `timed`: record when each request's prompt was ready, for traces or latency metrics.
         """
         self.own_paths, self._preparation, self.placing, self.settling = own_paths, preparation, placing, settling
         self._forwarding, self._responses, self._traces = forwarding, responses, traces
         self.keys, self._metering, self._metered = keys, metering, metered
         self._names_replica, self._tells_cached, self._timed = names_replica, tells_cached, timed
-        # Returns the header line of a degraded answer, where requests are admitted by class or limit.
+        # With service classes or limits: returns the header line that says how an answer was degraded, else b"".
         self.note: Callable[[Exchange, Attempt], bytes] | None = None
-        self.priorities: Priorities | None = None
+        self.priorities: Priorities | None = None  # where service classes differ in priority
         self.resumer: Resumer | None = None  # with --continue-streams
         self.under_way: set[Exchange] = set()
         self._ids = map(f"{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
@@ -106,12 +114,16 @@ class Handler:
         }
 
     def resume_with(self, resumer: Resumer) -> None:
-        """Resume streams whose replica fails, with --continue-streams."""
+        """Have `resumer` continue a stream on another replica when its replica fails (`--continue-streams`)."""
         self.resumer = self.failures.resumer = resumer
         self.settling.on_end.append(resumer.settled)
 
     def handle(self, client: Downstream, request: Request) -> None:
-        """Answer a request for one of the gateway's own paths; make an exchange of any other, and have it prepared."""
+        """Process a request that was just received completely; this returns before a replica has answered.
+
+        A request for one of the gateway's own paths, such as `/v1/models`, is answered at once. Any other gets an
+        `Exchange`, which is then refused or passed to `Preparation`.
+        """
         path = request.path
         label = PROMPT_PATHS.get(path)
         has_prompt = label is not None and request.method == "POST"
@@ -148,13 +160,17 @@ class Handler:
         return Exchange(self, client, request, id, label)
 
     def _begin(self, exchange: Exchange) -> None:
-        """Start an exchange's trace, and list it as under way."""
+        """Start a request's trace, if tracing is on, and add the request to those under way."""
         if self._traces is not None:
             self._traces.begin(exchange)
         self.under_way.add(exchange)
 
     def _authenticated(self, keys: Keys, client: Downstream, request: Request) -> Tenant | ApiError | None:
-        """Authenticate the request's API key, and set the connection's limits by the result."""
+        """Return the tenant that a request's API key belongs to, or the error for a request without a valid key.
+
+        Returns None for a path that needs no key. The client's connection is told whether the key was valid: without
+        one it keeps no further requests before this one is answered.
+        """
         tenant = keys.authenticate(request)
         if tenant is None or isinstance(tenant, ApiError):
             client.serve_stranger()
@@ -163,7 +179,11 @@ class Handler:
         return tenant
 
     def _turned_down(self, exchange: Exchange, tenant: Tenant | ApiError) -> ApiError | None:
-        """Return why a tenant's request is refused before it is read, or assign it to its tenant and return None."""
+        """Return the error that refuses a tenant's request before its prompt is read, or None.
+
+        The request is also assigned to its tenant, the tokens of its answer will be counted, and the tenant's cache
+        salt is written into its body. `tenant`: the API key's tenant, or the error for an invalid key.
+        """
         if isinstance(tenant, ApiError):
             return tenant
         exchange.tenant = tenant
@@ -180,13 +200,13 @@ class Handler:
     def _own_answer(
         self, request: Request, tenant: Tenant | None
     ) -> Callable[[Downstream, Request, Tenant | None], None] | None:
-        """Return the function that answers a request here; None for requests that are forwarded."""
+        """Return the function with which the gateway answers a request itself; None if no such function exists."""
         if self.own_paths.is_known_without_slash(request.path):
             return self._without_slash
         return self.own_paths.answer_to(request, tenant)
 
     def _without_slash(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
-        """Redirect to the path without its slash, as vLLM does; clients repeat the whole request there."""
+        """Answer 307 with the path without its trailing slash, as vLLM does; the client repeats the request there."""
         path, mark, query = request.target.partition(b"?")
         exchange = self._exchange(client, request, "other")
         self._begin(exchange)
@@ -196,9 +216,12 @@ class Handler:
         client.reply(307, b"", [(b"location", path.rstrip(b"/") + mark + query)])
 
     def dispatch(self, exchange: Exchange, event: ExchangeEvent, detail: Any = None) -> None:
-        """Change the exchange's state by this event, and run the action of that transition with `detail`.
+        """Set the exchange's next state after an event, then call the action that belongs to the transition.
 
-        A pair of state and event that is not in the table is a bug and raises KeyError.
+        `states.TRANSITIONS` lists both by present state and event. A pair that it does not list is a bug of the
+        gateway, and raises KeyError.
+
+        `detail`: the action's second argument, for example an error or the first bytes of an answer.
         """
         exchange.state, act = self._steps[exchange.state, event]
         act(exchange, detail)
@@ -206,6 +229,10 @@ class Handler:
     # --- a replica is found
 
     def place(self, exchange: Exchange, _: Any) -> None:
+        """Have a replica chosen for a prepared request, at once or after a wait in the queue.
+
+        With --continue-streams the request also gets the record from which another replica can resume its stream.
+        """
         if self._timed and not exchange.prepared_at:
             exchange.prepared_at = monotonic()
         if self.resumer is not None and exchange.stream_record is None:
@@ -213,9 +240,10 @@ class Handler:
         self.placing.place(exchange)
 
     def start(self, exchange: Exchange, attempt: Attempt | None = None) -> None:
-        """Take a connection to an attempt's replica and send the request, or open a connection first.
+        """Send an attempt's request on an idle connection to its replica; without one, open a connection first.
 
-        `attempt`: None for the last one, and the first leg before it if both legs are sent at the same time.
+        `attempt`: None for the exchange's last attempt. If that is a second leg (decode) that runs at the same time as
+        its first leg (prefill), both legs are sent, the first one first.
         """
         if attempt is None:
             attempt = exchange.attempts[-1]
@@ -225,7 +253,7 @@ class Handler:
                     self.start(exchange, first)
         if self._traces is not None:
             self._traces.attempt(exchange, attempt)
-        # If one idle connection was closed by a timeout, others in the pool may have been, too.
+        # A repetition after the replica closed an idle connection: it may have closed the others in the pool, too.
         upstream = None if attempt.new_connection else attempt.backend.pool.acquire()
         if upstream is not None:
             self._send(exchange, attempt, upstream)
@@ -233,6 +261,11 @@ class Handler:
             attempt.backend.connect(attempt)
 
     def _send(self, exchange: Exchange, attempt: Attempt, upstream: Upstream) -> None:
+        """Write a request's head and body to a connection, whose response then goes to `attempt`.
+
+        The body is the client's, unless the gateway writes something into it: token ids in place of the text, the
+        parameters of a leg, the priority of a class, or what is needed to resume a stream.
+        """
         attempt.state = ATTEMPT_TRANSITIONS[attempt.state, CONNECTED]
         attempt.upstream, attempt.sent_at = upstream, monotonic()
         request, prompt = exchange.request, attempt.prompt
@@ -251,7 +284,10 @@ class Handler:
         upstream.send(sink, head_of(exchange, attempt, len(body), parent), body, request.method == "HEAD")
 
     def hand_over(self, exchange: Exchange, _: Any) -> None:
-        """Settle the first leg and send the second one, whose engine fetches the prompt's cache from the prefiller."""
+        """Account for a complete first leg (prefill), then send the second one (decode).
+
+        The second leg's engine fetches the prompt's KV cache from the first leg's.
+        """
         first, legs = exchange.attempts[-1], exchange.legs
         assert legs is not None
         self.settling.handed_over(exchange, first, legs)
@@ -262,19 +298,27 @@ class Handler:
     # --- called for an attempt's upstream connection
 
     def connected(self, attempt: Attempt, upstream: Upstream) -> None:
-        """Send the request on a new connection, unless the attempt has ended or the replica has moved."""
+        """Send the attempt's request on a connection that was just opened.
+
+        If the attempt has ended meanwhile, the pool gets the connection. If the replica has another address by now, the
+        request is sent on a connection to that one.
+        """
         exchange = attempt.exchange
         if attempt.state is AttemptState.CONNECTING and upstream.pool is attempt.backend.pool:
             exchange.run_isolated(self._send, exchange, attempt, upstream)
             return
         upstream.pool.release(upstream)
-        if attempt.state is AttemptState.CONNECTING:  # the replica has moved: this connection is to its old address
+        if attempt.state is AttemptState.CONNECTING:  # the connection is to the replica's old address
             exchange.run_isolated(self.start, exchange, attempt)
 
     def head(self, attempt: Attempt, content_type: bytes, body: bytes) -> None:
-        """Judge a response's head, and hold it back until the body shows that something was computed.
+        """Check the head of an answer; fail the attempt if the client must not get it, else go on to its body.
 
-        Engines send the head before the prefill, and while the client has nothing, the request can still go elsewhere.
+        The head is not relayed yet, since engines send it before the prefill. As long as the client has nothing,
+        another replica can still answer.
+
+        `content_type`: in lower case.
+        `body`: the bytes that came with the head.
         """
         exchange, error = attempt.exchange, None
         if attempt.status != 200 or not (attempt.streams or content_type.startswith(b"application/json")):
@@ -288,18 +332,20 @@ class Handler:
             self.on_body(attempt, body)
 
     def on_body(self, attempt: Attempt, data: bytes, whole: bool = False) -> None:
-        """Judge bytes of a body of which nothing was relayed yet, and relay them if they show an answer.
+        """Check bytes of a body of which nothing was relayed yet: relay them, hold them back, or fail the attempt.
 
-        While too few bytes have arrived to tell, they are held back in `attempt.withheld`.
+        They are held back in `attempt.withheld` while there are too few to tell an answer from an error.
 
-        `whole`: with these bytes the body is complete.
+        `data`: the bytes that came after those held back.
+        `whole`: whether the body is complete with them.
         """
         exchange, held_back, error = attempt.exchange, attempt.withheld, None
         path = exchange.request.path
         if held_back:
             data, attempt.withheld = held_back + data, b""
         if attempt.status == 200 and exchange.prompt is not None:
-            # Nearly all non-streamed answers begin without an error, as two searches show.
+            # For nearly all non-streamed answers two searches show that they begin without an error. Only the others,
+            # and streams, are passed to the judge.
             if (
                 held_back
                 or attempt.streams
@@ -330,11 +376,15 @@ class Handler:
         self.dispatch(exchange, ANSWERED, data)
 
     def answered(self, exchange: Exchange, attempt: Attempt, data: bytes) -> None:
-        """Begin to relay an answer, with these first bytes."""
+        """Begin to relay an answer whose bytes so far show no output yet, so its `first_at` stays 0."""
         attempt.state = ATTEMPT_TRANSITIONS[attempt.state, ATTEMPT_ANSWERED]
         self.dispatch(exchange, ANSWERED, data)
 
     def relay(self, exchange: Exchange, data: bytes) -> None:
+        """Write an answer's head and its first bytes (`data`) to the client, and account for its first byte.
+
+        The attempt writes all later bytes to the client without calling the handler (`Attempt.data`).
+        """
         attempt, error = exchange.attempts[-1], None
         if self.resumer is not None:
             data, error = self.resumer.begun(exchange, attempt, data)
@@ -347,7 +397,7 @@ class Handler:
         if attempt.first_at:
             attempt.seen_at = attempt.first_at
             self.settling.answered(exchange, attempt)
-        else:  # bytes were held back until the limit, and show no first token
+        else:  # from `answered`: no output was seen yet
             attempt.seen_at = monotonic()
             self.settling.close_unattributed(exchange)
         if ((makes := exchange.label == "responses") or exchange.response is not None) and attempt.status == 200:
@@ -356,7 +406,8 @@ class Handler:
         client.transport.write(data if exchange.opened is not None else self._head(exchange, attempt) + data)
         upstream = attempt.upstream
         if upstream is not None and not upstream.complete and (attempt.prompt is None or not attempt.prompt.token_ids):
-            exchange.forget_body()  # it is not needed again; with ids, `forwarding` may still read it
+            # No retry can follow. Where token ids are left, `TokenIdForwarding` may still send the body to check them.
+            exchange.forget_body()
         if error is not None:
             self.failures.failed(attempt, error)
 
@@ -386,10 +437,12 @@ class Handler:
         return head.block(lines)
 
     def pass_keep_alives(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        """Forward comments and pings that were held back, so that the client's connection stays alive.
+        """Send the client the head and the comments and pings that were held back, so that its connection stays alive.
 
-        While the client has nothing else of the stream, another replica can still answer. A failure is from then on
-        reported within the stream.
+        These belong to no particular answer, so another replica can still answer. But the client then has the status
+        200, so an error can only be reported as an event of the stream.
+
+        `now`: in monotonic seconds.
         """
         head, data = attempt.response_head, attempt.withheld
         if (
@@ -413,27 +466,29 @@ class Handler:
         exchange.client.transport.write(data)
 
     def join(self, exchange: Exchange, data: bytes) -> None:
+        """Relay the first bytes from the replica that resumes a stream."""
         assert self.resumer is not None
         self.resumer.join(exchange, data)
 
     def on_complete(self, attempt: Attempt) -> None:
-        """Finish an attempt whose answer is complete."""
+        """Finish an attempt whose answer is complete; if all of its body was held back, check and relay that first."""
         if attempt.state is AWAITING:  # the bytes that were held back are the whole body
             self.on_body(attempt, b"", whole=True)
-            if attempt.state is ANSWERING:
-                attempt.end()  # the attempt is ANSWERING now; another replica may resume the answer
+            if attempt.state is ANSWERING:  # they were relayed
+                attempt.end()  # calls this method again, or checks first whether the recorded stream lacks an event
         elif attempt.state is ANSWERING:
             attempt.end_as(ATTEMPT_FINISHED)
             self.dispatch(attempt.exchange, FINISHED)
 
     def settle(self, exchange: Exchange, _: Any) -> None:
+        """End a request whose answer the client has completely; its accounting follows in a batch with others'."""
         self.under_way.discard(exchange)
         exchange.client.finish(not exchange.attempts[-1].response_head.until_close)
         self.settling.complete.add(exchange)
 
 
 def _coding(request: Request) -> str:
-    """Return the content coding of a request's body, "" for none."""
+    """Return the first content coding of a request's body other than `identity`, such as "gzip"; "" for none."""
     values = [value for name, value in request.headers if name == b"content-encoding"]
     codings = [one.strip().lower() for one in b",".join(values).decode("latin-1").split(",")]
     return next((one for one in codings if one not in ("", "identity")), "")

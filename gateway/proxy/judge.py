@@ -1,7 +1,8 @@
-"""The judgement of an answer by its head and its first bytes: pass it to the client, wait for more, or ask elsewhere.
+"""The decision on an answer by its head and first bytes: pass it to the client, wait for more, or try another replica.
 
-Engines send the head of an answer before the prefill, and errors also with status 200 or within a stream. While the
-client has nothing, the request can still go elsewhere; whose fault an error is, follows from `blame`.
+Engines send the head of an answer before the prefill, and some errors with status 200 or as an event of a stream. So
+the first bytes are checked before the client gets anything, while another replica can still answer. The rules in
+`blame` say whether an error is the replica's fault or the request's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NO_RETRY = (b"x-should-retry", b"false")
 
 
 class Judge:
-    """The judgement of answers, and of which replicas are left for a request whose attempt fails."""
+    """The checks of replicas' answers, and the choice of replicas that are left to try after a failed attempt."""
 
     def __init__(self, eligible: Eligibility, settling: Settling, retries: int):
         """Create the judge. `retries`: the number of retries per request."""
@@ -34,6 +35,8 @@ class Judge:
 
     def head(self, exchange: Exchange, attempt: Attempt, content_type: bytes) -> UpstreamError | None:
         """Return why an answer with this head is not passed to the client; None if it may be passed.
+
+        A replica's error is also recorded in the exchange, since only another replica's answer shows whose fault it is.
 
         `content_type`: in lower case.
         """
@@ -54,7 +57,11 @@ class Judge:
         return self._ours(attempt, status, str(status))
 
     def _ours(self, attempt: Attempt, status: int, what: str) -> UpstreamError | None:
-        """Return the error for an answer that may be due to what the gateway wrote into the request; else None."""
+        """Return the error for an answer that may be due to what the gateway wrote into the request; else None.
+
+        `status`: the answer's, or the one that an error in its body amounts to.
+        `what`: the answer in words, for the error's message.
+        """
         if status not in MAY_BE_OURS:
             return None
         if attempt.sent_ids or attempt.asks_ids:
@@ -66,10 +73,12 @@ class Judge:
     ) -> UpstreamError | Literal[Sight.EARLY, Sight.BLIND] | None:
         """Judge the first bytes of an answer with status 200 to a prompt.
 
-        Returns an error if the client gets nothing of this answer, EARLY if too few bytes have arrived to tell, BLIND
-        if that many show nothing, else None.
+        Returns the error if the client gets nothing of this answer, `Sight.EARLY` to wait for more bytes, `Sight.BLIND`
+        to relay them although so many bytes show neither output nor error, or None to relay an answer. For an error
+        that is relayed, `attempt.fault` is set to the status that it amounts to.
 
-        `held_back`: how many of the bytes were looked at before.
+        `held_back`: how many of the bytes an earlier call has checked.
+        `whole`: whether the body is complete with these bytes.
         """
         head = attempt.response_head
         began = not held_back and begins(exchange.label, data, attempt.streams)
@@ -78,7 +87,8 @@ class Judge:
             if sight is Sight.FOREIGN:
                 return _foreign(f"answered 200 with {repr(data[:40]) if data else 'an empty body'}")
             if sight is Sight.SILENT:
-                self._is_unsettled(exchange, attempt, retries.ERROR_ANSWER)  # ignored: no client can read this answer
+                # Called to record the error alone: whatever it returns, the client cannot use this answer.
+                self._is_unsettled(exchange, attempt, retries.ERROR_ANSWER)
                 return UpstreamError(retries.ERROR_ANSWER, "answered 200 with a stream without an event")
             if sight is Sight.EARLY or sight is Sight.BLIND:
                 return sight
@@ -91,7 +101,10 @@ class Judge:
         return error
 
     def _look(self, exchange: Exchange, attempt: Attempt, data: bytes, held_back: int, whole: bool) -> Sight:
-        """Return what the first bytes of a body show; the first `held_back` of them were looked at before."""
+        """Return what the first bytes of a body show; the first `held_back` of them were checked before.
+
+        A longer body that is held back is parsed again only once it has grown enough, else the result is EARLY.
+        """
         head, label = attempt.response_head, exchange.label
         if attempt.streams:
             if (beginning := attempt.beginning) is None:
@@ -104,7 +117,10 @@ class Judge:
         return look(label, data, False, (head.get(b"content-type") or b"").lower(), whole)
 
     def _is_unsettled(self, exchange: Exchange, attempt: Attempt, kind: str) -> bool:
-        """Record an error answer; return whether to ask another replica, instead of passing the error to the client."""
+        """Record an error answer; return whether to ask another replica, instead of passing the error to the client.
+
+        If two engines have failed the request alike, the client also gets a header that tells it not to retry.
+        """
         self._settling.record_error(exchange, attempt, kind)
         if not settled(exchange.unattributed_errors) and self.may_retry(exchange, attempt, kind):
             return True
@@ -117,8 +133,10 @@ class Judge:
     def may_retry(self, exchange: Exchange, attempt: Attempt, kind: str = "") -> bool:
         """Return whether a failed attempt may be replaced by another one.
 
-        There must be a retry left, and another replica, or the same one if it is a decoder that could not fetch the
-        prompt's cache, since it can compute the prompt. `kind`: of failure.
+        A retry has to be left, and a replica to send the request to. That may be the same replica, if it is a decoder
+        that could not fetch the prompt's KV cache from another replica: it can compute the prompt itself.
+
+        `kind`: the kind of failure, one of `retries.KINDS`; "" if nothing has failed yet.
         """
         left = attempt.could_not_fetch(kind) or bool(self.others(exchange, attempt))
         return exchange.attempts_used < self._retries and left
@@ -130,8 +148,8 @@ class Judge:
     def tried(self, exchange: Exchange, attempt: Attempt) -> tuple[Backend, ...]:
         """Return the replicas that are not sent the request again if this attempt fails.
 
-        If no other replica is left, a decoder that only failed to fetch the cache may be asked again: it can compute
-        the prompt itself.
+        These are all that have failed it. But if no other replica is left, a decoder that only failed to fetch the
+        prompt's KV cache from another replica may be asked again, since it can compute the prompt itself.
         """
         tried = (*exchange.tried, attempt.backend)
         if self._eligible.remaining(exchange.prompt, tried, exchange.model):

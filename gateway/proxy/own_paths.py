@@ -1,4 +1,4 @@
-"""The gateway's own paths (`/v1/models`, `/v1/models/NAME`, `/health`), and which other paths are forwarded."""
+"""The paths that the gateway answers itself (`/v1/models`, `/v1/models/NAME`, `/health`); the check of all others."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ Answer = Callable[[Downstream, Request, "Tenant | None"], None]
 
 
 class OwnPaths:
-    """The answers that the gateway gives itself, and the refusals of paths and methods that are not forwarded."""
+    """The gateway's answers for its own paths, and its errors for paths and methods that it does not forward."""
 
     def __init__(self, eligible: Eligibility, settling: Settling, allow_paths: Sequence[str], has_tenants: bool):
-        """Create them.
+        """Create the answers and the list of paths that are forwarded.
 
         `allow_paths`: values of `--allow-path`.
-        `has_tenants`: API keys are required, so that a refusal says what tenants may use.
+        `has_tenants`: whether API keys are required; errors then do not mention what only operators can do.
         """
         self._eligible, self._settling, self._has_tenants = eligible, settling, has_tenants
         self.allowed = AllowedPaths(allow_paths)
-        self.draining = False  # new requests are refused
+        self.draining = False  # the gateway shuts down and refuses new requests
         self._local: dict[str, Answer] = {MODELS: self._list_models, "/health": self._health}
 
     def answer_to(self, request: Request, tenant: Tenant | None) -> Answer | None:
-        """Return the function that answers a request for one of the gateway's own paths; None for other requests."""
+        """Return the function that answers a request for one of the gateway's own paths; None for other requests.
+
+        While no model is known, the list of models is one of these others.
+        """
         if request.method not in ("GET", "HEAD"):
             return None
         name = model_in(request.path)
@@ -53,14 +56,17 @@ class OwnPaths:
         return answer if self._eligible.names or answer != self._list_models else None
 
     def is_known_without_slash(self, path: str) -> bool:
-        """Return whether a path ends with a slash too many, without which it is forwarded or answered here."""
+        """Return whether a path ends with a slash and would be forwarded, or answered here, without that slash."""
         return path.endswith("/") and path not in self.allowed and self._is_known(path.rstrip("/"))
 
     def _is_known(self, path: str) -> bool:
         return path in self.allowed or model_in(path) is not None
 
     def refusal(self, path: str, method: str, tenant: Tenant | None = None) -> ApiError | None:
-        """Return why a request is not forwarded, or None."""
+        """Return the error for a request that is not forwarded, by its path and method, or None.
+
+        While the gateway shuts down, this is an error for every request.
+        """
         if self.draining:
             return shutting_down()
         if method == "OPTIONS" and (path in self._local or model_in(path) is not None):
@@ -81,16 +87,18 @@ class OwnPaths:
         return None
 
     def _list_models(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
-        """Answer with the list of served models; called only while at least one is known.
+        """Answer with the list of served models, for a tenant of those that it may use.
 
-        A client would believe an empty list. While no model is known, the request is therefore forwarded: the answer is
-        503 until a replica is ready, and a replica that reports its models only for an API key answers it itself.
+        Called only while at least one model is known, since a client would believe an empty list. Otherwise the request
+        is forwarded like any other: it gets 503 until a replica is ready, and a replica that reports its models only to
+        clients with an API key answers it itself.
         """
         names = [name for name in sorted(self._eligible.names) if tenant is None or tenant.may_use(name)]
         data = [self._described(name) for name in names]
         client.reply(200, orjson.dumps({"object": "list", "data": data}), JSON)
 
     def _tell_model(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
+        """Answer with the description of one model, or with an error if the tenant may not use the model."""
         name = model_in(request.path) or ""
         if tenant is not None and (error := tenant.refusal(name)) is not None:
             self._settling.turned_away(error)
@@ -99,7 +107,7 @@ class OwnPaths:
             client.reply(200, orjson.dumps(self._described(name)), JSON)
 
     def _described(self, name: str) -> dict[str, Any]:
-        """Return a served model or adapter in the format of OpenAI's API."""
+        """Return the description of a served model or adapter, in the format of OpenAI's API."""
         parent = self._eligible.names[name]
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "hitherto", "root": parent or name, "parent": parent,
@@ -107,7 +115,7 @@ class OwnPaths:
         }  # fmt: skip
 
     def _no_model(self, name: str, method: str, tenant: Tenant | None) -> ApiError:
-        """Return the error for `/v1/models/NAME` where no such model is listed."""
+        """Return the error for a request to `/v1/models/NAME` that names a model which is not listed."""
         if method not in ("GET", "HEAD"):
             return ApiError(405, f"{method} is not supported for {MODELS}/NAME", headers=[READ_ONLY])
         if self._eligible.names or not self._eligible.ready_for(None):
@@ -120,6 +128,7 @@ class OwnPaths:
         )
 
     def _health(self, client: Downstream, request: Request, tenant: Tenant | None) -> None:
+        """Answer 200 if a replica is ready; 503 if none is, or while the gateway shuts down."""
         if self.draining:
             client.reply(503, shutting_down().body(""), [*JSON, GATEWAY_SIGN])
         elif self._eligible.ready_for(None):
@@ -129,4 +138,5 @@ class OwnPaths:
 
 
 def shutting_down() -> ApiError:
+    """Return the 503 for requests that come while the gateway shuts down."""
     return ApiError(503, "the gateway is shutting down; ask another one", code="shutting_down")

@@ -1,12 +1,13 @@
-"""The paths of engines that clients may reach.
+"""The allow-list of paths: which paths of engines the gateway's clients may reach.
 
 Engines serve more than inference on their one port: vLLM has `/pause`, `/scale_elastic_ep` and `/load_lora_adapter`
 there, in development mode also `/sleep`, `/collective_rpc` and `/reset_prefix_cache`, most of them without a key.
 Clients of the gateway reach the paths that vLLM's documentation ("Online Serving") offers to clients, and those that
-the operator adds with `--allow-path`. Operators reach all others at `/replicas/ID/engine/PATH` of the admin side.
+the operator adds with `--allow-path`. Operators reach all other paths at `/replicas/ID/engine/PATH` on the gateway's
+admin port.
 
-Paths are compared as the client wrote them, before any decoding. An engine decodes `%73leep` and may resolve `..`, so
-where `--allow-path` names only the beginning of a path, its rest may contain neither.
+Paths are compared as the client wrote them, before any decoding. But an engine decodes `%73leep` to `sleep`, and may
+resolve `..`. So where `--allow-path` names only the beginning of a path, the rest may contain neither `%` nor `..`.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from ..prompt.prompt import EMBEDDINGS, LONGEST_RESPONSE_ID, NO_PREFILL, PROMPT_
 
 MODELS = "/v1/models"
 INVOCATIONS = "/invocations"  # SageMaker's path for completions and chats
-# Paths of the inference API outside PROMPT_PATHS, which are routed by load alone. A POST to these computes prompts.
+# Paths whose POSTs make engines compute prompts that the gateway does not read: these are routed by load alone.
 UNREAD_PROMPTS = frozenset((
     "/v1/chat/completions/batch", "/v1/audio/transcriptions", "/v1/audio/translations",
     "/v2/embed", "/cohere/v2/chat", "/pooling", "/classify", "/score", "/v1/score",
     "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone",
     "/inference/v1/generate", INVOCATIONS,
 ))  # fmt: skip
-# All paths outside PROMPT_PATHS, including those at which engines compute no prompts.
+# All allowed paths whose prompts the gateway does not read, including those at which engines compute none.
 OTHER_PATHS = UNREAD_PROMPTS | frozenset((
     "/v1/chat/completions/render", "/v1/chat/completions/derender",
     "/v1/completions/render", "/v1/completions/derender",
     "/v1/messages/count_tokens", "/v1/messages/render", "/v1/responses/render",
     MODELS, "/health", "/version", "/tokenizer_info", "/ping",
 ))  # fmt: skip
-# Paths whose answers decode no tokens. A path that --allow-path adds may do anything, so it is not one of these.
+# Paths at which engines decode no tokens. Paths that --allow-path adds are not among them, since they may do anything.
 WRITES_NOTHING = NO_PREFILL | OTHER_PATHS - UNREAD_PROMPTS | {EMBEDDINGS} | frozenset((
     "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 ))  # fmt: skip
@@ -44,17 +45,18 @@ STORED_RESPONSE = re.compile(
     rf"/v1/responses/(?!(?:\.+|render)(?:/|\Z))([\w.:-]{{1,{LONGEST_RESPONSE_ID}}})(?:/(?:cancel|input_items))?",
     re.ASCII,
 )
-# Paths of the gateway's admin side, which clients may request on the wrong port.
+# Paths of the gateway's admin port. A client that requests one on the main port is told that it is on the other.
 ADMIN_PATHS = ("/metrics", "/replicas", "/explain", "/decide", "/status", "/recent", "/livez", "/readyz")
-LIKE_A_SLIP = 0.9  # least similarity of a misspelt path: /v1/chat/completions with a letter missing has 0.98
-# The rest of a path that was allowed with `/*`.
+# Least similarity at which a path counts as a misspelt one: /v1/chat/completions with a letter missing has 0.98.
+LIKE_A_SLIP = 0.9
+# What may follow the beginning of a path that was allowed with `/*`: no percent sign, and no part of dots.
 PLAIN_REST = re.compile(r"(?:(?!\.{1,2}(?:/|\Z))[\w.~:@!$&'()+,=-]+(?:/|\Z))*", re.ASCII)
 
 
 def check_allowed(path: str) -> str:
-    """Check and return one value of `--allow-path`: a path, or the beginning of paths followed by `/*`.
+    """Return one value of `--allow-path` if it is valid, else raise ValueError.
 
-    Raises ValueError.
+    A valid value is a path, or the beginning of several paths followed by `/*`.
     """
     if {".", ".."} & {*path.split("/")}:
         raise ValueError(f"{path!r} has a part of dots, which an engine may take for another path; write it without")
@@ -77,7 +79,7 @@ class AllowedPaths:
 
 
 def model_in(path: str) -> str | None:
-    """Return the model that `/v1/models/NAME` names, whose slashes may be written as `%2F`; None for other paths."""
+    """Return NAME, decoded, if the path is `/v1/models/NAME`, else None; a slash in it may be written as `%2F`."""
     name = unquote(path[len(MODELS) + 1 :]) if path.startswith(MODELS + "/") else ""
     return name if name and not {"", ".", ".."} & {*name.split("/")} else None
 

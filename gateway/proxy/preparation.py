@@ -1,4 +1,8 @@
-"""The preparation of prompts: short requests in batches on the event loop, long ones in a thread."""
+"""The preparation of requests before a replica is chosen: parse the body, tokenize the prompt and hash its blocks.
+
+Bodies of up to `OFFLOAD_BYTES` are prepared on the event loop, in batches. Longer ones are prepared in a thread, as are
+short ones that turn out to take long.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +36,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
-TAKES_LONG = TakesLong()  # in place of a prompt that takes too long for the event loop: a thread prepares it
-# The prompt, or why there is none (None: a bug in the gateway), and the seconds of its preparation.
+TAKES_LONG = TakesLong()  # stands for a prompt that would block the event loop too long, so a thread prepares it
+# A prepared prompt, or why there is none (None: the gateway failed on it), and the seconds that preparation took.
 Prepared = tuple[Prompt | ApiError | TakesLong | None, float]
-SAID_EVERY = 60.0  # seconds between two warnings that prompts of a path are not known exactly
+SAID_EVERY = 60.0  # seconds between two warnings that a prompt's tokens are not known exactly, for each path
 SESSION_WORDS = frozenset(name.encode() for name in SESSION_HEADERS)
 BYTES_PER_TOKEN = 4  # estimate for bodies that are not parsed
-# Ends of the paths of requests for which engines compute no prompt.
+# How paths end at which engines render or count a prompt without computing it.
 _RENDERS = ("/render", "/derender", "/count_tokens")
 
 
 class Preparation:
-    """The preparation of prompts: short requests in batches on the event loop, long ones in a thread."""
+    """The preparation of requests, which ends with a call of `Exchange.prepared` or `Exchange.refused`."""
 
     def __init__(
         self,
@@ -69,7 +73,10 @@ class Preparation:
             self._prepare_in_thread(exchange)
 
     def begin_other(self, exchange: Exchange) -> None:
-        """Prepare a request whose prompt the gateway does not read; it reads the model's name from the body."""
+        """Prepare a request whose prompt the gateway does not tokenize: only its model is read, from a POST's body.
+
+        Calls `exchange.prepared(None)` or `exchange.refused`.
+        """
         request = exchange.request
         if request.method != "POST" or exchange.response is not None:
             self._ready(exchange, None)
@@ -79,7 +86,7 @@ class Preparation:
             self._in_thread(exchange, self._read, self._was_read)
 
     def _read(self, exchange: Exchange) -> tuple[str | None, ApiError | None]:
-        """Return the model that a request names, and an error if its other fields are not allowed."""
+        """Return the model that a request names, or None, and the error if it has a field that is not allowed."""
         request, error = exchange.request, None
         content_type = request.header(b"content-type") or ""
         if exchange.tenant is None:
@@ -94,6 +101,7 @@ class Preparation:
         return model, error
 
     def _was_read(self, exchange: Exchange, found: tuple[str | None, ApiError | None]) -> None:
+        """Go on with a request whose prompt is not tokenized. `found`: the result of `_read`."""
         model, error = found
         exchange.model = model
         if exchange.tenant is not None:
@@ -106,8 +114,11 @@ class Preparation:
             self._ready(exchange, None)
 
     def _ready(self, exchange: Exchange, prompt: Prompt | None) -> None:
-        """Go on with a prepared request once its tenant's limits allow it."""
-        if exchange.state is ExchangeState.ENDED:  # meanwhile; a claim made now would never be released
+        """Pass a prepared request on to be placed, or refuse it if it exceeds its tenant's limits.
+
+        `prompt`: None if the gateway does not tokenize the request's prompt.
+        """
+        if exchange.state is ExchangeState.ENDED:  # what it claimed of the limits now would never be released
             return
         if prompt is not None and prompt.note:
             self._count(prompt)
@@ -135,9 +146,12 @@ class Preparation:
         task.add_done_callback(self._in_background.discard)
 
     async def prompt(self, path: str, body: bytes, headers: Mapping[str, str], from_tenant: bool = False) -> Prompt:
-        """Prepare the prompt of a request that the gateway does not send itself.
+        """Return the prepared prompt of a request that the gateway does not forward, as for `/decide` and `/explain`.
 
-        `from_tenant`: refuse what tenants may not request. Raises ApiError, or any exception that preparation raises.
+        If no replica is known to serve its model, the engines' model lists are read again first. Raises ApiError if the
+        request is not valid, or any exception of a bug in preparation.
+
+        `from_tenant`: refuse the fields that tenants may not use.
         """
         prompt = await self._prompt(path, body, headers, from_tenant)
         if self._eligible.is_unknown(prompt.model):  # the model may have been loaded just now
@@ -146,6 +160,8 @@ class Preparation:
         return prompt
 
     async def _prompt(self, path: str, body: bytes, headers: Mapping[str, str], from_tenant: bool) -> Prompt:
+        """Prepare a prompt by the present model lists, on the event loop if that is quick, else in a thread."""
+
         def prepare() -> Prompt:
             if path not in PROMPT_PATHS:
                 content_type = headers.get("content-type", "")
@@ -179,7 +195,7 @@ class Preparation:
         return ApiError(400, f"name a model; served here: {', '.join(models)}", param="model", code="model_not_named")
 
     def _together(self, exchanges: list[Exchange]) -> None:
-        """Prepare and place a batch stage by stage: in a batch of 12, a request takes a third less CPU than alone."""
+        """Prepare all requests of a batch, then place and send them: of 12, each takes a third less CPU than alone."""
         event_loop.holds, event_loop.until = True, perf_counter() + LOOP_SECONDS
         try:
             prepared = []
@@ -208,10 +224,10 @@ class Preparation:
     def _in_thread(
         self, exchange: Exchange, work: Callable[[Exchange], object], then: Callable[[Exchange, Any], None]
     ) -> None:
-        """Run `work` in a thread, and `then` with its result on the event loop.
+        """Call `work(exchange)` in a thread, then `then(exchange, result)` on the event loop.
 
-        Until a thread begins the work, only the exchange refers to the request's body: if the client leaves, the body
-        is freed, and the work is left out.
+        Neither is called once the exchange has ended. Until a thread begins the work, only the exchange refers to the
+        request's body, so the body of a client that leaves is freed at once.
         """
 
         def ended(thread: asyncio.Future[Any]) -> None:
@@ -224,7 +240,10 @@ class Preparation:
         thread.add_done_callback(ended)
 
     def _prepare(self, exchange: Exchange) -> Prepared:
-        """Prepare a prompt. This may run in a thread, so it must not change shared state."""
+        """Return a request's prompt, or why there is none, and the seconds that this took.
+
+        This may run in a thread, so it must not change shared state.
+        """
         begun, request = perf_counter(), exchange.request
         if event_loop.holds and begun > event_loop.until:
             return TAKES_LONG, 0.0
@@ -250,6 +269,10 @@ class Preparation:
         return prompt, perf_counter() - begun
 
     def _prepared(self, exchange: Exchange, prompt: Prompt | ApiError | None, seconds: float, stage: str) -> None:
+        """Go on with what `_prepare` returned: refuse the request, or check its model and pass it on.
+
+        `stage`: the label of the preparation's `seconds` in metrics.
+        """
         if isinstance(prompt, ApiError):
             exchange.refused(prompt)
             return
@@ -285,9 +308,12 @@ class Preparation:
                 log.warning("a prompt is not known exactly at %s: %s", prompt.path, prompt.note)
 
     async def _prepare_again(self, exchange: Exchange, prompt: Prompt | None) -> None:
-        """Refresh the model list once and prepare the prompt again; None: the gateway reads no prompt of it.
+        """Read the engines' model lists again, then go on with a request for a model that no replica seemed to serve.
 
-        The requested name may be a LoRA adapter loaded since the last refresh; an adapter has its own block hashes.
+        The name may be that of a LoRA adapter loaded since the last refresh. Its prompt is then prepared again, since
+        the block hashes depend on the adapter.
+
+        `prompt`: None if the gateway does not tokenize the request's prompt.
         """
         await self._model_refresh.refresh()
         if prompt is None or self._eligible.is_unknown(prompt.model):

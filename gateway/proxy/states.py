@@ -1,6 +1,6 @@
-"""The state machines of an exchange and its attempts, as pure tables without clock, sockets or replicas.
+"""The state machines of an exchange and of its attempts: tables alone, without clock, sockets or replicas.
 
-An exchange is a client's request; an attempt sends it, or one leg of it, to one replica:
+An exchange is a client's request. An attempt sends it, or a part of it, to one replica. The states of an exchange:
 
               prepared        placed           answered
     PREPARING -------> PLACING -----> TRYING ----------> ANSWERING --finished--> ENDED
@@ -8,31 +8,38 @@ An exchange is a client's request; an attempt sends it, or one leg of it, to one
         |               | +-- failed ---+                    +--failed, timed out--> ENDED (cut)
         +-refused-> ENDED <- refused, exhausted, timed out
 
-Where requests are admitted by class or limit, a request for which no replica has room waits in the queue. It stays
-PLACING meanwhile, and is placed by the replicas' load at the time at which it leaves the queue.
+With service classes or limits, a request for which no replica has room waits in the queue. It stays PLACING meanwhile.
+When it leaves the queue, its replica is chosen by the load at that time.
+
+The states of an attempt:
 
     CONNECTING --connected--> AWAITING --answered--> ANSWERING --finished--> ENDED
 
-Where one replica computes the prompt and another writes the answer, an exchange has two legs, each an attempt. The
-answer to the first leg is kept and never relayed: the first attempt goes from AWAITING to ENDED, the exchange stays
-TRYING (`handed over`), and the second leg is the attempt whose answer the client gets.
+An exchange may have two legs, each an attempt: one replica computes the prompt (prefill), another writes the answer
+(decode). The answer to the first leg is never relayed. So the first attempt goes from AWAITING to ENDED, the exchange
+stays TRYING (`handed over`), and the client gets the answer to the second leg.
 
 Until the first byte of an answer has gone to the client, a failed attempt may be followed by another one. After that, a
-failure ends the answer in a way that the client can notice: the exchange is cut. Where streams are resumed, the
-exchange goes from ANSWERING to RESUMING instead (`interrupted`). Attempts follow each other there as in TRYING, and the
-first byte of the rest leads back to ANSWERING; only a stream that no replica resumes is cut. `gone` (the client left)
-ends every state. An attempt ends when its replica's answer is complete, when it fails, and when its exchange no longer
-needs it (`dropped`). A pair of state and event that is not in the tables is a bug, and raises KeyError.
+failure ends the answer in a way that the client can notice: the exchange is cut.
 
-Looking up a member of these classes takes 100 ns, a module's global 5 ns: modules that need a member for each request
-or read give it a name of their own.
+With --continue-streams, a failure within a stream leads from ANSWERING to RESUMING instead (`interrupted`). Attempts
+follow each other there as in TRYING, and the first byte of the stream's rest leads back to ANSWERING. Only a stream
+that no replica resumes is cut.
+
+`gone` (the client left) ends an exchange in any state. An attempt ends when its replica's answer is complete, when it
+fails, and when its exchange no longer needs it (`dropped`). A pair of state and event that is not in the tables is a
+bug, and raises KeyError.
+
+Looking up a member of these classes takes 100 ns, a module's global variable 5 ns. So modules that need a member for
+each request or read assign it to a global of their own.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-BROKEN_OFF = frozenset(("aborted", "cut"))  # outcomes of an exchange that replace its status in metrics
+# Outcomes of an exchange that metrics count in place of its status: the client left, or the answer broke off.
+BROKEN_OFF = frozenset(("aborted", "cut"))
 
 
 class Leg(Enum):
@@ -48,30 +55,30 @@ class ExchangeState(Enum):
     """The states of an exchange."""
 
     PREPARING = "preparing"  # the prompt is being tokenized
-    # a replica is being chosen; takes no time unless the ledger is shared, or the request waits in the queue
+    # a replica is being chosen: at once, unless the request waits in the queue or Redis has the gateways' load ledger
     PLACING = "placing"
-    TRYING = "trying"  # an attempt is under way, nothing of an answer has gone to the client
-    ANSWERING = "answering"  # the client has the first byte
-    RESUMING = "resuming"  # the replica failed within the stream: another one is chosen or asked to resume it
+    TRYING = "trying"  # an attempt is under way, and nothing of an answer has gone to the client
+    ANSWERING = "answering"  # the first byte of an answer has gone to the client
+    RESUMING = "resuming"  # the replica failed within the stream: another one is chosen, or asked for the rest
     ENDED = "ended"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python and triples the time of a lookup in the table
+    __hash__ = object.__hash__  # the one of Enum is written in Python, and triples the time of a lookup in the table
 
 
 class ExchangeEvent(Enum):
     """The events of an exchange."""
 
-    PREPARED = "prepared"
+    PREPARED = "prepared"  # the prompt is tokenized, or need not be
     REFUSED = "refused"  # the request cannot be served: it is invalid or not allowed, or there is no replica
-    PLACED = "placed"
-    ANSWERED = "answered"
+    PLACED = "placed"  # a replica is chosen, and load is reserved on it
+    ANSWERED = "answered"  # the first bytes for the client have come
     HANDED_OVER = "handed over"  # the first leg is complete: another replica can fetch the prompt's cache
     FAILED = "failed"  # the attempt failed
     INTERRUPTED = "interrupted"  # the attempt failed, and another replica may resume its answer
     EXHAUSTED = "exhausted"  # no attempt or no replica is left
-    FINISHED = "finished"
-    TIMED_OUT = "timed out"
-    GONE = "gone"
+    FINISHED = "finished"  # the answer is complete
+    TIMED_OUT = "timed out"  # a deadline has passed, or the gateway shuts down
+    GONE = "gone"  # the client has left
 
     __hash__ = object.__hash__
 
@@ -109,8 +116,8 @@ class AttemptState(Enum):
     """The states of an attempt."""
 
     CONNECTING = "connecting"  # a replica is chosen and reserved, no connection yet
-    AWAITING = "awaiting"  # the request is sent, nothing of an answer has gone to the client
-    ANSWERING = "answering"
+    AWAITING = "awaiting"  # the request is sent, and nothing of an answer has gone to the client
+    ANSWERING = "answering"  # what the replica sends goes to the client
     ENDED = "ended"
 
     __hash__ = object.__hash__
@@ -123,7 +130,7 @@ class AttemptEvent(Enum):
     ANSWERED = "answered"
     FINISHED = "finished"
     FAILED = "failed"  # no connection, a broken one, or no valid answer
-    DROPPED = "dropped"
+    DROPPED = "dropped"  # the exchange no longer needs it
 
     __hash__ = object.__hash__
 

@@ -1,1 +1,1 @@
-"""Readers for the four OpenAI and Anthropic APIs that clients may use; all yield one form, `openai.Chat`."""
+"""Readers of the OpenAI and Anthropic request bodies; each converts a conversation to one form, `openai.Chat`."""

@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages` as a chat request, block by block as vLLM translates it."""
+"""Conversion of Anthropic's `/v1/messages` bodies to chat requests, content block by content block, as vLLM does it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ..render.template import ChatTemplate, TemplateError
 from .conversation import Multimodal, Unknown, Unroutable, is_plain, require_exact, tool_schemas
 from .openai import Chat, template_variables
 
-# vLLM probes its template by rendering: which effort "thinking disabled" stands for, and whether system messages may
-# stand inside a conversation.
+# By rendering test conversations, vLLM finds out which reasoning effort "thinking disabled" stands for, and whether the
+# template allows system messages inside a conversation.
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
-_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
+_CHANGES = ("tool_addition", "tool_removal")  # block types in system messages that change the tools
 _HELLO = [{"role": "user", "content": "Hi"}]
 _INLINE_SYSTEM = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """The choices in vLLM's translation that depend on the chat template."""
+    """The choices in vLLM's conversion of Messages requests that depend on the chat template."""
 
-    system_first: bool  # inline system messages are moved to the front
-    disabled_effort: str | None  # reasoning_effort for thinking "disabled"; None: `thinking` is not read
+    system_first: bool  # system messages inside the conversation are moved to the front
+    disabled_effort: str | None  # the reasoning_effort for thinking "disabled"; None: vLLM does not read `thinking`
 
 
 def habits(
     template: ChatTemplate | ProgramTemplate | None, others: Sequence[str] = (), replaces_own: bool = False
 ) -> Habits:
-    """Return the choices that vLLM makes at start by rendering test conversations with its templates.
+    """Return the choices that vLLM makes at its start by rendering test conversations with its templates.
 
-    `template`: the one for requests without tools; None: there is none, and system messages come first.
-    `others`: sources of the templates that other requests get; where a program writes the conversations, vLLM tests
-        only these.
-    `replaces_own`: the template was given with --chat-template; older releases test only such a template.
+    `template`: the template for requests without tools; None: there is none, and system messages come first.
+    `others`: the sources of the templates for other requests. If the engine writes this model's conversations by rules
+        of its own (`template` is a ProgramTemplate), vLLM tests only these.
+    `replaces_own`: the template was given with --chat-template; releases before 0.31 test only such a template.
     """
     if template is None or (not template.quirks.asks_template and not replaces_own):
         return Habits(True, None)
@@ -61,11 +61,11 @@ def habits(
 
 
 def _wants_system_first(source: str) -> bool:
-    """Return whether a system message inside a conversation fails in the sandbox that vLLM probes with.
+    """Return whether vLLM concludes that a template refuses system messages inside a conversation.
 
-    That sandbox is bare: without special tokens, `raise_exception`, `strftime_now` and the `generation` tag, and with
-    `tools` undefined. So a template that merely needs one of these fails too, and counts as one that wants its system
-    message first.
+    vLLM renders such a conversation in a bare sandbox: without special tokens, `raise_exception`, `strftime_now` and
+    the `generation` tag, and with `tools` undefined. A template that merely needs one of these fails there too, and is
+    treated like one that refuses the system message.
     """
     env = Bounds(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
     try:
@@ -76,10 +76,11 @@ def _wants_system_first(source: str) -> bool:
 
 
 def from_messages(request: dict[str, Any], habits: Habits, rules_are_known: bool = True) -> Chat:
-    """Return the chat request that vLLM makes of a Messages request. Raises ApiError or Unroutable.
+    """Return the chat that vLLM makes of a body of `/v1/messages`. Raises ApiError or Unroutable.
 
-    Without `rules_are_known` the engine may show the model more of a tool's result than texts and images; the
-    conversation is then known only up to a result with other parts.
+    `habits`: the choices that depend on the model's chat template. `rules_are_known`: if False, the engine may show the
+    model more of a tool result than its texts and images, and the conversation is known only up to the first result
+    that has other parts.
     """
     given = request.get("messages")
     if not isinstance(given, list) or not given:
@@ -115,9 +116,10 @@ def from_messages(request: dict[str, Any], habits: Habits, rules_are_known: bool
 
 
 def _texts(content: Any, where: str, keep_header: bool = False) -> list[str]:
-    """Return the texts of a system prompt, unless `keep_header` without Claude Code's per-request attribution line.
+    """Return the non-empty texts of a system prompt, which is a string or a list of content blocks.
 
-    `where`: the place in the request, for errors.
+    Texts that begin with Claude Code's attribution line, which changes in each request, are left out unless
+    `keep_header` is set. `where`: the name of the field in errors. Raises ApiError.
     """
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
@@ -189,7 +191,7 @@ def _tool_result(
     images, references = [], []
     if isinstance(content, list):
         texts = []
-        for item in content:  # items of other kinds (search results, documents) are not shown to the model
+        for item in content:  # items of other types (search results, documents) are not shown to the model
             kind = item.get("type") if isinstance(item, dict) else None
             if kind == "text":
                 texts.append(item.get("text", ""))
@@ -211,7 +213,10 @@ def _tool_result(
 
 
 def _changed(tools: Sequence[dict[str, Any]], changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools at the end of a conversation, after its `tool_addition` and `tool_removal` blocks."""
+    """Return the tools that remain after applying a conversation's `tool_addition` and `tool_removal` blocks.
+
+    `tools`: the request's tools; `changes`: these blocks in order. Raises Unroutable for a change of an unknown tool.
+    """
     present = {tool.get("name"): tool for tool in tools}
     removed = set()
     for block in changes:

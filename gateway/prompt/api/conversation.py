@@ -1,9 +1,9 @@
-"""Conversion of request messages to the conversation that a chat template sees.
+"""Conversion of request messages to the conversation that a chat template gets.
 
-vLLM does not hand messages to the template as they came: parts become text (or stay parts, when the template loops over
-them), tool-call arguments become objects, unknown keys vanish, tools get their schema's defaults. All of it shows in
-the tokens, so all of it is done here, rule by rule as in vLLM 0.32 (`renderers/chat_utils.py`) and transformers 5.16 to
-5.23; `quirks.VersionQuirks` holds the differences of other versions.
+vLLM does not pass messages to the template as they came. Content parts become text (or stay parts, when the template
+loops over them), tool-call arguments become objects, unknown keys are dropped, and tools get the defaults of their
+schema. Each of these changes the tokens, so each is done here as in vLLM 0.32 (`renderers/chat_utils.py`) and
+transformers 5.16 to 5.23. `quirks.VersionQuirks` holds the differences of other versions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..quirks import NEWEST, VersionQuirks
 from .structure import arguments_of, levels
 
 _BEYOND_64_BITS = 2.0**63
-# Levels of nested JSON in a tool call's arguments. Python 3.11 reads some 990, 3.12 some 1,500, 3.13 some 10,000; what
-# an engine reads depends on its own.
+# The most levels of nested JSON in a tool call's arguments. Python 3.11 reads some 990, 3.12 some 1,500, 3.13 some
+# 10,000. How many an engine reads depends on its own Python.
 _MOST_LEVELS = 900
 # Claude Code's attribution line changes on every request; vLLM drops it from system text.
 BILLING_HEADER = "x-anthropic-billing-header"
@@ -35,49 +35,56 @@ _PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | frozenset(
 
 
 class Rounded(Exception):
-    """Raised for a number that may have been an integer of more than 64 bits; `parse_exactly` reads it exactly."""
+    """Raised for a parsed float that may have been an integer of more than 64 bits in the request's JSON.
+
+    `openai.parse_exactly` reads such integers exactly.
+    """
 
 
 class Unknown(Exception):
-    """Raised where the gateway cannot know what an engine makes of a message.
+    """Raised for a message whose rendering by an engine the gateway cannot know.
 
-    `known`: the number of messages before that one.
+    `known`: the number of messages before this one.
     """
 
     known = 0
 
 
 class Multimodal(Unknown):
-    """Raised for a message with media: the engine inserts tokens that the text does not determine."""
+    """Raised for a message with images, sound or video, for which engines insert tokens that its text does not show."""
 
 
 class MediaPlacing(Protocol):
-    """A way of replacing the content parts that are not text."""
+    """An object that decides what a chat template gets in place of images, sound and video."""
 
     def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
-        """Return the part or text that the template gets in place of `part`, or None for nothing.
+        """Return what the template gets in place of a content part that is not text; None: nothing.
 
-        `more`: the part's fields that no engine knows, which a template that takes parts gets too. `as_parts`: whether
-        the template takes parts.
+        `part`: the content part of the request. `more`: those of its fields that no engine knows; they are added to
+        what a template that loops over parts gets. `as_parts`: whether the template loops over parts, and gets a part
+        instead of a text.
         """
 
 
 class Placeholder(str):
-    """A text that stands for media; where the parts of a message are joined, it precedes the texts."""
+    """A text in place of an image, sound or video.
+
+    Where the parts of a message are joined to one text, placeholders are moved before the message's own texts.
+    """
 
 
 class Unroutable(Unknown):
-    """Raised where the prompt depends on something that only the engine knows."""
+    """Raised for a request whose prompt depends on something that only the engine knows; the text says what."""
 
 
-# Keys of a message that only some releases of transformers pass to the template: `thinking` as a copy of reasoning, and
-# the others where they are null.
+# Keys of a message that only some releases of transformers pass to the template: `thinking`, which is a copy of the
+# reasoning, and the others if their value is null.
 MAY_BE_UNLIKE = ("thinking", "tools", "tool_call_id")
 
-# Roles whose messages, when they hold only a text, reach the template as they came.
+# Roles whose messages reach the template unchanged if they hold only a text.
 PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 
-# Nearly all messages have just these keys and need no more than a copy.
+# By role: the keys of most messages. A message with exactly these keys needs no conversion but a copy.
 _PLAIN_KEYS = {
     "user": {"role", "content"},
     "assistant": {"role", "content"},
@@ -86,12 +93,12 @@ _PLAIN_KEYS = {
 
 
 def is_plain(system_text: str) -> bool:
-    """Return False for a system text that vLLM edits, which begins with Claude Code's attribution line."""
+    """Return whether vLLM leaves a system text unchanged: False if it begins with Claude Code's attribution line."""
     return not system_text.startswith(BILLING_HEADER)
 
 
 def has_media(messages: Any) -> bool:
-    """Return whether vLLM finds parts other than text in these messages."""
+    """Return whether vLLM finds images, sound, video or other parts that are not text in these messages."""
     given = messages if isinstance(messages, list) else ()
     contents = [message.get("content") for message in given if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
@@ -100,7 +107,7 @@ def has_media(messages: Any) -> bool:
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
-    """Return the messages of a chat request unchanged. Raises ApiError if they are no conversation."""
+    """Return the messages of a chat request unchanged. Raises ApiError unless they are a non-empty list of objects."""
     if not isinstance(given, list) or not given:
         raise bad("'messages' must be a non-empty list", "messages")
     for i, message in enumerate(given):
@@ -122,14 +129,16 @@ def conversation(
 
     `as_parts`: the template loops over content parts (vLLM's content format "openai"), so it gets a text as
         `[{"type": "text", "text": ...}]`.
-    `knows_developer`: if False and there are developer messages, these and all system messages become one.
-    `by_schema`: tool calls went through vLLM's schema, as in all APIs but Responses. The schema puts their keys in its
-        own order, which shows where a template dumps them.
+    `knows_developer`: if False and there are developer messages, these and all system messages are merged into one
+        system message at the front.
+    `by_schema`: the API passes tool calls through vLLM's schema, as all APIs but Responses do. The schema puts their
+        keys in its own order, which is visible if a template dumps them as JSON.
+    `quirks`: how the engine's version differs from the newest one.
     `reads`: the keys of MAY_BE_UNLIKE that the template may read.
-    `media`: replaces parts that are not text.
+    `media`: decides what replaces parts that are not text.
 
     Raises ApiError for what is no conversation, Multimodal for a part that is not text if `media` is None, and
-    Unroutable where releases of transformers differ.
+    Unroutable where the result depends on the engine's release of transformers.
     """
     talk: list[dict[str, Any]] = []
     try:
@@ -148,7 +157,12 @@ def conversation(
 def _as_transformers_hands_on(
     talk: list[dict[str, Any]], quirks: VersionQuirks, reads: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Apply transformers' own edits: since 5.20 it drops keys whose value is None, since 5.21 it copies reasoning."""
+    """Return the messages as transformers passes them to the template.
+
+    Since 5.20 it drops keys whose value is None, and since 5.21 it copies `reasoning` to `thinking`. `reads`: the keys
+    of MAY_BE_UNLIKE that the template may read. Raises Unroutable if the engine may run with releases that differ in a
+    key that the template reads.
+    """
     if quirks.drops_none is not False and any(None in message.values() for message in talk):
         if quirks.drops_none is None:
             for known, message in enumerate(talk):
@@ -173,7 +187,7 @@ def _unlike(what: str, known: int) -> Unroutable:
 
 
 def _one_system(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge all system messages into one at the front, unless only the first message is one."""
+    """Merge all system messages into one at the front, unless none or only the first message is a system message."""
     for message in talk:
         if message["role"] == "system":
             message.pop("tools", None)
@@ -244,9 +258,10 @@ def _message(
 
 
 def _part(part: Any, as_parts: bool, where: str, media: MediaPlacing | None) -> Any:
-    """Return what the template gets of a content part: a text, or with `as_parts` a part; None for nothing.
+    """Return what the template gets in place of one content part: a text, or a part with `as_parts`; None: nothing.
 
-    `where`: the message's place in the request, for errors; `media`: replaces a part that is not text.
+    `where`: the place of the message in the request, for errors. `media`: decides what replaces a part that is not
+    text; if it is None, such a part raises Multimodal.
     """
     if isinstance(part, str):
         return {"type": "text", "text": part} if as_parts else part
@@ -288,13 +303,16 @@ def _drop_billing_header(parts: list[Any]) -> list[Any]:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> Any:
-    """Return a message's `reasoning`, or its `reasoning_content` if that is None; an empty `reasoning` counts."""
+    """Return a message's `reasoning`, or its `reasoning_content` if `reasoning` is missing or null (but not if "")."""
     reasoning = message.get("reasoning")
     return message.get("reasoning_content") if reasoning is None else reasoning
 
 
 def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments parsed."""
+    """Return a tool call with its arguments parsed, and with `by_schema` its keys in the order of vLLM's schema.
+
+    `where`: the place of the message in the request, for errors. Raises ApiError.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise bad(
@@ -310,10 +328,11 @@ def _tool_call(call: Any, by_schema: bool, quirks: VersionQuirks, where: str) ->
 
 
 def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
-    """Return a tool call's arguments as an object.
+    """Return a tool call's arguments as an object, parsed if they are given as JSON text.
 
-    Arguments that are missing, null or not JSON become `{}`, and so do, in most releases, other JSON values.
-    Raises ApiError for arguments that are nested too deeply.
+    Arguments that are missing, null or not valid JSON become `{}`. JSON text of another value than an object becomes
+    `{}` for engines since vLLM 0.29 and is returned as parsed for older ones. Raises ApiError for arguments that are
+    nested too deeply.
     """
     if isinstance(given, str) and given:
         try:
@@ -329,7 +348,10 @@ def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
 
 
 def refuse_deep_arguments(request: dict[str, Any]) -> None:
-    """Raise ApiError for tool-call arguments nested too deeply, in a request that is not rendered here."""
+    """Raise ApiError if a tool call of the request has arguments nested more than 900 levels deep.
+
+    Serves for requests that are not rendered here; rendering checks the arguments itself.
+    """
     for text in arguments_of(request):
         _refuse_deep(text)
 
@@ -345,10 +367,10 @@ def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
 
 
 def tool_schemas(tools: Any, as_given: bool = False) -> list[dict[str, Any]] | None:
-    """Return what the template sees of a chat request's `tools`, with known keys only.
+    """Return a chat request's `tools` as the template gets them, with the keys that vLLM's schema knows only.
 
-    Keys are in the schema's order or, with `as_given`, as SGLang leaves them (`VersionQuirks.tools_as_given`). Raises
-    ApiError.
+    The keys are in the order of the schema. With `as_given` they are as SGLang leaves them: a function's keys in the
+    client's order, and a `defer_loading` of null where the client gave none. Raises ApiError.
     """
     if tools is None:
         return None
@@ -374,9 +396,10 @@ def _tool(tool: Any, where: str, as_given: bool) -> dict[str, Any]:
 
 
 def require_exact(value: Any) -> None:
-    """Raise Rounded where a number may have been an integer of more than 64 bits, which orjson makes a float.
+    """Raise Rounded if a value holds a float that may have been an integer of more than 64 bits in the JSON.
 
-    Needed for every value that a template may print, because there an integer shows all its digits.
+    orjson parses such an integer as a float. A template would print all its digits, so every value that a template may
+    print has to be checked.
     """
     if isinstance(value, dict):
         for item in value.values():

@@ -1,7 +1,7 @@
-"""The model, and other named members, of a request that is forwarded without being prepared.
+"""Reading the model and other named members from a request body that is forwarded without being parsed as a whole.
 
 Bodies are JSON or multipart forms. Only the wanted members are read: the rest of a JSON body is skipped, and of a form
-only the part headers are parsed. Member values stay as they are written.
+only the part headers are parsed. The values are returned as raw bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 _FORM = re.compile(r"multipart/form-data\s*(?:;|$)", re.IGNORECASE)
-# Parsers disagree about other spellings, so those are not read here.
+# The only spelling of the content type that is read here, because parsers disagree about others.
 _PLAIN_FORM = re.compile(
     r"""multipart/form-data\s*;\s*(?:charset=[\w-]+\s*;\s*)?boundary=(?:"([^"\\]{1,70})"|([^\s;",\\]{1,70}))\s*(?:;\s*charset=[\w-]+\s*)?""",
     re.IGNORECASE,
@@ -34,10 +34,10 @@ _ABSENT, _NULL = msgspec.Raw(b""), b"null"
 
 
 class NamedMembers(NamedTuple):
-    """The wanted members of a body.
+    """The model and the wanted members of a request body.
 
-    `members`: those that are present and not null, as raw JSON or raw form fields; None for a body that cannot be read
-    to its end, or that another parser could read differently.
+    `members`: the wanted members that are present and not null, as raw JSON or raw form fields. None for a body that
+    cannot be read to its end, or that an engine's parser could read differently.
     """
 
     model: str | None
@@ -54,7 +54,8 @@ def is_form(content_type: str) -> bool:
 def reader(names: Collection[str] = ()) -> Reader:
     """Return a function that reads the model and the members of these names from a body, given its content type.
 
-    If a body has several members of one name, in whatever spelling, the last one counts, as it does to engines.
+    If a body has several members of one name, in whatever spelling, the last one is returned. Engines also use the last
+    one.
     """
     fields = [("model", Any, None), *[(name, msgspec.Raw, _ABSENT) for name in names]]
     decode = msgspec.json.Decoder(msgspec.defstruct("Members", fields)).decode
@@ -82,15 +83,16 @@ _MODEL = reader()
 
 
 def named_model(content_type: str, body: bytes) -> str | None:
-    """Return the model that a body names, or None. A faulty body is left to the engine to refuse."""
+    """Return the model that a request body names, or None if it names none or cannot be read."""
     return _MODEL(content_type, body).model
 
 
 def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> NamedMembers:
-    """Read the wanted fields of a multipart form.
+    """Read the model and the wanted fields of a multipart form.
 
-    Of several fields with one name the last counts, as it does to engines: the permissions of API keys depend on that
-    agreement. Returns `_UNREAD` for a form that cannot be read to its end, or that an engine could read differently.
+    `delimiter`: the boundary with its leading hyphens. If several fields have one name, the last one is returned, which
+    is also the one that engines use: the permissions of API keys depend on this agreement. Returns `_UNREAD` for a form
+    that cannot be read to its end, or that an engine could read differently.
     """
     model, members = None, {}
     at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter) + 2
@@ -115,7 +117,10 @@ def _in_form(delimiter: bytes, body: bytes, wanted: Collection[bytes]) -> NamedM
 
 
 def _field_of(header: bytes, wanted: Collection[bytes]) -> bytes | None:
-    """Return the field name in a part's header; None if the header is unusual, or the part a file of a wanted name."""
+    """Return the field name in the header of a form's part, or None if the header has an unusual form.
+
+    None is also returned for a file whose field has one of the wanted names.
+    """
     lines = header.split(b"\r\n")
     if not all(map(_PLAIN_HEADER.fullmatch, lines)):
         return None

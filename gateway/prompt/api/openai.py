@@ -1,10 +1,10 @@
-"""OpenAI request bodies: JSON, options, prompts that need no rendering, and conversations to render.
+"""Parsing of OpenAI request bodies: JSON, options, prompts that need no rendering, and conversations to render.
 
-The options are model, streaming, output limits, session and number of choices. Bodies of other APIs are converted to
-this form.
+The options are model, streaming, output limit, session and number of choices. Conversations of all APIs are converted
+to one form, `Chat`.
 
 vLLM reads JSON as Python does (NaN, lone surrogates, UTF-16) and fields as pydantic does ("true", 1.0, "16"). A gateway
-that refused what the engine behind it accepts would break clients that work without it.
+that refused what the engine behind it accepts would break clients that work without the gateway.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from .structure import MOST_OBJECTS, MOST_STRINGS, MOST_VALUES, arguments_too_mu
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _WHOLE = re.compile(r"\s*[+-]?\d+(?:_\d+)*(?:\.0*)?\s*", re.ASCII)
-# Strings that also go to metrics, logs and other requests, where they must be encodable.
+# Fields whose strings also go to metrics, logs and other requests, and so must be encodable as UTF-8.
 _NAMES = ("model", "cache_salt")
-# Headers in which clients name the session of a request; the first that is not empty counts. Routers' first: those of
-# vllm-router, smg and Dynamo, then those of agents and proxies: OpenCode, Claude Code, Codex (two spellings), LiteLLM.
+# Headers in which clients name the session of a request; the first one that is not empty is used. The headers of
+# routers come first (vllm-router, smg, Dynamo), then those of agents and proxies (OpenCode, Claude Code, Qwen Code,
+# Codex in two spellings, LiteLLM).
 SESSION_HEADERS = (
     "x-session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity", "x-opencode-session",
     "x-claude-code-session-id", "x-qwen-code-session-id", "session-id", "session_id", "thread-id",
     "x-litellm-session-id",
 )  # fmt: skip
-# Then members of the body; Claude Code puts the session into `user_id`.
+# Members of the body that name the session where no header does; Claude Code puts the session into `user_id`.
 _SESSION_MEMBERS = (
     ("session_id",), ("prompt_cache_key",), ("session_params", "session_id"),
     ("nvext", "agent_context", "trajectory_id"), ("metadata", "session_id"), ("metadata", "user_id"),
     ("safety_identifier",), ("user",),
 )  # fmt: skip
 _MAX_TOKEN_ID = 0xFFFFFFFF
-_LEAST, _MOST = -(2**63), 2**64 - 1  # vLLM refuses integers beyond; older releases answer 5xx
-_BRIEF_IDS = 4096  # ids or prompts: 0.6 us each
-_LONGEST_NUMBER = 100  # characters; 64 bits take 20
-# vLLM's default limit on `n` (VLLM_MAX_N_SEQUENCES). The gateway applies it to all prompts of a request together, while
-# vLLM checks `n` alone and accepts 1,024 prompts. vLLM ignores `best_of` (0.28 and 0.32 tried).
+# vLLM refuses integers outside this range; older releases answer them with a 5xx status.
+_LEAST, _MOST = -(2**63), 2**64 - 1
+_BRIEF_IDS = 4096  # the most ids or prompts that are checked on the event loop: 0.6 us each
+_LONGEST_NUMBER = 100  # characters of an integer that is written as a string; 64 bits take 20
+# vLLM's default limit on `n` (VLLM_MAX_N_SEQUENCES). The gateway applies the limit to the sequences of all prompts of a
+# request together, while vLLM checks `n` alone and accepts 1,024 prompts. vLLM ignores `best_of` (0.28 and 0.32 tried).
 MOST_SEQUENCES = 16_384
-UNKNOWN_CONTEXT = 1_000_000  # tokens; stands for a context length that is unknown
+UNKNOWN_CONTEXT = 1_000_000  # tokens; used in place of a context length that is not known
 # Characters of a session name that are kept; a longer one is replaced by its SHA-256.
 _LONG_SESSION = 256
 # Fields that engines read as integers and the gateway only forwards.
@@ -73,14 +75,18 @@ _SELDOM = _INTEGERS.union(*_INTEGERS_OF.values()) | {
 
 
 class ExactFloat(float):
-    """A number that was written with a decimal point or an exponent, so that an engine reads it as the same float."""
+    """A float that was written with a decimal point or an exponent, so it is no rounded integer.
+
+    An engine reads the same float from the request.
+    """
 
 
 def parse(body: bytes, context: int = 0) -> tuple[dict[str, Any], str]:
     """Parse a body that must hold a JSON object. Raises ApiError.
 
-    Returns the object and a note on what is unusual about the JSON, "" for ordinary JSON. `context`: the most tokens
-    that a prompt may have, as far as is known; it raises the limit on the number of values.
+    Returns the object, and a note that says what is unusual about the JSON, "" for ordinary JSON. `context`: the
+    model's context length in tokens, which is added to the limit on the number of values, so that a prompt of token ids
+    is not refused.
     """
     large = len(body) > MOST_OBJECTS
     if large:
@@ -126,8 +132,8 @@ def _bounded(too_much: bool, context: int) -> None:
 def parse_exactly(body: bytes) -> dict[str, Any]:
     """Parse a body as Python does: integers of any length, and an ExactFloat for any other number.
 
-    Takes several times as long as `parse`, so it serves only the few bodies in which `require_exact` finds a number
-    that may have been rounded.
+    Takes several times as long as `parse`. It is used only for the few bodies in which `conversation.require_exact`
+    finds a number that `parse` may have rounded.
     """
     return json.loads(body, parse_float=ExactFloat)
 
@@ -139,10 +145,11 @@ def read_options(
     adapters: Collection[str],
     context: int | None,
 ) -> Prompt:
-    """Read everything of a request but its tokens into a Prompt. Raises ApiError.
+    """Return a Prompt with the options of a request (model, streaming, output limit, session, choices) but no tokens.
 
-    `path`: the API path; `adapters`: names of the LoRA adapters; `context`: the model's context length in tokens, or
-    None where it is not known.
+    `path`: the API path; `request`: the parsed body; `adapters`: the names of the LoRA adapters. `context`: the model's
+    context length in tokens, which the output limit must not exceed, or None where that is not to be checked. Raises
+    ApiError for invalid options.
     """
     get = request.get
     model = get("model")
@@ -155,7 +162,7 @@ def read_options(
     if stream is not None:
         prompt.stream = stream if type(stream) is bool else boolean(stream, "stream")
     if path in (RESPONSES, MESSAGES):
-        prompt.include_usage = True  # their streams always end with it
+        prompt.include_usage = True  # streams of these APIs always end with the usage
         prompt.background = path == RESPONSES and bool(get("background"))
         previous = get("previous_response_id")
         if type(previous) is str and 0 < len(previous) <= LONGEST_RESPONSE_ID:
@@ -190,16 +197,17 @@ def read_options(
 
 
 def _is_list(prompts: Any) -> bool:
-    """Return whether `prompts` is a list of two or more prompts, as opposed to one prompt."""
+    """Return whether `prompts` is a list of two or more prompts, not one prompt given as a list of token ids."""
     if type(prompts) is not list or len(prompts) < 2 or type(prompts[0]) is int:
         return False
     return type(prompts[0]) is list or all(type(one) is str for one in prompts)
 
 
 def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) -> str | None:
-    """Read the fields of `_SELDOM` into the prompt and return the session. Raises ApiError.
+    """Read the fields that most requests lack (`_SELDOM`) into the prompt, and return the session or None.
 
-    `session`: the session that the headers name, if any, which takes precedence over one in the body.
+    `session`: the session that the request headers name, or None. It takes precedence over one in the body. Raises
+    ApiError.
     """
     get = request.get
     if prompt.path in (CHAT, COMPLETIONS):  # vLLM ignores these fields in the other APIs
@@ -225,10 +233,9 @@ def _seldom_given(prompt: Prompt, request: dict[str, Any], session: str | None) 
 
 
 def refuse_sequences(path: str, request: Mapping[str, Any], n: int) -> None:
-    """Raise ApiError if a request asks for more sequences than MOST_SEQUENCES.
+    """Raise ApiError if a request asks for more than 16,384 sequences (MOST_SEQUENCES), which may harm a replica.
 
-    Each prompt counts `n` times, or `best_of` times if that is more. Such a request reaches no replica, because it may
-    harm one.
+    A request asks for `n` sequences, or `best_of` if that is more, for each of its prompts.
     """
     if path not in (CHAT, COMPLETIONS):
         return
@@ -246,9 +253,9 @@ def refuse_sequences(path: str, request: Mapping[str, Any], n: int) -> None:
 
 
 def refuse_invocation(body: bytes) -> None:
-    """Apply `refuse_sequences` to a SageMaker invocation, whose body may be a completion or a chat.
+    """Raise ApiError if a SageMaker invocation asks for more than 16,384 sequences (MOST_SEQUENCES).
 
-    A body that cannot be parsed is left to the engine to refuse.
+    The body may be a completion or a chat. A body that cannot be parsed is left to the engine to refuse.
     """
     try:
         request, _ = parse(body, UNKNOWN_CONTEXT)
@@ -264,19 +271,19 @@ def _count_prompts(request: Mapping[str, Any]) -> int:
 
 
 def _wants_prompt_logprobs(request: dict[str, Any]) -> bool:
-    """Return whether the request needs logprobs of its prompt.
+    """Return whether the request asks for logprobs of its prompt's tokens.
 
-    Cached KV blocks carry no logprobs, so vLLM computes the whole prompt for such a request (and stores it).
+    Cached KV blocks hold no logprobs, so vLLM computes the whole prompt for such a request, and then caches it.
     """
     if request.get("prompt_logprobs") is not None:
         return True
-    # With `echo` the prompt gets as many logprobs as the answer: by default none in completions and 0 in chat, and 0
-    # also counts as asking for them. vLLM 0.32 reads null as 0, vLLM 0.28 as none.
+    # With `echo` the prompt gets as many logprobs as the answer: by default none in completions and 0 in chat. With 0
+    # the logprobs of the prompt's own tokens are still computed. vLLM 0.32 reads null as 0, vLLM 0.28 as none.
     return bool(request.get("echo")) and ("messages" in request or request.get("logprobs") is not None)
 
 
 def boolean(value: Any, key: str) -> bool:
-    """Return `value` as pydantic reads a boolean. Raises ApiError, which names `key`."""
+    """Return `value` as a boolean, in all spellings that pydantic accepts ("yes", 1). Raises ApiError."""
     if type(value) is bool:
         return value
     if isinstance(value, str) and (said := value.lower()) in _TRUE | _FALSE:
@@ -287,7 +294,10 @@ def boolean(value: Any, key: str) -> bool:
 
 
 def integer(value: Any) -> int | None:
-    """Return `value` as an integer, as pydantic reads it, or None if it is none or exceeds 64 bits."""
+    """Return `value` as an integer, in all spellings that pydantic accepts ("16", 1.0).
+
+    Returns None for any other value, and for an integer that exceeds 64 bits.
+    """
     if isinstance(value, str):
         value = int(value.partition(".")[0]) if len(value) <= _LONGEST_NUMBER and _WHOLE.fullmatch(value) else None
     elif isinstance(value, float):
@@ -296,7 +306,7 @@ def integer(value: Any) -> int | None:
 
 
 def count(value: Any, key: str) -> int | None:
-    """Return `value` as an integer of at least 0, or None for null. Raises ApiError."""
+    """Return `value` as an integer of at least 0, or None for null. Raises ApiError, naming the field `key`."""
     if value is None or (type(value) is int and 0 <= value <= _MOST):
         return value
     number = integer(value)
@@ -306,7 +316,10 @@ def count(value: Any, key: str) -> int | None:
 
 
 def _refuse_long_integers(request: dict[str, Any], fields: frozenset[str]) -> None:
-    """Raise ApiError for numbers that no engine's integer can hold; any other fault is left to the engine."""
+    """Raise ApiError if one of these fields holds a number of more than 64 bits, which no engine's integer can hold.
+
+    Other faults in the fields are left to the engine to refuse.
+    """
     for key in fields & request.keys():
         value = request[key]
         if isinstance(value, str):
@@ -318,10 +331,11 @@ def _refuse_long_integers(request: dict[str, Any], fields: frozenset[str]) -> No
 
 
 def prompts_of(given: Any, key: str) -> list[str | bytes]:
-    """Return prompts given as text, texts, token ids or lists of ids, each as a text or as packed ids.
+    """Return the prompts that a request's field holds, each as a text or as token ids (uint32 bytes).
 
-    Like vLLM, read a list of strings and other values as token ids: ["5", 6] is two ids. `key` names the field in
-    errors. Raises ApiError, and TakesLong on the event loop for a list that takes long to check.
+    `given`: the field's value, which is a text, a list of texts, a list of token ids, or a list of such lists. As in
+    vLLM, a list that mixes strings and other values is a list of token ids: ["5", 6] is two ids. `key`: the field's
+    name, for errors. Raises ApiError, and TakesLong on the event loop for a list that takes long to check.
     """
     if isinstance(given, str):
         return [given]
@@ -340,7 +354,7 @@ def prompts_of(given: Any, key: str) -> list[str | bytes]:
 
 
 def packed(ids: list[Any], key: str) -> bytes:
-    """Return token ids as uint32 in native byte order. Raises ApiError, which names `key`."""
+    """Return token ids as uint32 bytes in native byte order. Raises ApiError, naming the field `key`."""
     if not all(type(one) is int for one in ids):
         ids = [integer(one) for one in ids]
     if not all(one is not None and 0 <= one <= _MAX_TOKEN_ID for one in ids):
@@ -350,21 +364,24 @@ def packed(ids: list[Any], key: str) -> bytes:
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation to render.
+    """A conversation to render, in the form to which the request bodies of all APIs are converted.
 
-    `tools`: as the template gets them; `variables`: the template's, or None if the request leaves them at the defaults.
+    `messages`: the messages of a chat request; `tools`: the tools as the template gets them; `variables`: the template
+    variables, or None if the request leaves all of them at their defaults.
     """
 
     messages: Any
     tools: list[dict[str, Any]] | None
     variables: dict[str, Any] | None
     special: bool = False  # the tokenizer adds its special tokens to the rendered text
-    by_schema: bool = True  # tool calls went through vLLM's schema, see `conversation.conversation`
-    roles: tuple[str, ...] | None = None  # set where each message consists of a known role and a text
+    # The API passes tool calls through vLLM's schema, which puts their keys in its own order.
+    by_schema: bool = True
+    # The roles of the messages, if each message consists of a known role and a text only; set when it is rendered.
+    roles: tuple[str, ...] | None = None
     body: bytes = b""  # the request body
-    unknown: Unknown | None = None  # why the conversation after `messages` cannot be converted
-    rest: Sequence[Any] = ()  # where `unknown` is set: the messages or items after `messages`, as received
-    at: datetime | None = None  # the time that the template prints; None: the engines' clock
+    unknown: Unknown | None = None  # why what comes after `messages` in the request cannot be converted
+    rest: Sequence[Any] = ()  # if `unknown` is set: the request's messages or items after `messages`, as received
+    at: datetime | None = None  # the time that the template prints; None: the time by the engines' clock
 
 
 _ABOUT_RENDERING = frozenset(
@@ -376,7 +393,10 @@ _ABOUT_RENDERING = frozenset(
 
 
 def from_chat(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> Chat:
-    """Return the chat of a body of `/v1/chat/completions`."""
+    """Return the conversation of a `/v1/chat/completions` body. Raises ApiError or Unroutable.
+
+    `quirks`: how the engine's version differs from the newest one.
+    """
     tools = request.get("tools")
     if tools is not None:
         tools = tool_schemas(tools, quirks.tools_as_given) if tools or quirks.refuses_alike else None
@@ -386,15 +406,19 @@ def from_chat(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> Chat:
 
 
 def from_embeddings(request: dict[str, Any]) -> Chat:
-    """Return the chat of a body of `/v1/embeddings` that has messages.
+    """Return the conversation of a `/v1/embeddings` body that has messages. Raises ApiError or Unroutable.
 
-    Its defaults differ from a chat's: no generation prompt, and neither tools nor documents.
+    The defaults differ from those of a chat request: no generation prompt, and neither tools nor documents.
     """
     return _steered(request, None, False)
 
 
 def _steered(request: dict[str, Any], tools: Any, add_prompt: bool, effort: Any = None, documents: Any = None) -> Chat:
-    """Return the chat of a request with fields that steer the rendering; `add_prompt`: a default."""
+    """Return the conversation of a request whose fields set rendering options. Raises ApiError or Unroutable.
+
+    `tools`: the tools as the template gets them; `add_prompt`: the default of `add_generation_prompt`; `effort` and
+    `documents`: the values of the template variables `reasoning_effort` and `documents`.
+    """
     if request.get("chat_template") is not None:
         raise Unroutable("the request brings its own chat template")
     add_prompt, go_on, special = (
@@ -412,11 +436,11 @@ def _steered(request: dict[str, Any], tools: Any, add_prompt: bool, effort: Any 
 def template_variables(
     request: dict[str, Any], add_prompt: bool, go_on: bool, effort: Any, documents: Any = None
 ) -> dict[str, Any]:
-    """Return the template's variables: `chat_template_kwargs`, overridden by what the request's fields set.
+    """Return the template variables: `chat_template_kwargs`, overridden by the request's own fields.
 
-    Values of None and "auto" count as unset, and names of Jinja's globals do not reach the template. `add_prompt`,
-    `go_on` and `effort` are the fields `add_generation_prompt`, `continue_final_message` and `reasoning_effort`. Raises
-    ApiError or Unroutable.
+    `add_prompt`, `go_on`, `effort` and `documents`: the values of `add_generation_prompt`, `continue_final_message`,
+    `reasoning_effort` and `documents`. Variables whose value is None or "auto" are left out, and so are those with the
+    name of a Jinja global. Raises ApiError, or Unroutable if the request brings a chat template.
     """
     own = request.get("chat_template_kwargs")
     if own is not None and not isinstance(own, dict):
@@ -441,17 +465,21 @@ def may_cut(request: Mapping[str, Any]) -> bool:
 
 
 def most_ids(given: Any) -> int:
-    """Return the length in tokens of the longest prompt given as token ids, 0 if there is none."""
+    """Return the length in tokens of the longest prompt that is given as token ids, or 0 if none is.
+
+    `given`: the value of a request's `prompt` or `input`, not yet checked.
+    """
     if type(given) is not list or not given or type(given[0]) is str:
         return 0
     return len(given) if type(given[0]) is not list else max(len(one) for one in given if type(one) is list)
 
 
 def forwarded_ids(request: dict[str, Any], past_media: bool) -> bytes | None:
-    """Return the packed prompt ids in `kv_transfer_params`, which engines use in place of the messages, or None.
+    """Return the prompt ids in `kv_transfer_params`, which engines use in place of the messages, or None.
 
-    `past_media`: the engine uses them even if the request has media or `echo`, as vLLM up to 0.31 does; if False, the
-    result is None for such requests.
+    The ids are returned as uint32 bytes. `past_media`: the engine uses the ids even if the request has images, sound,
+    video or `echo`, as vLLM up to 0.31 does; if False, the result is None for such requests. Raises ApiError for
+    invalid ids.
     """
     if not past_media and (request.get("echo") or has_media(request.get("messages"))):
         return None

@@ -1,6 +1,7 @@
-"""OpenAI's /v1/responses as a chat, translated to messages as vLLM does before rendering.
+"""Conversion of OpenAI's /v1/responses bodies to conversations, as vLLM does it before rendering.
 
-`from_responses` is for models with a template. `from_items` is for gpt-oss, whose format has a message for each item.
+`from_responses` is for models with a chat template. `from_items` is for gpt-oss, whose format has a message for each
+input item.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ _ITEM_TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
 def from_responses(request: dict[str, Any], quirks: VersionQuirks = NEWEST) -> Chat:
-    """Return the chat of a body of `/v1/responses`, as far as the request itself holds the conversation.
+    """Return the conversation of a `/v1/responses` body, for a model with a chat template.
 
-    vLLM adds the tokenizer's special tokens to what the template gives here (for many models a second BOS), unlike in
-    chat completions. Raises ApiError or Unroutable.
+    Unlike in chat completions, vLLM adds the tokenizer's special tokens to the rendered text here, for many models a
+    second BOS. If an input item cannot be converted, the chat ends before it, and `Chat.unknown` says why. Raises
+    ApiError, or Unroutable if the engine has stored a part of the conversation.
     """
     refuse_kept_conversations(request)
     given = request.get("input")
@@ -63,20 +65,21 @@ def _effort(request: dict[str, Any]) -> Any:
 
 
 def refuse_kept_conversations(request: dict[str, Any]) -> None:
-    """Raise Unroutable if the request refers to a conversation that the engine has stored."""
+    """Raise Unroutable if the request refers to a conversation or prompt that the engine has stored."""
     for key in ("previous_response_id", "conversation", "prompt", "previous_input_messages"):
         if request.get(key):
             raise Unroutable(f"the conversation is kept by the engine ({key})")
 
 
 def _add_items(messages: list[dict[str, Any]], given: list[dict[str, Any]]) -> tuple[Unknown | None, int]:
-    """Add the items to `messages`, and stop at the first whose conversion is not known.
+    """Convert input items to messages and append these to `messages`, up to the first item that cannot be converted.
 
-    Returns why conversion stopped and the index of the first item that is not in `messages`, or None and 0 if all are.
-    An assistant's turn to which the unknown item may belong is left out as a whole.
+    Returns why the conversion stopped, and the index of the first item that is not in `messages`; None and 0 if all
+    items were converted. If the item that stopped it may belong to an assistant's turn, the turn is left out as a
+    whole, because all items of a turn share one message.
     """
-    whole = len(messages)  # messages that no further item can change; `of`: the number of their items
-    of = 0
+    whole = len(messages)  # the number of messages that no further item can change
+    of = 0  # the number of items that these messages were made of
     for i, item in enumerate(given):
         try:
             _add_item(messages, item)
@@ -89,7 +92,10 @@ def _add_items(messages: list[dict[str, Any]], given: list[dict[str, Any]]) -> t
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add one input item; calls, reasoning and text of one assistant turn share a message."""
+    """Append the message of one input item to `messages`, or merge the item into the last message.
+
+    The tool calls, reasoning and text of one assistant turn share a message. Raises Unroutable.
+    """
     kind = item.get("type", "message")
     last = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
     if kind in ("function_call", "custom_tool_call"):
@@ -140,10 +146,11 @@ def _first_text(content: Any) -> str | None:
 
 
 def responses_tools(tools: Any, quirks: VersionQuirks) -> list[dict[str, Any]] | None:
-    """Return the tools that the template gets.
+    """Return the tools of a `/v1/responses` body as the template gets them.
 
-    They are functions, the functions in namespaces as `namespace__function`, and `custom` tools as functions that take
-    one text. The model sees no other tools.
+    The template gets functions, the functions of a namespace under the name `namespace__function`, and each `custom`
+    tool as a function that takes one text. Tools of other types are not shown to the model. Raises ApiError or
+    Unroutable.
     """
     if not tools:
         return None
@@ -151,13 +158,13 @@ def responses_tools(tools: Any, quirks: VersionQuirks) -> list[dict[str, Any]] |
 
 
 def function_tools(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return functions as the tools that a template gets."""
+    """Return functions wrapped as the tools that a template gets; [] if there are none. Raises ApiError."""
     shown = [{"type": "function", "function": function} for function in functions]
     return (tool_schemas(shown) if shown else None) or []
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]]:
-    """Return `tools` as a list of objects. Raises ApiError."""
+    """Return `tools` unchanged. Raises ApiError unless it is a list of objects."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise bad("'tools' must be a list of objects", "tools")
     return tools
@@ -180,9 +187,10 @@ def _shown(tool: dict[str, Any], quirks: VersionQuirks) -> Iterator[dict[str, An
 
 
 def from_items(request: dict[str, Any]) -> Chat:
-    """Return the chat of a body of `/v1/responses`, as far as the request itself holds the conversation.
+    """Return the conversation of a `/v1/responses` body, for gpt-oss.
 
-    Raises ApiError or Unroutable.
+    If an input item cannot be converted, the chat ends before it, and `Chat.unknown` says why. Raises ApiError, or
+    Unroutable if the conversation or its tools cannot be converted at all.
     """
     refuse_kept_conversations(request)
     given, instructions = request.get("input"), request.get("instructions")
@@ -212,9 +220,10 @@ def from_items(request: dict[str, Any]) -> Chat:
 
 
 def _add_to_items(messages: list[dict[str, Any]], called: dict[Any, Any], item: dict[str, Any], first: bool) -> None:
-    """Add the messages of one item.
+    """Append the message of one input item to `messages`, if the engine makes one. Raises Unroutable.
 
-    `called`: names of the functions called so far, by call id; `first`: no instructions or messages precede the item.
+    `called`: the names of the functions called so far, by call id; a call is added to it. `first`: neither instructions
+    nor messages precede the item.
     """
     kind, call = item.get("type", "message"), item.get("call_id")
     if kind == "message":

@@ -1,8 +1,8 @@
-"""Resumption of an answer on another replica: what the request's fields allow, and the request for the rest.
+"""Resumption of an interrupted answer on another replica: whether a request allows it, and the request for the rest.
 
-The other replica gets either the prompt and the text so far as token ids, in a body made here, or the client's body
-again. The body made here consists of fields that are known to mean the same for the rest as for the whole; a request
-with any other field can only be repeated.
+The other replica gets one of two bodies. One is made here and holds the prompt and the answer so far as token ids; the
+other is the client's own body again. A body made here can hold only fields that mean the same for the rest of an answer
+as for the whole, so a request that has any other field can only be repeated.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ _IN_PROMPT = frozenset({
     "messages", "prompt", "add_generation_prompt", "continue_final_message", "add_special_tokens",
     "chat_template_kwargs", "documents",
 })  # fmt: skip
-# Fields that are read here, and either rewritten or without effect on the rest.
+# Fields that are read here. They are then rewritten, or have no effect on the rest of the answer.
 _READ = frozenset({
     "max_tokens", "max_completion_tokens", "min_tokens", "return_token_ids", "logprobs", "tools", "tool_choice",
     "parallel_tool_calls", "response_format", "stop", "presence_penalty", "frequency_penalty",
 })  # fmt: skip
-# Fields that matter even if the request can only be repeated; those of _STORED show that it concerns a stored response.
+# The fields of _STORED show that a request concerns a stored response. Those of _REPEATED are read even if the request
+# can only be repeated.
 _STORED = ("previous_response_id", "conversation", "background")
 _REPEATED = frozenset({"temperature", "return_token_ids", "tools", "tool_choice", *_STORED})
-# Why an answer cannot be resumed by its ids: a tool call or a stop string may begin in the text so far, penalties count
-# only what the engine itself wrote, and unknown fields may mean anything.
+# Why an answer cannot be resumed from its token ids. TOOLS: a tool call may begin in the text so far. FIELD: a stop
+# string may begin there, penalties apply only to what the engine itself wrote, and unknown fields may mean anything.
 TOOLS, FIELD = "tools", "field"
 
 
 def _reader(names: frozenset[str], **settings: Any) -> msgspec.json.Decoder[Any]:
-    """Return a decoder that keeps the fields of these names as raw JSON and builds no objects from them or others.
+    """Return a JSON decoder that keeps the fields of these names as raw bytes and skips all others.
 
-    A body of 180,000 members takes a tenth of the time this way.
+    `settings`: options of `msgspec.defstruct`. The decoder builds no objects from the fields, so a body of 180,000
+    members takes a tenth of the time.
     """
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(names)]
     return msgspec.json.Decoder(msgspec.defstruct("_Fields", fields, **settings))
@@ -56,19 +58,19 @@ def _reader(names: frozenset[str], **settings: Any) -> msgspec.json.Decoder[Any]
 
 _NO_OTHERS = _reader(_KEPT | _IN_PROMPT | _READ, forbid_unknown_fields=True)
 _WITH_OTHERS = _reader(_REPEATED)
-_MOST_READ = 4096  # bytes of a value that is read
-_LARGE = object()  # stands for a larger value, which is taken to use its field
+_MOST_READ = 4096  # bytes; larger values of fields are not parsed
+_LARGE = object()  # stands for a larger value; it is true, so the field counts as set
 
 
 @dataclass(slots=True)
 class Terms:
-    """The conditions under which a request's answer can be resumed.
+    """The conditions under which an interrupted answer to a request can be resumed on another replica.
 
-    `kept`: raw members of the JSON body that mean the same for the rest of the answer.
-    `no_ids`: why the answer cannot be resumed by token ids (TOOLS or FIELD), or "".
+    `kept`: raw members of the JSON body that mean the same for the rest of the answer, joined by commas.
+    `no_ids`: why the answer cannot be resumed from its token ids (TOOLS or FIELD), or "".
     `greedy`: the temperature is 0, so the same prompt gets the same answer.
     `tells_ids`: the client itself asks for token ids.
-    `least`: the answer's minimum length in tokens.
+    `least`: the answer's minimum length in tokens, or 0.
     `stored`: the request concerns a stored response.
     """
 
@@ -81,14 +83,15 @@ class Terms:
 
     @property
     def why_strange(self) -> str:
-        """The reason to report where a stream is not resumed because it had an event of an unknown kind."""
+        """The reason to report if a stream is not resumed because it had an event of an unknown type."""
         return TOOLS if self.no_ids == TOOLS else "events"
 
     def rest(self, path: str, ids: bytes, written: int, limit: int | None, around: tuple[bytes, bytes]) -> bytes:
         """Return the body of a request for the rest of an answer.
 
-        `ids`: prompt and answer so far (uint32 LE), of which the last `written` are the answer's. `limit`: the most
-        tokens that the whole answer may have, or None. `around`: the bytes before and after the ids in a chat's body.
+        `ids`: the token ids of the prompt and of the answer so far (uint32, little endian). `written`: the number of
+        tokens of the answer so far. `limit`: the most tokens that the whole answer may have, or None. `around`: the
+        bytes to write before and after the ids in a chat's body.
         """
         fields: dict[str, Any] = {"return_token_ids": True}
         if limit is not None:
@@ -100,12 +103,15 @@ class Terms:
         else:
             fields["messages"] = [{"role": "user", "content": "-"}]
             inner = b"".join((around[0], as_json(ids), around[1]))
-        parts = (inner, self.kept, orjson.dumps(fields)[1:-1])  # of two members with one name, the last counts
+        parts = (inner, self.kept, orjson.dumps(fields)[1:-1])  # of two members with one name, engines use the last
         return b"{%b}" % b",".join(filter(None, parts))
 
 
 def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
-    """Return the terms of a request, or None if its body cannot be read and the engine may refuse it."""
+    """Return the conditions for resuming the answer to a request, or None if the body cannot be read.
+
+    The engine may refuse such a body. `body`: the client's request body.
+    """
     others = prompt.path not in (CHAT, COMPLETIONS)
     try:
         try:
@@ -129,7 +135,10 @@ def terms_of(prompt: Prompt, body: bytes) -> Terms | None:
 
 
 def _given(reader: msgspec.json.Decoder[Any], body: bytes) -> dict[str, bytes]:
-    """Return the raw fields that this reader knows, without those in `_IN_PROMPT`."""
+    """Return the fields of a body that `reader` keeps, as raw JSON by name, without those of `_IN_PROMPT`.
+
+    The effect of the fields of `_IN_PROMPT` is contained in the prompt's token ids.
+    """
     found = reader.decode(body)
     raw = {name: bytes(getattr(found, name)) for name in found.__struct_fields__ if name not in _IN_PROMPT}
     return {name: value for name, value in raw.items() if value}
@@ -146,9 +155,10 @@ def _no_ids(fields: dict[str, Any], others: bool) -> str:
 
 
 def with_answer(prompt: Prompt, ids: bytes, limit: int | None) -> Prompt:
-    """Return the prompt extended by the beginning of its answer.
+    """Return the prompt for the rest of an answer: the original prompt followed by the answer so far.
 
-    `ids` (uint32 LE): prompt and answer so far; `limit`: the most tokens that the rest of the answer may have.
+    `ids`: the token ids of both (uint32, little endian), from which the block hashes are computed. `limit`: the most
+    tokens that the rest of the answer may have, or None.
     """
     hashes = array("Q", hash_blocks(ids, prompt.block_size, prompt.seed))
     if prompt.looks_ahead:
@@ -157,5 +167,5 @@ def with_answer(prompt: Prompt, ids: bytes, limit: int | None) -> Prompt:
 
 
 def repeated(prompt: Prompt) -> Prompt:
-    """Return the same prompt without token ids, so that it is sent as text."""
+    """Return a copy of the prompt without token ids, so that the engine gets the client's text again."""
     return replace(prompt, token_ids=b"", kind="", also=None)

@@ -1,12 +1,13 @@
-"""Limits on the structure of a JSON body, counted before it is parsed.
+"""Limits on the number of objects, strings and values in a JSON body, checked before the body is parsed.
 
-A parser keeps all other threads from running until it has built everything that a text describes, and a text of
-two-byte lists takes forty times its size. So bodies are counted first, in pieces between which other threads can run.
+A JSON parser keeps all other threads from running until it has built everything that a text describes, and a text of
+two-byte lists takes forty times its size in memory. So the structure of a body is counted first, in pieces between
+which other threads can run.
 
 orjson's CPU time for a body at one of the limits, on a busy 2-core cloud machine: 20 ms (and 60 MB) for objects and
-lists, 85 ms for names of members, 45 ms for strings of 20 bytes (85 ms with escapes), 25 to 45 ms for 500,000 numbers;
-freeing them takes another fifth. Ten thousand messages in parts with all their tool calls have some 100,000 objects and
-200,000 strings. Token ids that fit the context are always allowed.
+lists, 85 ms for names of members, 45 ms for strings of 20 bytes (85 ms with escapes), 25 to 45 ms for 500,000 numbers.
+Freeing the objects takes another fifth of the time. Ten thousand messages in parts with all their tool calls have some
+100,000 objects and 200,000 strings. Token ids that fit the context are always allowed.
 """
 
 from __future__ import annotations
@@ -18,40 +19,43 @@ import numpy as np
 
 MOST_OBJECTS = 250_000  # objects, lists and names of members
 MOST_STRINGS = 400_000  # names of members and values
-MOST_VALUES = 500_000  # values of lists and objects, besides one per token of the context
+MOST_VALUES = 500_000  # values of lists and objects; one more is allowed for each token of the context length
 _PIECE = 256 * 1024
 _VALUES = (b",", b"[", b"{")
 _BEGIN, _END = (np.frombuffer(brackets, np.uint8) for brackets in (b"[{", b"]}"))
 
 
 def too_much(text: bytes, context: int) -> bool:
-    """Return whether a JSON text exceeds the limits; an invalid text is counted up to the fault.
+    """Return whether a JSON text has more objects, strings or values than the limits of this module allow.
 
-    `context`: the model's context length in tokens, which is added to MOST_VALUES.
+    `context`: the model's context length in tokens, which is added to the limit on values (MOST_VALUES). The text need
+    not be valid JSON.
     """
     if len(text) <= MOST_OBJECTS:
         return False
-    # A first, cheap count includes strings; prose has no 250,000 brackets and colons in less than 10 MB.
+    # The first count is cheap but includes the contents of strings; prose of less than 10 MB has fewer than 250,000
+    # brackets and colons.
     return _exceeds(_bytes_of(text), context) and _exceeds(_outside_strings(text), context)
 
 
 def more_values(text: bytes, most: int) -> bool:
-    """Return whether a short JSON text holds more than about `most` values; separators and openings are counted."""
+    """Return whether a short JSON text holds more than about `most` values, counting its commas, `[` and `{`."""
     if sum(map(text.count, _VALUES)) <= most:
         return False
     return sum(sum(map(piece.count, _VALUES)) for piece in _outside_strings(text)) > most
 
 
 def arguments_too_much(request: dict[str, Any], context: int) -> bool:
-    """Return whether the arguments of a conversation's tool calls together exceed the limits.
+    """Return whether the arguments of a conversation's tool calls together exceed the limits of this module.
 
-    Arguments are JSON texts within strings, which are parsed for the template.
+    The arguments are JSON texts within strings, which are parsed later, when the conversation is rendered. `context`:
+    the model's context length in tokens, which is added to the limit on values.
     """
     return _exceeds((text.encode("utf-8", "replace") for text in arguments_of(request)), context)
 
 
 def levels(text: bytes) -> int:
-    """Return how deeply a JSON text is nested."""
+    """Return the number of levels to which the lists and objects of a JSON text are nested."""
     deepest = here = 0
     for piece in _outside_strings(text):
         data = np.frombuffer(piece, np.uint8)
@@ -80,11 +84,11 @@ def _bytes_of(text: bytes) -> Iterator[bytes]:
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """Yield the text outside strings, with the quotes, piece by piece.
+    """Yield the parts of a JSON text that lie outside its strings, piece by piece, and both quotes of each string.
 
-    A backslash begins an escape of two bytes, and no piece ends within one.
+    The text is cut into pieces of 256 KiB, but not between a backslash and the character that it escapes.
     """
-    at, inside = 0, 0  # `inside`: 1 within a string
+    at, inside = 0, 0  # `inside`: 1 if the piece begins within a string, else 0
     while at < len(text):
         piece = text[at : at + _PIECE]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and len(piece) > 1:
@@ -96,7 +100,10 @@ def _outside_strings(text: bytes) -> Iterator[bytes]:
 
 
 def arguments_of(request: dict[str, Any]) -> Iterator[str]:
-    """Yield the tool-call arguments that are JSON texts, from /v1/chat/completions and /v1/responses."""
+    """Yield the tool-call arguments in a request that are given as JSON text.
+
+    `request`: the parsed body of a /v1/chat/completions or /v1/responses request.
+    """
     for key in ("messages", "input"):
         given = request.get(key)
         for item in given if isinstance(given, list) else ():

@@ -1,1 +1,4 @@
-"""Workers: several gateway processes on one machine that share a port, and a Redis as on several machines."""
+"""Workers: several gateway processes on one machine that share a port.
+
+They share their state through a Redis, as gateways on several machines do.
+"""

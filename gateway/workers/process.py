@@ -1,6 +1,6 @@
 """The processes of workers, as the supervisor starts, queries, watches and ends them.
 
-The supervisor watches by *looks*: once a second it asks each worker for its load.
+The supervisor watches the workers by *looks*: once a second it asks each worker for its load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..settings import ConfigError
 
 log = logging.getLogger("hitherto.workers")
 
-# Headers that belong to one connection, or that are written again for the next one.
+# Headers that are not passed on: they belong to one connection, or are written again for the next one.
 OWN_HEADERS = frozenset(
     "connection keep-alive te trailer transfer-encoding upgrade expect content-length date server".split()
 )
@@ -36,18 +36,18 @@ OPEN = (
 FAILED = b"failed "
 PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`
 START_SECONDS = 180.0  # for a worker's start: it may load a tokenizer on a busy machine
-# For queries of the supervisor's own: a worker that is stuck must not delay the others' answers.
+# For the supervisor's own queries: a worker that is stuck must not delay the answers of the others.
 QUERY_SECONDS = 2.0
-LOOK_SECONDS = 1.0  # between two looks at the workers, and for a worker's answer to one
-# Unanswered looks in a row after which a worker counts as quiet, and as hung. Each takes 2 s at most, so a worker that
-# hangs is killed after 30 s.
+LOOK_SECONDS = 1.0  # between two looks at the workers, and the time limit for a worker's answer to one
+# Unanswered looks in a row after which a worker counts as quiet, and after which it counts as hung. A look takes 2 s at
+# most, so a worker that hangs is killed after 30 s.
 QUIET, HANGS = 2, 15
 
 Change = tuple[str, str, list[tuple[str, str]], bytes]  # a request: method, path, headers and body
 
 
 class Answer(NamedTuple):
-    """An answer of a worker's admin side."""
+    """An HTTP answer of a worker's admin API."""
 
     status: int
     headers: Mapping[str, str]
@@ -61,11 +61,13 @@ class Answer(NamedTuple):
 class WorkerProcess:
     """The supervisor's handle of one worker process.
 
-    The worker reads lines of JSON from its standard input: first what it begins with, then how to stop. It ends when
-    its standard input does.
-    `serves`: whether it accepts connections. `unanswered`: the number of looks in a row that it has not answered.
-    `missed`: changes of the replicas that came before it served, to be made when it does.
-    `loads`: by replica, the number of its requests there, and the seconds for which the oldest has had no answer.
+    The worker reads lines of JSON from its standard input: first the settings and replicas with which it begins, later
+    the order to stop. It ends when its standard input is closed.
+
+    `serves`: whether the worker accepts clients' connections. `unanswered`: the number of looks (the supervisor's
+    queries once a second) in a row that it has not answered. `missed`: changes of the replicas that came while it
+    started, which it makes before it serves. `loads`: by replica, the number of its requests there, and the seconds for
+    which the oldest of them has had no answer.
     """
 
     def __init__(self, index: int, process: Process, path: Path, headers: Mapping[str, str]):
@@ -78,9 +80,10 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, index: int, path: Path, headers: Mapping[str, str]) -> WorkerProcess:
-        """Start a process, which waits for its first line, and return its handle. Raises OSError if that fails.
+        """Start a worker process and return its handle. Raises OSError if the process cannot be started.
 
-        `index`: the worker's number. `path`: the unix socket of its admin side. `headers`: the credentials for it.
+        The worker then waits for its first message (`tell`). `index`: the worker's number. `path`: the unix socket of
+        its admin API. `headers`: the credentials for the admin API.
         """
         # The worker imports the same package as the supervisor, whatever is in the current directory. In a session of
         # its own it gets no signal of a terminal: only the supervisor decides when a worker stops.
@@ -99,8 +102,8 @@ class WorkerProcess:
     async def opened(self, seconds: float) -> None:
         """Wait until the worker accepts connections.
 
-        Raises ConfigError, with the worker's reason, if it ends before. If it takes longer than `seconds`, it is
-        killed, and ConfigError is raised as well.
+        Raises ConfigError, with the worker's reason, if the worker ends before that. A worker that takes longer than
+        `seconds` is killed, and ConfigError is raised as well.
         """
         assert self.process.stdout is not None
         line, why = b"", ""
@@ -122,7 +125,10 @@ class WorkerProcess:
     async def ask(
         self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, seconds: float
     ) -> Answer:
-        """Return the answer of the worker's admin side. Raises one of GONE."""
+        """Send a request to the worker's admin API and return the answer.
+
+        `seconds`: the time limit. Raises one of the errors in GONE if the worker has ended or gives no answer in time.
+        """
         if self._admin.closed:
             raise ConnectionResetError("the worker has ended")
         async with self._admin.request(
@@ -132,7 +138,10 @@ class WorkerProcess:
             return Answer(found.status, found.headers, await found.read())
 
     async def query(self, path: str, seconds: float = QUERY_SECONDS) -> bytes | None:
-        """Return the answer to a query of the supervisor's own; None if the worker has ended, is stuck or refuses."""
+        """Return the body of the worker's answer to a GET request with the supervisor's own credentials.
+
+        Returns None if the worker has ended, gives no answer within `seconds`, or refuses.
+        """
         try:
             answer = await self.ask("GET", path, [*self._headers.items()], b"", seconds)
         except GONE:
@@ -140,14 +149,17 @@ class WorkerProcess:
         return answer.body if answer.status == 200 else None
 
     async def ended(self) -> int:
-        """Wait until the process is gone, and return its exit code."""
+        """Wait until the process has ended, and return its exit code (negative: a signal's number)."""
         code = await self.process.wait()
         self.serves = False
         await self._admin.close()
         return code
 
     async def stop(self, seconds: float, more: float) -> None:
-        """Have the worker drain for up to `seconds`, and kill it if it takes `more` seconds longer, or never served."""
+        """Stop the worker: give its running requests up to `seconds` to end, and return once its process has ended.
+
+        The process is killed if it takes `more` seconds longer, or at once if it does not serve yet.
+        """
         if self.serves:
             self.tell(stop=seconds)
             with contextlib.suppress(TimeoutError):
@@ -161,9 +173,10 @@ class WorkerProcess:
 
 
 class Places:
-    """The workers by number: each number is a place in which a worker that ends is replaced by another.
+    """The workers by number. Each number is a place: if the worker in it ends, another one takes the place.
 
-    `count`: the number of places; `workers`: the process in each place now; `restarts`: of workers, in all places.
+    `count`: the number of places. `workers`: the present process in each place. `restarts`: the number of workers that
+    were replaced, in all places together.
     """
 
     def __init__(self, count: int):
@@ -177,28 +190,28 @@ class Places:
 
     @property
     def answering(self) -> list[WorkerProcess]:
-        """The serving workers that have answered at least one of the last QUIET looks."""
+        """The serving workers that have answered one of the supervisor's last QUIET queries for their load."""
         return [worker for worker in self.serving if worker.unanswered < QUIET]
 
     async def query_all(self, path: str) -> list[tuple[WorkerProcess, bytes]]:
-        """Return the workers that answer a query of the supervisor's own, each with its answer."""
+        """Send a GET request to all workers; return those that answer, each with the body of its answer."""
         return await _query(self.answering, path, QUERY_SECONDS)
 
     async def watch(self) -> None:
-        """Look at the workers once a second until cancelled."""
+        """Ask the workers for their loads once a second, and kill those that hang; runs until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self.look(counts=True)
 
     async def look(self, counts: bool = False) -> None:
-        """Ask each worker for its load of the replicas.
+        """Ask each worker for the load that it puts on each replica, and update `WorkerProcess.loads`.
 
-        If the look `counts`, kill the workers that have not answered the last HANGS looks: the kernel keeps giving them
-        connections, and nothing else would notice.
+        If the look `counts`, kill the workers that have answered none of the last HANGS looks. The kernel would keep
+        giving such a worker connections, and nothing else would notice.
 
-        Looks are counted, not seconds: after this process or its machine was frozen, timers fire before sockets are
-        read, but however long the freeze was, only one look is missed. Only the looks of `watch` count, because they
-        follow one another; changes of the replicas look at the workers as well, many at the same time.
+        A hang is measured in looks, not in seconds. After this process or its machine was frozen, timers fire before
+        sockets are read, but only one look is missed, however long the freeze was. Only the looks of `watch` count,
+        because they follow one another; changes of the replicas make looks too, many at the same time.
         """
         asked = self.serving
         answers = dict(await _query(asked, "/worker/loads", LOOK_SECONDS))
@@ -217,7 +230,7 @@ class Places:
         return sum(worker.loads[replica][0] for worker in self.serving if replica in worker.loads)
 
     def waited(self, replica: str) -> float:
-        """Return for how many seconds the oldest request of all workers on a replica has had no answer."""
+        """Return for how many seconds the oldest unanswered request on a replica, of all workers, has waited."""
         return max((worker.loads[replica][1] for worker in self.serving if replica in worker.loads), default=0.0)
 
 
@@ -228,7 +241,7 @@ async def _query(workers: Iterable[WorkerProcess], path: str, seconds: float) ->
 
 
 def decision_prefix(worker: int) -> str:
-    """Return the beginning of the ids of a worker's decisions."""
+    """Return the prefix of the ids that this worker gives to its placements for other proxies (`/decide`)."""
     return f"{worker}-"
 
 

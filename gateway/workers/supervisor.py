@@ -1,8 +1,8 @@
 """The supervisor of workers: it starts them, replaces those that end, and owns what exists only once.
 
-The supervisor owns the port, which it reserves while no worker listens; the admin side; the engines that are launched,
-which workers adopt by URL and watch for themselves; and the Redis that workers share, unless `--redis-url` names one.
-No client's request passes through it.
+It owns four things. The port, which it reserves while no worker listens. The admin API. The launched engines, which
+each worker adds by URL and watches for itself. And the Redis that workers share, unless `--redis-url` names one. No
+client's request passes through the supervisor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .process import START_SECONDS, Places, WorkerProcess, how
 log = logging.getLogger("hitherto.workers")
 
 PAUSES = (0.1, 30.0)  # seconds before a worker is replaced: the first pause, which doubles, and the longest
-SETTLED = 10.0  # seconds; a worker that ran longer resets the pause
+SETTLED = 10.0  # seconds; a worker that ran for longer resets the pause to the first
 # Seconds that a replacement waits for its first replica before it accepts connections; its siblings have replicas.
 PATIENCE = 10.0
 STOP_SECONDS = 7.0  # beyond the time to drain: 2 s for the last bytes of answers, then leases, usage log and spans
@@ -87,9 +87,9 @@ class Workers:
     # --- start and stop
 
     async def start(self) -> None:
-        """Start Redis, engines and workers, and return when all workers accept connections.
+        """Start Redis, engines and workers, and return once all workers accept connections.
 
-        Raises ConfigError. The first worker that cannot start ends the others, whether they hang or not.
+        Raises ConfigError if anything cannot be started. If one worker cannot, all others are ended, even if they hang.
         """
         try:
             await self._start()
@@ -128,7 +128,7 @@ class Workers:
         self._tasks.append(self._background.spawn("watch workers", self.places.watch))
 
     async def stop(self, seconds: float) -> None:
-        """Have workers refuse new requests and finish the others for up to `seconds`, then end everything."""
+        """Let workers refuse new requests and finish running ones for up to `seconds`, then end everything."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -143,41 +143,46 @@ class Workers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def hurry(self) -> None:
-        """Tell the workers to end the drain that `stop` has begun."""
+        """Tell the workers to cut short the time for running requests, while `stop` is waiting for them."""
         for worker in self.places.workers.values():
             worker.tell(hurry=True)
 
     # --- workers
 
     async def _start_worker(self, index: int, patience: float = 0.0) -> WorkerProcess:
-        """Start a worker in this place, and return it once it accepts connections. Raises ConfigError.
+        """Start the worker with this number, and return it once it accepts connections.
 
-        `patience`: the most seconds that it waits for a ready replica before that.
+        `patience`: the longest time in seconds that it waits for a ready replica before it accepts connections. Raises
+        ConfigError if the worker cannot be started.
         """
         path = self._folder / f"worker-{index}.sock"
         try:
             worker = self.places.workers[index] = await WorkerProcess.start(index, path, self._headers)
         except OSError as error:
             raise ConfigError(f"--workers: worker {index} cannot be started: {error.strerror or error}") from None
-        # From here on it gets the changes that it misses, so the state of a sibling may be asked for.
+        # From here on, changes of the replicas that the worker misses are kept for it (`missed`), so none is lost
+        # between a sibling's answer and the moment when the worker serves.
         known = await self.admin.known()
         worker.tell(
             index=index, socket=str(path), settings=self._each, secrets=[*self._secrets], patience=patience, known=known
         )
         await worker.opened(START_SECONDS + patience)
-        while worker.missed:  # of which `WorkersAdmin` may meanwhile take back one, or add another
+        while worker.missed:  # `WorkersAdmin` may meanwhile take one back, or add another
             await have_follow(worker, worker.missed.pop(0))
         worker.serves = True
         return worker
 
     def keep_place(self, index: int) -> asyncio.Task[None]:
-        """Replace the worker in this place whenever it ends, in the background."""
+        """Start a background task that replaces the worker with this number whenever it ends; return the task."""
         task = self._background.spawn(f"worker {index}", partial(self._keep, index))
         self._tasks.append(task)
         return task
 
     async def _keep(self, index: int) -> None:
-        """Start one worker after another in this place until cancelled."""
+        """Replace the worker with this number whenever it ends, until cancelled.
+
+        Before a replacement there is a pause, which doubles while workers keep ending soon (PAUSES).
+        """
         pause = PAUSES[0]
         while True:
             worker = self.places.workers[index]
@@ -199,9 +204,10 @@ class Workers:
 
 
 def one_workers_settings(settings: Settings, port: int, redis_url: str) -> dict[str, Any]:
-    """Return the settings of each worker in JSON's types: with this port, this Redis, and its share of the budgets.
+    """Return each worker's settings in JSON's types, with this port and Redis and the worker's share of the budgets.
 
-    The budgets are those of memory, and the bounds of the queue, of which each worker has one of its own.
+    The budgets are those of memory, and the bounds of the queue of waiting requests, since each worker has a queue of
+    its own.
     """
     count, queue = settings.workers, settings.admission or Admission()
     each = settings.model_copy(update={
@@ -216,10 +222,10 @@ def one_workers_settings(settings: Settings, port: int, redis_url: str) -> dict[
 
 
 async def hold(host: str, port: int) -> tuple[list[socket.socket], int]:
-    """Return bound sockets that reserve a port on every address of the host without listening, and the port.
+    """Reserve a port on every address of the host; return the bound sockets, which do not listen, and the port.
 
-    `port` 0: any free port. Raises OSError if the port is taken: another process of this user that listens there would
-    get a part of the connections.
+    `port`: 0 for any free port. Raises OSError if the port is taken: workers could share it with another process of
+    this user, but that process would then get a part of the connections.
     """
     held: list[socket.socket] = []
     try:

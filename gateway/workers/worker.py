@@ -2,10 +2,10 @@
 
     python -m gateway.workers.worker        (started by the supervisor, never by hand)
 
-A worker differs from a gateway that runs alone in three ways. Its admin side is on a unix socket, for the supervisor's
+A worker differs from a gateway that runs alone in three ways. Its admin API is on a unix socket, for the supervisor's
 requests. It shares its port with the other workers, its siblings, and begins with the replicas that one of them has.
-And it drains when the supervisor tells it to, not on a signal. When the supervisor ends, in whatever way, so does this
-process.
+And it stops when the supervisor tells it to, not on a signal. When the supervisor ends, in whatever way, so does the
+worker.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ..ops.side import answer
 from ..settings import ConfigError, Secrets, Settings
 from .process import FAILED, OPEN, decision_prefix
 
-TAKEN_OUT = (State.DRAINING, State.STOPPED)
+TAKEN_OUT = (State.DRAINING, State.STOPPED)  # the states of a replica that an operator has drained
 # Service managers send these signals to all processes, but only the supervisor decides when a worker stops.
 NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Worker(Admin):
-    """A gateway and its admin side, with further routes for the supervisor alone.
+    """A gateway and its admin API, with further routes for the supervisor alone.
 
-    `hello`: the supervisor's first message, with settings, secrets, and `known`: what a sibling answers to
-    `/worker/known`. Raises ConfigError for settings that cannot be used.
+    `hello`: the supervisor's first message. It has the settings, the secrets, and as `known` the replicas and learned
+    costs to begin with (a sibling's answer to `/worker/known`). Raises ConfigError for settings that cannot be used.
     """
 
     gateway: Gateway
@@ -55,8 +55,8 @@ class Worker(Admin):
         super().__init__(gateway, gateway.admin.guard)
         gateway.admin = self
         gateway.fleet.on_change.append(self._replica_changed)
-        # State from before this worker's start, of replicas that it has not met yet: those that an operator drained,
-        # and the names that each served.
+        # State from before this worker's start, for replicas that it has not reached yet: the replicas that an operator
+        # drained, and the model names that each replica served.
         self._drained: set[str] = set(self._begins_with["drained"])
         self._served: dict[str, list[str]] = {}
 
@@ -65,29 +65,32 @@ class Worker(Admin):
         return [*super().routes(), *(web.get(f"/worker{path}", handler) for path, handler in own.items())]
 
     async def counted(self, request: web.Request) -> web.Response:
-        """Answer with this worker's status and counts, which the supervisor's admin side adds up over all workers."""
+        """Answer with this worker's status and counts, which the supervisor adds up over all workers."""
         gateway = self.gateway
         counts = gateway.metrics.counts()
         return answer({"status": gateway.status(), "counts": counts, "connections": gateway.server.open})
 
     async def kept(self, request: web.Request) -> web.Response:
-        """Answer with the figures of the last 15 minutes, which the supervisor's admin side merges over all workers."""
+        """Answer with this worker's figures of the last 15 minutes, which the supervisor merges over all workers."""
         return answer(self.gateway.recent.kept())
 
     async def loads(self, request: web.Request) -> web.Response:
-        """Answer with the load of each replica: its number of requests, and the seconds that the oldest has waited."""
+        """Answer with this worker's load on each replica that has any.
+
+        By replica's id: the number of requests there, and for how many seconds the oldest has had no answer.
+        """
         gateway, now = self.gateway, monotonic()
         sent, ran = gateway.proxy.oldest_unanswered(), gateway.proxy.pulse.ran
         found = {id: (gateway.ledger.own(id)[0], ran(sent.get(id, now), now)) for id in gateway.fleet.replicas}
         return answer({id: load for id, load in found.items() if any(load)})
 
     async def known(self, request: web.Request) -> web.Response:
-        """Answer with what a replacement of a dead worker begins with.
+        """Answer with the state with which the replacement of a dead worker begins.
 
-        `urls`: URLs by id, of engines that are not discovered pods.
-        `drained`: ids of replicas that an operator took out.
-        `pods`, `left_out`: discovered pods, and those of them that operators have removed.
-        `names`: which models replicas served before, and how long ago a model's last pod went; None: not known.
+        `urls`: the URLs, by id, of engines that are not pods of a cluster.
+        `drained`: the ids of replicas that an operator drained.
+        `pods`, `left_out`: the pods discovered in the cluster, and those of them that operators have removed.
+        `names`: which models replicas served before, and how long ago the last pod of a model went; None: unknown.
         `costs`: the learned costs of tokens.
         """
         fleet, discovery = self.gateway.fleet, self.gateway.discovery
@@ -103,10 +106,10 @@ class Worker(Admin):
         })  # fmt: skip
 
     async def begin(self, patience: float) -> None:
-        """Adopt the replicas that the worker begins with, and accept connections. Raises ConfigError.
+        """Add the replicas that the worker begins with, then accept connections. Raises ConfigError.
 
-        It waits up to `patience` seconds until it can serve requests as well as its siblings: until it is ready, and
-        knows the load that the siblings put on replicas.
+        Before it accepts connections it waits, for up to `patience` seconds, until it can serve requests as well as its
+        siblings: until it is ready and knows the load that the siblings put on replicas.
         """
         gateway, told = self.gateway, self._begins_with
         if (names := told["names"]) is not None:
@@ -123,7 +126,10 @@ class Worker(Admin):
         datapath.started()
 
     def _forget(self, engine: str) -> None:
-        """Drop the state kept for an engine's replicas when its pod is gone, because another pod does not share it."""
+        """Drop the drained state and model names kept for an engine's replicas, because its pod is gone.
+
+        Another pod that comes in its place has a state of its own.
+        """
         self._drained = {id for id in self._drained if not _is_of(id, engine)}
         self._served = {id: names for id, names in self._served.items() if not _is_of(id, engine)}
 
@@ -136,16 +142,17 @@ class Worker(Admin):
 
 
 def _is_of(id: str, engine: str) -> bool:
-    """Return whether a replica's id is this engine's, or that of one of the engine's data-parallel ranks."""
+    """Return whether a replica's id is this engine's or that of one of its data-parallel ranks."""
     return id == engine or id.startswith(f"{engine}-dp")
 
 
 def _follow(
     messages: BinaryIO, folder: Path, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[dict[str, Any]]
 ) -> None:
-    """Put the supervisor's messages into `orders`, and end the process when the supervisor is gone.
+    """Put the supervisor's messages into `orders`, and end this process when the supervisor has ended.
 
-    Runs in a thread of its own, which notices the supervisor's end even while the event loop is stuck.
+    Runs in a thread of its own, so that it notices the supervisor's end even while the event loop is stuck. `folder`:
+    the folder of the workers' sockets, which is then removed.
     """
     for line in messages:
         loop.call_soon_threadsafe(orders.put_nowait, orjson.loads(line))
@@ -154,9 +161,11 @@ def _follow(
 
 
 async def _main(messages: BinaryIO, hello: dict[str, Any], supervisor: int) -> int:
-    """Serve until the supervisor sends how many seconds there are to drain; a second message ends the drain at once.
+    """Serve until the supervisor orders a stop, and return the exit code.
 
-    `supervisor`: the file to which OPEN or FAILED is written.
+    The order says for how many seconds running requests may go on; a second message cuts that time short. `messages`:
+    the stream of the supervisor's messages. `hello`: the first of them. `supervisor`: the descriptor of the file to
+    which OPEN or FAILED is written.
     """
     orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     path, loop = Path(hello["socket"]), asyncio.get_running_loop()
@@ -178,7 +187,7 @@ async def _main(messages: BinaryIO, hello: dict[str, Any], supervisor: int) -> i
 
 
 def main() -> int:
-    """Run the worker that standard input describes, and return its exit code."""
+    """Run the worker that the first line of standard input describes, and return its exit code."""
     for number in NOT_FOR_WORKERS:
         signal.signal(number, signal.SIG_IGN)
     supervisor, messages = os.dup(1), os.fdopen(os.dup(0), "rb")

@@ -1,1 +1,1 @@
-"""API keys of clients, the tenants behind them, the tenants' limits, and the counts of what they have used."""
+"""Tenants: clients' API keys, the limits of each tenant, and the counts of what tenants have used."""

@@ -1,4 +1,4 @@
-"""The cost in tokens of a request that has ended, in whatever way, and its settlement against the tenant's limits."""
+"""The cost in tokens of a request that has ended, however it ended, and its booking on the tenant's limits."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ NOTHING = Cost(0, 0, 0)
 def cost(exchange: Exchange, usage: Usage | None) -> Cost:
     """Return the tokens that an engine processed for the request; computed at the first call and then kept.
 
-    `usage`: what the engine reported, or None. Each request for a stored response gets the whole response's usage, so
-    only the tokens that no earlier request has counted are returned.
+    `usage`: the token counts that the engine reported, or None. For each request for the same stored response, engines
+    report the usage of the whole response. Only tokens that no earlier request has been charged for are returned.
     """
     if exchange.cost is None:
         found, stored = _cost(exchange, usage), exchange.stored
@@ -48,17 +48,17 @@ def cost(exchange: Exchange, usage: Usage | None) -> Cost:
 
 
 def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
-    """Return the engine's own counts, or else the prompt's tokens and an estimate of the answer's.
+    """Return the engine's own token counts, or else the prompt's tokens and an estimate of the answer's tokens.
 
-    A request that was answered with an error costs nothing. If the client left or the stream broke, the request costs
-    what was computed by then.
+    A request that was answered with an error costs nothing. If the client disconnected or the stream broke, the request
+    costs the tokens that were computed by then.
     """
     attempt, prompt = exchange.attempt, exchange.prompt
     if attempt is None or not attempt.sent_at or exchange.status:
         return NOTHING
     if attempt.status >= 400 or (attempt.fault and not attempt.computed):
         return NOTHING
-    if usage is None and attempt.streams:  # its client left, or it broke; some engines report usage in each event
+    if usage is None and attempt.streams:  # cut short; some engines report usage in each event
         usage = believed(read_usage(b"".join(attempt.tail)), *most_tokens(attempt.backend, prompt))
         usage = usage._replace(completion=max(usage.completion or 0, output_tokens(attempt, None)))
     told_input, told_output, cached = usage if usage is not None else (None, None, None)
@@ -76,9 +76,10 @@ def _cost(exchange: Exchange, usage: Usage | None) -> Cost:
 
 
 def _written_meanwhile(attempt: Attempt, prompt: Prompt) -> int:
-    """Estimate the tokens of a non-streamed answer whose client left before it came.
+    """Estimate the tokens that were generated for a non-streamed answer before its client disconnected.
 
-    The estimate is made from the elapsed time and the engine's recent pace, or the predicted one if none is known.
+    The estimate is the elapsed time divided by the replica's recent time per output token (`pace`), or by the predicted
+    one if none is known.
     """
     backend, placement, seconds = attempt.backend, attempt.placement, attempt.ended_at - attempt.sent_at
     if attempt.leg is Leg.PREFILL or backend.replica.state is not State.READY:
@@ -90,10 +91,11 @@ def _written_meanwhile(attempt: Attempt, prompt: Prompt) -> int:
 
 
 def _is_unserved(exchange: Exchange) -> bool:
-    """Return whether the gateway refused a request for its own load, or because no replica was ready.
+    """Return whether the gateway refused a request because of its load, or because no replica was ready.
 
-    Such a request does not count. Refusals that the request itself may have caused (latency limits of its own that
-    cannot be kept, a model that no replica is known to serve) do count; otherwise a tenant could send any number.
+    Such a request does not count against the tenant's limit of requests. A refusal that the request itself may have
+    caused does count: latency limits of its own that cannot be kept, or a model that no replica is known to serve.
+    Otherwise a tenant could send any number of these.
     """
     if exchange.attempts:
         return False
@@ -103,12 +105,15 @@ def _is_unserved(exchange: Exchange) -> bool:
 
 
 class Settled:
-    """A handler of requests' ends: it replaces what a tenant's request claimed by what it cost, and counts it."""
+    """A handler of requests' ends, which books a tenant's request.
+
+    It replaces the tokens that the request claimed in advance by those that it cost, and counts both in the metrics.
+    """
 
     def __init__(self, metering: Metering, metrics: Metrics, names: Container[str]):
         """Create a handler.
 
-        `names`: the present tenants. Metrics count no others, so that the number of their labels stays bounded.
+        `names`: the tenants that the key file has now. Metrics count no others, which bounds the number of labels.
         """
         self._metering, self._metrics, self._names = metering, metrics, names
 

@@ -1,8 +1,8 @@
-"""The refusal of tenants' requests that tell an engine to hand over a prompt's cache.
+"""The refusal of tenants' requests that tell an engine to transfer a prompt's KV cache (a hand-over).
 
-With the fields of such a request an engine would report its address, read blocks of any tenant regardless of salts, and
-connect to whatever host the request names. The gateway writes the same fields into its own prefill and decode requests,
-and for pulls from a peer, after this check.
+The fields of such a request make an engine report its address, read KV cache blocks of any tenant regardless of salts,
+and connect to whatever host the request names. The gateway itself writes these fields into requests after this check:
+to pass a prompt's cache from prefill to decode, and to pull it from another replica.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LOOKED_AT = frozenset((*FIELDS, *NESTED, _ID))
 _read = reader(sorted(_LOOKED_AT.union(*NESTED.values())))
 _HEADERS = frozenset(HEADERS)
 _IN_IDS = re.compile("|".join(IN_IDS).encode())
-# Matches an unreadable body in which another reader may find one of the fields: the field's name, or an escaped ASCII
-# letter.
+# Matches text in an unreadable body in which an engine's more lenient parser may find one of the fields: the field's
+# name, or an escaped ASCII letter, with which the name may be written.
 _HIDES_A_FIELD = re.compile("|".join((*FIELDS, r"\\u00[4-7]")).encode())
 # A regular expression holds the GIL until it returns, so it searches a piece at a time: 64 KiB take up to 6 ms. Pieces
 # overlap by the length of the longest match in UTF-32.
@@ -42,7 +42,10 @@ _OTHER_CHARSET = re.compile(r"charset=(?!\"?(?:utf-?8|us-ascii)\"?\s*(?:;|\Z))",
 
 
 def refusal_of_head(request: Request, id: bytes) -> ApiError | None:
-    """Return the error for a request whose id or another header steers a hand-over, or None."""
+    """Return the error for a request with a header that steers a transfer of KV cache, or None.
+
+    `id`: the request's id (`x-request-id`), which some engines read such instructions from.
+    """
     if _IN_IDS.search(id) is not None:
         return _refusal("x-request-id", "the header ")
     if _HEADERS.isdisjoint(request.named):
@@ -52,7 +55,7 @@ def refusal_of_head(request: Request, id: bytes) -> ApiError | None:
 
 
 def refusal_of_object(request: Mapping[str, Any]) -> ApiError | None:
-    """Return the error for a parsed JSON body with a field that steers a hand-over, or None."""
+    """Return the error for a parsed JSON body with a field that steers a transfer of KV cache, or None."""
     return None if _LOOKED_AT.isdisjoint(request) else _refusal_of_object(request, NESTED)
 
 
@@ -68,10 +71,11 @@ def _refusal_of_object(given: Mapping[str, Any], nested: Mapping[str, Mapping], 
 
 
 def read_unprepared(content_type: str, body: bytes) -> tuple[str | None, ApiError | None]:
-    """Return the model named in a body that is passed on unprepared, or None, and the error that refuses it, or None.
+    """Return the model that a body names, and the error that refuses the body; either may be None.
 
-    A body that the fast reader does not take for JSON is parsed as Python does. Bodies that cannot be read at all, and
-    unusual forms, are left to the engine to refuse, unless one of the refused fields may be hidden in them.
+    This is for bodies that are passed on to an engine without being tokenized. If the fast reader does not take a body
+    for JSON, Python's parser reads it. Bodies that cannot be read at all, and unusual forms, are left for the engine to
+    refuse, unless one of the refused fields may be hidden in them.
     """
     found = _read(content_type, body)
     if not is_form(content_type):
@@ -112,7 +116,7 @@ def _refusal_of_id(id: Any) -> ApiError | None:
 
 
 def _decoded(member: bytes | msgspec.Raw) -> str | None:
-    """Return the string in a form's field or a JSON member; None for JSON of another type.
+    """Return the string in a form's field or a JSON member, or None for a JSON member of another type.
 
     Characters outside ASCII are not preserved.
     """
@@ -123,7 +127,7 @@ def _decoded(member: bytes | msgspec.Raw) -> str | None:
 
 
 def _may_be_json(body: bytes) -> bool:
-    """Return whether a body begins a JSON object or list, in any encoding in which Python reads JSON."""
+    """Return whether a body begins like a JSON object or list, in any encoding in which Python reads JSON."""
     for at in range(0, len(body), _PIECE):
         if text := body[at : at + _PIECE].lstrip(_BEFORE_JSON):
             return text.startswith((b"{", b"["))

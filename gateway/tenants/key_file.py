@@ -1,11 +1,12 @@
-"""The file of API keys: its format, and the making of its lines.
+"""The file of API keys: its format, and functions that read it and add to it.
 
 A YAML list with one mapping for each tenant, or the same mappings as JSON, one a line:
 
     - {name: team-a, sha256: 9f86d081..., models: [qwen3-8b], class: premium}
 
-It holds SHA-256 hashes and never a key. A slow hash (bcrypt, Argon2) protects passwords, which can be guessed; a key
-made here has 256 random bits, which nobody can guess at any speed, and its hash is computed for every request.
+The file holds SHA-256 hashes and never a key. A slow hash (bcrypt, Argon2) is needed for passwords, which can be
+guessed. A key made here has 256 random bits, which nobody can guess at any speed, and its hash is computed for every
+request.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ..validation import wanted
 from .limits import Limits
 from .tenant import Tenant
 
-PREFIX = "sk-hitherto-"  # of new keys, so that scanners of source code recognise a leaked one
+PREFIX = "sk-hitherto-"  # of new keys, by which scanners of source code recognise a leaked key
 KEY_BYTES, SALT_BYTES = 32, 24  # random bytes in a key, and in a salt
 MOST_BYTES = 16 * 2**20  # of a key file: 50,000 tenants
 REMEDY = "`hitherto key new NAME` makes a key and prints its line"
-# What belongs into the fields that are texts.
+# For error messages: what belongs into each field of text.
 _NAME = "a name of 1 to 64 letters, digits, '.', '_' and '-'"
 _BELONGS = {
     "name": _NAME,
@@ -47,7 +48,7 @@ _BELONGS = {
 
 
 class KeyFileError(ValueError):
-    """A fault for which a key file cannot be used. The text says where, why, and what would be right."""
+    """Raised for a key file that cannot be used. The text says where the mistake is, and what would be right."""
 
 
 def new_key() -> str:
@@ -56,12 +57,12 @@ def new_key() -> str:
 
 
 def new_salt() -> str:
-    """Return a new random `cache_salt`."""
+    """Return a new random `cache_salt`, which keeps a tenant's KV cache blocks apart from those of other tenants."""
     return secrets.token_urlsafe(SALT_BYTES)
 
 
 def digest(key: str) -> bytes:
-    """Return the SHA-256 hash of a key."""
+    """Return the SHA-256 hash of a key (32 bytes)."""
     return hashlib.sha256(key.encode("latin-1", "replace")).digest()
 
 
@@ -77,7 +78,7 @@ Count = Annotated[int, Field(strict=True, ge=1, le=10**14)]
 
 
 class _Entry(BaseModel):
-    """One tenant's entry in the file, without the limits, which `Entry` adds as fields."""
+    """One tenant's entry in the key file, without its limits; `Entry` adds a field for each limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
 
@@ -98,7 +99,7 @@ class _Entry(BaseModel):
         return plain
 
     def line(self) -> str:
-        """Return the YAML line that `read` reads back."""
+        """Return the entry as one line of YAML, as the key file has it."""
         return "- " + yaml.safe_dump(self.plain(), default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 
@@ -109,10 +110,10 @@ FIELDS = [field.alias or name for name, field in Entry.model_fields.items()]
 
 
 def read(path: Path, classes: Collection[str] = ()) -> dict[bytes, Tenant]:
-    """Return the tenants in the key file at `path`, by the hashes of their keys. Raises KeyFileError.
+    """Return the tenants in the key file at `path`, by the hashes of their keys.
 
-    `classes`: the configured classes of service; a tenant of another class is an error. If `classes` is empty, tenants
-    may name any class.
+    `classes`: the names of the configured priority classes. If there are any, a tenant with another class is an error.
+    Raises KeyFileError for a file that cannot be read or used.
     """
     try:
         with open(path, "rb", opener=regular) as file:
@@ -151,10 +152,10 @@ def _tenants(path: Path, text: str, classes: Collection[str]) -> dict[bytes, Ten
 
 
 def add(path: Path, entry: Entry) -> None:
-    """Add a tenant to the file at `path`, which is created, for its owner alone, if it does not exist.
+    """Add a tenant to the key file at `path`. A missing file is created, readable by its owner alone.
 
-    Other processes that add to the file wait meanwhile. The line is appended in one write, so a gateway that watches
-    the file never reads half of it. Raises KeyFileError, also if the result would not be a valid key file.
+    The file is locked, so other processes that add to it wait. The line is appended in one write, so a gateway that
+    watches the file never reads half of it. Raises KeyFileError, also if the result would not be a valid key file.
     """
     try:
         with open(path, "a+b", buffering=0, opener=regular) as file:
@@ -174,7 +175,7 @@ def add(path: Path, entry: Entry) -> None:
 
 
 def _entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the line number, from 1, and the parsed entry of each tenant. Raises KeyFileError."""
+    """Yield for each tenant its line number, counted from 1, and its parsed entry. Raises KeyFileError."""
     if text.lstrip().startswith("{"):
         for line, one in enumerate(text.splitlines(), 1):
             if one.strip():
@@ -212,9 +213,9 @@ def _entry(path: Path, line: int, given: Any) -> Entry:
 
 
 def what_is_wrong(name: str, item: Any) -> str:
-    """Return a message on the fault in an entry's field, without the field's value if that may be a key.
+    """Return a message on what is wrong with the field `name` of an entry.
 
-    `item`: one of pydantic's errors.
+    `item`: pydantic's error for the field. The message does not show the field's value if that may be a key.
     """
     if item["type"] == "extra_forbidden":
         if name in ("key", "api_key", "token", "secret"):

@@ -1,4 +1,7 @@
-"""The check of API keys. The key file is read again when it changes; a broken one changes nothing."""
+"""The check of clients' API keys against the key file.
+
+The key file is read again whenever it changes. If the new contents cannot be used, the keys read before stay valid.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ OPEN_PATHS = frozenset(("/health",))
 # Browsers send a preflight request without a key; engines compute nothing for it.
 OPEN_METHODS = frozenset(("OPTIONS",))
 CLIENT_KEYS = frozenset((b"authorization", b"x-api-key"))  # the headers in which a client's key may be
-# A body of up to this size is read before its request is refused. Meanwhile it counts within the budget of all
-# requests, which strangers must not fill: 512 MiB are 131,072 connections of theirs.
+# Without a valid key, a body of up to this many bytes is read before the request is refused. Meanwhile the body counts
+# in the memory budget of all requests, which strangers must not fill: to fill 512 MiB they need 131,072 connections.
 LARGE_BYTES = 4 * 1024
 CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
@@ -30,7 +33,7 @@ CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 class Keys:
     """The API keys of one key file. Raises KeyFileError if the file cannot be used.
 
-    `classes`: the classes of service that its tenants may have; none: any.
+    `classes`: the names of the priority classes that tenants may have; if empty, tenants may have any.
     """
 
     def __init__(self, path: Path, classes: Collection[str] = ()):
@@ -44,7 +47,10 @@ class Keys:
         self.on_gone: list[Callable[[str], None]] = []  # called with the name of each tenant that is gone
 
     def authenticate(self, request: Request) -> Tenant | ApiError | None:
-        """Return the tenant that asks, the error that refuses the request, or None for a path open to everybody."""
+        """Return the tenant whose key the request has, or the error that refuses it.
+
+        Returns None for a request without a valid key that is open to everybody, such as /health.
+        """
         key = _key(request.header(b"authorization"), request.header(b"x-api-key"))
         if (tenant := self._tenant(key)) is not None:
             return tenant
@@ -53,9 +59,10 @@ class Keys:
         return ApiError(401, _refusal(key), code="invalid_api_key", headers=CHALLENGE)
 
     def head_fault(self, version: str, headers: Headers) -> tuple[int, str] | None:
-        """Return status and text for a faulty request head, as `messages.head_fault` does, or None.
+        """Return the HTTP status and error text for a request head that is refused, or None.
 
-        A large body without a valid key is a fault too (401), which bounds the memory that unknown clients can occupy.
+        Besides faults of HTTP (`messages.head_fault`), a head that announces a large body is refused with 401 if it has
+        no valid key. This bounds the memory that unknown clients can occupy.
         """
         fault = head_fault(version, headers)
         if fault is not None or not any(_is_large(*header) for header in headers):
@@ -65,7 +72,7 @@ class Keys:
         return None if self._tenant(key) is not None else (401, _refusal(key))
 
     def _tenant(self, key: str | None) -> Tenant | None:
-        # No timing reveals a key: only hashes are looked up and compared, whose bytes nobody can choose.
+        # The time of the lookup reveals no key: only hashes are compared, and nobody can choose the bytes of a hash.
         return self._keys.get(digest(key)) if key else None
 
     def status(self) -> dict[str, Any]:
@@ -96,7 +103,7 @@ class Keys:
                 told(name)
 
     def _name_all(self) -> list[str]:
-        """Update `names`, and return the names that are gone."""
+        """Update `names` to the tenants of the present keys, and return the names that are gone."""
         now = {tenant.name for tenant in self._keys.values()}
         gone = [name for name in self.names if name not in now]
         for name in gone:
@@ -106,7 +113,10 @@ class Keys:
 
 
 def _key(authorization: str | bytes | None, api_key: str | bytes | None) -> str | None:
-    """Return the key in these headers, as clients of OpenAI (first) or Anthropic send it, or None."""
+    """Return the API key in these headers, or None.
+
+    OpenAI's clients send it as `Authorization: Bearer KEY`, which goes first, and Anthropic's as `x-api-key`.
+    """
     given = api_key if authorization is None else authorization
     text = given.decode("latin-1") if isinstance(given, bytes) else given
     if authorization is None or text is None:
@@ -121,5 +131,5 @@ def _refusal(key: str | None) -> str:
 
 
 def _is_large(name: bytes, value: bytes) -> bool:
-    """Return whether the body may exceed LARGE_BYTES, by this header."""
+    """Return whether this header announces a body that may exceed LARGE_BYTES."""
     return name == b"transfer-encoding" or (name == b"content-length" and (len(value) > 9 or int(value) > LARGE_BYTES))

@@ -1,7 +1,8 @@
 """The limits of a tenant per window of time, and the counts against them. Pure: the time is an argument.
 
-A limit is a number for each window of the clock: a minute, a day or a month of UTC. One rule holds for all of them,
-here and in `shared.lua`: a request is refused if the count plus its cost, at least 1, exceeds the limit.
+A limit is the most that may be counted in each window: a minute, a day or a month of UTC. A request's *claim* on a
+limit is what it adds to the present window's count. One rule holds for all limits, here and in `shared.lua`: a request
+is refused if the count plus its claim, which counts as 1 at least, exceeds the limit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from ..errors import ApiError
 
 RUNNING, REQUESTS, INPUT, OUTPUT, DAY, MONTH = "running", "requests", "input", "output", "day", "month"
-# Each kind of count in words, and its name in `x-ratelimit-*` for those that clients are sent.
+# Each kind of limit in words, and (TOLD) the names in `x-ratelimit-*` headers of those that clients are told of.
 WORDS = {
     RUNNING: "concurrent requests",
     REQUESTS: "requests per minute",
@@ -42,15 +43,15 @@ class Limits(NamedTuple):
 
     @property
     def of_prompts(self) -> bool:
-        """Whether the tokens of a prompt have to be known before its request is admitted."""
+        """Whether a limit needs the number of a prompt's tokens before its request can be admitted."""
         return (self.input_tokens_per_minute, self.tokens_per_day, self.tokens_per_month) != (None, None, None)
 
 
-KINDS = dict(zip(Limits._fields, WORDS))  # field -> kind
+KINDS = dict(zip(Limits._fields, WORDS))  # field of `Limits` -> kind of limit
 
 
 class Cost(NamedTuple):
-    """The cost of a request in tokens; `cached` tokens are part of `input`."""
+    """The cost of a request in tokens; `cached` tokens, found in the engine's KV cache, are part of `input`."""
 
     input: int
     cached: int
@@ -58,7 +59,7 @@ class Cost(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """The claim of a request on one limit, in one window."""
+    """What a request adds to the count of one limit in one window."""
 
     kind: str  # of the limit, a key of WORDS
     window: int  # the window's number
@@ -67,20 +68,26 @@ class Claim(NamedTuple):
 
 
 def window(kind: str, now: float) -> int:
-    """Return the number of the window, for this kind of limit, that contains `now` (seconds since 1970)."""
+    """Return the number of this kind of limit's window that contains `now` (seconds since 1970).
+
+    Windows are minutes, days or months, numbered in the order of time.
+    """
     return _windows(int(now // MINUTE_SECONDS))[kind]
 
 
 @lru_cache(4)
 def _windows(minute: int) -> dict[str, int]:
-    """Return, by kind of limit, the number of the window that contains this minute (minutes since 1970)."""
+    """Return for each kind of limit the number of the window that contains this minute (minutes since 1970)."""
     at = datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC)
     day, month = minute * MINUTE_SECONDS // DAY_SECONDS, 12 * at.year + at.month - 1
     return {RUNNING: 0, REQUESTS: minute, INPUT: minute, OUTPUT: minute, DAY: day, MONTH: month}
 
 
 def seconds_left(kind: str, now: float) -> float:
-    """Return how many seconds after `now` this kind's window ends; 1 for concurrent requests, which have no window."""
+    """Return how many seconds after `now` the present window of this kind of limit ends.
+
+    Concurrent requests have no window, so for them 1 is returned.
+    """
     if kind == RUNNING:
         return 1.0
     number = window(kind, now) + 1
@@ -95,7 +102,10 @@ def _there_are(limits: Limits) -> tuple[tuple[str, int], ...]:
 
 
 def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tuple(WORDS)) -> list[Claim]:
-    """Return the claims of a request with this many prompt tokens, one for each set limit that is of these kinds."""
+    """Return what a request with this many prompt tokens adds to the count of each limit of these kinds that is set.
+
+    `now`: seconds since 1970.
+    """
     windows = _windows(int(now // MINUTE_SECONDS))
     return [
         Claim(kind, windows[kind], limit, tokens if kind in OF_PROMPTS else 0 if kind == OUTPUT else 1)
@@ -105,21 +115,21 @@ def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tup
 
 
 def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int = 1) -> Claim | None:
-    """Return the first claim that cannot be granted, or None.
+    """Return the first claim that would exceed its limit, or None.
 
-    `count` returns what a claim's window has counted so far. `share`: each limit is split into this many equal parts,
-    of which this gateway may use one.
+    `count`: returns the present count of a claim's limit in its window. `share`: each limit is split into this many
+    equal parts, of which this gateway may use one.
     """
     return next((claim for claim in wanted if count(claim) + max(claim.cost, 1) > part(claim, share)), None)
 
 
 def part(claim: Claim, share: int) -> int:
-    """Return this gateway's part of the claim's limit, at least 1, if the limit is split into `share` equal parts."""
+    """Return the part of the claim's limit that this gateway may use, at least 1, of `share` equal parts."""
     return max(1, claim.limit // share)
 
 
 class Counts:
-    """One count for each kind of limit: that of the newest window in which something was counted."""
+    """One count for each kind of limit, in the newest window (minute, day or month) in which something was counted."""
 
     __slots__ = ("_by_kind",)
 
@@ -131,7 +141,7 @@ class Counts:
         return count if at >= window else 0
 
     def add(self, kind: str, window: int, by: int) -> None:
-        """Add `by` to a window's count; a window older than the newest is over, and nothing is added."""
+        """Add `by` to the count of a window, unless a newer window has been counted, since the older one is over."""
         at, count = self._by_kind.get(kind, (window, 0))
         if at <= window:
             self._by_kind[kind] = window, max(0, by + (count if at == window else 0))
@@ -145,16 +155,16 @@ class Counts:
 
 
 class Account:
-    """The counts of one tenant in one gateway."""
+    """The counts of one tenant, as one gateway knows them."""
 
     __slots__ = ("name", "own", "seen", "running", "others_running")
 
     def __init__(self, name: str):
         self.name = name
-        self.own = Counts()  # admitted here
-        self.seen = Counts()  # by all gateways, as last reported, and here since
-        self.running = 0  # here
-        self.others_running = 0  # in other gateways, as last reported
+        self.own = Counts()  # of requests that this gateway admitted
+        self.seen = Counts()  # of all gateways' requests, as last reported, and of those admitted here since
+        self.running = 0  # requests that run in this gateway
+        self.others_running = 0  # requests that run in other gateways, as last reported
 
     def count_here(self, claim: Claim) -> int:
         return self.running if claim.kind == RUNNING else self.own.get(claim.kind, claim.window)
@@ -169,7 +179,7 @@ class Account:
         self.seen.add(kind, window, by)
 
     def take(self, wanted: Sequence[Claim]) -> None:
-        """Count a request that this gateway has admitted by itself, without a decision of Redis."""
+        """Count a request with these claims, which this gateway has admitted without asking Redis."""
         self.running += 1
         for claim in wanted:
             if claim.kind != RUNNING:
@@ -187,7 +197,7 @@ def _template(limits: Limits) -> bytes:
 
 
 def header_lines(limits: Limits, account: Account, now: float) -> bytes:
-    """Return the `x-ratelimit-*` header lines for a client, which tell of limits per minute only."""
+    """Return the `x-ratelimit-*` header lines for a client, as bytes; they show limits per minute only."""
     reset = MINUTE_SECONDS - int(now % MINUTE_SECONDS)
     values: list[int] = []
     for claim in claims(limits, 0, now, TOLD):
@@ -196,13 +206,17 @@ def header_lines(limits: Limits, account: Account, now: float) -> bytes:
 
 
 def headers(limits: Limits, account: Account, now: float) -> list[tuple[bytes, bytes]]:
-    """Return the `x-ratelimit-*` headers for an answer of the gateway's own."""
+    """Return the `x-ratelimit-*` headers, as names and values, for an answer that the gateway itself writes."""
     lines = header_lines(limits, account, now).splitlines()
     return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
 
 
 def error(claim: Claim, limits: Limits, account: Account, now: float, share: int = 1) -> ApiError:
-    """Return the error for a request of which this claim was refused, with a limit split into `share` equal parts."""
+    """Return the 429 error for a request that would exceed the limit of this claim.
+
+    `share`: the number of equal parts into which limits are split among gateways now, 1 if they are not split. The
+    error asks the client not to retry if the prompt alone exceeds the limit, or if the limit is per day or month.
+    """
     told, kind, here = headers(limits, account, now), WORDS[claim.kind], part(claim, share)
     if claim.cost > here:
         own = "" if claim.cost > claim.limit else f", of which this gateway has {here} while it counts alone"

@@ -1,4 +1,7 @@
-"""The admission of tenants' requests by their limits, and the count of their costs, however they end."""
+"""The admission of requests by their tenants' limits, and the counting of what each request cost when it ends.
+
+A request's *claim* on a limit is what it adds to the limit's count in the present window.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,24 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .shared import Pending, SharedCounts
 
-# Counts that do not shrink within their window, except by requests that the gateway has no place for: once they are at
-# their limit, a request can be refused without asking Redis.
+# Kinds of limit whose counts do not shrink within a window, except for requests that the gateway has no place for. Once
+# such a count is at its limit, a request can be refused without asking Redis.
 ONLY_GROW = frozenset((REQUESTS, OUTPUT))
 
-MOST_GONE = 1000  # kept accounts of tenants that were removed
+MOST_GONE = 1000  # accounts that are kept of tenants that were removed
 
 Decided = Callable[[ApiError | None], None]
 
 
 class Charge:
-    """The claims of one request on its tenant's limits, from before they are decided until the request has ended.
+    """What one request adds to the counts of its tenant's limits; kept until the request has ended.
 
     `wanted`: the claims, one for each limit.
-    `granted`: whether they were granted; None: not decided yet.
-    `unread`: estimated prompt tokens of a body that is not parsed, used if no engine reports them.
-    `ended`: the request has ended.
-    `unserved`: the gateway refused the request for its own load or lack of replicas, so it does not count as a request.
+    `granted`: whether the limits allow the claims; None: not decided yet.
+    `unread`: the estimated prompt tokens of a body that is not parsed, used if no engine reports them.
+    `ended`: whether the request has ended.
+    `unserved`: whether the gateway refused the request because of its own load or for lack of replicas. Such a request
+        does not count against the limit of requests.
     """
 
     __slots__ = ("account", "limits", "wanted", "unread", "granted", "ended", "unserved", "_clock")
@@ -46,15 +50,15 @@ class Charge:
         return rules.header_lines(self.limits, self.account, self._clock())
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the `x-ratelimit-*` headers for an answer of the gateway's own."""
+        """Return the `x-ratelimit-*` headers for an answer that the gateway itself writes."""
         return rules.headers(self.limits, self.account, self._clock())
 
 
 def forward_clock(wall: Callable[[], float], running: Callable[[], float]) -> Callable[[], float]:
-    """Return a clock, in seconds since 1970, that goes on steadily while the machine's is set back.
+    """Return a clock, in seconds since 1970, that runs on steadily when the machine's clock is set back.
 
-    With a clock that repeats an hour, requests would be counted in a window that is already full. `wall`: seconds since
-    1970; `running`: a clock that never steps.
+    If the clock went back by an hour, requests would be counted in windows that are already full. `wall`: the machine's
+    clock, in seconds since 1970. `running`: a monotonic clock, in seconds.
     """
     ahead = float("-inf")
 
@@ -79,8 +83,8 @@ class Metering:
     ) -> None:
         """Create the meter without accounts.
 
-        `clock`: seconds since 1970; None: a `forward_clock` of `wall` and `running`. `refused` is called with a
-        tenant's name and the kind of limit that it has reached.
+        `clock`: returns seconds since 1970; None: a `forward_clock` of `wall` and `running`. `refused`: called for each
+        refused request with its tenant's name and the kind of limit that was reached.
         """
         self._clock, self._refused = clock or forward_clock(wall, running), refused
         self.shared: SharedCounts | None = None  # with Redis
@@ -93,7 +97,7 @@ class Metering:
         return {"joined": self.shared.joined, "reason": self.shared.reason, "gateways": self.shared.gateways}
 
     def running(self) -> dict[str, int]:
-        """Return the number of each tenant's requests that run in this gateway."""
+        """Return, by tenant's name, the number of its requests that run in this gateway."""
         return {name: account.running for name, account in self._accounts.items()}
 
     def forget(self, name: str) -> None:
@@ -113,9 +117,10 @@ class Metering:
         return self._accounts[name]
 
     def refusal(self, tenant: Tenant) -> ApiError | None:
-        """Return the error for a request that can be refused before its body is read, or None.
+        """Return the error for a tenant's request that can be refused before its body is read, or None.
 
-        That is so if the tenant has reached a limit that stays reached until its window ends (ONLY_GROW).
+        A request is refused so early if the tenant has reached a limit on requests or output tokens per minute, since
+        these stay reached until the minute ends.
         """
         limits, now = tenant.limits, self._clock()
         if limits is None:
@@ -128,16 +133,20 @@ class Metering:
         return rules.error(over, limits, account, now)
 
     def charge(self, tenant: Tenant, tokens: int) -> Charge | None:
-        """Return the claims of a request with this many prompt tokens; None if its tenant has no limits."""
+        """Return what a request with this many prompt tokens adds to its tenant's counts; None without limits.
+
+        Nothing is counted yet.
+        """
         limits = tenant.limits
         if limits is None:
             return None
         return Charge(self.account(tenant.name), limits, rules.claims(limits, tokens, self._clock()), self._clock)
 
     def claim(self, charge: Charge, then: Decided) -> None:
-        """Have the claims decided, and call `then` with the error that refuses the request, or None.
+        """Decide whether the tenant's limits allow a request, in Redis if gateways count together.
 
-        `then` may be called before this returns, and is not called if the request has ended before the decision.
+        `then`: called with the error that refuses the request, or None, perhaps before this function returns. It is not
+        called if the request ends before the decision.
         """
 
         def decided(over: Claim | None, share: int = 1) -> None:
@@ -163,9 +172,10 @@ class Metering:
             self.shared.claim(charge.account, charge.wanted, decide)
 
     def _decide(self, charge: Charge) -> tuple[Claim | None, int]:
-        """Decide by the counts known here: return the claim that is refused, or count the request and return None.
+        """Decide by the counts known in this gateway whether the limits allow a request, and count it if so.
 
-        Also returns into how many parts, one per gateway, each limit is split now: 1 unless Redis is away.
+        Returns the claim that would exceed its limit, or None. Also returns into how many parts, one for each gateway,
+        each limit is split: 1 unless Redis cannot be reached.
         """
         account, shared = charge.account, self.shared
         share = 1 if shared is None or shared.joined else shared.gateways
@@ -176,13 +186,14 @@ class Metering:
         return over, share
 
     def settle(self, charge: Charge, input: int, output: int, unserved: bool = False) -> None:
-        """Replace the claims of a request that has ended by its cost in tokens.
+        """Replace, in the tenant's counts, what a request claimed in advance by the tokens that it cost.
 
-        `unserved`: the gateway refused it for its own load or lack of replicas, so it does not count as a request.
+        Called when the request has ended. `input`, `output`: its cost in tokens. `unserved`: the gateway refused it
+        because of its own load or for lack of replicas, so it does not count against the limit of requests.
         """
         charge.ended, charge.unserved = True, unserved
         if not charge.granted:
-            return  # or it is not decided yet, and this is called again
+            return  # refused, or not decided yet: then the decision calls this again
         account, now = charge.account, self._clock()
         account.running -= 1
         for claim in charge.wanted:

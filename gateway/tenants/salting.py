@@ -1,8 +1,9 @@
 """The `cache_salt` of a tenant: only the tenant's own requests find what they left in an engine's cache.
 
-A salt is part of block hashes. The tenant's is written into the request's body before anything reads the body, so that
-the gateway's block hashes and the engine's have the same salt. A salt of the client's is replaced by one derived from
-both, so a client cannot choose the salt of another tenant, but can divide the tenant's own cache further.
+A salt is part of the hashes of KV cache blocks. The tenant's salt is written into the request's body before anything
+reads the body, so that the gateway's block hashes and the engine's have the same salt. If the client sends a salt too,
+one derived from both is written. A client therefore cannot choose the salt of another tenant, but can divide the
+tenant's own cache further.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _GIVEN = re.compile(rb'"cache_salt"[ \t\r\n]*:[ \t\r\n]*"([^"\\]*)"')
 
 
 def salt_request(request: Request, salt: str) -> ApiError | None:
-    """Write the salt into a request's body, or return the error that refuses the request."""
+    """Write the tenant's cache salt into a request's body and return None, or return the error that refuses it."""
     if not takes_members(request):
         return None
     if request.path in _WITHOUT_SALT:
@@ -39,12 +40,15 @@ def salt_request(request: Request, salt: str) -> ApiError | None:
 
 
 def with_salt(body: bytes, salt: str) -> bytes | None:
-    """Return the JSON object in `body` with this salt; None if it cannot be an object."""
+    """Return the JSON object in `body` with this cache salt added; None if the body cannot be a JSON object.
+
+    If the body has a salt already, one derived from both takes its place.
+    """
     if body.find(_NAMED) >= 0 and (given := _GIVEN.findall(body)):
         salt = _derived(salt, given[-1])
     return with_members(body, {b"cache_salt": b'"%b"' % salt.encode()})
 
 
 def _derived(salt: str, given: bytes) -> str:
-    """Return a salt made from the tenant's and the client's; other tenants get other salts."""
+    """Return a salt derived from the tenant's and the client's; for another tenant the result would differ."""
     return base64.urlsafe_b64encode(hashlib.sha256(b"%b\n%b" % (salt.encode(), given)).digest()[:24]).decode()

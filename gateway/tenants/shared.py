@@ -1,10 +1,10 @@
 """The counts of tenants' limits over all gateways of a deployment, in Redis.
 
-A request's claims on its tenant's limits are one call of a script, which decides and counts in one step; the calls of
-one event-loop iteration are sent together. A request waits for Redis at most 2 ms and three event-loop iterations; then
-its gateway decides by the last known counts. While Redis is away, each gateway decides by its own counts and an equal
-share of each limit, and reports afterwards what it has admitted. If Redis comes back empty, all gateways report their
-counts again.
+A request's claims (what it adds to each count) are one call of a Lua script, which decides and counts in one step. The
+calls of one event-loop iteration are sent together. A request waits for Redis for 2 ms and three event-loop iterations
+at most; then its gateway decides by the last known counts. While Redis cannot be reached, each gateway decides by its
+own counts and an equal share of each limit, and afterwards reports what it has admitted. If Redis comes back empty, all
+gateways report their counts again.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ log = logging.getLogger("hitherto")
 _SCRIPT = Path(__file__).with_name("shared.lua").read_text()
 DEADLINE = 0.002  # seconds that a request may wait; Redis takes 0.2 ms on one machine
 TURNS = 3  # event-loop iterations after the deadline: the loop may have been busy while the reply came
-BEAT, LEASE = 1.0, 3.0  # seconds between two heartbeats, and until a silent gateway counts as gone
-PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
+BEAT, LEASE = 1.0, 3.0  # seconds between two heartbeats, and until a gateway without heartbeats counts as gone
+PATIENCE = 1.0  # seconds to wait for Redis before it counts as unreachable
 LOG_SECONDS = 10.0  # between two identical log lines
 MOST_TOGETHER = 64  # claims in one batch
 MOST_TOLD = 256  # tenants reported in one batch: after an outage there may be thousands
 WORK = "tenants' limits"  # kind of background work
 
-# Called with whether Redis has decided; `pending.over` then holds its decision. Otherwise the callee decides and sets
-# `pending.granted`.
+# Called with a request and whether Redis has decided on it. If so, `pending.over` holds the decision. Otherwise the
+# callee decides, and sets `pending.granted`.
 Decide = Callable[["Pending", bool], None]
 
 
 class Pending:
-    """One request that waits for Redis to say whether its tenant's limits allow it.
+    """One request that waits for Redis to decide whether its tenant's limits allow it.
 
-    `wanted`: what the request takes of each limit.
-
-    `over`: the claim that Redis refused, or None; `granted`: the decision; `answered`: `decide` was called.
+    `wanted`: the claims, which say what the request adds to the count of each limit. `decide`: called with the outcome.
+    `over`: the claim that Redis refused, or None. `granted`: whether the request is admitted. `answered`: whether
+    `decide` was called.
     """
 
     __slots__ = ("account", "wanted", "decide", "over", "granted", "answered")
@@ -64,7 +64,11 @@ class Pending:
 
 
 def _is_decision(pending: Pending, reply: Any) -> bool:
-    """Return whether this is a reply of the script to this claim: two numbers, and one for each count."""
+    """Return whether this has the form of the script's reply to this request.
+
+    A reply is a list: the number of the refused limit (0: none), the requests that run in other gateways, and each
+    limit's count.
+    """
     counts = sum(claim.kind != RUNNING for claim in pending.wanted)
     return (
         type(reply) is list
@@ -76,7 +80,7 @@ def _is_decision(pending: Pending, reply: Any) -> bool:
 
 
 class SharedCounts:
-    """One gateway's access to the counts that all gateways share, from `start` to `stop`."""
+    """One gateway's access to the counts of tenants' limits that all gateways share, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -89,9 +93,10 @@ class SharedCounts:
     ):
         """Create an unconnected instance.
 
-        `ways`: the connections to Redis. `deployment`: the name of the gateways that count together. `accounts` returns
-        all accounts of this gateway. `deadline`: seconds that a request may wait for Redis. `observe` is called with
-        how each request was decided: by Redis ("shared"), here as Redis was "late", or here as it was "away".
+        `ways`: the connections to Redis. `deployment`: the name that all gateways that count together have. `accounts`:
+        returns all tenants' accounts in this gateway. `deadline`: seconds that a request may wait for Redis. `observe`:
+        called for each request with the way it was decided: "shared" (by Redis), "late" (here, since Redis was too
+        slow) or "away" (here, since Redis cannot be reached).
         """
         self._observe = observe
         self._accounts, self._background, self._deadline, self._ways = accounts, background, deadline, ways
@@ -112,9 +117,9 @@ class SharedCounts:
         self._beating = self._background.spawn(WORK, self._keep)
 
     async def stop(self) -> None:
-        """Report the counts that are still unsent, and disconnect.
+        """Report the counts that Redis does not have yet, and disconnect.
 
-        Running requests here drop out of the sums when the gateway's lease ends.
+        Requests that still run here count in Redis until the lease of this gateway ends (LEASE seconds).
         """
         with contextlib.suppress(*FAILURES):
             async with asyncio.timeout(PATIENCE):
@@ -130,7 +135,10 @@ class SharedCounts:
     # --- claims and reports
 
     def claim(self, account: Account, wanted: Sequence[Claim], decide: Decide) -> None:
-        """Have a request's claims decided by Redis; `decide` is called once, perhaps before this returns."""
+        """Let Redis decide whether a request may add these claims to its tenant's counts.
+
+        `decide`: called once with the outcome, perhaps before this function returns.
+        """
         pending = Pending(account, wanted, decide)
         if not self.joined:
             self._decide_unsent(pending)
@@ -140,12 +148,12 @@ class SharedCounts:
         self._start_pump()
 
     def ran(self, account: Account) -> None:
-        """Report a change in the number of the tenant's requests that run here."""
+        """Report to Redis that the number of the tenant's requests that run in this gateway has changed."""
         self._changed[account.name] = account
         self._start_pump()
 
     def charge(self, name: str, kind: str, window: int, by: int) -> None:
-        """Report to Redis that this gateway has added `by` to a count of the tenant `name`."""
+        """Report to Redis that this gateway has added `by` to the tenant's count of this kind in this window."""
         unsent = self._unsent.setdefault(name, {})
         unsent[kind, window] = unsent.get((kind, window), 0) + by
         if len(unsent) > 64:  # while Redis was away: drop windows that are over
@@ -172,7 +180,7 @@ class SharedCounts:
             self._background.failed(WORK, error)
 
     def _decide_unsent(self, pending: Pending) -> None:
-        """Decide here on claims that Redis has not counted, and report them if they are granted."""
+        """Let this gateway decide on a request that Redis has not counted, and report it to Redis if it is admitted."""
         if not pending.answered:
             self._answer(pending, False)
         if pending.granted:
@@ -186,7 +194,10 @@ class SharedCounts:
                 self.charge(pending.account.name, claim.kind, claim.window, sign * claim.cost)
 
     def _replied(self, pending: Pending, reply: Sequence[int]) -> None:
-        """Apply the decision of Redis; if the gateway has decided otherwise meanwhile, correct the counts in Redis."""
+        """Apply the reply of Redis to a request, and update the known counts.
+
+        If this gateway has decided differently in the meantime, correct the counts in Redis instead.
+        """
         account, counts = pending.account, [claim for claim in pending.wanted if claim.kind != RUNNING]
         denied, account.others_running = reply[0], reply[1]
         for claim, count in zip(counts, reply[2:], strict=True):

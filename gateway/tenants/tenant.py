@@ -10,21 +10,25 @@ from .limits import Limits
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant of the key file. Reading the file again makes new objects; a running request keeps its old one."""
+    """A tenant of the key file.
+
+    When the file is read again, new objects are made; a running request keeps the one that it began with.
+    """
 
     name: str
-    qos_class: str | None = None  # the class of its requests; None: as for requests without a key
+    qos_class: str | None = None  # the priority class of its requests; None: that of requests without a key
     models: frozenset[str] | None = None  # the served names it may use; None: all
     limits: Limits | None = None  # None: no limits
-    cache_salt: str | None = None  # set in all its requests; None: their own is kept
+    cache_salt: str | None = None  # written into all its requests; None: requests keep their own salts
 
     def may_use(self, model: str | None) -> bool:
         return self.models is None or model in self.models
 
     def refusal(self, model: str | None) -> ApiError | None:
-        """Return the error for a request for this model, or None.
+        """Return the error for a request for this model, or None if the tenant may use the model.
 
-        If models are restricted, a request that names none is refused, as the engine would choose its model.
+        If the tenant is restricted to some models, a request that names none is refused, since the engine would choose
+        the model.
         """
         if self.may_use(model):
             return None

@@ -1,9 +1,9 @@
 """The usage log: one line of JSON for each request, with its cost and its tenant.
 
-Lines are made where a request ends (3 us) and written by a thread, so that a slow disk delays nothing. The file is
-opened again when it was renamed or removed, as logrotate does. Each batch of lines is one write at the file's end, so
-that several workers may write to one file. A pipe with several writers keeps only up to PIPE_BUF bytes of a write
-together, so each write to a pipe holds whole lines within that length.
+A line is made when its request ends, which takes 3 us, and a thread writes it, so that a slow disk delays nothing. The
+file is opened again if it was renamed or removed, as logrotate does. Each batch of lines is one write at the file's
+end, so that several workers may write to one file. A pipe with several writers keeps together only PIPE_BUF bytes of a
+write. Each write to a pipe therefore has whole lines and at most that length.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto")
 
-MOST_PENDING = 64 * 2**20  # bytes that wait for a slow disk: some 250,000 lines
+MOST_PENDING = 64 * 2**20  # bytes at most that wait for a slow disk: some 250,000 lines
 LOG_SECONDS = 10.0  # between two lines of the gateway's own log about lost lines
 LONGEST_NAME = 200  # characters of a model's name, a path and a request's id, which come from clients
 
 
 class UsageLog:
-    """A handler of requests' ends that logs each. While the file cannot be written, lines are lost, but no requests."""
+    """A handler of requests' ends that writes a line to the usage log for each.
+
+    While the file cannot be written, lines are lost, but requests go on.
+    """
 
     def __init__(self, path: Path, dropped: Callable[[int], None] = lambda lines: None):
-        """Open the file, and start the writing thread.
+        """Open the file, and start the thread that writes to it.
 
-        `dropped` is called in the event loop's thread with the number of lines that could not be written.
+        `dropped`: called in the event loop's thread with the number of lines that could not be written.
         """
         self._path, self._dropped = path, dropped
         self._file: int | None = None
@@ -68,10 +71,10 @@ class UsageLog:
         self._lines.put(line)
 
     def tell_lost(self) -> None:
-        """Report the lines that the thread has lost since the last call, in the event loop's thread.
+        """Report the number of lines lost since the last call to `dropped`; call it in the event loop's thread.
 
-        To be called before the counter of dropped lines is read, and when the gateway stops: otherwise only the end of
-        a further request reports them.
+        Each request's end reports lost lines too. So this is to be called before the counter of dropped lines is read,
+        and when the gateway stops.
         """
         if (lost := self._lost) != self._told:
             self._dropped(lost - self._told)
@@ -116,7 +119,7 @@ class UsageLog:
             os.close(self._file)
 
     def _lose(self, lines: int, error: OSError) -> None:
-        """Count lost lines, and log them at most every LOG_SECONDS, as a full disk stays full for long."""
+        """Count lost lines, and log their number at most every LOG_SECONDS, since a full disk stays full for long."""
         self._lost += lines
         if monotonic() - self._logged_at > LOG_SECONDS:
             lines, self._logged = self._lost - self._logged, self._lost
@@ -124,7 +127,10 @@ class UsageLog:
             log.error("usage log: %d lines were not written to %s: %s", lines, self._path, error.strerror)
 
     def _follow(self) -> int:
-        """Return the descriptor of the file at the path; open the file again if it was renamed, replaced or missing."""
+        """Return the descriptor of the file at the log's path.
+
+        The file is opened again if it was renamed, replaced or removed since.
+        """
         if self._file is not None:
             with suppress(OSError):  # the file was removed, or its file server lost the open one
                 if os.path.samestat(os.stat(self._path), os.fstat(self._file)):
@@ -137,10 +143,10 @@ class UsageLog:
 
 
 def _end_of_piece(data: bytes, begin: int) -> int:
-    """Return the end of a write to a pipe that starts at `begin`: after the last whole line within PIPE_BUF bytes.
+    """Return where a write to a pipe ends that starts at `begin`: after the last whole line within PIPE_BUF bytes.
 
-    On Linux PIPE_BUF is 4,096, and LONGEST_NAME keeps all lines shorter. Elsewhere a longer line is a write of its own,
-    which other writers may break up.
+    On Linux PIPE_BUF is 4,096, and LONGEST_NAME keeps all lines shorter. On systems with a smaller PIPE_BUF, a longer
+    line is a write of its own, which the kernel may mix with those of other writers.
     """
     return data.rfind(b"\n", begin, begin + select.PIPE_BUF) + 1 or data.index(b"\n", begin) + 1
 

@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a new key, print its line or add it to the file of --file, and return 0. Raises ConfigError."""
+    """Print a new API key, print the line for the key file or add it to --file, and return the exit code 0.
+
+    Raises ConfigError for arguments that cannot be used, or a file that cannot be added to.
+    """
     key = new_key()
     fields = {"name": args.name, "sha256": digest(key).hex()}
     for name in ("models", "class", *Limits._fields):

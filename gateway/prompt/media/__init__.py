@@ -1,1 +1,1 @@
-"""Prompts with media: the blocks that engines make of images, sound and video, as far as they are known."""
+"""Prompts with images, sound or video: the KV cache blocks that engines make of them, as far as these are known."""

@@ -1,7 +1,7 @@
-"""Families of models whose image tokens are known.
+"""Types for families of models that turn images into tokens by rules known to the gateway.
 
-Each family has a module with a function `family`, which reads a model's files and returns a Family, or None for another
-family's model or for settings that it does not know.
+Each family has a module with a function `family`. It reads a model's files and returns a Family, or None for a model of
+another family or with settings whose effect is not known.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from ..tokens.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]
-# Tokens in order, each with its number of repetitions: an image may have 400,000 of one kind.
+# Token ids in order, each with its number of repetitions: an image may have 400,000 equal tokens.
 Runs = Sequence[tuple[int, int]]
 
 
 # Returns the tokens of an image from its width and height in pixels, or None where the engine refuses it.
 Expansion = Callable[[int, int], Runs | None]
-# An engine's last changes to the tokens around images: from a prompt's ids, the images' positions and their numbers of
-# tokens, it returns the changed ids and positions, or None if the engine refuses the prompt. An image keeps its length,
-# also where it shares its first token with what precedes it.
+# Applies an engine's last changes to the tokens around images. The arguments are a prompt's token ids, the positions of
+# the images' first tokens, and the images' numbers of tokens. Returns the changed ids and positions, or None if the
+# engine refuses the prompt. An image's number of tokens does not change, even if its first token is merged with the
+# token before the image.
 Joining = Callable[[Ids, Places, Places], tuple[Ids, Places] | None]
 
 
 class Family(NamedTuple):
-    """A family's rule for the tokens of an image.
+    """A model family's rule for the tokens of an image.
 
-    A template prints the token `placeholder` once for each image, and the engine replaces it by the image's tokens, its
-    `expansion`. All of these, with those that frame the image, count as the image's in block hashes. `joining`: the
-    engine's last changes to the tokens around images, or None.
+    The chat template prints the token `placeholder` once for each image, and the engine replaces it by the image's
+    tokens, which `expansion` returns. All of these tokens, including markers before and after the image, belong to the
+    image in block hashes. `joining`: the engine's last changes to the tokens around images, or None.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Family(NamedTuple):
 
 
 class Files(NamedTuple):
-    """The parts of a model's folder that concern images, {} where a file is missing."""
+    """The files of a model's folder that concern images, parsed; {} for a file that is missing."""
 
     settings: dict[str, Any]  # config.json
     images: dict[str, Any]  # the image processor's settings
@@ -52,7 +53,7 @@ class Files(NamedTuple):
 
 
 def integer(settings: dict[str, Any], name: str, default: int) -> int | None:
-    """Return the setting of this name: a positive integer, `default` if it is not set, None if it is anything else."""
+    """Return a setting that must be a positive integer; `default` if it is not set, None if it has another value."""
     value = settings.get(name)
     if value is None:
         return default
@@ -60,5 +61,5 @@ def integer(settings: dict[str, Any], name: str, default: int) -> int | None:
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text without special tokens around it."""
+    """Return the token ids of a text, without adding special tokens around it."""
     return np.frombuffer(tokenizer.encode(text), "<u4").tolist()

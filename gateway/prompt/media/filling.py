@@ -1,9 +1,10 @@
-"""The blocks of prompts with media: all of them where each item is an image that is known, else those before the first.
+"""Block hashes of prompts with images, sound or video ("items").
 
-A known image is a number of tokens, with the name by which the engine knows it, so all blocks are the engine's.
+If every item is an image whose tokens and name in block hashes are known, all blocks get the hashes that the engine
+computes.
 
-Otherwise the blocks before the first item's placeholder are exact, since an engine's tokens there do not depend on the
-item. The following blocks are hashed from the text and from digests of the items.
+Otherwise only the blocks before the first item's placeholder get the engine's hashes, since the tokens there do not
+depend on the item. The blocks after it are hashed from the text and from digests of the items.
 """
 
 from __future__ import annotations
@@ -31,34 +32,36 @@ from .identity import Identities
 from .images import Unreadable
 from .items import Item, Seen, StandIns
 
-MOST_ITEMS = 999  # of a request; vLLM's default limit
-# Tokens that an item counts for in a replica's load where their number is not known. An image of a megapixel has some
-# 1,300 in Qwen2.5-VL, one of any size 256 in Gemma 3, and up to some 2,500 in Llama 4.
+MOST_ITEMS = 999  # images, sounds and videos in one request; vLLM's default limit
+# The number of tokens that is added to a replica's load for an item whose own number is not known. An image of a
+# megapixel has some 1,300 in Qwen2.5-VL, one of any size 256 in Gemma 3, and up to some 2,500 in Llama 4.
 TOKENS_OF_AN_ITEM = 1000
-# Tokens of a prompt with images that the event loop may make and hash: a kilobyte of headers can declare a million, and
-# these take some 2 ms (a 2-core cloud machine under load).
+# The most tokens of a prompt with images that the event loop may make and hash, which takes some 2 ms (a 2-core cloud
+# machine under load). Headers of images with a kilobyte in all can declare a million tokens.
 _BRIEF = 32_768
 _FAMILIES = (qwen_vl.family, gemma3.family, llama4.family)
-# Fields of a request that change its media's tokens or names.
+# Fields of a request that change the tokens of its items or their names in block hashes.
 _CHANGING = ("mm_processor_kwargs", "media_io_kwargs")
 
 
 class _NotKnown(Exception):
-    """Raised where the blocks of a prompt's images are not known. Its argument is a key of MEDIA."""
+    """Raised for a prompt with images, sound or video whose blocks are not known. Its argument is a key of MEDIA."""
 
 
 class _Image(NamedTuple):
-    runs: Runs  # its tokens
-    length: int  # their number
-    identity: str  # the name by which the engine knows the image
+    runs: Runs  # the image's tokens
+    length: int  # the number of these tokens
+    identity: str  # the image's name in block hashes
 
 
 class Media:
-    """The maker of blocks for one model's prompts with media."""
+    """Computes block hashes for one model's prompts with images, sound or video."""
 
     def __init__(self) -> None:
-        self.family: Family | None = None  # None where the number of an image's tokens is not known
-        self.root = ""  # the path or name that all engines loaded the model from; "": not reported, or not the same
+        self.family: Family | None = None  # the rule for the tokens of images; None: it is not known
+        # The path or name from which all engines loaded the model, which is a part of the images' names in block
+        # hashes; "": it was not reported, or engines differ in it.
+        self.root = ""
         self._identities = Identities()
 
     def fill(
@@ -71,12 +74,15 @@ class Media:
         rule: str | None,
         context: int,
     ) -> None:
-        """Fill a prompt with the blocks of a conversation with media: all of them, or exact ones up to the first item.
+        """Set the block hashes and token count of a conversation with images, sound or video.
 
-        `seed`: the hash that the chain of block hashes starts from; `rule`: how the engines name images
-        (`identity.FRAMED` or `identity.PLAIN`), None where that is not known; `context`: the most tokens of a prompt.
-        Raises Unroutable, Multimodal for parts that no engine is known to take, what rendering raises, and TakesLong on
-        the event loop.
+        Changes `prompt`: all blocks are exact (mode "media"), or only those before the first item (mode "partly").
+        `seed`: the hash that the chain of block hashes starts from. `rule`: how the engines name images in block hashes
+        (`identity.FRAMED` or `identity.PLAIN`), None where that is not known. `context`: the most tokens that a prompt
+        may have.
+
+        Raises Unroutable, Multimodal for parts that no engine is known to accept, what rendering raises, and TakesLong
+        on the event loop.
         """
         if may_cut(request):
             raise Unroutable("truncation of a prompt with media")
@@ -95,7 +101,7 @@ class Media:
             tokens = np.frombuffer(renderer.tokenizer.encode(text, special=chat.special), "<u4")
             ids, spans = _expanded(self.family, tokens, images, context)
         except _NotKnown as why:
-            # The texts differ from the engine's placeholder on, or from what may precede it.
+            # The two texts are equal up to the first item's placeholder, or up to what the template prints before it.
             named, items = renderer.text(chat, StandIns()), seen.items
             exact = renderer.beginning(text, named)
             fill_partly(prompt, chat, renderer, exact, named[len(exact) :].encode(), seed)
@@ -129,9 +135,11 @@ class Media:
 
 
 def _expanded(family: Family, tokens: Ids, images: list[_Image], context: int) -> tuple[bytes, list[Span]]:
-    """Return a prompt's ids with each image's tokens in place of its placeholder, and where the images are.
+    """Return a prompt's token ids with each image's tokens in place of its placeholder, and the images' spans.
 
-    Uses array operations, no loop over the tokens: there may be 999 images of 36 runs.
+    `tokens`: the ids with placeholders; `context`: the most tokens that the result may have. The ids are returned as
+    uint32 bytes. Raises _NotKnown, and TakesLong on the event loop. Uses array operations and no loop over the tokens,
+    because there may be 999 images of 36 runs.
     """
     places = np.flatnonzero(tokens == family.placeholder)
     if len(places) != len(images):
@@ -141,7 +149,8 @@ def _expanded(family: Family, tokens: Ids, images: list[_Image], context: int) -
         raise _NotKnown("length")
     if event_loop.holds and total > _BRIEF:
         raise TakesLong
-    slots = np.ones(len(tokens), np.int64)  # for each token a slot, for an image's place one for each of its runs
+    # The number of array entries for each token: one, or for a placeholder one for each run of its image's tokens.
+    slots = np.ones(len(tokens), np.int64)
     slots[places] = [len(image.runs) for image in images]
     is_place = np.zeros(len(tokens), bool)
     is_place[places] = True
@@ -162,15 +171,15 @@ def _expanded(family: Family, tokens: Ids, images: list[_Image], context: int) -
 def family_of(
     directory: Path, settings: dict[str, Any], tokenizer_settings: dict[str, Any], tokenizer: Tokenizer
 ) -> Family | None:
-    """Return the family of the model in this folder, or None if the tokens of its images are not known.
+    """Return the rule for the tokens of images of the model in this folder, or None if it is not known.
 
-    `settings`: config.json; `tokenizer_settings`: tokenizer_config.json.
+    `settings`: the content of config.json; `tokenizer_settings`: the content of tokenizer_config.json.
     """
     own, shared = (_read(directory / f"{name}_config.json") for name in ("preprocessor", "processor"))
     inner = shared.get("image_processor")
     processor = own or inner
     if (own and inner) or not isinstance(processor, dict) or not processor:
-        return None  # where there are both, it depends on transformers which of the two counts
+        return None  # if both files have settings, the engine's release of transformers decides which are used
     files = Files(settings, processor, shared, tokenizer_settings)
     return next((found for one in _FAMILIES if (found := one(files, tokenizer)) is not None), None)
 

@@ -1,9 +1,9 @@
-"""Gemma 3: every image has the same number of tokens, between two markers and two pairs of newlines.
+"""Image tokens of Gemma 3: every image has the same number of tokens, between two markers and two pairs of newlines.
 
-Each image is scaled to one square. vLLM merges these newlines with neighbouring ones, as the tokenizer would
-(`Gemma3MultiModalProcessor` of `model_executor/models/gemma3_mm.py`, the same in 0.28 and 0.32). With pan and scan an
-image also has crops, whose number depends on settings that requests may change, so models with it switched on are not
-supported.
+Each image is scaled to one square. vLLM merges the newlines with neighbouring ones, as the tokenizer would
+(`Gemma3MultiModalProcessor` of `model_executor/models/gemma3_mm.py`, the same in 0.28 and 0.32). Models with "pan and
+scan" switched on are not supported here: an image then also has crops, whose number depends on settings that requests
+may change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MARKERS = (
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
-    """Return the Family of a Gemma 3 model, or None for another model or settings that are not known here."""
+    """Return the rule for the image tokens of a Gemma 3 model, or None for another model or unknown settings."""
     settings, images = files.settings, files.images
     if settings.get("model_type") != "gemma3" or images.get("image_processor_type") not in _PROCESSORS:
         return None
@@ -54,7 +54,7 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
 
 
 def _name(files: Files, name: str) -> str | None:
-    """Return the tokenizer's name for a token, or None where its settings give none, or two."""
+    """Return the text of the token that tokenizer_config.json names `name`, or None if it gives none or two."""
     extra = files.tokenizer.get("extra_special_tokens")
     told = [files.tokenizer.get(name), extra.get(name) if isinstance(extra, dict) else None]
     found = {one.get("content") if isinstance(one, dict) else one for one in told if one is not None}
@@ -63,11 +63,12 @@ def _name(files: Files, name: str) -> str | None:
 
 
 def join(newlines: Sequence[int], ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
-    """Join adjacent newlines in three passes over a prompt, as vLLM does; with `newlines`, a `families.Joining`.
+    """Merge adjacent newline tokens in three passes over a prompt, as vLLM does, and return the new ids and starts.
 
-    `newlines`: the tokens of one to four newlines. vLLM then searches the prompt for each image's tokens, and reads a
-    token of three newlines as one newline and two. It does not find an image whose last two newlines were joined with
-    one after them, and refuses the prompt.
+    `newlines`: the tokens of one to four newlines. `starts` and `lengths`: the images' positions and numbers of tokens,
+    as in `families.Joining`. After merging, vLLM searches the prompt for each image's tokens, and reads a token of
+    three newlines as one newline followed by two. It does not find an image whose last two newlines were merged with
+    one after them, and refuses the prompt; the result is then None.
     """
     one, two, three, four = newlines
     for first, second, both in ((one, two, three), (two, one, three), (two, two, four)):
@@ -82,7 +83,10 @@ def join(newlines: Sequence[int], ids: Ids, starts: Places, lengths: Places) -> 
 
 
 def _pairs(ids: Ids, first: int, second: int) -> Places:
-    """Return the positions at which `second` follows `first`, from left to right; no token is in two pairs."""
+    """Return the positions at which the token `second` follows `first`; each token belongs to one pair at most.
+
+    In a run of equal tokens, pairs are formed from left to right.
+    """
     at = np.flatnonzero((ids[:-1] == first) & (ids[1:] == second))
     if first != second or len(at) < 2:
         return at

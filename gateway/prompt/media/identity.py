@@ -1,8 +1,8 @@
-"""The name by which vLLM knows an image, a part of the hashes of the image's blocks.
+"""The name that vLLM gives to an image, which is a part of the hashes of the blocks that contain the image.
 
 The name is a BLAKE3 digest of the image's bytes as received, of the settings that change their decoding, and of the
-model's path or name. vLLM 0.28 and 0.32 join these parts differently (read in their `multimodal/hasher.py`); the rules
-of the versions between are not known. A name that the client gives (`uuid`) is used unchanged.
+model's path or name. vLLM 0.28 and 0.32 join these parts differently (read in their `multimodal/hasher.py`). The rules
+of the versions between are not known. If the client names an image (`uuid`), vLLM uses that name instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..tokens.prefixes import Generations
 from .images import HEAD_BYTES, TURNING, Image, Unreadable, read
 
 FRAMED, PLAIN = "framed", "plain"  # the rules of 0.32 and of 0.28
-# Characters of base64 that are decoded at a time, 0.3 ms each; other threads can run in between.
+# Characters of base64 that are decoded at a time, which takes 0.3 ms; other threads can run in between.
 _PIECE = HEAD_BYTES // 3 * 4
 _OVERLAP = max(map(len, TURNING))
 KNOWN_BYTES = 2 * 1024 * 1024  # for the names of some 8,000 images
@@ -29,22 +29,23 @@ _LEAF, _MAPPING, _SEQUENCE = b"\3", b"\2", b"\1"
 
 
 class Known(NamedTuple):
-    """An image with its name."""
+    """An image's size and colours, with the name that vLLM gives to the image."""
 
     image: Image
     identity: str
 
 
 class Identities:
-    """A cache of the names of one model's images. Thread safe."""
+    """A cache of the names that vLLM gives to images, for one model. Thread safe."""
 
     def __init__(self) -> None:
         self._known: Generations[tuple[bytes, str, str], Known] = Generations(KNOWN_BYTES, lambda *_: _ENTRY_BYTES)
 
     def of(self, url: str, rule: str, model: str) -> Known:
-        """Return the image in a data URL with its name. Raises Unreadable.
+        """Return the size, colours and name of the image in a data URL. Raises Unreadable.
 
-        `rule`: FRAMED or PLAIN; `model`: the path or name that the engines loaded the model from.
+        `rule`: how the engine's version computes the name, FRAMED (0.32) or PLAIN (0.28). `model`: the path or name
+        from which the engines loaded the model.
         """
         key = xxh3_128_digest(url.encode("utf-8", "replace")), rule, model
         known = self._known.get(key)
@@ -87,9 +88,10 @@ def _decoded(piece: str, last: bool) -> bytes:
 
 
 def _begin(image: Image, size: int, rule: str) -> Iterable[bytes]:
-    """Return the parts that are hashed before an image's bytes; `size`: the number of these bytes.
+    """Return the byte strings that vLLM hashes before an image's own bytes.
 
-    vLLM converts images of other colours to RGB, and the settings for that are part of the name.
+    `size`: the number of the image's bytes; `rule`: FRAMED or PLAIN. For an image that is not RGB they include the
+    settings by which vLLM converts it to RGB.
     """
     white = struct.pack("<q", _WHITE)
     if rule == PLAIN:

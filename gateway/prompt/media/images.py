@@ -1,7 +1,7 @@
-"""An image's size and colours, read from its header: PNG, JPEG and WebP, as Pillow reads them.
+"""Reading an image's size and colours from its header: PNG, JPEG and WebP, as Pillow reads them.
 
-No pixels are decoded. An image of which an engine may see another size or other colours than its header says is
-Unreadable, because a wrong answer is worse than none.
+No pixels are decoded. Unreadable is raised for an image for which an engine may find another size or other colours than
+its header says, because a wrong answer is worse than none.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-HEAD_BYTES = 192 * 1024  # of an image, which must contain its header; a JPEG's EXIF has up to 64 KiB
-# The most parts of a header that are read; each costs a step of Python. A photograph has a dozen, one with a large
-# colour profile some more, and an engine would read 46,000 of four bytes.
+# The header must lie within this many bytes from the start of an image; a JPEG's EXIF has up to 64 KiB.
+HEAD_BYTES = 192 * 1024
+# The most parts of a header that are read, because each takes a step of Python. A photograph has a dozen, and one with
+# a large colour profile some more. An engine would read even 46,000 parts of four bytes.
 MOST_PARTS = 512
-# Pillow refuses images of more pixels, and so do engines.
+# Pillow, and so every engine, refuses images of more pixels.
 _MOST_PIXELS = 178_956_970
 _ORIENTATION, _SHORT = 0x0112, 3
 _TURNS_SIDES = range(5, 9)  # the orientations that exchange width and height
-# Marks of data that may turn an image, anywhere in it: XMP, and EXIF in forms that are not read here.
+# Byte strings that begin data by which Pillow may rotate an image, wherever they are in the file: XMP, and EXIF in
+# forms that are not read here.
 TURNING = (b"tiff:Orientation", b"XML:com.adobe.xmp\0\1", b"Raw profile type", b"acTL")
 _EXIF_OF_PNG = b"eXIf"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of JPEG that begin a frame
@@ -26,13 +28,13 @@ _BARE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without content
 
 
 class Unreadable(Exception):
-    """Raised where it is not certain how an engine reads an image."""
+    """Raised for an image if it is not certain which size and colours an engine finds; the text says why."""
 
 
 class Image(NamedTuple):
-    """The size and colours of an image.
+    """The size of an image in pixels, and whether it is RGB.
 
-    `rgb`: Pillow reads it as RGB, in colour and without transparency, so no engine converts it.
+    `rgb`: Pillow reads the image in colour and without transparency, so engines need not convert it.
     """
 
     width: int
@@ -41,9 +43,10 @@ class Image(NamedTuple):
 
 
 def read(head: bytes) -> tuple[Image, tuple[bytes, ...]]:
-    """Read an image from `head`, its first HEAD_BYTES. Raises Unreadable.
+    """Return the size and colours of an image, and the byte strings that must not occur anywhere in its data.
 
-    Also returns the byte sequences that must not occur anywhere in the image, because they may turn it.
+    `head`: the first HEAD_BYTES bytes of the image. Where one of the byte strings occurs, an engine may rotate the
+    image in a way that is not read here. Raises Unreadable.
     """
     marks = TURNING
     try:
@@ -70,7 +73,7 @@ def _number(data: bytes, at: int, size: int, order: str = "big") -> int:
 
 
 def _png(head: bytes) -> tuple[Image, bool]:
-    """Return a PNG's size and colours, and whether EXIF was found before the pixels; EXIF may also follow them."""
+    """Return a PNG's size and colours, and whether its EXIF was found before the pixels (it may also follow them)."""
     if head[12:16] != b"IHDR" or _number(head, 8, 4) != 13:
         raise Unreadable("a PNG that does not begin with its header")
     image = Image(_number(head, 16, 4), _number(head, 20, 4), _number(head, 25, 1) == 2)
@@ -121,7 +124,10 @@ def _jpeg(head: bytes) -> Image:
 
 
 def _turned(image: Image, exif: bytes) -> Image:
-    """Return the image as engines turn it: with width and height exchanged if the orientation in its EXIF says so."""
+    """Return the image with width and height exchanged if the orientation in its EXIF makes engines rotate it so.
+
+    `exif`: the EXIF data, from its byte-order mark on. Raises Unreadable or IndexError for EXIF of an unknown form.
+    """
     order = {b"II": "little", b"MM": "big"}.get(exif[:2])
     if order is None or _number(exif, 2, 2, order) != 42:
         raise Unreadable("EXIF that is not read here")

@@ -1,7 +1,8 @@
-"""The parts of messages that are not text, and their replacements when a template is rendered.
+"""Images, sounds and videos in messages ("items"), and what a chat template gets in place of them.
 
-An engine renders a conversation with a placeholder in place of each item. `Seen` gives the template what vLLM gives it;
-`StandIns` writes a digest of the item there, so that equal conversations with equal media are equal texts.
+An engine renders a conversation with a placeholder for each item. `Seen` gives the template what vLLM gives it.
+`StandIns` gives it a digest of the item instead, so that conversations render to equal texts only if their items are
+equal, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from xxhash import xxh3_64_hexdigest
 
 from ..api.conversation import Multimodal, Placeholder
 
-# vLLM's fields for media, and the type that templates get.
+# The fields in which vLLM takes images, sound and video, and for each field the type that templates get.
 _FIELDS = (
     "image_url", "input_image", "image_pil", "image_embeds", "audio_url", "input_audio", "audio_embeds", "video_url",
     "video_embeds",
@@ -25,9 +26,10 @@ _BY_URL = frozenset({"image_url", "input_image"})  # images in a data URL, or fe
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item of media.
+    """One image, sound or video in a message.
 
-    `kind`: image, audio or video; `url`: an image's URL, or ""; `uuid`: the name that the client gave it, or None.
+    `kind`: "image", "audio" or "video"; `url`: the URL of an image, or ""; `uuid`: the name that the client gave to the
+    item, or None.
     """
 
     kind: str
@@ -36,7 +38,7 @@ class Item:
 
 
 def item_of(part: dict[str, Any]) -> Item:
-    """Return the item of a part that is not text. Raises Multimodal for parts that no engine is known to take."""
+    """Return the image, sound or video in a content part. Raises Multimodal if no engine is known to accept it."""
     name, uuid = part.get("type"), part.get("uuid")
     if name is None or uuid is not None:
         name = next((key for key in _KINDS if key in part), None)
@@ -48,7 +50,10 @@ def item_of(part: dict[str, Any]) -> Item:
 
 
 class Seen:
-    """A `MediaPlacing` that gives a template what vLLM gives it, and collects the items in order."""
+    """A `MediaPlacing` that gives a template what vLLM gives it for an image, sound or video.
+
+    It also collects these items in order.
+    """
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -56,12 +61,16 @@ class Seen:
     def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
         item = item_of(part)
         self.items.append(item)
-        # Where texts are joined, vLLM puts the model's placeholder before or between them, which is not known here.
+        # For a template that takes one text, vLLM writes the model's placeholder before or between the texts of the
+        # message. That placeholder is not known here.
         return {"type": item.kind, **more} if as_parts else None
 
 
 class StandIns:
-    """A `MediaPlacing` that gives a template a text for each item: a digest of its uuid, URL or content."""
+    """A `MediaPlacing` that gives a template a digest in place of each image, sound or video.
+
+    The digest is of the item's uuid, else of its URL, else of its content part.
+    """
 
     def place(self, part: dict[str, Any], more: dict[str, Any], as_parts: bool) -> Any:
         item = item_of(part)

@@ -1,13 +1,13 @@
-"""Llama 4: an image is cut into up to `max_patches` square tiles, with separators between rows and columns.
+"""Image tokens of Llama 4: an image is cut into up to `max_patches` square tiles, with separators between them.
 
-Unless it is a single tile, a small copy of the whole image follows the tiles.
+A small copy of the whole image follows the tiles. If the image is a single tile, there is only this copy.
 
-The rules are those of `get_best_fit` of transformers' image processor of Llama 4, by which vLLM also chooses the tiles
-(`model_executor/models/mllama4.py`), and of `_prompt_split_image` of its processor. Both calculate with 32-bit floats,
-which decides which of two nearly equal scales is the smaller one.
+The rules are those of two functions in transformers: `get_best_fit` of Llama 4's image processor, by which vLLM also
+chooses the tiles (`model_executor/models/mllama4.py`), and `_prompt_split_image` of Llama 4's processor. Both calculate
+with 32-bit floats, which decides which of two nearly equal scales is the smaller one.
 
-Llama 3.2 Vision (mllama) has no family: it takes images by cross attention, without tokens for their parts, and 0.10.2
-was the last vLLM to serve it.
+Llama 3.2 Vision (mllama) is not supported: it takes images by cross attention, without tokens for their parts, and
+0.10.2 was the last vLLM to serve it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .families import Family, Files, Runs, ids_of, integer
 
 _PROCESSORS = frozenset({None, "Llama4ImageProcessor", "Llama4ImageProcessorFast"})
 _TILE, _MOST_TILES, _PATCH, _SHUFFLE = 336, 16, 14, 0.5  # defaults where the files name none
-_VISION_TILE = 448  # the same for the vision part of config.json
+_VISION_TILE = 448  # default of a tile's side in the vision part of config.json
 _PATCH_ID = 200_092
-_MOST_OF_TILES = 256  # no model has nearly as many; the choices grow with the number
+_MOST_OF_TILES = 256  # no model has nearly as many tiles; the number of grids to choose from grows with it
 _NAMES = ("<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>")
 # The names of these tokens in processor_config.json. vLLM writes some of them as named here, whatever that file says.
 _RENAMED = {
@@ -40,7 +40,7 @@ _KNOWN_SIZES = 1024  # image sizes whose tiles are cached; choosing them takes 1
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
-    """Return the Family of a Llama 4 model, or None for another model or settings that are not known here."""
+    """Return the rule for the image tokens of a Llama 4 model, or None for another model or unknown settings."""
     settings, images, vision = files.settings, files.images, files.settings.get("vision_config")
     if settings.get("model_type") != "llama4" or images.get("image_processor_type") not in _PROCESSORS:
         return None
@@ -76,15 +76,16 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
 
 
 def tiling(tile: int, most: int, largest: bool) -> Callable[[int, int], tuple[int, int]]:
-    """Return the function that gives the rows and columns of tiles for an image's width and height in pixels.
+    """Return a function that returns the rows and columns of tiles for an image's width and height in pixels.
 
-    `tile`: the side of a tile in pixels; `most`: the most tiles; `largest`: scale an image up as far as possible, not
-    as little as possible.
+    `tile`: the side of a tile in pixels; `most`: the largest number of tiles; `largest`: scale an image up as far as
+    possible, not as little as possible.
 
-    If some grids need not shrink the image, the grid that enlarges it least is taken (with `largest`, most); else the
-    grid that shrinks it least. Of equal grids the one with the fewest tiles is taken.
+    Among the grids that the image fits without shrinking, the function chooses the one that enlarges the image least,
+    or most with `largest`. If there is none, it chooses the grid that shrinks the image least. If several grids scale
+    the image equally, it chooses the one with the fewest tiles.
     """
-    by_ratio: dict[float, list[tuple[int, int]]] = {}  # in the processor's order: the first of equals is taken
+    by_ratio: dict[float, list[tuple[int, int]]] = {}  # in the processor's order: of equal grids the first is chosen
     for tiles in range(most, 0, -1):
         for rows in (n for n in range(1, tiles + 1) if not tiles % n):
             by_ratio.setdefault(rows / (tiles // rows), []).append((rows, tiles // rows))

@@ -1,7 +1,7 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is scaled to whole tiles, and each tile is a token.
+"""Image tokens of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is scaled to whole square tiles, and each is one token.
 
-A tile has `patch_size * merge_size` pixels a side, and the scaled image has a least and a most number of pixels. The
-rule is `smart_resize` of transformers' image processor of Qwen2-VL, which all of them have.
+A tile has `patch_size * merge_size` pixels a side, and the number of pixels of the scaled image has a lower and an
+upper limit. The rule is `smart_resize` of transformers' image processor of Qwen2-VL, which all these models use.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .families import Family, Files, Runs, integer
 _TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 _PROCESSORS = frozenset({None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
 _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280  # the processor's defaults
-_MOST_RATIO = 200  # of an image's sides; the processor refuses narrower images
+_MOST_RATIO = 200  # the largest ratio of an image's sides; the processor refuses narrower images
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
-    """Return the Family of a Qwen-VL model, or None for another model or settings that are not known here."""
+    """Return the rule for the image tokens of a Qwen-VL model, or None for another model or unknown settings."""
     settings, processor = files.settings, files.images
     vision, token = settings.get("vision_config"), settings.get("image_token_id")
     kind = processor.get("image_processor_type")
@@ -46,9 +46,10 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
 
 
 def tokens(width: int, height: int, tile: int, least: int, most: int) -> int | None:
-    """Return the number of tokens of an image, or None if it is refused.
+    """Return the number of tokens of an image, or None if the image is too narrow and so refused.
 
-    `width`, `height` and `tile` (a tile's side) in pixels; `least` and `most`: bounds on the image's pixels.
+    `width` and `height`: the image's size in pixels; `tile`: the side of a tile in pixels; `least` and `most`: the
+    limits on the number of pixels of the scaled image.
     """
     if max(width, height) / min(width, height) > _MOST_RATIO:
         return None

@@ -20,7 +20,7 @@ ANY_PATH, ERROR = "", "error"
 
 
 class Sources(NamedTuple):
-    """The KV event sources of an engine, by its own report."""
+    """Where an engine publishes KV events, by its own report, and the problems with that."""
 
     by_rank: dict[int, EventSource | None] | None  # by data-parallel rank; None: the report could not be read
     problems: dict[str, Problem]  # by subject: "events", "replay", "role"
@@ -34,15 +34,15 @@ class Told(NamedTuple):
 
     version: str | None = None
     root: str | None = None  # where it loaded its model from: a folder, or a name on the hub
-    block_size: int | None = None  # tokens of a block of the map: a multiple of its page
+    block_size: int | None = None  # tokens of a KV cache block as the gateway counts them
     num_blocks: int | None = None  # capacity of its cache in blocks of that size
-    # Tokens of the parts that its cache can match, if these may be smaller than blocks.
+    # Tokens of the parts (pages) that its cache can match, if these may be smaller than blocks; a block is a multiple.
     page_size: int | None = None
     prefix_caching: bool | None = None
     unable: frozenset[str] = frozenset()  # ids of transfers for which it was started without a connector
     drops_block: bool = False  # it most likely recomputes the last block of a cache hit (EAGLE, MTP)
-    # If it drops a block and has several cache groups: its lookup includes the block that ends with the prompt's last
-    # token.
+    # For an engine that drops a block and has several cache groups (kinds of layers): its cache lookup includes the
+    # block that ends with the prompt's last token.
     looks_to_end: bool = True
     finds_parts: bool = True  # hits may end within a block of full attention, if Mamba's blocks are smaller
     takes_priority: bool = False  # requests may have a priority; the engine schedules by it or ignores it
@@ -69,10 +69,10 @@ class EngineDialect(ABC):
     priority_header: bytes | None = None
     priority_header_paths: tuple[str, ...] = ()
     limits_path: str  # the path that reports the scheduler's limits, if the operator of the engine allows it
-    transfer: Transfer | None = None  # how its engines pass KV cache on by default; None: they do not
-    # Makes an engine fetch a prompt's beginning from another engine's memory: returns a client's body with the engine
-    # to fetch from (HOST:PORT) and an id that is unique to this fetch, or None if the body has transfer parameters
-    # already. None: its engines fetch nothing from one another's memory.
+    transfer: Transfer | None = None  # how its engines pass KV caches on by default; None: they do not
+    # Makes an engine fetch the KV cache of a prompt's beginning from another engine's host memory. Arguments: the
+    # client's body, the other engine (HOST:PORT), and an id that is unique to this fetch. Returns the body with the
+    # fetch's parameters, or None if it has transfer parameters already. None: its engines cannot fetch in this way.
     peer_pull: Callable[[bytes, str, str], bytes | None] | None = None
     # Tests whether the engine cut an answer short because it was asked to stop. Keys are the request's path, ANY_PATH
     # for all other paths (both for answers of status 200), and ERROR for answers of status 500 or more. A test gets the
@@ -95,9 +95,8 @@ class EngineDialect(ABC):
     def event_decoder(self, records: Any) -> Callable[[bytes], Any]:
         """Return a function that decodes the payload of one KV event message into a `records.Batch`.
 
-        `records`: the module `cachemap.events.records`, which this package may not import.
-
-        The function raises `records.EventError` if the payload is no batch.
+        `records`: the module `cachemap.events.records`, which this package may not import. The function raises
+        `records.EventError` if the payload is no batch.
         """
 
     @abstractmethod

@@ -18,7 +18,8 @@ FIELDS = (
 # Members that may contain such members: vLLM reads members of `vllm_xargs`, and of `extra_args` at
 # /inference/v1/generate, as its own arguments.
 NESTED: Mapping[str, Any] = {"vllm_xargs": {}, "sampling_params": {"extra_args": {}}}
-# Headers of llm-d's sidecar, by old and new names: the engines that do, or have done, a part of the work.
+# Headers of llm-d's sidecar, by old and new names; each names the engines that compute a part of the request, or that
+# have computed it.
 HEADERS = (
     b"x-prefiller-host-port", b"x-llm-d-prefiller-host-port",
     b"x-encoder-hosts-ports", b"x-llm-d-encoder-hosts-ports",

@@ -9,8 +9,8 @@ gets 403. The sidecar forwards requests without the header unchanged, so whole r
 
 from replicas.engines.transfer import Transfer
 
-# A request with one of these fields cannot be split. A request whose text only looks like such a field is not split
-# either, which is always correct.
+# A request with one of these fields cannot be split into two legs. A request whose text only looks like such a field is
+# not split either: a request that is not split is always answered correctly.
 _WHOLE = (b'"kv_transfer_params"', b'"use_beam_search"', b'"background"', b'"bootstrap_room"')
 
 

@@ -1,8 +1,8 @@
-"""The ways in which engines pass a prompt's KV cache on from one engine to another.
+"""Transfers: the ways in which one engine passes a prompt's KV cache to another.
 
 A request then has two legs: one replica computes the prompt (prefill), and another fetches the cache and writes the
-answer (decode). A `Transfer` makes the bodies of both legs; each way is a subclass. Transfers are stateless, and there
-is one object of each.
+answer (decode). A `Transfer` makes the request bodies of both legs; each way is a subclass. Transfers are stateless,
+and there is one object of each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LIMITS = {
     MESSAGES: ("max_tokens",),
 }
 PATHS = frozenset(_LIMITS)  # a request posted to these can have two legs, or fetch its beginning from another engine
-# Fields about the rest of the answer, which the first leg must not have: engines refuse them with a limit of one token,
-# or waste work on them.
+# Fields about the answer, which the first leg must not have, as it only computes the prompt: engines refuse these
+# fields with a limit of one token, or waste work on them.
 _LATER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "echo")
 
 
@@ -36,7 +36,7 @@ class Meeting(NamedTuple):
 
 
 class Transfer(ABC):
-    """A way in which engines of one kind pass a prompt's KV cache on.
+    """A way in which engines of one kind pass a prompt's KV cache to each other.
 
     The first leg goes to the replica that computes the prompt, the second leg to the replica that writes the answer;
     the client gets the second answer. By default the second leg is sent after the first one: `parameters` reads where
@@ -57,7 +57,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def first_body(self, path: str, body: bytes) -> bytes | None:
-        """Return the first leg's body: the client's, for one token and not streamed; None if it cannot be split."""
+        """Return the first leg's body, the client's for one token and not streamed; None if it cannot have two legs."""
 
     def parameters(self, answer: bytes) -> bytes | None:
         """Return the part of the first leg's answer that the second leg needs, as members of a JSON object.

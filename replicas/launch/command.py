@@ -29,6 +29,7 @@ class Ports(NamedTuple):
 
     @classmethod
     def run(cls, first: int, ranks: int) -> "Ports":
+        """Return the ports of an engine that may use `width(ranks)` consecutive ports, from `first` on."""
         return cls(first, first + 1, first + 1 + ranks, first + 1 + 2 * ranks, ranks)
 
     def all(self) -> range:
@@ -46,7 +47,10 @@ class Command(NamedTuple):
 
 
 class LaunchProfile(ABC):
-    """A launch profile; each engine dialect has a pydantic model of its own that inherits from this class."""
+    """A launch profile, which says how engines of one kind are started.
+
+    Each kind has a pydantic model with its own fields, which inherits from this class.
+    """
 
     if TYPE_CHECKING:  # fields of the models
         engine: Any  # the dialect's id
@@ -88,11 +92,11 @@ class LaunchProfile(ABC):
     @property
     @abstractmethod
     def transfer(self) -> str:
-        """How its engines pass KV cache on: one of `replicas.engines.TRANSFERS`; "": their dialect's default."""
+        """How its engines pass KV caches to others: a key of `TRANSFERS`; "": the default of their kind of engine."""
 
     @abstractmethod
     def bootstrap(self, ports: Ports) -> int:
-        """Return the port at which other engines find the engine with these ports to fetch KV cache, or 0."""
+        """Return which of an engine's `ports` other engines use to ask it for KV caches; 0: no such port is needed."""
 
     @abstractmethod
     def place(self, count: int, used: Sequence[str] = ()) -> tuple[Self, list[dict[str, str]]]:

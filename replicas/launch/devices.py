@@ -39,7 +39,7 @@ def assign(devices: list[str], each: int, count: int, share: int = 1, used: Sequ
     if each == 1 and devices and count + len(used) <= share * len(devices):
         taken = list(used)
         for _ in range(count):
-            taken.append(min(devices, key=taken.count))  # the first of several
+            taken.append(min(devices, key=taken.count))  # the first of those with fewest engines
         return [[device] for device in taken[len(used) :]]
     if not devices:
         have, remedy = "none", "check `nvidia-smi -L` and CUDA_VISIBLE_DEVICES, or use `device: cpu`"

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import count
 
-KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN = 100, 500, 300  # kept for each process that writes to the log
+KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN = 100, 500, 300  # lines kept per process of an engine; characters
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ACCESS = re.compile(r'"[A-Z]+ \S+ HTTP/\d\.\d" \d+')
@@ -34,7 +34,7 @@ class LogGrammar:
     stamp: re.Pattern[str] = _NOTHING  # matches after the writer: time, and place in the code
     # (pattern, remedy): the latest line that matches any pattern counts, with the first pattern that it matches
     remedies: tuple[tuple[str, str], ...] = COMMON_REMEDIES
-    names_above: re.Pattern[str] = _NOTHING  # lines about a name that is in the line above
+    names_above: re.Pattern[str] = _NOTHING  # lines about a field whose name is in the line above
     echo: re.Pattern[str] = _NOTHING  # lines that only report that another process failed
     died: re.Pattern[str] = _NOTHING  # lines that report that the computing process is gone
     bystanders: tuple[str, ...] = ()  # writers whose lines say nothing about a dead computing process
@@ -76,7 +76,7 @@ class Tail:
             self._add(line)
 
     def close(self) -> None:
-        """Add what came after the last line's end as one more line, as the process has ended."""
+        """Add the text after the last line's end as one more line; call this when the process has ended."""
         self._add(self._rest)
         self._rest = b""
 

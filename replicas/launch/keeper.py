@@ -65,7 +65,7 @@ def _reap(engine: int) -> int | None:
 def _sweep(group: int) -> None:
     """Kill the engine's remaining processes, in rounds: children of a killed process become this process's children.
 
-    A kernel that does not list children leaves it at the process group.
+    If the kernel does not list a process's children, only the process group is killed.
     """
     deadline, left = monotonic() + 5, [-group]
     while left and monotonic() < deadline:
@@ -82,7 +82,8 @@ def _sweep(group: int) -> None:
 def _keep(engine: int, control: socket.socket, wakeups: int, grace: float) -> int:
     """Wait for the engine's end, and stop it when the gateway or a signal asks for that; return its exit code.
 
-    `wakeups`: the descriptor from `_wakeups`. `grace`: seconds between SIGTERM and SIGKILL unless the gateway says.
+    `wakeups`: the descriptor from `_wakeups`. `grace`: seconds between SIGTERM and SIGKILL, unless the gateway's order
+    to stop gives another number.
     """
     kill_at = inf
     watched: list[int] = [control.fileno(), wakeups]

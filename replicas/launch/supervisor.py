@@ -47,6 +47,8 @@ class Backoff:
 
 
 class Supervisor:
+    """The supervisor of one engine process, which starts the process again when it has ended."""
+
     def __init__(
         self,
         command: Command,
@@ -70,7 +72,7 @@ class Supervisor:
         self._is_last_run = False
         self._keeper: asyncio.subprocess.Process | None = None
         self._control: asyncio.StreamWriter | None = None
-        self._why = ""  # the reason if we ended the process ourselves
+        self._why = ""  # why this gateway ended the process; "": it did not
         self._worked_at: float | None = None
         self._task: asyncio.Task[None] | None = None
 

@@ -29,6 +29,7 @@ class Alarm:
             self._loop.add_reader(self._fd, self._rang)
 
     def wake(self) -> None:
+        """End the present sleep if it was begun with `disturbed`."""
         if self._disturbed and not self._ring.done():
             self._ring.set_result(None)
 
@@ -48,7 +49,7 @@ class Alarm:
                 self._set(0.0)  # otherwise it would end a later sleep
 
     def _set(self, when: float) -> None:
-        """Ring at `when`; 0: not at all."""
+        """Set the timer to end the sleep at `when`, by time.monotonic(); 0 turns it off."""
         if self._fd >= 0:
             seconds = int(when)
             once = struct.pack("qqqq", 0, 0, seconds, int((when - seconds) * 1e9))

@@ -23,11 +23,11 @@ class Sequence:
     arrival: int  # its number in the order of arrival
     keys: list[Key] = field(init=False)  # of its blocks; grows as output fills blocks
     tokens: int = field(init=False)  # prompt and output; while decoding: as of step `base`
-    held: list[int] = field(default_factory=list)  # block ids
+    held: list[int] = field(default_factory=list)  # ids of the blocks that it uses
     computed: int = 0  # tokens with key/value computed; unused while decoding
     generated: int = 0  # output; while decoding: as of step `base`
     reported: int = 0  # output tokens already reported
-    cached: int = -1  # cache hits at first admission; -1: never admitted
+    cached: int = -1  # tokens found cached at its first admission; -1: never admitted
     order: int = 0  # its number in the order of admission
     base: int = 0  # the step that ended its prefill
     due: int = -1  # the next step in which it needs work
@@ -44,7 +44,10 @@ class Sequence:
 
 
 class Batch:
-    """The requests that decode, in order of admission; the engine begins steps, and adds and removes requests."""
+    """The requests that decode, in order of admission.
+
+    The engine begins each step by adding 1 to `now`, and adds and removes requests.
+    """
 
     __slots__ = ("now", "context", "sequences", "_due", "_block_size")
 

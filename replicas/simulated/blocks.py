@@ -53,11 +53,12 @@ class BlockPool:
         return self._cached.get(key)
 
     def idle(self, blocks: list[int]) -> int:
-        """Return how many of `blocks` are in the free queue, which gets shorter by so many if a request uses them."""
+        """Return how many of `blocks` no request uses, and so how many `use(blocks)` would take from the free queue."""
         uses = self._uses
         return sum(1 for block in blocks if not uses[block])
 
     def use(self, blocks: list[int]) -> None:
+        """Count one more request that uses each of `blocks`; blocks that none used leave the free queue."""
         uses, free = self._uses, self._free
         for block in blocks:
             if not uses[block]:

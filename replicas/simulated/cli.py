@@ -15,7 +15,10 @@ ABOUT = "It has the endpoints, metrics and KV events of vLLM."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags; flags that vLLM has too mean the same, and flags that replace a profile's field have its name."""
+    """Add the flags of a simulated engine to `parser`.
+
+    Flags that vLLM has too mean the same. Flags that replace a field of the profile have the field's name.
+    """
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=port, default=8000, help="port, 0 for a free one (default: %(default)s)")

@@ -19,13 +19,13 @@ simulation adds the time to its virtual clock. A step follows these rules:
 - The key/value of a request's last output token is never computed.
 - With further cache groups (`groups`) each block of tokens takes one block in every group, a hit has to be a hit in all
   of them, and blocks that a window has passed are released before new ones are taken.
-- With host memory behind the cache (`offload`), blocks that host memory has of a waiting request after its cached
-  prefix are fetched while other requests run; they count as cached. A request whose prompt is fetched to the end
-  computes only the last token.
+- With host memory behind the cache (`offload`), a waiting request's blocks that follow its cached prefix are fetched
+  from host memory, as far as it has them, while other requests run; they count as cached. A request whose prompt is
+  fetched to the end computes only the last token.
 
-The simulation does nothing for decoding requests in most steps: a request needs work when it needs a block, fills one
-or ends, so a step's cost does not grow with the batch unless `every_token` is set. Steps without such work need not be
-taken one by one: `ahead` returns when they end, `leap` takes them at once.
+In most steps the simulation does nothing for a decoding request: the request needs work only when it needs a block,
+fills one or ends. So a step's cost does not grow with the batch unless `every_token` is set. Steps without such work
+need not be taken one by one: `ahead` returns when they end, `leap` takes them at once.
 
 Compared with Dynamo 1.6.1's offline replay (8 engines, round robin, the Mooncake conversation trace, profile gpu-8b),
 by hit rate and TTFT mean / p99 in ms:
@@ -64,7 +64,7 @@ class Engine:
         self.pool = BlockPool(profile.num_blocks)
         self._offload = (LMCache if profile.lmcache else Offload)(profile) if profile.cpu_blocks else None
         self._groups = Groups(profile, self.pool) if profile.windows else None
-        self._width = 1 + len(profile.windows)  # blocks that a block of tokens takes
+        self._width = 1 + len(profile.windows)  # blocks of the pool per block of tokens: one for each cache group
         self._fetching: list[Sequence] = []
         self._elapsed = 0.0  # seconds of the steps that were taken one by one; fetches are timed by it
         self._all: dict[Hashable, Sequence] = {}
@@ -91,7 +91,10 @@ class Engine:
         return self.pool.usage
 
     def cached(self, request_blocks: list[Key], prompt_tokens: int) -> int:
-        """Return how many blocks of a prompt would be hits now."""
+        """Return how many leading blocks of a prompt would be hits in the engine's cache now.
+
+        `request_blocks`: the keys of the prompt's full blocks.
+        """
         hits = len(self.pool.find(request_blocks, (prompt_tokens - 1) // self._size))
         if self.profile.drops_block:
             hits = max(0, hits - 1)
@@ -186,7 +189,7 @@ class Engine:
         return True
 
     def step(self) -> Step | None:
-        """Schedule and do one step; return None if there is nothing to do until a request is added or let go."""
+        """Do one scheduler step and return its results; None if there is nothing to do until `add` or `let_go`."""
         if not self._all:
             return None
         batch = self.batch
@@ -216,9 +219,10 @@ class Engine:
         return step
 
     def ahead(self, now: float) -> list[float]:
-        """Return when each of the next steps ends, as far as the requests only decode; the first begins at `now`.
+        """Return the times at which the next steps end, as many as need no work; the first begins at `now`.
 
-        In these steps no block is started or filled and no request ends, so that no waiting request can start.
+        In these steps requests only decode: no block is started or filled and no request ends, so that no waiting
+        request can start. The list is empty if the next step needs work.
         """
         batch, durations = self.batch, self.durations
         if not self._settled or not batch.sequences or self._every_token:
@@ -244,7 +248,7 @@ class Engine:
         """Do the work of requests whose next token starts or fills a block; return those of them that still run."""
         now, alive = self.batch.now, []
         for sequence in self.batch.due():
-            if sequence.due != now:  # preempted for one before it, or listed twice
+            if sequence.due != now:  # it was preempted by an earlier one, or is listed twice
                 continue
             position = sequence.tokens + now - sequence.base - 2  # of the token whose key/value is computed now
             if position % self._size == 0 and self._groups:
@@ -294,7 +298,8 @@ class Engine:
     def _prefill(self, step: Step, budget: int, ended: list[Sequence]) -> float:
         """Continue the prompt that was begun, then admit waiting requests, within `budget` tokens.
 
-        Returns the step's `pairs` for `StepTime.seconds`. Requests whose prompts are complete are added to `ended`.
+        Returns the pairs of tokens attended, for `StepTime.seconds`. Requests whose prompts are complete are added to
+        `ended`.
         """
         pairs = 0.0
         sequence = self._partial
@@ -352,9 +357,9 @@ class Engine:
         self._fetching.append(sequence)
 
     def _promised(self, asked: Sequence | None = None) -> int:
-        """Return how many blocks other requests, which fetch or have fetched, still need for their prompts.
+        """Return how many blocks are still needed for the prompts of requests that use host memory.
 
-        `asked`: a request to leave out.
+        These requests fetch blocks from host memory, or wait after they have fetched some. `asked`: is left out.
         """
         if self._offload is None:
             return 0
@@ -414,7 +419,10 @@ class Engine:
                     counters.external_hits += sequence.cached - local
 
     def _receive(self, sequence: Sequence, received: int, step: Step) -> None:
-        """Store the blocks of the first `received` tokens, which another engine computed, but not the prompt's last."""
+        """Cache the blocks of the first `received` tokens, which another engine computed.
+
+        The prompt's last token has to be computed here in any case.
+        """
         before, after = sequence.computed, min(received, sequence.request.prompt_tokens - 1)
         if after > before:
             self._extend(sequence, self._blocks(after) - len(sequence.held), step)
@@ -439,7 +447,7 @@ class Engine:
             self._partial = sequence
         return new * (before + new / 2)
 
-    # ---- both
+    # ---- prompts and decoding requests
 
     def _extend(self, sequence: Sequence, count: int, step: Step) -> None:
         """Take `count` more blocks of tokens for a request."""
@@ -463,7 +471,7 @@ class Engine:
         return taken
 
     def _fill(self, sequence: Sequence, start: int, tokens: int, step: Step) -> None:
-        """Cache the blocks of a request from block `start` on that are full, as it has `tokens` computed tokens."""
+        """Cache a request's blocks from block `start` on that are full when `tokens` of its tokens are computed."""
         end, keys, output_blocks = tokens // self._size, sequence.keys, sequence.request.output_blocks
         if output_blocks is None:
             end = min(end, len(keys))

@@ -31,7 +31,10 @@ class Groups:
         self._states = [not window for window in profile.windows]
 
     def longest(self, keys: list[Key], most: int) -> int:
-        """Return how many blocks are a hit in all groups, of the first `most`, which are a hit for full attention."""
+        """Return how many leading blocks of a prompt are a hit in all groups.
+
+        `keys`: of the prompt's blocks. `most`: how many leading blocks are a hit for full attention.
+        """
         while True:
             before = most
             for group, window in enumerate(self._windows):
@@ -47,11 +50,11 @@ class Groups:
         return 0
 
     def idle(self, keys: list[Key], hits: int) -> int:
-        """Return how many blocks of the free queue a request will use in these groups if `hits` blocks are its hit."""
+        """Return how many blocks of the free queue a request would use in these groups for a hit of `hits` blocks."""
         return sum(self._pool.idle(self._hit_blocks(group, keys, hits)) for group in range(len(self._windows)))
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a request its cached blocks in these groups; its hit is `sequence.held`."""
+        """Give a request its cached blocks in these groups; `sequence.held` has those of full attention."""
         hits = len(sequence.held)
         sequence.beside = []
         for group in range(len(self._windows)):
@@ -64,11 +67,11 @@ class Groups:
         return [self._pool.block(GroupKey(group, key)) for key in needed]
 
     def _passed(self, window: int, computed: int) -> int:
-        """Return how many leading blocks the window of the next token, after `computed` ones, no longer reaches."""
+        """Return how many leading blocks are out of reach for the next token after `computed` ones, by its window."""
         return max(0, computed - (window - 1)) // self._size
 
     def pass_by(self, sequence: Sequence, computed: int) -> None:
-        """Release the blocks that a request's windows have passed, as it has `computed` tokens."""
+        """Release a request's blocks that its windows no longer reach when `computed` tokens are computed."""
         for window, blocks in zip(self._windows, sequence.beside):
             end = min(self._passed(window, computed), len(blocks))
             start = end
@@ -78,6 +81,7 @@ class Groups:
             blocks[start:end] = [None] * (end - start)
 
     def take(self, sequence: Sequence, count: int, removed: list[Key]) -> None:
+        """Take `count` blocks in each group for a request; append the keys they were cached for to `removed`."""
         for blocks in sequence.beside:
             blocks += self._pool.take(count, removed)
 
@@ -96,7 +100,7 @@ class Groups:
 
     def _keeps(self, group: int, sequence: Sequence, at: int, end: int) -> bool:
         if self._retains_all:
-            # A step leaves the Mamba state at its end; a step also ends where full attention had more of the prompt.
+            # A Mamba state is stored where a step ends: at `end`, and where full attention had a longer hit (junction).
             return not self._states[group] or at + 1 in (end, sequence.junction)
         ends = ((sequence.request.prompt_tokens - 1) // self._size, sequence.junction)
         return any(self._passed(self._windows[group], end * self._size) <= at < end for end in ends)

@@ -36,7 +36,10 @@ class _Histogram:
 
 
 class Metrics:
-    """The engine's metrics; those counted here are times as clients see them, and how requests ended."""
+    """The metrics of one engine.
+
+    Counted here are the times that clients see, and how requests ended; the other figures are the engine's.
+    """
 
     def __init__(self, engine: Engine, model: str, cache_dtype: str = "auto", has_nixl: bool = False):
         self._engine, self._cache_dtype, self._has_nixl = engine, cache_dtype, has_nixl

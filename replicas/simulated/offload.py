@@ -35,7 +35,10 @@ class Run(NamedTuple):
 
 
 class Offload:
-    """The chunks in host memory: the keys of a chunk's blocks by the key of its last one, least recently used first."""
+    """The chunks of KV blocks in host memory, as vLLM's offloading connector keeps them.
+
+    A chunk is known by the key of its last block. The least recently used chunks are evicted first.
+    """
 
     counts_last = True  # a prompt found to its end counts as found completely, though its last token is computed
 
@@ -81,7 +84,7 @@ class Offload:
         return bool(self._loading) and any(self._last(keys, number) in self._loading for number in run.chunks)
 
     def load(self, request: EngineRequest, keys: Sequence[Key], run: Run, now: float, events: Events) -> float:
-        """Begin at time `now` to fetch a run; return the time when it will be complete."""
+        """Begin at `now` (seconds) to fetch a run of blocks from host memory; return when that will be complete."""
         self._loading.update(self._last(keys, number) for number in run.chunks)
         self._touch(keys, run.chunks)
         self._free_at = max(now, self._free_at) + len(run.chunks) * self._seconds
@@ -123,6 +126,8 @@ class Offload:
 
 
 class LMCache(Offload):
+    """The chunks of KV blocks in host memory, as LMCache's server keeps them."""
+
     counts_last = False
 
     def find(self, keys: Sequence[Key], start: int, blocks: int) -> Run:

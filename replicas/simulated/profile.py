@@ -85,7 +85,7 @@ class RequestTime:
 
 
 class StepDurations:
-    """The durations of an engine's steps, with random deviations by the profile's `spread`.
+    """The durations of an engine's steps, in seconds, with random deviations by the profile's `spread`.
 
     A step's deviation is drawn once, however often its duration is read. `differ`: durations change from step to step
     even while the same requests decode.
@@ -99,7 +99,7 @@ class StepDurations:
         self._in_use = profile.in_use
         self._chance = Random(0)
         self._drawn: deque[float] = deque()  # drawn for steps that were read and not taken yet
-        # whether they differ even while the same requests decode
+
         self.differ = bool(time.spread or time.decode_context_token or time.decode_usage or time.decode_usage_squared)
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, step: int = 0) -> float:
@@ -113,6 +113,7 @@ class StepDurations:
         return seconds
 
     def taken(self, steps: int) -> None:
+        """Note that `steps` steps have been taken: `seconds` then counts its `step` from the step after them."""
         for _ in range(min(steps, len(self._drawn))):
             self._drawn.popleft()
 

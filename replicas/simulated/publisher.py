@@ -33,8 +33,8 @@ _ODD = 0x9E3779B97F4A7C15
 class Publisher:
     """The publisher of one engine's KV events.
 
-    `host`: where to listen; port 0 takes a free one. Raises ValueError if it cannot listen. In events the last cache
-    group is full attention.
+    `host`: where to listen; port 0 takes a free one. Raises ValueError if it cannot listen. Events number the cache
+    groups; full attention has the last number.
     """
 
     def __init__(self, host: str, port: int, replay_port: int, profile: Profile, self_describing: bool = True):
@@ -115,7 +115,7 @@ class Publisher:
             yield {"type": "BlockRemoved", "block_hashes": keys, "medium": "CPU", "group_idx": group}
 
     def _stored(self, event: Stored | GroupStored, ids, adapter, adapter_id, salt) -> dict:
-        """Return the event about full blocks; in a further cache group it has the keys of the blocks it keeps."""
+        """Return the event that blocks were filled; for a further cache group, with the keys of those it keeps only."""
         group, kind, end = len(self._windows), "full_attention", event.start + len(event.keys)
         if type(event) is GroupStored:
             group, end = event.group, event.end

@@ -192,5 +192,5 @@ def anthropic(body: dict, tokens: Tokens) -> Asked:
         raise RequestError("`max_tokens` is required", param="max_tokens")
     own = {name: value for name, value in body.items() if name not in ("n", "priority")}  # vLLM ignores these here
     asked = _conversation(own, tokens, "max_tokens", body.get("stop_sequences"), translate.anthropic)
-    asked.limit = "max_completion_tokens"  # it becomes a chat
+    asked.limit = "max_completion_tokens"  # vLLM makes a chat of it, and names its field in errors
     return asked

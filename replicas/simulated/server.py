@@ -165,7 +165,7 @@ class Server:
                 self.runner.abort(generation)
 
     async def _computed(self, generations: list[Generation]) -> Prompts | None:
-        """Compute prompts for another engine; return None if one ended by itself, as they must not be kept then."""
+        """Compute prompts for another engine and return them; None if one ended by itself, as none may be kept then."""
         await self._finish(generations)
         kept = all(one.reason == "length" for one in generations)
         return [(len(one.prompt), one.cached) for one in generations] if kept else None
@@ -185,7 +185,7 @@ class Server:
         return self.transfers.keep(tokens, blocks, address, generation.cached)
 
     async def _hand_over(self, request: web.Request) -> web.Response:
-        """Answer another engine that fetches a prompt; with Mooncake's wire, once the prompt is computed."""
+        """Answer another engine that fetches a prompt; with Mooncake's connector, once the prompt is computed."""
         try:
             return reply_json(await self.transfers.hand_over(request.match_info["name"], request.query.get("kind", "")))
         except NotThere:

@@ -17,7 +17,8 @@ class EngineRequest:
     `stop_tokens`: the output tokens after which the model ends by itself (None: never); the output also ends at
     `max_tokens` and at the engine's context length.
     `reads_cache`: False: the whole prompt is computed, and then cached.
-    `received`: prompt tokens whose key/value another engine has computed; they need not be computed, and are no hits.
+    `received`: how many of the first prompt tokens another engine has computed; these are not computed again, and do
+    not count as cache hits.
     `keeps`: after the request's end its blocks stay in use until `Engine.let_go`, for another engine to fetch them.
     `priority`: under priority scheduling the lowest number goes first.
     """
@@ -74,6 +75,8 @@ class GroupStored(NamedTuple):
 
 
 class Removed(NamedTuple):
+    """The event that blocks are no longer cached in a tier: "gpu", or "cpu" for host memory."""
+
     keys: list[Key]  # keys of blocks in further cache groups are GroupKeys
     tier: str = "gpu"
 

@@ -31,7 +31,10 @@ Prompts = list[tuple[int, int | None]]  # for each sequence: its tokens, and how
 
 
 class NotThere(Exception):
-    """An error: the other engine has no such prompt, or does not answer; the request fails (vLLM's policy `fail`)."""
+    """An error: the other engine has no such prompt, or does not answer.
+
+    The request then fails, as in vLLM with the policy `fail`.
+    """
 
 
 class Transfers:
@@ -135,7 +138,8 @@ class Transfers:
     async def hand_over(self, name: str, kind: str) -> Prompts:
         """Return the prompts that are kept under this name, and forget them. Raises NotThere.
 
-        With Mooncake's wire, wait until they are computed. `kind`: of the engine that fetches.
+        With Mooncake's connector, wait until they are computed. `kind`: of the engine that fetches, which has to equal
+        this engine's.
         """
         if kind != self._kind or not (self.meets or name in self._kept):
             raise NotThere

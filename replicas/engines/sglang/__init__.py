@@ -1,4 +1,4 @@
-"""SGLang, which is only adopted: `SGLANG` is its dialect.
+"""SGLang, which the gateway can adopt but not launch: `SGLANG` is its dialect.
 
 Read in the sources of 0.5.4 and 0.5.23; `docs/engines.md` lists what was tested.
 """

@@ -32,7 +32,7 @@ class Decoder(ArraysAndMaps):
             event.token_ids = [pair[0] for pair in tokens]
         stored = super()._stored(event)._replace(together=1, below=False)
         if salt and event.parent_block_hash is None and stored.keys:
-            # Sent with every event of the prompt; only the first block needs it, and the chain of hashes carries it on.
+            # Every event of a prompt has its salt, but only the first block needs it: all later keys depend on its key.
             stored = stored._replace(extra=[[salt], *[None] * (len(stored.keys) - 1)])
         return stored._replace(ahead=array("I", [pair[1] for pair in tokens]).tobytes()) if pairs else stored
 
@@ -42,7 +42,7 @@ def _text(packed: msgspec.Raw | None) -> str | None:
 
 
 def _together(events: list[Any]) -> list[Any]:
-    """Return the records, with those of stored pages that directly follow each other merged into one."""
+    """Return the records of a batch; records of stored pages that directly follow each other are merged into one."""
     found: list[Any] = []
     keys: list[Any] = []
     tokens: list[bytes] = []

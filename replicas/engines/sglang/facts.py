@@ -15,7 +15,7 @@ from replicas.metrics import MOST_RANKS
 from replicas.problems import EVENTS_BY_HAND, EVENTS_OFF, NO_REPLAY, Problem, Remedies
 
 PATHS = ("/server_info", "/get_server_info")
-BLOCK = 16  # least tokens of a block of the map: smaller pages are combined to such blocks
+BLOCK = 16  # the gateway combines pages into blocks of at least so many tokens
 # Fields of a body that affect the prompt and that the gateway does not read as SGLang does, and fields of vLLM that
 # SGLang ignores. SGLang's cache keys cover `extra_key` and `lora_path`, but its KV events do not report these.
 UNFOLLOWED = frozenset(
@@ -84,7 +84,8 @@ def _source(found: Mapping[str, Any], host: str) -> EventSource | None:
     """Return the first rank's KV event source, or None if there is none.
 
     Newer versions describe it in /server_info, but only the flag --kv-events-config says whether the publisher binds
-    its address. Raises ValueError if it connects, so that nobody can subscribe, or if nobody can connect to it.
+    its address. Raises ValueError if the publisher connects instead of binding, so that nobody can subscribe, or if
+    clients cannot connect to its endpoint.
     """
     told, given = found.get("kv_events"), found.get("kv_events_config")
     try:

@@ -49,7 +49,8 @@ class Vllm(EngineDialect):
     log = log.GRAMMAR
     rank_header = "X-data-parallel-rank"
     rank_paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
-    # vLLM removes this field before anything else reads it, so without a KV connector it has no other effect.
+    # vLLM takes this field out of the request before anything else reads it: without a KV connector it changes nothing
+    # but the prompt.
     chat_token_ids = (b'"kv_transfer_params":{"prompt_token_ids":', b"}")
     priority_paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
     # Read by 0.28 to 0.32; versions that do not know it ignore it.

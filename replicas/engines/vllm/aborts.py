@@ -20,10 +20,10 @@ import orjson
 from replicas.engines.dialect import ANY_PATH, ERROR
 
 _STREAMED_MESSAGE = b'data: {"type":"message_delta","delta":{"stop_reason":null'
-# The end of a whole message without `stop_reason`, which is otherwise between these two fields. Anchored, since a
-# tool's input may hold any JSON.
+# The end of a whole message without `stop_reason`, which otherwise stands between these two fields. The pattern is
+# anchored at the end, since a tool's input may hold any JSON.
 _WHOLE_MESSAGE = re.compile(rb'"model":"(?:[^"\\]|\\.)*","usage":\{[^{}]*\}\}\s*\Z')
-# Anchored, since a model may write anything.
+# Matched at the start of the answer only, since a model may write anything.
 _STOPPING = re.compile(
     rb'\{(?:"type":"error",)?"error":\{[^{}]*?"message":"(?:cannot schedule new futures after shutdown"'
     rb"|EngineCore encountered an issue\.)"

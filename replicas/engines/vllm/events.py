@@ -2,7 +2,7 @@
 
 A batch is `[timestamp, events, data_parallel_rank]`, or a map of these. Newer vLLM writes an event as a map with its
 type under "type", older vLLM as an array with its type first; block hashes are ints or bytes. Unknown fields are
-ignored; single events that cannot be read are skipped, with the reason.
+ignored; an event that cannot be read is skipped, and the batch's `passed_over` says why.
 
 Events are decoded with the expected types of their fields, so that decoding stops at the first byte of another type:
 without types, 16 MiB of empty lists blocked the process for 28 s.
@@ -16,14 +16,15 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
-# By the event's `medium`, as vLLM and the stores below it write it: the tier of the map. SGLang writes CPU_PINNED, DISK
-# and EXTERNAL; older versions wrote CPU_TIER1 and CPU_TIER2 for host memory and storage.
+# The tier in the gateway's cache map for each `medium` in events, as vLLM and the stores behind it write it. SGLang
+# writes CPU_PINNED, DISK and EXTERNAL; older versions wrote CPU_TIER1 and CPU_TIER2 for host memory and storage.
 TIERS = {
     "gpu": "gpu", "cpu": "cpu", "cpu_tier1": "cpu", "cpu_pinned": "cpu", "storage": "disk", "disk": "disk", "fs": "disk",
     "cpu_tier2": "disk", "obj": "remote", "external": "remote", "remote": "remote",
 }  # fmt: skip
 
-# By the event's `kv_cache_spec_kind`: the kind with the same rule for hits. Kinds that are not listed are kept.
+# Kinds of cache groups, as in an event's `kv_cache_spec_kind`, that are read as another kind, because their rule for
+# cache hits is the same; all other kinds keep their names.
 FULL_ATTENTION, MAMBA = "full_attention", "mamba"
 GROUP_KINDS = dict.fromkeys(("mla_attention", "sink_full_attention"), FULL_ATTENTION)
 GROUP_KINDS["sliding_window_mla"] = "sliding_window"
@@ -163,8 +164,8 @@ class Decoder:
         kind = event.kv_cache_spec_kind or FULL_ATTENTION
         kind = GROUP_KINDS.get(kind, kind)
         if kind != FULL_ATTENTION:
-            # The tokens cover all blocks of a step, the keys only the blocks that are kept. Full attention has blocks
-            # with the same keys, whose tokens are known; but Mamba's blocks may be smaller than these.
+            # The event's tokens cover all blocks of a step, its keys only the blocks that this group keeps. The tokens
+            # are known from full attention, which has blocks with the same keys; but Mamba's blocks may be smaller.
             tokens = tokens if kind == MAMBA and _tier(event) == "gpu" else []
             if len(tokens) % max(size, 1):
                 raise ValueError(f"{len(tokens)} tokens for blocks of {size}")
@@ -252,7 +253,7 @@ def _adapter(event: Stored) -> str | None:
 
 
 def _tier(event: Stored | Removed) -> str:
-    """Return the map's tier for the event's medium: "remote" for an unknown medium, or one on another machine."""
+    """Return the tier (gpu, cpu, disk or remote) of the event's medium; "remote" if it is unknown, or elsewhere."""
     if getattr(event, "locality", None) == "REMOTE":
         return "remote"
     return TIERS.get((event.medium or "gpu").lower(), "remote")

@@ -61,8 +61,8 @@ SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
     "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size", "-sc": "--speculative-config",
 }  # fmt: skip
-# A profile may not give these flags in another way: nobody would notice that the gateway has another idea of the
-# engine's blocks, ranks and events, and so of its hits.
+# Flags that a profile may not pass on unread, each with what to do instead. Otherwise the gateway would assume other
+# blocks, ranks and events than the engine has, and so predict wrong cache hits, and nobody would notice.
 OURS = {
     "--config": "write its fields into the profile, where the gateway reads them",
     **dict.fromkeys(

@@ -28,8 +28,9 @@ CPU = Path(__file__).parents[2] / "profiles" / "cpu.yaml"
 # Without a list it also tries transports for which vLLM's memory is not registered.
 UCX_GPU = {"UCX_TLS": "rc,rdmacm,cuda_copy,cuda_ipc,tcp", "UCX_RNDV_THRESH": "16384", "UCX_MAX_EAGER_RAILS": "1"}
 UCX_CPU = {"UCX_TLS": "tcp,self,sm,cma"}
-# The connectors that the gateway supports: those with which decoders fetch, and prefillers do not push. By vLLM's name
-# the id of the transfer in `replicas.engines.TRANSFERS`. Read in 0.32.0 (`distributed/kv_transfer/kv_connector/v1`).
+# The KV connectors that the gateway supports: those with which the decoder fetches the cache, rather than the prefiller
+# pushing it. By vLLM's name, the key in `replicas.engines.TRANSFERS`. Read in 0.32.0
+# (`distributed/kv_transfer/kv_connector/v1`).
 CONNECTORS = {"NixlConnector": "nixl", "NixlPullConnector": "nixl", "MooncakeConnector": "mooncake"}
 SEVERAL = "MultiConnector"
 # Speculators that read the model's hidden states and have a cache of their own.
@@ -104,8 +105,9 @@ class VllmProfile(Fields, LaunchProfile):
     def drops_block(self) -> bool | None:
         """Whether the engines recompute the last block of a cache hit, as with speculators that need hidden states.
 
-        Names such as deepseek_mtp count too. None if the profile names no method of speculation: the files of the model
-        or of its draft, or flags that the gateway does not read, may give the engine a speculator.
+        Methods such as deepseek_mtp, whose names end like one of these, count too. None if the profile names no method
+        of speculation: the files of the model or of its draft model, or flags that the gateway does not read, may still
+        give the engine a speculator.
         """
         method = self._speculator.get("method")
         return str(method).endswith(WITH_HIDDEN_STATES) if method else None
@@ -131,7 +133,7 @@ class VllmProfile(Fields, LaunchProfile):
         return self.on_cpu(), [threads] * count
 
     def on_cpu(self) -> Self:
-        """Return this profile for a machine without GPUs: fields that it does not set are those of `cpu.yaml`."""
+        """Return this profile for a machine without GPUs; fields that it does not set are taken from `cpu.yaml`."""
         if self.device == "cpu":
             return self
         needs = yaml.safe_load(CPU.read_text())
@@ -216,10 +218,10 @@ def find_executable(name: str) -> str:
 
 
 def weights(directory: Path) -> list[str]:
-    """Return vLLM's arguments for the model.
+    """Return vLLM's arguments for the model: its folder, or the name and revision of a Hugging Face model.
 
-    They are the folder. For a snapshot in the Hugging Face cache, which may have only the tokenizer, they are the
-    model's name and revision, so that vLLM fetches the rest.
+    A folder (snapshot) in the Hugging Face cache may have only the tokenizer. With the name and revision in its place,
+    vLLM fetches the rest.
     """
     kept, repo = directory.parent.name, directory.parent.parent.name
     if kept == "snapshots" and repo.startswith("models--"):

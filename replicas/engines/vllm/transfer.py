@@ -9,9 +9,9 @@ only if no part of the request was sent.
 
 Mooncake (`Mooncake`; read in the sources of 0.32, `kv_connector/v1/mooncake`, and tested in `tests/vllm`):
 Both requests are sent at once, with the same `transfer_id`, and the engine that gets its request first waits for the
-other. The decoding engine finds the first one through the first one's bootstrap server and its engine id. The blocks
-are sent only if the first request ended at its token limit: if it ended by itself, the decoding engine would wait for
-480 s.
+other. The decoding engine finds the computing engine through that engine's bootstrap server and engine id. The blocks
+are sent only if the request at the computing engine ended at its token limit: if it ended by itself, the decoding
+engine would wait for 480 s.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from replicas.pairing import ALIKE
 
 _FIELD = "kv_transfer_params"
 _KEPT = {"do_remote_decode": True, "do_remote_prefill": False}
-# Fields that may end an answer before its limit.
+# Fields that may end an answer before its token limit, after which no blocks would be sent.
 _ENDINGS = ("stop", "stop_token_ids", "stop_sequences")
 
 
@@ -124,13 +124,15 @@ def _members(given: dict[str, Any]) -> bytes:
 
 
 def pull_from_peer(body: bytes, peer: str, id: str) -> bytes | None:
-    """Return a client's body with the engine to fetch the prompt's beginning from; None if it has such parameters.
+    """Return a client's body that also names an engine from which to fetch the KV cache of the prompt's beginning.
 
-    `peer`: HOST:PORT of that engine's P2P side channel; `id`: unique to this fetch. For vLLM's offloading connector
-    with the secondary tier `p2p`, read in the sources of 0.32 (`v1/kv_offload/tiering/p2p/manager.py`): if a request
-    names a `remote_kv_source`, its engine asks that engine, at the side channel (`VLLM_P2P_SIDE_CHANNEL_HOST`,
-    `_PORT`), for blocks that it finds neither on its own GPU nor in its host memory. Blocks that the other lacks too
-    are computed.
+    Returns None if the body has transfer parameters already. `peer`: HOST:PORT of that engine's P2P side channel; `id`:
+    unique to this fetch.
+
+    This is for vLLM's offloading connector with the secondary tier `p2p`, read in the sources of 0.32
+    (`v1/kv_offload/tiering/p2p/manager.py`). The engine that gets a request with a `remote_kv_source` asks that other
+    engine, at its side channel (`VLLM_P2P_SIDE_CHANNEL_HOST`, `_PORT`), for blocks that are neither on its own GPU nor
+    in its host memory. Blocks that the other engine lacks too are computed.
     """
     if f'"{_FIELD}"'.encode() in body:
         return None

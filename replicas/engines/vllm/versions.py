@@ -13,9 +13,10 @@ OLDEST, NEWEST = (0, 28), (0, 33)
 
 
 def _number(version: str | None) -> tuple[int, int] | None:
-    """Return major and minor of a version as /version gives it, or None if it says nothing.
+    """Return the major and minor number of a version, as /version gives it, or None if it does not tell them.
 
-    A vLLM built from a source tree calls itself 0.1 or less; it counts as newer than NEWEST, which is None here too.
+    A vLLM built from a source tree calls itself 0.1 or less. The result is None for it too, and it counts as newer than
+    NEWEST.
     """
     match = _NUMBER.match(version or "")
     number = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -23,9 +24,10 @@ def _number(version: str | None) -> tuple[int, int] | None:
 
 
 def version_quirks(version: str | None) -> dict[str, Any]:
-    """Return the fields of `VersionQuirks` for a version as /version gives it.
+    """Return how a version of vLLM, as /version gives it, prepares prompts: fields of `VersionQuirks`.
 
-    In versions outside OLDEST to NEWEST, requests that the known versions refuse may be valid, so the engine decides.
+    Versions outside OLDEST to NEWEST may accept requests that the known versions refuse, so the gateway leaves it to
+    the engine to refuse them.
     """
     number = _number(version)
     if number is None:
@@ -61,22 +63,22 @@ def has_random_hash_seed(version: str | None) -> bool:
 
 
 def is_known(version: str | None) -> bool:
-    """Return whether this version is OLDEST or newer; False if it is unknown: it may be an engine with vLLM's names.
+    """Return whether this version of vLLM is OLDEST or newer; False for a version that is not known.
 
-    Such a version accepts requests with a priority, even if it does not schedule by priority (by older sources, engine
-    V0 refuses a priority unless it schedules by it, and early V1 always), and /metrics has the series of a KV connector
-    from the start.
+    Versions from OLDEST on accept requests with a priority, even if they do not schedule by priority, and their
+    /metrics has the series of a KV connector from the start. (By older sources, engine V0 refuses a priority unless it
+    schedules by it, and early V1 always.) An engine without a known version may only use vLLM's names.
     """
     return _NUMBER.match(version or "") is not None and (_number(version) or NEWEST) >= OLDEST
 
 
 def finds_all(version: str | None) -> bool:
-    """Return whether lookups in this version find all that may be found.
+    """Return whether prefix cache lookups in this version find two kinds of hits that older versions miss.
 
-    With decode context parallelism and Mamba layers, whose blocks are smaller then, 0.32 finds hits that end within a
-    block of full attention, and 0.28 only whole blocks. The lookup of an engine with several cache groups includes the
-    block that ends with the prompt in 0.32; by the sources, 0.28 to 0.31 limit it to one token before the prompt's end,
-    which matters for engines that drop (recompute) the last block of each hit.
+    With decode context parallelism, blocks of Mamba layers are smaller than those of full attention. There 0.32 finds
+    hits that end within a block of full attention; 0.28 finds only whole blocks. And in an engine with several cache
+    groups (kinds of layers) 0.32 looks up the block that ends with the prompt, too. By the sources, 0.28 to 0.31 stop
+    one token before the prompt's end, which matters for engines that drop (recompute) the last block of each hit.
     """
     return (_number(version) or NEWEST) >= (0, 32)
 

@@ -45,8 +45,8 @@ class Access:
         self.url, self._host, self._tls, self._events = url, host, tls, events
         self._headers = dict(headers or {})
         self.address = host if is_address(host) else ""  # an IP address; "" until an engine answered at one
-        self._addresses: tuple[str, ...] = ()  # of the host name, at the last lookup
-        self._lookup: asyncio.Future[tuple[str, ...]] | None = None  # at most one at a time
+        self._addresses: tuple[str, ...] = ()  # the host name's addresses at the last lookup
+        self._lookup: asyncio.Future[tuple[str, ...]] | None = None  # the lookup in progress, at most one
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -125,7 +125,7 @@ class Access:
 
     @property
     def problem(self) -> Problem | None:
-        """The problem that the host name resolves to several machines, of which only one is used, or None.
+        """The problem that the engine's host name resolves to several machines, of which only one is used; or None.
 
         Only other addresses of the same family (IPv4 or IPv6) count, as one machine may have one of each.
         """
@@ -164,7 +164,7 @@ def session_to(
     It asks for uncompressed answers. `tls`: for https; None: the system's trusted certificates. `more`: further
     arguments of `aiohttp.ClientSession`.
     """
-    # vLLM closes a connection that is idle for 5 s.
+    # vLLM closes a connection that is idle for 5 s, so no connection is kept idle for longer than 4 s.
     pinned = Connector(limit=0, keepalive_timeout=4.0, resolver=_Pinned(address), use_dns_cache=False, ssl=tls or True)
     more |= {"connector": pinned, "headers": {**PLAIN, **(headers or {})}, "cookie_jar": aiohttp.DummyCookieJar()}
     return aiohttp.ClientSession(response_class=Response, auto_decompress=False, **more)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 MAX_HOST = 253  # characters of a host name, by RFC 1035
 MAX_IPC = 107  # bytes of a Unix socket's path (sockaddr_un)
-# As in RFC 1123, plus the underscore, which container networks allow.
+# One label of a host name as in RFC 1123, with the underscore too, which container networks allow.
 LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 NAME = re.compile(rf"{LABEL}(?:\.{LABEL})*\.?")
 NUMBER = re.compile(r"\d+|0[xX][0-9a-fA-F]*")

@@ -37,9 +37,9 @@ class Facts:
     """The result of probing an engine.
 
     `alive`: /health answers 200.
-    `serving`: the engine lists a model too.
-    `fault`: the kind of failure if one of these is false: connect, timeout, closed, 5xx, own (an error of the gateway
-    itself) or refused (what answers is not an engine); `error` describes it.
+    `serving`: /v1/models lists a model, too.
+    `fault`: the kind of failure if one of these two is false: connect, timeout, closed, 5xx, own (an error of the
+    gateway itself) or refused (what answers is not an engine); `error` describes it.
     """
 
     dialect: EngineDialect = DEFAULT
@@ -53,15 +53,15 @@ class Facts:
     root: str | None = None  # where the engine loaded its model from: a folder, or a name on the hub
     max_model_len: int | None = None
     told: Told = NOTHING
-    # by data-parallel rank; None: /kv_event_sources did not answer
+    # where each data-parallel rank publishes KV events; None: the engine's report about this could not be read
     sources: dict[int, EventSource | None] | None = None
     scrape: Scrape | None = None
     locked: bool = False  # /v1/models requires an API key
-    silent: set[str] = field(default_factory=set)  # what could not be read: version, metrics
+    silent: set[str] = field(default_factory=set)  # the pages that could not be read: "version", "metrics"
     closes: bool = False  # the engine closes the connection after each answer
     large: bool = False  # one of its answers was so large that the engine should be probed less often
     turns_away: bool = False  # with a fault: the connection is refused, or /health answers 503
-    # the connection of the /health request; None where it proves nothing
+    # the connection of the /health request; None if it does not prove that the engine's process still exists
     over: asyncio.BaseTransport | None = None
     problems: dict[str, Problem] = field(default_factory=dict)  # by subject: models, metrics, events ...
 
@@ -105,7 +105,7 @@ class Facts:
         return whole or (share * context_parallel if share else None)
 
     def unfit(self, block_size: int | None, given: EventSource | None = None) -> Problem | None:
-        """Return what is wrong with the operator's `block_size` in tokens, or None.
+        """Return why the `block_size` (tokens) that the operator set does not fit this engine, or None if it fits.
 
         `given`: the KV event source that the operator gave, if any.
         """

@@ -79,7 +79,7 @@ def first_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> str |
         name = word.partition("=")[0]
         if len(name) < 2 or name[0] != "-" or _NEGATIVE.match(name) or name in options:
             continue
-        if name[1] != "-" and name[:2] in options:  # -n3
+        if name[1] != "-" and name[:2] in options:  # a short flag with its value, as in -n3
             continue
         if not (parser.allow_abbrev and any(option.startswith(name) for option in options)):
             return word

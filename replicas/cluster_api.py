@@ -94,7 +94,7 @@ class Pods:
                 body = await body_of(answer, MOST_PAGE)
                 version, more = await asyncio.to_thread(self._read_page, body, known)
                 if not more:
-                    seen = [uid for uid in self._known if uid in known]  # they keep their places
+                    seen = [uid for uid in self._known if uid in known]  # known pods keep their order
                     self._known = {uid: known[uid] for uid in [*seen, *known]}
                     return version
                 options["continue"] = more

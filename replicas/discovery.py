@@ -27,7 +27,7 @@ class Discovery:
         self._fleet, self._discover = fleet, discover
         self._pods = Pods(discover, where, self.changed)
         self._wanted: dict[str, tuple[str, str]] = {}  # by replica id: URL and uid of its pod, from `wanted`
-        self._added: dict[str, tuple[str, str]] = {}  # replicas that are in the fleet because of their pods
+        self._added: dict[str, tuple[str, str]] = {}  # those of them that were added to the fleet
         self._said: set[str] = set()  # messages already logged about pods that cannot be replicas
         self._left_out: frozenset[str] = frozenset()  # removed by operators under the former gateway process
         self._pods_before: frozenset[str] = frozenset()
@@ -67,7 +67,7 @@ class Discovery:
         return {"selector": self._discover.selector, "replicas": len(self._wanted), "problem": self.problem or None}
 
     def resume(self, left_out: Iterable[str], pods: Iterable[str]) -> None:
-        """Take over from another gateway process, before any pod is known.
+        """Take over what a former gateway process knew of its replicas; call this before any pod is known.
 
         `left_out`: ids of replicas that operators removed; `pods`: ids of all replicas that the process had from pods.
         """

@@ -45,7 +45,7 @@ from replicas.watch import Watch
 log = logging.getLogger("replicas")
 
 Change = Callable[[Replica, State, State], None]
-HOST = "127.0.0.1"  # where engines that we launch listen
+HOST = "127.0.0.1"  # where launched engines listen
 ENGINE_SECONDS = 600.0  # deadline of an operator's request to an engine: /wake_up loads weights
 STOP_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 # The events that bring a new replica of a data-parallel rank to its engine's state, by that state.
@@ -95,7 +95,7 @@ class Fleet:
         self.interval, self.limits, self._drain_timeout, self._model = interval, limits, drain_timeout, model
         self._authorities, self._engine_key = authorities, engine_key
         self.pulse = pulse or Pulse()
-        self.engines: dict[str, Watch] = {}  # by "host:port"; `replicas` are theirs
+        self.engines: dict[str, Watch] = {}  # by the engine's "host:port"
         self._drains: dict[str, asyncio.Task[None]] = {}  # by the id of a replica or an engine
         self._launching = asyncio.Lock()
 
@@ -413,9 +413,10 @@ class Fleet:
                     self._call_back(replica, replica.state)
 
     def tell(self, lead: Replica, event: Event, reason: str) -> None:
-        """Apply a life-cycle event of an engine to the replica of each of its ranks.
+        """Apply a life-cycle event of an engine to the replica of each of its data-parallel ranks.
 
-        Ranks that an operator stopped stay stopped when the process starts again.
+        Ranks that an operator stopped stay stopped when the process starts again. `lead`: the replica that stands for
+        the whole engine.
         """
         engine = self.engines.get(lead.id)
         was_stopped = lead.state is State.STOPPED

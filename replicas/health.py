@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 FAULTS = ("connect", "closed", "timeout", "5xx", "refused", "foreign")
 FIRST_HOLD, LONGEST_HOLD = 2.0, 30.0
-QUESTION_SECONDS = 2.0  # between two requests of the watcher
+QUESTION_SECONDS = 2.0  # between two test requests to one engine (rule 6)
 WINDOW = 10.0  # seconds; the requests of the last 10 to 20 s count for rule 5
 # Rule 5: failed requests before a replica is compared with its siblings the first time, and again; the least share of
 # its requests that must fail, and the least multiple of its siblings' share.
@@ -137,7 +137,7 @@ class Health:
         self._traffic_failures += 1
         self._refusals = self._refusals + 1 if kind == "connect" else 0
         self._last_error = f"requests fail ({kind})"
-        again = self._hold and self._held_until is None  # the first try after a hold
+        again = self._hold and self._held_until is None  # the first request after a time in TROUBLE
         if self._traffic_failures >= self.limits.fall or again:
             if self._held_until is None:
                 self._hold = min(self._hold * 2 or FIRST_HOLD, LONGEST_HOLD)

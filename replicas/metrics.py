@@ -120,9 +120,10 @@ def _lines(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
 
 
 def _found(page: bytes, names: tuple[bytes, ...], rank: bytes) -> list[tuple[int | None, float]]:
-    """Return (data-parallel rank, value) of each sample of the first of these series that has any.
+    """Return (data-parallel rank, value) of each sample of a series.
 
-    `rank`: the label with the rank's number.
+    `names`: of the series, current one first; the first name with samples is used. `rank`: the label with the rank's
+    number.
     """
     samples = next(filter(None, (_lines(page, name) for name in names)), [])
     return [(_rank(labels, rank), value) for labels, value in samples]
@@ -218,7 +219,7 @@ def _number(digits: bytes) -> int:
 
 
 def missing(page: bytes, names: MetricNames) -> list[str]:
-    """Return the needed series, by their current names, that the page has neither under these nor under older names.
+    """Return the current names of the needed series that a /metrics page lacks under their current and older names.
 
     A series that has a description but no sample counts as present: with several API servers a gauge has no sample
     before the first request.

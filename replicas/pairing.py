@@ -44,6 +44,7 @@ ALIKE = ("version", "model", "dtype", "kv_cache_dtype", "attention_backend", "sp
 def refusals(prefiller: Traits, decoder: Traits, compared: Iterable[str] = ALIKE) -> list[str]:
     """Return the reasons why `decoder` cannot fetch KV caches from `prefiller`; [] if no known trait prevents it.
 
+    `prefiller`, `decoder`: traits of the replica that computes the prompt, and of the one that writes the answer.
     `compared`: names of the traits that have to be equal.
     """
     found = []
@@ -89,7 +90,7 @@ def sides_of(transfer: Transfer, ones: Iterable[T], replica_of: Callable[[T], An
 
 
 class Complaint(NamedTuple, Generic[T]):
-    """The reason why some decoders cannot fetch from some prefillers."""
+    """The reason why some decoders cannot fetch the KV caches that some prefillers computed."""
 
     text: str
     prefillers: list[T]
@@ -98,10 +99,10 @@ class Complaint(NamedTuple, Generic[T]):
 
 
 def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[tuple[list[T], list[T]]]:
-    """Return groups of prefillers and decoders; in a group every decoder can fetch from every prefiller.
+    """Return groups of prefillers and decoders; in a group every decoder can fetch KV caches from every prefiller.
 
-    Each decoder is in one group, with all prefillers that it can fetch from. Decoders that can fetch from none are in a
-    group without prefillers.
+    Prefillers compute prompts, decoders write answers. Each decoder is in one group, with all prefillers that it can
+    fetch from. Decoders that can fetch from none are in a group without prefillers.
     """
     computing, among = _by_traits(prefillers), dict[Traits, tuple[Traits, ...]]()
     found: dict[tuple[Traits, ...], list[T]] = {}
@@ -116,10 +117,10 @@ def groups(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -
 
 
 def complaints(prefillers: Sequence[T], decoders: Sequence[T], transfer: Transfer) -> list[Complaint[T]]:
-    """Return why some decoders cannot fetch from some prefillers.
+    """Return why some decoders cannot fetch the KV caches that some prefillers computed.
 
-    Replicas with equal traits are taken together: there is at most one complaint for a set of prefillers and a set of
-    decoders.
+    Replicas with equal traits are taken together, so that each set of equal prefillers and each set of equal decoders
+    have at most one complaint.
     """
     found, writing = [], _by_traits(decoders)
     for traits, some in _by_traits(prefillers).items():

@@ -161,7 +161,7 @@ class Replica:
 
     @property
     def ids_url(self) -> str:
-        """The URL that reports the engine ids of its ranks; "" if its transfer or its role needs none."""
+        """The URL that reports the ids by which other engines fetch KV caches from its ranks; "" if it needs no ids."""
         transfer = self.transfer
         if not isinstance(transfer, MeetingTransfer) or self.role not in PREFILLERS:
             return ""

@@ -21,9 +21,9 @@ def may_serve(model: str, told: Collection[str], required: str | None) -> bool:
 
 
 def marks(names: Iterable[str], root: str | None) -> set[object]:
-    """Return the marks of an engine, one of which it shares with another engine of the same model.
+    """Return an engine's marks; two engines that share a mark serve the same model.
 
-    They are all names that it serves, adapters' too, and the root of its model.
+    The marks are all names that the engine serves, adapters' too, and the root of its model.
 
     `root`: the folder or hub name that the model was loaded from.
     """

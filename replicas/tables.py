@@ -12,7 +12,10 @@ from replicas.spelling import known_or_meant
 
 
 class Table(BaseModel):
-    """A mapping with fixed names. If a field has no value, the error message says to write the field's description."""
+    """A table of settings with fixed names. The error for a setting without a value says what to write.
+
+    That is the description of the pydantic field, if it has one.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     may_be_empty: ClassVar[frozenset[str]] = frozenset()  # names that are ignored if they have no value

@@ -19,10 +19,10 @@ TRANSFERS: dict[str, Transfer] = {one.id: one for one in (NIXL, NIXL_UNCHECKED, 
 
 
 def recognize(answers: Mapping[str, Answer]) -> EngineDialect:
-    """Return the dialect of an engine; `answers`: its answers to a full probe, by path."""
+    """Return the dialect, the kind, of an engine; `answers`: its answers to a full probe, by path."""
     return next((one for one in DIALECTS if one.speaks(answers)), DEFAULT)
 
 
 def by_id(id: str) -> EngineDialect:
-    """Return the dialect with this id. Raises KeyError."""
+    """Return the dialect, the kind of engine, with this id. Raises KeyError."""
     return {one.id: one for one in DIALECTS}[id]

@@ -28,7 +28,7 @@ _LATER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_l
 
 
 class Meeting(NamedTuple):
-    """The place where the decoding engine finds the engine that computes its prompt at the same time."""
+    """Where a decoding engine finds the engine that computes its prompt at the same time."""
 
     host: str
     port: int
@@ -84,9 +84,10 @@ class MeetingTransfer(Transfer):
 
     @abstractmethod
     def meet(self, meeting: Meeting) -> tuple[bytes, bytes]:
-        """Return, for the first and the second leg's JSON object, the members by which the engines find each other.
+        """Return the JSON members by which the engines find each other: those of the first leg, and of the second leg.
 
-        Each call makes a new id of the transfer, as that of a failed transfer must not be used again.
+        Each call makes a new id of the transfer, as that of a failed transfer must not be used again. `meeting`: where
+        the engine that computes the prompt is found.
         """
 
     @abstractmethod

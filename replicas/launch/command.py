@@ -53,8 +53,8 @@ class LaunchProfile(ABC):
     """
 
     if TYPE_CHECKING:  # fields of the models
-        engine: Any  # the dialect's id
-        role: Any  # role of its engines, see `replicas.roles`
+        engine: Any  # the id of its kind of engine
+        role: Any  # of its engines: prefill, decode or both
         start_timeout_s: float
 
     own_model: ClassVar[str | None] = None  # the model that it serves if none is given

@@ -27,7 +27,7 @@ def pick(count: int, host: str, taken: set[int], seed: int | None = None, run: i
     top = _ephemeral_start()
     port = random.Random(seed).randrange(15_000, top - 1)
     found: list[int] = []
-    free = 0  # in a row
+    free = 0  # free ports in a row
     for _ in range(top - 15_000):
         free = free + 1 if port not in taken and is_free(host, port) else 0
         if free == run:

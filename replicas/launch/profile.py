@@ -56,7 +56,7 @@ def parse(text: str, where: str = "profile") -> LaunchProfile:
         startable = ", ".join(id for id, one in known.items() if one is not None)
         what = "it is missing" if engine is None else f"it is {engine!r}"
         raise ProfileError(f"{where}: engine: {what}; must be one of: {startable}, as in `engine: {DEFAULT.id}`")
-    model: Any = kind  # a pydantic model too
+    model: Any = kind  # its class is a pydantic model too, which its type does not say
     try:
         made: LaunchProfile = model.model_validate(raw)
     except ValidationError as error:

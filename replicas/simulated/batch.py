@@ -21,7 +21,7 @@ class Sequence:
     limit: int  # output tokens after which it ends
     reason: str  # why it ends then: "stop" or "length"
     arrival: int  # its number in the order of arrival
-    keys: list[Key] = field(init=False)  # of its blocks; grows as output fills blocks
+    keys: list[Key] = field(init=False)  # keys of its blocks; more are added as output fills blocks
     tokens: int = field(init=False)  # prompt and output; while decoding: as of step `base`
     held: list[int] = field(default_factory=list)  # ids of the blocks that it uses
     computed: int = 0  # tokens with key/value computed; unused while decoding

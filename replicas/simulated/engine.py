@@ -336,7 +336,7 @@ class Engine:
                     self._fetch(sequence, hits, run, step)
                     continue
             if sequence.run is None:
-                received = sequence.request.received if sequence.cached < 0 else 0  # computed here after preemption
+                received = sequence.request.received if sequence.cached < 0 else 0  # 0 after a preemption
                 self._admit(sequence, hits, len(hits) * self._size)
                 if received:
                     self._receive(sequence, received, step)

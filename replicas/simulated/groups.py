@@ -19,7 +19,7 @@ STATE = 2  # the window that stands for a Mamba layer's state
 
 
 class Groups:
-    """The blocks in further cache groups of all requests of an engine.
+    """The blocks that an engine's requests have in further cache groups, those without full attention.
 
     `Sequence.beside` has for each group a list of a request's block ids, as long as `Sequence.held`, with None where a
     block was released or never taken.

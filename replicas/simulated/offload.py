@@ -30,7 +30,7 @@ Events = list[Stored | Removed]
 class Run(NamedTuple):
     """The blocks of a prompt that host memory has after those on the GPU."""
 
-    end: int  # the block of the prompt after the last of them
+    end: int  # the number, in the prompt, of the block after the last of them
     chunks: range  # the numbers of the chunks to fetch, counted from the prompt's beginning
 
 

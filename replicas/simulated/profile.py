@@ -46,7 +46,7 @@ class StepTime:
     spread: float = 0.0
 
     def seconds(self, tokens: int, pairs: float, sequences: int, context: int, usage: float) -> float:
-        """Return the seconds of a step by the formula above.
+        """Return the seconds that a step takes by the formula of this class.
 
         `tokens`: t. `pairs`: the sum of t_i * (c_i + t_i / 2). `sequences`: n. `context`: k. `usage`: u.
         """
@@ -193,7 +193,10 @@ class Profile:
         return bool(self.step.decode_usage or self.step.decode_usage_squared)
 
     def in_use(self, context: int) -> float:
-        """Return the share of the cache that decoding sequences with `context` tokens in all read: u of `StepTime`."""
+        """Return the share of the cache, 0 to 1, that a decode step reads: u in the formula of `StepTime`.
+
+        `context`: tokens of all decoding sequences.
+        """
         return min(1.0, context / (self.num_blocks * self.block_size))
 
     @property

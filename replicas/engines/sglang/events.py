@@ -15,7 +15,7 @@ from replicas.engines.vllm.events import Stored
 
 
 class Decoder(ArraysAndMaps):
-    """A decoder of SGLang's batches into the types in `records`."""
+    """A decoder of SGLang's batches of KV events into the gateway's own records, `cachemap.events.records`."""
 
     def decode(self, payload: bytes) -> Any:
         batch = super().decode(payload)

@@ -123,7 +123,7 @@ UNREADABLE = (TypeError, ValueError, LookupError, OverflowError, RecursionError)
 
 
 class Decoder:
-    """A decoder of vLLM's batches into the types in `records`."""
+    """A decoder of vLLM's batches of KV events into the gateway's own records, `cachemap.events.records`."""
 
     def __init__(self, records: Any):
         self._records = records
@@ -192,7 +192,7 @@ class Decoder:
             kind,
             event.kv_cache_spec_sliding_window,
             lookahead=array("I", chain.from_iterable(lookahead)).tobytes(),
-            together=len(keys) if copied and group is not None else 1,  # an event for each chunk of its connector
+            together=len(keys) if copied and group is not None else 1,  # the offloading connector sends one per chunk
             below=copied and group is None,  # LMCache's events have no group
         )
 

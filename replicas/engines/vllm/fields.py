@@ -117,6 +117,6 @@ class Fields(Flags):
 
     @property
     def world(self) -> int:
-        """The number of devices of one engine; decode context parallelism uses the devices of tensor parallelism."""
+        """The number of GPUs of one engine; decode context parallelism uses the GPUs of tensor parallelism."""
         per_rank = self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
         return per_rank * self.data_parallel_size

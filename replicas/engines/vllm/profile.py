@@ -114,7 +114,7 @@ class VllmProfile(Fields, LaunchProfile):
 
     @property
     def _speculator(self) -> dict[str, Any]:
-        """The speculator's settings by vLLM's names, from `speculative_config` and from flags of their own."""
+        """The settings of speculative decoding, by vLLM's names: from `speculative_config` and from separate flags."""
         flags = {"method": self.spec_method, "model": self.spec_model}
         settings = {name.replace("-", "_"): value for name, value in (self.speculative_config or {}).items()}
         return settings | {name: value for name, value in flags.items() if value is not None}

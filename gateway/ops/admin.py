@@ -1,26 +1,27 @@
-"""The operator's HTTP side, on a port of its own.
+"""The admin API: HTTP routes for operators, on a port of its own.
 
     GET  /livez                 200 as long as the process runs its event loop; depends on nothing else
-    GET  /readyz                200 when a request could be served, of any model, or with ?model=NAME of this one; else
-                                503 and why not
+    GET  /readyz                200 if a request for some model (with ?model=NAME: for this one) could be served now;
+                                else 503 with the reason
     GET  /metrics               for Prometheus
-    GET  /                      live page;  GET /status the state of all, /recent the last 15 minutes as JSON
-    GET  /replicas              list
-    POST /replicas              {"url": "http://HOST:PORT"} adds one (201), or takes a stopped one back (200), after a
-                                drain or removal of it that is under way; 409 for another #events= than it has;
-                                after a restart of the gateway it is known only with --replica-file
-    POST /replicas/ID/drain     no new requests; the ones it has are finished
-    DELETE /replicas/ID         drains and forgets it
-                                (of an engine with ranks: HOST:PORT-dp0 is one of them, HOST:PORT all)
+    GET  /                      the live page; as JSON, GET /status the state, GET /recent the last 15 minutes
+    GET  /replicas              lists the replicas
+    POST /replicas              {"url": "http://HOST:PORT"} adds a replica (201), or takes a stopped one back (200);
+                                waits for a drain or removal of it that is under way. 409 if it was added with another
+                                #fragment. After a restart the gateway knows the replica only with --replica-file
+    POST /replicas/ID/drain     sends the replica no new requests; those that it has are finished
+    DELETE /replicas/ID         drains the replica and forgets it
+                                (an engine with data-parallel ranks: HOST:PORT-dp0 is one rank, HOST:PORT all)
     ANY  /replicas/ID/engine/PATH  passed on to that engine: /sleep, /reset_prefix_cache, /v1/load_lora_adapter ...
-    POST /replicas/ID/blocks    {"keys": [...]}, all blocks that the engine has: in what they differ from the map
+    POST /replicas/ID/blocks    {"keys": [...]}, the keys of all blocks that the engine has: where the cache map differs
     POST /explain?path=/v1/...  what would happen to this request; nothing is sent
-    POST /decide?path=/v1/...   where this request goes; counted there until the caller reports its end:
+    POST /decide?path=/v1/...   chooses the replica for another proxy's request, and counts the request as load there
+                                until the caller reports its end:
     POST /decide/ID/first_byte  its answer has begun
-    POST /decide/ID/done        it has ended; if the answer's last bytes are posted, their usage is learned from
+    POST /decide/ID/done        its answer has ended; if its last bytes are posted, the usage in them is learned from
 
-Requests that change something are sent as application/json; `guard` decides who may use the admin side. Errors have the
-shape of OpenAI's.
+Requests that change something are sent as application/json. `guard` decides who may use the admin API. Errors have the
+format of OpenAI's.
 """
 
 from __future__ import annotations
@@ -50,15 +51,16 @@ MOST_LEFT = 100  # running requests that the answer to a removal names
 
 
 def headers_of(request: web.Request) -> dict[str, str]:
-    """Return the headers by lower-case names, which the prompt pipeline expects."""
+    """Return the request's headers by lower-case names, as the prompt pipeline expects them."""
     return {name.lower(): value for name, value in request.headers.items()}
 
 
 async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
-    """Make a change in the file of replicas, if there is one, and return the URL that it had for this engine, if any.
+    """Add a replica to the file of replicas or remove it there; return the URL that the file had for it, or None.
 
-    `change`: "add" or "remove"; `what`: the URL or the id. The file is written before the change itself: what an
-    operator was told is done must be so after a restart, too. Raises Refusal.
+    `kept`: the file, or None without --replica-file: then nothing is done. `change`: "add" or "remove". `what`: the URL
+    to add, or the id to remove. Call this before the change itself is made: a change that an operator was told of must
+    survive a restart. Raises Refusal if the file cannot be written.
     """
     if kept is None:
         return None
@@ -70,7 +72,10 @@ async def keep(kept: KeptReplicas | None, change: str, what: str) -> str | None:
 
 
 def _refuse_another(engine: Any, address: Address) -> None:
-    """Raise Refusal if the URL's fragment contradicts the fragment with which the engine was added."""
+    """Raise Refusal if the URL's #fragment contradicts the fragment with which the engine was added.
+
+    `engine`: the engine as it was added. `address`: the URL of the new request, parsed.
+    """
     lead = engine.lead
     kept = (engine.given, lead.required_model, lead.role, lead.spill, lead.moves_by, lead.bootstrap, lead.peer)
     given = (address.source, address.model, address.role, address.spill, address.transfer)
@@ -82,9 +87,9 @@ def _refuse_another(engine: Any, address: Address) -> None:
 
 
 def with_members(body: Any) -> str:
-    """Return the URL in the body of POST /replicas, with the body's other members as its fragment.
+    """Return the URL in the JSON body of POST /replicas, with the body's other members as the URL's #fragment.
 
-    Raises ValueError.
+    Raises ValueError for a body without a URL, and for an unknown member or value.
     """
     url = body.get("url") if isinstance(body, dict) else None
     if not isinstance(url, str):
@@ -103,7 +108,7 @@ def with_members(body: Any) -> str:
 
 
 def replica_of(body: bytes) -> tuple[str, Address]:
-    """Return the URL in the body of POST /replicas, as given and parsed. Raises Refusal."""
+    """Return the URL in the body of POST /replicas, as text and parsed. Raises Refusal if it cannot be used."""
     try:
         url = with_members(orjson.loads(body))
     except ValueError as wrong:
@@ -116,7 +121,7 @@ def replica_of(body: bytes) -> tuple[str, Address]:
 
 
 class Admin(Side):
-    """The admin side of one gateway, an `app.Gateway`. Handlers raise Refusal or ApiError."""
+    """The admin API of one gateway, an `app.Gateway`. Handlers raise Refusal or ApiError."""
 
     def __init__(self, gateway: Any, guard: Guard) -> None:
         super().__init__(guard)
@@ -134,7 +139,7 @@ class Admin(Side):
         return answer(await asyncio.to_thread(told, self.gateway.recent.kept(), time()))
 
     async def add(self, request: web.Request) -> web.Response:
-        """Add the replica in the body (201), or take a stopped one back (200). Raises Refusal."""
+        """Add the replica that the body names (201), or take a stopped one back into use (200). Raises Refusal."""
         url, address = replica_of(await request.read())
         fleet, id = self.gateway.fleet, address.id
         try:
@@ -156,9 +161,9 @@ class Admin(Side):
             await keep(self.gateway.kept, change, what)
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Begin a drain and answer at once; the replica's state shows when the drain is done.
+        """Begin to drain a replica and answer at once; the replica's state shows when the drain is done.
 
-        `last_ready_of` in the answer lists the models that no replica serves now.
+        `last_ready_of` in the answer lists the models that no replica serves any more because of the drain.
         """
         id = self._known(request)
         served = self._served_models()
@@ -171,12 +176,16 @@ class Admin(Side):
         return answer(told, 202)
 
     def _served_models(self) -> set[str]:
-        """Return the models that some replica can answer for now."""
+        """Return the models of the replicas that take traffic; "any model" stands for a replica that reports none."""
         ready = [one for one in self.gateway.fleet.replicas.values() if one.state in TAKES_TRAFFIC]
         return {name for one in ready for name in one.models or ("any model",)}
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Remove a replica, and answer when that is done. If the client leaves first, the removal goes on."""
+        """Drain and remove a replica, and answer when that is done.
+
+        If the client disconnects before that, the removal goes on. `left` and `requests` in the answer are the number
+        and the ids of requests that still run on the removed replica.
+        """
         id = self._known(request)
         replicas = {id}
         if id in self.gateway.fleet.engines:
@@ -195,7 +204,7 @@ class Admin(Side):
         return answer(told)
 
     async def ask_engine(self, request: web.Request) -> web.Response:
-        """Forward a request to the engine, for what only operators may ask of an engine, and return its answer."""
+        """Forward a request to an engine's own API, which clients do not reach, and return the engine's answer."""
         id, url = self._known(request), request.rel_url
         target = "/" + url.raw_path.split("/", 4)[4] + (f"?{url.raw_query_string}" if url.raw_query_string else "")
         log.info("an operator asks the engine of %s: %s %s", id, request.method, url.raw_path)
@@ -210,7 +219,11 @@ class Admin(Side):
         return web.Response(body=body, status=status, headers={"Content-Type": kind})
 
     async def blocks(self, request: web.Request) -> web.Response:
-        """Compare the blocks that an engine says it holds with the map, for tests and to check predictions."""
+        """Compare an engine's own list of its KV cache blocks with the cache map.
+
+        This is for tests, and to check predictions. In the answer, `missing` are the keys that the map does not know,
+        and `besides` the hashes of the blocks that only the map has.
+        """
         id, wrong = self._known(request), Refusal(400, 'the body must be {"keys": [64-bit integers]}', "invalid_body")
         try:
             body = orjson.loads(await request.read())
@@ -232,7 +245,10 @@ class Admin(Side):
         return answer(await self.gateway.explain(path, await request.read(), headers_of(request)))
 
     async def decide(self, request: web.Request) -> web.Response:
-        """Choose a replica for another proxy's request, and count the request there for `lease_s` seconds at most."""
+        """Choose a replica for another proxy's request, and count the request as load there.
+
+        It counts until the proxy reports its end, for `lease_s` seconds at most.
+        """
         query = request.query
         try:
             lease = float(query.get("lease_s", LEASE))

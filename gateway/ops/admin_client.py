@@ -1,4 +1,4 @@
-"""Requests of the commands `explain`, `replicas` and `doctor` to the admin side of a running gateway."""
+"""Requests of the commands `explain`, `replicas` and `doctor` to the admin API of a running gateway."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from replicas.replica import parse_url
 HANGS = "Something listens there and does not answer: if it is the gateway, it hangs; `hitherto doctor` says what to do"
 NOBODY = "nothing listens there"
 ANSWER_SECONDS = 30.0
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxies of the environment
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores HTTP_PROXY and the like
 
 
 class Unanswered(Exception):
-    """No gateway's admin side answers there. `hangs`: something accepts connections and does not answer."""
+    """Raised if no gateway's admin API answers at a URL.
+
+    `hangs`: whether something accepts connections there but does not answer.
+    """
 
     def __init__(self, reason: str, hangs: bool = False) -> None:
         super().__init__(reason)
@@ -28,9 +31,9 @@ class Unanswered(Exception):
 
 
 def side_of(admin: str | None, config: Config) -> str:
-    """Return the URL of the admin side: `admin`, as given with --admin, or else the one that the settings name.
+    """Return the URL of a gateway's admin API: the one given with --admin, or else the one in the settings.
 
-    Raises ConfigError if `admin` is no URL of a server.
+    Raises ConfigError if `admin`, the value of --admin, is no URL of a server.
     """
     try:
         return parse_url(admin).url if admin else admin_url(config.settings)
@@ -41,7 +44,11 @@ def side_of(admin: str | None, config: Config) -> str:
 def answer_of(
     side: str, config: Config, method: str, path: str, body: bytes | None = None, seconds: float = 0.0
 ) -> Any:
-    """Return what the admin side answers, parsed. Raises ConfigError if no gateway answers, and what `ask` raises."""
+    """Send a request to the admin API at the URL `side`, and return the parsed JSON of its answer.
+
+    `seconds`: the time limit; 0 for ANSWER_SECONDS. Raises ConfigError if no gateway answers or if it refuses the admin
+    token, and ApiError for any other refusal.
+    """
     try:
         return ask(side, config, method, path, body, seconds)
     except Unanswered as reason:
@@ -50,9 +57,10 @@ def answer_of(
 
 
 def ask(side: str, config: Config, method: str, path: str, body: bytes | None = None, seconds: float = 0.0) -> Any:
-    """Return the JSON that the admin side at this URL answers within `seconds`, or ANSWER_SECONDS if that is 0.
+    """Send a request to the admin API at the URL `side`, and return the parsed JSON of its answer.
 
-    Raises Unanswered, ConfigError if it refuses the token of the settings, and ApiError for any other refusal.
+    `seconds`: the time limit; 0 for ANSWER_SECONDS. Raises Unanswered if no admin API answers there, ConfigError if it
+    refuses the admin token in the settings, and ApiError for any other refusal.
     """
     typed = {} if body is None else {"Content-Type": "application/json"}
     seconds = seconds or ANSWER_SECONDS
@@ -81,9 +89,10 @@ def ask(side: str, config: Config, method: str, path: str, body: bytes | None = 
 
 
 def _refusal(refused: urllib.error.HTTPError, side: str, config: Config) -> Exception:
-    """Return the exception for an error status: a refusal only if a gateway's admin side sent it.
+    """Return the exception for an answer with an error status.
 
-    Engines, and the clients' side of a gateway, answer in the same shape.
+    It is a refusal only if a gateway's admin API sent it, which a header shows. Otherwise it is Unanswered: engines,
+    and the port of a gateway for clients, send errors of the same format.
     """
     if ADMIN_SIDE not in refused.headers:
         return Unanswered(f"what answers there, with status {refused.code}, is no gateway's admin side")

@@ -1,10 +1,11 @@
-"""The token ids that an engine makes of fixed texts and fixed chats, to be compared with the gateway's.
+"""Asks an engine for its token ids of fixed texts and fixed chats, to compare them with the gateway's.
 
-An equal tokenizer says nothing about how an engine fills a chat template: with which defaults, which fields of a
-message, and what it makes of tools. Flags change all of that, and cannot be seen from outside. So each engine is asked
-for the ids of these chats when it is adopted, by its own /tokenize. Chats that /tokenize does not take, or would write
-differently from a real chat, are sent as real chats with an answer of one token, which reports the prompt's ids or
-their number. Where a template prints the date, one of the chats shows which day the engine prints.
+Even with the same tokenizer, an engine may fill a chat template differently: with other defaults, other fields of a
+message, or another way of writing tools. Flags change all of that, and cannot be seen from outside. Each engine is
+therefore asked for the ids of these chats, through its own /tokenize, when it becomes a replica. Chats that /tokenize
+does not take, or would write differently from a real chat, are sent as real chats with an answer of one token, which
+reports the prompt's ids or their number. If a template prints the date, one of the chats shows which day the engine
+prints.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _TOOL = {
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}
 _ASKED = {"role": "user", "content": "Which way did the white rabbit go?"}
 _CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
-# Given by both names: vLLM's /tokenize reads only the newer one, though its chats take either; SGLang only the older.
+# The reasoning is given by both names. vLLM's /tokenize reads only the newer name, `reasoning`, though vLLM's chats
+# take either; SGLang reads only the older one.
 _THOUGHT = {"reasoning": "I look outside.", "reasoning_content": "I look outside."}
 _RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "Sunny."}
 CHATS: tuple[dict[str, Any], ...] = (
@@ -60,7 +62,7 @@ EFFORTS = tuple(
 WITHOUT_THINKING = {"messages": [_ASKED], "thinking": {"type": "disabled"}}  # of /v1/messages
 
 ANSWER_SECONDS = 10.0
-MOST_ANSWER = 1 << 18  # bytes of an answer; one fixed text has some thousand ids at most
+MOST_ANSWER = 1 << 18  # the largest answer in bytes; one fixed text has some thousand ids at most
 AT_ONCE = 4  # questions to one engine at the same time, since it may be busy with prompts
 NOT_NOW = (408, 429, 502, 503, 504)  # statuses of an engine that is busy, or not up yet
 OTHER_TOKENS = "of a chat it makes other tokens"
@@ -70,7 +72,8 @@ NOTHING_SHOWN = "nothing shows how it fills the chat template"
 class Made(NamedTuple):
     """A chat with the gateway's token ids of it.
 
-    `by_chat`: whether to send it as a real chat, as the engine's /tokenize would make other ids. `path`: its API path.
+    `by_chat`: whether to send it to the engine as a real chat, because the engine's /tokenize would make other ids than
+    a real chat gets. `path`: its API path.
     """
 
     body: dict[str, Any]
@@ -80,7 +83,7 @@ class Made(NamedTuple):
 
 
 class NotAsked(Exception):
-    """The engine did not process the question. `final`: whether asking again would not help."""
+    """Raised if an engine did not report its tokens. `final`: whether it would not help to ask again."""
 
     def __init__(self, why: str, final: bool = False):
         super().__init__(why)
@@ -88,9 +91,9 @@ class NotAsked(Exception):
 
 
 class EngineTokens:
-    """The questions to one engine about its tokens. All methods raise NotAsked.
+    """Requests to one engine for its token ids. All methods raise NotAsked if the engine cannot be asked.
 
-    `url`: the engine's URL; `model`: a name by which it serves its model, or None.
+    `url`: the engine's URL. `model`: a name by which it serves its model, or None.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str | None):
@@ -99,7 +102,7 @@ class EngineTokens:
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def of_texts(self, texts: list[str]) -> list[Answer]:
-        """Return the ids that /tokenize gives for each text, without and with special tokens."""
+        """Return the engine's ids of each text, from its /tokenize: once without and once with special tokens."""
         return await asyncio.gather(*(self._of_text(text, special) for text in texts for special in (False, True)))
 
     async def _of_text(self, text: str, special: bool) -> Answer:
@@ -114,7 +117,10 @@ class EngineTokens:
     async def of_chat(
         self, body: dict[str, Any], by_chat: bool, path: str = CHAT
     ) -> tuple[int, list[int] | int | None]:
-        """Return the engine's status, and its ids of a chat or their number; None if it reports neither."""
+        """Return the HTTP status of the engine's answer, and its token ids of a chat, or their number.
+
+        The second value is None if the engine reports neither. `by_chat`: send a real chat instead of using /tokenize.
+        """
         if path == MESSAGES:
             status, told = await self._post(f"{MESSAGES}/count_tokens", body)
             return status, told.get("input_tokens") if status == 200 else None
@@ -155,15 +161,16 @@ class EngineTokens:
 
 @asynccontextmanager
 async def tokens_of(replica: Replica) -> AsyncIterator[EngineTokens]:
-    """Open a session with a replica's engine for questions about its tokens."""
+    """Open an HTTP session with a replica's engine, to ask it for its token ids."""
     async with session_to(replica.address, replica.tls, headers=replica.credentials) as session:
         yield EngineTokens(session, replica.url, next(iter(base_names(replica.models)), None))
 
 
 async def chats_differ(engine: EngineTokens, chats: Iterable[Made]) -> str:
-    """Return why the engine's tokens of these chats are not the gateway's, or cannot be shown to be; "" if they are.
+    """Compare the engine's tokens of these chats with the gateway's; return "" if they are equal.
 
-    Chats that the gateway or the engine cannot render are left out. Raises NotAsked if the engine could not be asked.
+    Otherwise the result says how they differ, or is NOTHING_SHOWN if the engine renders none of the chats. Chats that
+    the engine does not render are left out. Raises NotAsked if the engine could not be asked.
     """
     compared, failed = 0, 0
     for body, ids, by_chat, path in chats:
@@ -181,10 +188,10 @@ async def chats_differ(engine: EngineTokens, chats: Iterable[Made]) -> str:
 
 
 async def days_printed(engine: EngineTokens, pipeline: Pipeline) -> Collection[date]:
-    """Return the days that the engine may have printed in a chat, of the days that it is now anywhere on earth.
+    """Return the dates that the engine may print in a chat now, out of today's dates in all time zones.
 
-    It is one day where the engine's ids show it, and none where its ids match the gateway's for no day. Raises
-    NotAsked.
+    The result is one date if the engine's token ids show it, and empty if its ids equal the gateway's for none of the
+    dates. Raises NotAsked.
     """
     days = days_in(ALL_ZONES, pipeline.clock.now())
     for body in CHATS:
@@ -196,17 +203,21 @@ async def days_printed(engine: EngineTokens, pipeline: Pipeline) -> Collection[d
 
 
 def made_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
-    """Yield the fixed chats that the gateway can tokenize, with their ids. `day`: the day that the engine prints."""
+    """Yield the fixed chats that the gateway can tokenize, with their ids.
+
+    `day`: the date that the engine prints in chats; None: today.
+    """
     for body in CHATS:
         if ids := pipeline.made(CHAT, json.dumps(body).encode(), day):
             yield Made(body, ids, not pipeline.tokenizes_chats)
 
 
 def efforts_here(pipeline: Pipeline, day: date | None = None) -> Iterator[Made]:
-    """Yield the chats whose reasoning effort changes the gateway's ids, and then the one without thinking.
+    """Yield the chats whose reasoning effort changes the gateway's token ids, and then the one without thinking.
 
-    An engine may have a map of efforts in its flags, which its /tokenize does not use, and a flag for the effort of
-    requests to /v1/messages that disable thinking. `day`: the day that the engine prints.
+    An engine may have flags that replace efforts by others, which its /tokenize does not apply. It may also have a flag
+    for the effort of requests to /v1/messages that disable thinking. `day`: the date that the engine prints in chats;
+    None: today.
     """
     plain = pipeline.made(CHAT, json.dumps(CHATS[0]).encode(), day)
     matters = False

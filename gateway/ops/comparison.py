@@ -1,9 +1,9 @@
-"""A comparison of the gateway's tokenizer with the engines': each adopted engine is asked for the ids of fixed texts.
+"""Compares the gateway's tokens with the engines': each engine is asked for its token ids of fixed texts and chats.
 
-A tokenizer's files do not show how an engine reads them (see `prompt.reading`), and flags like `--tokenizer` cannot be
-seen from outside. So an equal name proves nothing: the ids of some twenty texts, and of some fixed chats, have to be
-the same. If an engine reads the files in another known way, the gateway does so too. If the engine makes other tokens,
-the prompts of its models are matched as text, and the gateway's token ids are never sent to it.
+A tokenizer's files do not show how an engine reads them, and flags like `--tokenizer` cannot be seen from outside. An
+equal name therefore proves nothing: the ids of some twenty texts, and of some fixed chats, have to be equal. If an
+engine reads the files in another known way, the gateway does so too. If the engine makes other tokens, the prompts of
+its models are matched as text, and the gateway's token ids are never sent to it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ PAUSES = (1.0, 5.0, 30.0)  # seconds before an engine that did not answer is ask
 
 @dataclass(slots=True, eq=False)
 class ComparedEngine:
-    """The findings about one process behind an engine's address.
+    """What the comparison found out about the tokens of one engine process.
 
-    Until that process has been compared, they are the findings about its predecessor.
+    `incarnation`: identifies the process. Until it has been compared, the findings of the process that ran before it at
+    the same address are used.
     """
 
     incarnation: str
@@ -62,14 +63,14 @@ class ComparedEngine:
     said: str = ""  # `found`, and what was observed since
     how: str = ""  # how it reads the tokenizer's files; "" if not known
     differs: str = ""  # how its tokens of texts differ from the gateway's; "" if not known to
-    unproven: str = ""  # why it does not report tokens of texts, if all of its prompts are inexact because of that
-    chats: str = ""  # why its tokens of chats are not the gateway's, or cannot be shown to be
-    unasked: bool = False  # whether it has not answered a chat so far
+    unproven: str = ""  # why it does not report its tokens of texts, if that makes all of its prompts inexact
+    chats: str = ""  # how its tokens of chats differ from the gateway's, or why nothing shows that they are equal
+    unasked: bool = False  # whether it has answered none of the chats so far
     shown: bool = False  # whether its tokens of chats were shown to be the gateway's
     zones: frozenset[int] | None = None  # its possible time zones; None: it prints no date, or was not asked
     day: str = ""  # the message about its date
     efforts: str = ""  # how it writes a chat with a reasoning effort, if not as the gateway does
-    doubts: Doubts = field(default_factory=Doubts)  # kinds of bodies of which it counted other tokens
+    doubts: Doubts = field(default_factory=Doubts)  # kinds of bodies of which it reported other token counts
     compared: bool = False
     names: frozenset[str] = frozenset()  # its models and adapters when the differences were last passed to the pipeline
 
@@ -91,7 +92,7 @@ class ComparedEngine:
 
 
 class TokenizerComparison:
-    """The comparison of each engine with one pipeline, to which the results are applied."""
+    """The comparison of each engine's tokens with those of one pipeline, to which the results are applied."""
 
     def __init__(
         self,
@@ -102,8 +103,9 @@ class TokenizerComparison:
     ):
         """Create a comparison.
 
-        `judged`: called after an engine was compared. `threads`: read the model's files. `is_single`: whether engines
-        are compared once, and one that does not answer is not asked again.
+        `pipeline`: returns the pipeline in use now, which makes the gateway's tokens. `judged`: called after an engine
+        was compared. `threads`: the threads that read the model's files. `is_single`: whether an engine that does not
+        answer is not asked again.
         """
         self._judged, self._threads = judged, threads or FolderThreads(1, 300.0)
         self._pipeline, self._pauses = pipeline, () if is_single else PAUSES
@@ -111,13 +113,15 @@ class TokenizerComparison:
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by engine
         self._running: set[asyncio.Task[None]] = set()  # all tasks, those that only run `_adopt` included
         self._chats: tuple[object, list[Made]] = (None, [])  # a key, and the fixed chats with ids that were made for it
-        # Judging and adopting exclude each other: both load tokenizers, and judging compares with the one in use.
+        # A lock: judging an engine's tokens and changing the pipeline's tokenizer (`_adopt`) exclude each other. Both
+        # load tokenizers, and judging compares with the tokenizer in use.
         self._turn = asyncio.Lock()
 
     def compare(self, replica: Replica) -> None:
-        """Compare the replica's engine once for each process at its address and each tokenizer of the gateway.
+        """Start to compare the replica's engine in the background, unless that has been done.
 
-        To be called again when the replica's models change.
+        An engine is compared once for each process at its address and for each tokenizer of the gateway. Call this
+        again when the replica's models change.
         """
         pipeline = self._pipeline()
         if pipeline.tokenizer is None:
@@ -140,14 +144,17 @@ class TokenizerComparison:
         self._comparing[replica.engine] = self._run(self._follow(replica, engine))
 
     async def compare_once(self, replica: Replica) -> ComparedEngine:
-        """Compare the replica's engine now, and return what was found."""
+        """Compare the replica's engine now, and return the findings."""
         engine = ComparedEngine(replica.incarnation, self._pipeline(), {replica.id: replica})
         self._engines[replica.engine] = engine
         await self._compare(replica, engine)
         return engine
 
     def set_apart(self) -> set[str]:
-        """Return the engines whose tokens differ from those of the other engines that this object has compared."""
+        """Return the engines whose tokens differ from the gateway's while those of other compared engines do not.
+
+        The result is empty if no compared engine makes the gateway's tokens.
+        """
         compared = {id: one for id, one in self._engines.items() if one.compared and one.pipeline is self._pipeline()}
         other = {id for id, one in compared.items() if one.differs or one.differs_in_chats}
         alike = {one.how for id, one in compared.items() if id not in other}
@@ -157,7 +164,7 @@ class TokenizerComparison:
     def made_otherwise(self, engine: str, prompt: Prompt, body: bytes, why: str) -> None:
         """Record that an engine's tokens of a prompt differed from the gateway's, in number or otherwise.
 
-        `body`: the request's body, b"" if it is no longer kept; `why`: the difference, in words.
+        `body`: the request's body, b"" if it is no longer in memory. `why`: the difference, in words.
         """
         found = self._maker_of(engine, prompt)
         if found is not None and found.doubts.miscounted(features_of(prompt, body), prompt, why):
@@ -165,19 +172,19 @@ class TokenizerComparison:
             found.tell()
 
     def made_alike(self, engine: str, prompt: Prompt) -> None:
-        """Record that an engine counted a doubted prompt as the gateway did."""
+        """Record that engine and gateway counted a prompt's tokens alike, for a kind of prompts that once differed."""
         found, has = self._maker_of(engine, prompt), features_of(prompt, b"")
         if found is not None and has is not None and found.doubts.counted_alike(has):
             self._differ(found.pipeline)
             found.tell()
 
     def _maker_of(self, engine: str, prompt: Prompt) -> ComparedEngine | None:
-        """Return the engine if the prompt was made as prompts for it are made now, else None."""
+        """Return the engine's findings, or None if the prompt was tokenized in another way than is in use now."""
         found, pipeline = self._engines.get(engine), self._pipeline()
         return found if found and found.pipeline is pipeline and prompt.made_by == pipeline.made_by else None
 
     def forget(self, engine: str) -> None:
-        """Drop an engine that is gone."""
+        """Drop the findings about an engine that is gone."""
         self._stop_comparing(engine)
         if (gone := self._engines.pop(engine, None)) is not None and (gone.how or gone.zones):
             self._run(self._adopt(self._pipeline()))
@@ -202,13 +209,13 @@ class TokenizerComparison:
         return task
 
     def _is_stale(self, engine: ComparedEngine) -> bool:
-        """Return whether another tokenizer is in use by now, with which the engine is compared once it is loaded."""
+        """Return whether the engine's findings are about a tokenizer that the gateway no longer uses."""
         return engine.pipeline is not self._pipeline()
 
     async def _follow(self, replica: Replica, engine: ComparedEngine) -> None:
-        """Compare the engine, then ask it after each quarter of an hour which day it prints, if it prints any.
+        """Compare the engine; if its chats print the date, then also ask which date at each quarter of an hour.
 
-        A day may have begun in its time zone then.
+        At a quarter of an hour, a new day may have begun in the engine's time zone.
         """
         await self._compare(replica, engine)
         pipeline, answers = engine.pipeline, True
@@ -268,11 +275,11 @@ class TokenizerComparison:
             self._judged()
 
     async def _compare_chats(self, replica: Replica, engine: ComparedEngine) -> None:
-        """Compare the fixed chats, and repeat the attempt while the engine cannot be asked.
+        """Compare the engine's tokens of the fixed chats, and try again while the engine cannot be asked.
 
-        Where nothing else shows that the engine makes the gateway's tokens of chats, this goes on until it answers, and
-        after a while its chats are matched as text. An engine whose rules for chats are known is asked for some seconds
-        only: its flags may change them.
+        If the rules by which this version of the engine writes chats are known, it is asked for some seconds only, to
+        see whether its flags change the rules. If they are not known, the engine is asked until it answers, and after
+        some seconds its chats are matched as text.
         """
         said, pipeline, pauses = engine.found, engine.pipeline, self._pauses
         for asked in count(1):
@@ -318,10 +325,11 @@ class TokenizerComparison:
         await self._adopt(pipeline)
 
     async def _differing_chats(self, replica: Replica, engine: ComparedEngine) -> tuple[str, str]:
-        """Return how the engine's chats differ, and how those with a reasoning effort do; "" each if they do not.
+        """Return how the engine's tokens of chats differ, and how those of chats with a reasoning effort do.
 
-        Raises NotAsked if the engine does not answer the chats without an effort. For efforts the engine may have a map
-        in its flags; if it cannot be asked for those, the token counts of its answers show a difference later.
+        Each is "" if there is no difference. Raises NotAsked if the engine does not answer the chats without an effort.
+        If it does not answer those with an effort, no difference is returned: the token counts that it reports with
+        real answers show one later.
         """
         pipeline, day = engine.pipeline, None
         async with tokens_of(replica) as asked:
@@ -337,10 +345,11 @@ class TokenizerComparison:
         return differs, "" if efforts == NOTHING_SHOWN else efforts
 
     async def _look_at_date(self, asked: EngineTokens, engine: ComparedEngine, zones: frozenset[int]) -> date | None:
-        """Ask the engine for one chat, and return the day that it prints there.
+        """Ask the engine for its tokens of one chat, and return the date that it prints there.
 
-        Returns today if the chat has no day in it, and None if the engine is not asked. `zones`: the time zones in
-        which the engine may be. Raises NotAsked.
+        Returns the earliest date if several are possible, today if the tokens match no date, and None, without asking,
+        if the model's chats print no date. Also updates the engine's possible time zones, out of `zones`. Raises
+        NotAsked.
         """
         pipeline = engine.pipeline
         if not pipeline.prints_date:
@@ -351,7 +360,10 @@ class TokenizerComparison:
         return min(printed, default=date.fromtimestamp(since))
 
     def _chats_of(self, pipeline: Pipeline, day: date | None) -> list[Made]:
-        """Return the fixed chats with their ids, computed once for each way of making ids and each day."""
+        """Return the fixed chats with the gateway's token ids.
+
+        They are computed again only if the way of making ids or the date `day` has changed since the last call.
+        """
         key = pipeline.made_by, day
         if self._chats[0] != key:
             self._chats = key, [*made_here(pipeline, day)]
@@ -372,9 +384,9 @@ class TokenizerComparison:
         return await self._threads.run(pipeline.directory, "", function, *args)
 
     async def _adopt(self, pipeline: Pipeline, found: Verdict | None = None) -> None:
-        """Read the tokenizer's files as the compared engines do; if these differ, as the first of them does.
+        """Read the tokenizer's files as the compared engines do; if engines differ, as the first of them does.
 
-        `found`: what judging one engine's tokens has just found, whose tokenizer may be loaded already.
+        `found`: the verdict on an engine that was just compared. It may have the tokenizer loaded already.
         """
         async with self._turn:
             if pipeline is not self._pipeline():
@@ -391,14 +403,14 @@ class TokenizerComparison:
                 pipeline.adopt(verdict, any(one.compared for one in known), self._differing(pipeline, how))
 
     def _differ(self, pipeline: Pipeline) -> None:
-        """Pass the differences on to the pipeline at once, so that no affected prompt is called exact any more.
+        """Tell the pipeline the known differences at once, so that it marks no affected prompt as exact any more.
 
-        `_adopt` would do so later: it may have to wait for its lock and for a thread.
+        `_adopt` tells them too, but later: it may have to wait for a lock and for a thread.
         """
         pipeline.differ(self._differing(pipeline, pipeline.reading.how if pipeline.reading is not None else None))
 
     def _differing(self, pipeline: Pipeline, how: str | None) -> Differences:
-        """Return for which models, conversations and bodies the engines' tokens are not the gateway's, and why.
+        """Return for which models, chats and kinds of bodies the engines' tokens are not the gateway's, and why.
 
         `how`: the way in which the gateway reads the tokenizer's files.
         """
@@ -410,7 +422,7 @@ class TokenizerComparison:
         for id, engine in here.items():
             engine.names = engine.names_now()
             names = engine.names or ("",)
-            # An engine that does not answer is no reason for doubt once another has shown what the model's chats are.
+            # An engine that does not answer is no reason for doubt once another engine has shown the model's chats.
             why = engine.differs or ("" if shown else engine.unproven)
             if not why and engine.how and engine.how != how:
                 why = f"it has {engine.how}, others have {how}"
@@ -424,9 +436,10 @@ class TokenizerComparison:
         return Differences(texts, chats, bodies, doubted, shown, *self._dates(here, pipeline.clock.now()))
 
     def _dates(self, engines: dict[str, ComparedEngine], now: float) -> tuple[frozenset[int] | None, str]:
-        """Return the time zones in which these engines may be, and why the date is uncertain, or "" if it is not.
+        """Return the time zones in which these engines may be, and why the date in their chats is uncertain.
 
-        Also updates each engine's message about its date.
+        The zones are None if no engine prints a date; the reason is "" if the date is certain. Also updates each
+        engine's message about its date. `now`: seconds since 1970.
         """
         zones = {
             id: one.zones for id, one in engines.items() if one.zones and not (one.differs or one.differs_in_chats)

@@ -1,17 +1,17 @@
-"""The command `hitherto doctor`: one line per thing that can be wrong, and what to do about it.
+"""The command `hitherto doctor`: one line for each thing that can be wrong, with what to do about it.
 
     ok    tokenizer        read by fastokens
     warn  events 10.0.0.7  KV events are off, the cache is guessed from traffic
           -> start vLLM with --kv-events-config ...
 
-Most faults of a prefix-aware gateway are silent: another chat template, another block size, events that nobody
-publishes. All of them end in cache misses that look like bad luck. So the doctor does not only read settings: it sends
-each replica one short new prompt, and checks that the engine makes the same tokens, publishes the blocks, and finds
-them again. `CHECKS` lists what is checked, and `facts` collects what the checks look at. What a running gateway knows
-of its replicas is printed in the gateway's own words, and is not judged a second time.
+Most faults of a prefix-aware gateway are silent: another chat template, another block size, KV events that nobody
+publishes. They all end in cache misses that look like bad luck. The doctor therefore does more than read settings. It
+sends each replica one short new prompt, and checks that the engine makes the gateway's tokens, publishes the prompt's
+blocks, and finds them again. `CHECKS` lists the checks, and `facts` collects the data that they look at. Problems of
+replicas that a running gateway reports are printed in the gateway's own words, and not judged a second time.
 
-Exit codes: 0 if nothing is broken (a `warn` is worth a look), 1 if something is, such as a file that a setting names,
-or no gateway at the URL of --admin, and 2 if the settings themselves are wrong, in which case nothing else is checked.
+Exit codes: 0 if nothing is broken (a `warn` is worth a look). 1 if something is broken, such as a file that a setting
+names, or no gateway at the URL of --admin. 2 if the settings themselves are wrong; nothing else is checked then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gateway.ops.trial import Pair, Trial, pairs, try_replica, try_transfer
 from gateway.settings import Config, known_urls
 from replicas.replica import parse_url
 
-# In the order of the report: all checks that need a fact are made as soon as the fact is known.
+# In the order of the report. As soon as a fact is known, all checks that need it are made.
 CHECKS = (
     Check("config", Config, around.given_settings),
     Check("files", Config, around.unusable_files),
@@ -86,7 +86,7 @@ def report_bad_config(text: str) -> int:
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
-    """Print the findings, and return the exit code. Raises ConfigError if --admin is no URL."""
+    """Make all checks, print their findings, and return the exit code. Raises ConfigError if --admin is no URL."""
     allow_many_connections()  # all engines are asked at once
     return asyncio.run(_run(config, side_of(args.admin, config), bool(args.admin)))
 
@@ -105,10 +105,10 @@ async def _run(config: Config, side: str, is_named: bool) -> int:
 
 
 async def examine(config: Config, side: str = "", is_named: bool = False) -> AsyncIterator[Finding]:
-    """Yield the findings of all checks, as they are made.
+    """Make all checks, and yield each finding as soon as it is known.
 
-    `side`: the URL of a gateway's admin side, "" for the one that the settings name; `is_named`: whether a gateway has
-    to run there.
+    `side`: the URL of a gateway's admin API; "" for the one in the settings. `is_named`: whether a gateway has to run
+    there, because the operator named it with --admin.
     """
     async for fact in facts(config, side or side_of(None, config), is_named):
         for check in CHECKS:
@@ -118,7 +118,10 @@ async def examine(config: Config, side: str = "", is_named: bool = False) -> Asy
 
 
 async def facts(config: Config, side: str, is_named: bool) -> AsyncIterator[Any]:
-    """Yield what the checks need, each fact as soon as it is known."""
+    """Yield the data that checks look at, each fact as soon as it is known; its type decides which checks need it.
+
+    `side`, `is_named`: as in `examine`.
+    """
     settings, urls = config.settings, [*known_urls(config.settings)]
     yield config
     yield (gateway := await find_gateway(config, side, is_named))

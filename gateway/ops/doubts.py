@@ -1,9 +1,9 @@
-"""The kinds of bodies, by their features (`prompt.features`), of which one engine counted other tokens.
+"""The kinds of request bodies for which one engine reported another token count than the gateway computed.
 
-One odd answer is no evidence: a strange string, a month that turned at midnight or a wrong usage would leave all plain
-chats without exact prompts for as long as the engine runs. So a kind of body is *doubted* after its first miscounted
-body (no request is refused by such a count), *held* inexact after a second, different one, and trusted again after
-ENOUGH equal counts in a row.
+A kind is a set of features of a body (`prompt.features`). One odd answer is no evidence: because of a strange string, a
+new month at midnight or a wrong usage, all plain chats would have no exact prompts for as long as the engine runs. A
+kind is therefore *doubted* after its first miscounted body, and its token counts are not used to refuse requests. It is
+*held* to be inexact after a second, different body, and trusted again after ENOUGH equal counts in a row.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ MOST_KINDS = 64  # per engine; clients can create kinds by sending unknown field
 
 @dataclass(slots=True)
 class Kind:
-    """The state of one doubted kind of bodies."""
+    """The state of one kind of bodies whose token counts are doubted."""
 
     why: str  # how its last miscounted body was counted
     last: tuple[int, int, int]  # identifies that body
     held: bool = False  # whether bodies of this kind count as inexact
-    alike: int = 0  # equal counts since that body
+    alike: int = 0  # equal token counts since that body
 
 
 class Doubts:
-    """The doubts about one engine's tokens. A kind covers all bodies that have its features, and maybe more."""
+    """The doubts about one engine's tokens, by kind of bodies.
+
+    A kind is a set of features, and covers all bodies that have these features, and maybe others besides.
+    """
 
     def __init__(self) -> None:
         self.kinds: dict[frozenset[str], Kind] = {}
@@ -37,9 +40,9 @@ class Doubts:
         return {known: kind.why for known, kind in self.kinds.items() if kind.held}
 
     def miscounted(self, body: frozenset[str] | None, prompt: Prompt, why: str) -> bool:
-        """Record that the engine tokenized a body differently, and return whether any doubt changed.
+        """Record that the engine tokenized a body differently from the gateway; return whether any doubt changed.
 
-        `body`: its features; None: they are not known. `why`: the difference, in words.
+        `body`: the body's features; None: they are not known any more. `why`: the difference, in words.
         """
         api = frozenset((prompt.path,))
         body = api if body is None else api | body
@@ -66,7 +69,10 @@ class Doubts:
         self.kinds[plainer] = kind
 
     def counted_alike(self, body: frozenset[str]) -> bool:
-        """Record a body that the engine counted as the gateway did, and return whether a kind is trusted again."""
+        """Record that engine and gateway counted a body's tokens alike; return whether a kind is trusted again.
+
+        `body`: the body's features.
+        """
         for kind in (kind for known, kind in self.kinds.items() if known <= body):
             kind.alike += 1
         before, self.kinds = self.kinds, {known: kind for known, kind in self.kinds.items() if kind.alike < ENOUGH}

@@ -1,7 +1,7 @@
-"""The command `hitherto explain`: what would happen to one request, in numbers.
+"""The command `hitherto explain`: prints where a gateway would send one request, and why, in numbers.
 
-A running gateway answers `POST /explain` with what `reasons.describe` says of the decision, from the gateway's map,
-load and learned costs. It sends nothing to an engine, and reserves nothing.
+The command asks a running gateway by `POST /explain`. The answer (`reasons.describe`) comes from the gateway's cache
+map, its load and its learned costs. The gateway sends nothing to an engine, and counts no load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from .explain_text import show
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
-    """Print the explanation, and return the exit code: 1 if the request would be refused. Raises ConfigError."""
+    """Print the explanation and return the exit code: 0, or 1 if the gateway would refuse the request.
+
+    Raises ConfigError if the body cannot be read or no gateway answers.
+    """
     side, body = side_of(args.admin, config), _read_body(args.body)
     query = urllib.parse.urlencode({"path": args.path}, errors="surrogateescape")
     try:

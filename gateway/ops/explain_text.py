@@ -1,4 +1,4 @@
-"""A decision for a terminal: one sentence, then a table of at most TABLE_WIDTH columns, then its legend."""
+"""A routing decision as text for a terminal: one sentence, a table of the replicas' costs, and the table's legend."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from policies.outputs import PRIOR
 
 from .reasons import TERMS, sentence
 
-WIDTH, TABLE_WIDTH = 100, 120  # columns, of sentences and of the table
+WIDTH, TABLE_WIDTH = 100, 120  # the most characters in a line, of sentences and of the table
 MOST_ROWS = 20  # replicas that are shown, the cheapest first
 LONGEST_ID = 26  # characters of a replica's id; the middle of a longer one is left out
-LEAST_SHOWN = 5e-6  # seconds: a term that would read 0.00 ms for every replica gets no column
+LEAST_SHOWN = 5e-6  # seconds: a cost term that would read 0.00 ms for every replica gets no column
 OF_KIND = {"session": "of its session", "prefix": "to prompts with the same first block", "model": "of this model"}
-REST = "rest"  # the sum of the terms that do not fit
+REST = "rest"  # the column with the sum of the cost terms that do not fit into the table
 
 
 def show(told: Mapping[str, Any]) -> str:
-    """Return the data of `reasons.describe` as text."""
+    """Return a decision as text for a terminal. `told`: its data, from `reasons.describe`."""
     lines = [*_wrapped(sentence(told)), ""]
     lines += [line for name, text in _head(told) for line in _wrapped(text, f"{name:<8} ")]
     replicas = sorted(told["replicas"], key=lambda one: (not one["chosen"], one["seconds"] or one["answer_seconds"]))
     shown = replicas[:MOST_ROWS]
     names = dict.fromkeys(name for one in shown for name in one["terms"] if _term(one, name) >= LEAST_SHOWN)
-    # As many terms as fit, the ones that differ most between replicas first; the others become REST.
+    # The table shows as many terms as fit, those that differ most between replicas first; the others become REST.
     for left_out in sorted((None, *names), key=lambda name: (name is not None, _spread(shown, name))):
         names |= {left_out: REST} if left_out else {}
         rows = _rows(told, shown, names)
@@ -41,7 +41,10 @@ def _term(one: Mapping[str, Any], name: str) -> float:
 
 
 def _spread(shown: Sequence[Mapping[str, Any]], name: str | None) -> float:
-    """Return by how much a term differs between replicas, and a little of its size to tell equal ones apart."""
+    """Return a measure of how much a cost term differs between replicas.
+
+    A thousandth of the term's size is added, which decides between terms that differ equally.
+    """
     found = [_term(one, name) for one in shown] if name is not None else [0.0]
     return max(found) - min(found) + 1e-3 * max(found)
 
@@ -67,7 +70,7 @@ def _prompt_line(told: Mapping[str, Any]) -> str:
 
 
 def _answer_line(told: Mapping[str, Any]) -> str:
-    """Return how many tokens are expected, and from what that is known."""
+    """Return in words how many tokens the answer is expected to have, and from what that is estimated."""
     basis, expected = told["output_basis"], f"{told['output_tokens']:.0f} tokens expected"
     if basis["kind"] == "none":
         return "no tokens, as requests of this path write none"
@@ -87,7 +90,11 @@ def _answer_line(told: Mapping[str, Any]) -> str:
 
 
 def _rows(told: Mapping[str, Any], shown: Sequence[Mapping[str, Any]], names: Mapping[str, str | None]) -> list[str]:
-    """Return the lines of the table. `names`: the terms with columns of their own (None), or summed up (REST)."""
+    """Return the lines of the table of replicas.
+
+    `shown`: the replicas in the order of the rows. `names`: by cost term, None if the term has a column of its own, or
+    REST if it is part of that sum.
+    """
     kept, rest = [name for name in names if names[name] is None], [name for name in names if names[name] == REST]
     weighed = shown[0]["seconds"] is not None
     head = ["", "replica", "held", "active", "TTFT", "answer", *kept, *([REST] if rest else []), *["cost"] * weighed]
@@ -119,7 +126,7 @@ def _mark(one: Mapping[str, Any], apart: Mapping[str, Any] | None) -> str:
 
 
 def _held(one: Mapping[str, Any], tokens: int) -> str:
-    """Return how much of a prompt of `tokens` tokens a replica holds."""
+    """Return as text how many of the prompt's `tokens` tokens a replica has in its KV cache, also by slower tier."""
     cached = one["overlap_tokens"] + sum(run["tokens"] for run in one["lower_tiers"])
     tiers = "".join(f", {run['tokens']} {run['tier']}" for run in one["lower_tiers"])
     return f"{cached} ({cached / max(1, tokens):.0%}){tiers}"
@@ -153,7 +160,10 @@ def _short(id: str) -> str:
 
 
 def _wrapped(text: str, head: str = "") -> list[str]:
-    """Return lines of at most WIDTH, the first one after `head`, the others indented by its length. No word is cut."""
+    """Return the text in lines of at most WIDTH characters, without cutting a word.
+
+    The first line begins with `head`; the others are indented by its length.
+    """
     lines, line = [], head
     for word in text.split(" "):
         if len(line) + len(word) > WIDTH and line.strip():

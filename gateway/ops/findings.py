@@ -1,4 +1,4 @@
-"""The form of what `hitherto doctor` checks, and of what it finds."""
+"""The data types of `hitherto doctor`: a check, and a finding that a check reports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 
 class Finding(NamedTuple):
-    """One line of the doctor's report, and what to do about it."""
+    """One line of the doctor's report: what was found, and what to do about it (`remedy`)."""
 
     level: Literal["ok", "warn", "fail"]
     text: str
     remedy: str = ""
-    subject: str = ""  # what the line is about; "": the name of the check and of the fact that it looked at
+    subject: str = ""  # what the line is about; "": the name of the check, and the id of the fact that it looked at
 
 
 ok, warn, fail = (partial(Finding, level) for level in ("ok", "warn", "fail"))
@@ -22,9 +22,9 @@ ok, warn, fail = (partial(Finding, level) for level in ("ok", "warn", "fail"))
 class Check(NamedTuple):
     """A check for something that can be wrong.
 
-    `needs`: the type of the facts that the check looks at.
-    `run`: returns or yields the findings about one such fact.
-    `remedy`: what to do about findings that bring no remedy of their own.
+    `needs`: the type of the facts (data such as settings, an engine or a model's files) that the check looks at.
+    `run`: returns or yields the findings about one fact of that type.
+    `remedy`: what to do about findings that have no remedy of their own.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The increase of a metric between two looks at it.
+"""The increase of counters and histograms between two looks at them.
 
-Metrics only ever grow, so a figure of the last half minute costs a request nothing more. The overload control looks at
-the end of each of its windows, the live page once a second.
+Counters only grow, so the increase within a time can be had by comparing two looks, at no further cost for requests.
+Overload control looks at the end of each of its windows, the live page once a second.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from .metrics import Counter, Histogram
 
 
 class Gains:
-    """The increase of each series of a metric since the last look: a number, or a histogram's buckets and sum.
+    """The increase of each series of one metric since the last look.
 
-    A series that is smaller than before was forgotten meanwhile, and counts from zero again.
+    An increase is a number, or a list of a histogram's bucket counts and sum. If a series is smaller than at the last
+    look, it was dropped in between and has started at zero again, so its whole value is the increase.
     """
 
     def __init__(self) -> None:
         self._before: dict[Any, Any] = {}
 
     def look(self, metric: Counter | Histogram) -> Iterator[tuple[Any, Any]]:
-        """Yield each series that changed since the last look, with its increase."""
+        """Yield the label values of each series that changed since the last look, with its increase."""
         if not isinstance(metric, Histogram):
             yield from self.grown(metric.values).items()
             return
@@ -35,7 +36,7 @@ class Gains:
                 yield key, gain if min(gain) >= 0 else numbers
 
     def grown(self, numbers: Mapping[Any, float]) -> dict[Any, float]:
-        """Return by how much each of these numbers grew since the last look, without those that did not."""
+        """Return by how much each of these numbers has grown since the last look; numbers that stayed are left out."""
         before, self._before = self._before, dict(numbers)
         gains = {key: number - before.get(key, 0) for key, number in numbers.items()}
         return {key: gain if gain > 0 else numbers[key] for key, gain in gains.items() if gain}

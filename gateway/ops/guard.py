@@ -1,17 +1,17 @@
-"""The access rules of the admin side.
+"""The access rules of the admin API.
 
-Adding a replica means receiving prompts and API keys, so three kinds of strangers are kept out, each by its own rule:
+Whoever adds a replica there receives prompts and API keys. Three kinds of strangers are kept out, each by its own rule:
 
-* Web pages in an operator's browser. A page of any site may post a form to `http://gateway:8081/replicas`, or send any
-  request to an engine with a mere link to `/replicas/ID/engine/PATH`. Browsers say which site the page is of:
-  `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send `Sec-Fetch-Site` only to
-  localhost and over https, so this header alone protects nobody. Requests that may change something must also be
-  `application/json`, which a form cannot be.
-* Pages whose host name was rebound to this machine's address after they were loaded. They share our origin, but not
-  our name: the `Host` header must name this machine, or a name given with `--admin-allow-host`. An address needs no
-  permission, since nobody can rebind one.
-* Everybody else on the network. Without a token the admin side is bound to a loopback address (`settings` enforces
-  that); with a token, each request must carry it, as `Authorization: Bearer TOKEN` or as the password of HTTP Basic,
+* Web pages of other sites in an operator's browser. Such a page may post a form to `http://gateway:8081/replicas`, or
+  send any request to an engine with a mere link to `/replicas/ID/engine/PATH`. Browsers tell from which site a request
+  comes: `Origin` must be this very host, and `Sec-Fetch-Site` must not contradict it. Browsers send `Sec-Fetch-Site`
+  only to localhost and over https, so this header alone is no protection. Requests that may change something must also
+  be `application/json`, which a form cannot send.
+* Pages whose host name was rebound to this machine's address after they were loaded. They have our origin, but not our
+  name: the `Host` header must name this machine, or a name given with `--admin-allow-host`. An address is always
+  allowed, since nobody can rebind one.
+* Everybody else on the network. Without a token the admin API listens on a loopback address only (`settings` enforces
+  that). With a token, each request must carry it, as `Authorization: Bearer TOKEN` or as the password of HTTP Basic,
   for which a browser asks. Only the two probes (PROBES) are answered without the token.
 """
 
@@ -31,9 +31,9 @@ from replicas.names import is_address
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(?::\d{0,5})?")
 PROBES = frozenset(("/livez", "/readyz"))
 READS = frozenset(("GET", "HEAD"))
-PASSED_ON = "engine"  # name of the route to engines, each request of which may change something there
-# Allowed types of bodies. Another site's page may send these only after a CORS preflight, which is never granted. The
-# second type is that of an answer posted to /decide/ID/done.
+PASSED_ON = "engine"  # the name of the route to engines; any request on it may change something in an engine
+# The allowed types of bodies. Another site's page may send these only after a CORS preflight, which is never granted.
+# The second type is that of a streamed answer posted to /decide/ID/done.
 BODIES = frozenset(("application/json", "text/event-stream"))
 # Types that any page's form may send without a preflight, also with no body.
 FORMS = frozenset(("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"))
@@ -41,7 +41,7 @@ CHALLENGE = 'Basic realm="Hitherto: any user, the admin token as password", char
 
 
 class Refusal(Exception):
-    """A request that is answered with an error: an HTTP status, a message and a code."""
+    """Raised to answer a request with an error: an HTTP status, a message and an error code."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -49,9 +49,10 @@ class Refusal(Exception):
 
 
 class Guard:
-    """The check of each request to the admin side.
+    """The check of each request to the admin API.
 
-    `names`: host names to which it answers, besides its own. `token`: the admin token, or None if none is required.
+    `names`: host names that requests may use besides this machine's own. `token`: the admin token, or None if none is
+    required.
     """
 
     def __init__(self, names: Collection[str] = (), token: str | None = None) -> None:
@@ -59,7 +60,7 @@ class Guard:
         self._token = token.encode() if token else None
 
     def check(self, request: web.Request) -> None:
-        """Raise Refusal for a request that may not pass. Reads nothing of its body."""
+        """Raise Refusal for a request that is not allowed. The request's body is not read."""
         self._check_host(request)
         self._check_page(request)
         if request.path not in PROBES and not self.knows_token(request):
@@ -103,7 +104,7 @@ class Guard:
             raise Refusal(415, f"the body's Content-Type is {given}; {how}", "unsupported_media_type")
 
     def knows_token(self, request: web.Request) -> bool:
-        """Return whether the request carries the admin token, or none is required."""
+        """Return whether the request has the admin token; True if no token is required."""
         if self._token is None:
             return True
         scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")

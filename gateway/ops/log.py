@@ -2,10 +2,10 @@
 
     2026-11-20T09:12:03.412Z warning replicas replica failed replica=127.0.0.1:9001 reason="exit code 1"
 
-A line is made where it is logged (5 us) and written by a thread of its own: a pipe that nobody reads or a slow disk
-must not stop the event loop, because then probes fail and the process is killed. If the reader is too slow, lines are
-dropped, and their number is logged afterwards. Fields are `key=value`; values with spaces, quotes or control characters
-are JSON strings, so an event is one line whatever a client sends.
+The caller formats a line, which takes 5 us, and a thread writes it. A pipe that nobody reads or a slow disk must not
+stop the event loop, because probes would then fail and the process would be killed. If the reader is too slow, lines
+are dropped, and their number is logged afterwards. Fields are `key=value`. Values with spaces, quotes or control
+characters are written as JSON strings, so an event is one line whatever a client sends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import time
 from typing import Any, TextIO
 
 PENDING_LINES, PENDING_CHARS = 10_000, 8_000_000  # most lines and characters that wait for a slow reader: usually 2 MB
-LONGEST_LINE = 16_384  # characters; request ids and paths come from clients, in heads of up to 64 kB
+LONGEST_LINE = 16_384  # characters; clients choose request ids and paths, in request heads of up to 64 kB
 _PLAIN = re.compile(r"[^\s\"'=\\]+")
 _access = logging.getLogger("hitherto.access")
 
 
 def value(of: Any) -> str:
-    """Return a field's value as it is written in a line."""
+    """Return a field's value as text for a log line: as it is if it is plain, else as a JSON string."""
     if isinstance(of, float):
         return f"{of:.6g}"
     text = str(of)
@@ -34,9 +34,9 @@ def value(of: Any) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """A format of time, severity, logger, message and fields; a traceback becomes one field.
+    """The format of log lines: time, severity, logger, message and fields; a traceback becomes one field.
 
-    `common`: fields that end every line.
+    `common`: fields that are added at the end of every line.
     """
 
     def __init__(self, **common: Any) -> None:
@@ -58,7 +58,10 @@ class LineFormatter(logging.Formatter):
 
 
 class Outbox(logging.Handler):
-    """A handler that passes lines to a writing thread, and drops those beyond PENDING_LINES or PENDING_CHARS."""
+    """A logging handler that passes lines to a thread, which writes them to `stream`.
+
+    A line is dropped if PENDING_LINES lines or PENDING_CHARS characters already wait for the thread.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -84,7 +87,7 @@ class Outbox(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Write what is pending, but wait at most 2 s for a reader that is stuck."""
+        """Write the lines that still wait, but give up after 2 s if the reader is stuck."""
         self._lines.put(None)
         self._thread.join(timeout=2)
         super().close()
@@ -105,9 +108,10 @@ class Outbox(logging.Handler):
 
 
 def setup(level: str = "info", stream: TextIO | None = None, **common: Any) -> Outbox:
-    """Send every logger of this process through one Outbox, and return it; call its close() at the end.
+    """Send the output of every logger of this process through one Outbox, and return the Outbox.
 
-    `common`: fields of every line.
+    Call its `close` when the process ends. `level`: the least severity that is logged. `stream`: where lines are
+    written; None: standard error. `common`: fields that every line gets.
     """
     outbox = Outbox(stream or sys.stderr)
     outbox.setFormatter(LineFormatter(**common))
@@ -116,18 +120,21 @@ def setup(level: str = "info", stream: TextIO | None = None, **common: Any) -> O
         root.removeHandler(handler)
     root.addHandler(outbox)
     root.setLevel(level.upper())
-    # At info these log every connection and request.
+    # At level info, these libraries log every connection and request.
     for noisy in ("aiohttp.access", "asyncio", "httpx", "httpcore", "huggingface_hub", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return outbox
 
 
 def event(logger: logging.Logger, level: int, message: str, **fields: Any) -> None:
-    """Log `message` with fields: `event(log, logging.INFO, "replica ready", replica=id)`."""
+    """Log a message with fields, as in `event(log, logging.INFO, "replica ready", replica=id)`."""
     if logger.isEnabledFor(level):
         logger.log(level, message, extra={"fields": fields}, stacklevel=2)
 
 
 def access(method: str, path: str, status: int, seconds: float, **fields: Any) -> None:
-    """Log one request's line; fields that are None are left out. The caller checks first whether access logs are on."""
+    """Write one request's line to the access log. Fields that are None are left out.
+
+    The caller has to check whether the access log is on. `seconds`: from the request's begin to its end.
+    """
     event(_access, logging.INFO, f"{method} {path} {status}", seconds=seconds, **fields)

@@ -12,8 +12,8 @@ from typing import Any
 log = logging.getLogger("hitherto.background")
 
 PAUSE_SECONDS = 1.0  # before a loop that failed is started again
-RECENT_SECONDS = 300.0  # how long a failure is worth an operator's attention
-LOG_SECONDS = 10.0  # between two tracebacks of one kind; failures in between are only counted
+RECENT_SECONDS = 300.0  # how long a failure is shown to operators
+LOG_SECONDS = 10.0  # between two logged tracebacks of one kind of work; failures in between are only counted
 
 
 @dataclass(slots=True)
@@ -63,9 +63,10 @@ class Background(FaultRecord):
     def spawn(
         self, kind: str, work: Callable[[], Coroutine[Any, Any, None]], *, on_failure: Callable[[], None] = lambda: None
     ) -> asyncio.Task[None]:
-        """Start a task that runs `work` again after each failure, until the task is cancelled.
+        """Start a task that runs `work`, and runs it again whenever it ends or fails, until the task is cancelled.
 
-        `on_failure` is called after each failure, before the restart.
+        `kind`: the name under which failures are counted. `on_failure`: called after each failure, before the restart.
+        Returns the task.
         """
 
         async def keep_running() -> None:
@@ -85,9 +86,10 @@ class Background(FaultRecord):
         return task
 
     def failed(self, kind: str, error: BaseException, subject: str = "") -> None:
-        """Count and log a failure.
+        """Count and log a failure of background work.
 
-        `subject`: the thing that the work was for, such as a replica's id, where one kind of work serves several.
+        `kind`: the kind of work, under which the failure is counted. `subject`: the thing that the work was for, such
+        as a replica's id, where one kind of work serves several.
         """
         failures = self.count(kind, f"{subject}: {_describe(error)}" if subject else _describe(error))
         if failures.at - failures.logged_at > LOG_SECONDS:

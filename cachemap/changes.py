@@ -1,7 +1,7 @@
-"""Changes to the blocks that a replica is known to hold, in a form that other gateways' maps can apply.
+"""Changes to the KV cache blocks that a replica is known to hold, in a form that other gateways' maps can apply.
 
-A block is named by its hash and by its tag (the engine's own key of the block, mixed and shortened): no text, no
-tokens, nothing specific to one process. So gateways send changes to each other as they are.
+A block is named by its hash and by its tag (the engine's own key of the block, mixed and shortened). A change has no
+text, no tokens and nothing specific to one process, so gateways send changes to each other unaltered.
 """
 
 import re
@@ -16,18 +16,18 @@ _CHUNKS = re.compile(r"(cpu|disk|remote) in (own )?chunks of (\d{1,5})")
 
 # Flags in a cache group's index, which gateways exchange in 16 bits:
 STATES = 1 << 14  # the group is of Mamba layers
-PARTS = 1 << 15  # the group has the ends of prompts that lie within a block of full attention
+PARTS = 1 << 15  # the group is for prompts' last, partial blocks, where blocks of full attention are larger than ours
 
 
 class CacheGroup(NamedTuple):
-    """A KV cache group of an engine whose layers are not all alike, besides its first group of full attention.
+    """A KV cache group other than the first full-attention one, of an engine whose layers are not all alike.
 
     Such an engine keeps separate blocks for the same tokens in each group of layers, and evicts each group's blocks on
     their own. The blocks of the first full-attention group are in tier "gpu".
 
-    `last`: how many blocks at the end of a hit must be held in this group (all blocks of a shorter hit). For a sliding
-    window these are the blocks that the window reaches back over; for Mamba layers `last` is 1, as the state after the
-    last block covers everything before it; for a further group of full attention it is EVERY.
+    `last`: how many blocks at the end of a hit must be in this group's cache (all blocks if the hit is shorter). For a
+    sliding window these are the blocks that the window reaches back over. For Mamba layers `last` is 1, as the state
+    after the last block covers everything before it. For a further group of full attention it is EVERY.
     """
 
     # The engine's index of the group, with STATES or PARTS; it hides tuple.index, which is never called.
@@ -36,21 +36,25 @@ class CacheGroup(NamedTuple):
 
     @classmethod
     def of_states(cls, index: int) -> "CacheGroup":
-        """Return a group of Mamba layers; a flag in its index tells it apart from groups of other layers."""
+        """Return a cache group of Mamba layers.
+
+        `index`: the engine's index of the group. The result's index has the flag STATES, which marks Mamba layers.
+        """
         return cls(index | STATES, 1)
 
     @classmethod
     def of_parts(cls, index: int, whole: int) -> "CacheGroup":
-        """Return the group that keeps the ends of prompts which lie within a (larger) block of full attention.
+        """Return the group for prompts' last, partial blocks, where full attention has larger blocks than the map.
 
-        A hit may end at such a place if the replica holds all full-attention blocks before it. `whole`: how many of the
-        map's blocks make up one block of full attention.
+        A prompt may end inside a block of full attention, and a later hit may end there too if the replica holds all
+        full-attention blocks before it. `index`: the engine's index of the full-attention group. `whole`: how many of
+        the map's blocks make up one block of full attention.
         """
         return cls(index | PARTS, whole)
 
     @property
     def told_as(self) -> int:
-        """The index by which the engine itself names the group."""
+        """The engine's own index of the group: `index` without the flags STATES and PARTS."""
         return self.index & ~(STATES | PARTS)
 
     @property
@@ -67,7 +71,7 @@ class CacheGroup(NamedTuple):
 
     @staticmethod
     def of(tier: str) -> "CacheGroup | None":
-        """Return the group whose `tier` this is; None for a tier that is no cache group."""
+        """Return the cache group that a tier name (a group's `tier`) stands for, or None for any other name."""
         found = _GROUP.fullmatch(tier)
         return CacheGroup(int(found[1]), int(found[2])) if found else None
 
@@ -94,17 +98,17 @@ class ChunkTier(NamedTuple):
 
     @staticmethod
     def of(tier: str) -> "ChunkTier | None":
-        """Return the ChunkTier whose `tier` this is; None for a tier without chunks."""
+        """Return the ChunkTier that a tier name (its `tier`) stands for, or None for a tier without chunks."""
         found = _CHUNKS.fullmatch(tier)
         return ChunkTier(found[1], int(found[3]), bool(found[2])) if found and int(found[3]) else None
 
 
 def outlives(tier: str) -> bool:
-    """Return whether blocks in this tier stay when an engine clears its own cache.
+    """Return whether blocks in this memory tier stay when an engine clears its own cache.
 
-    vLLM's reset of its prefix cache leaves LMCache's chunks, and what is on disk or on other machines. Some resets
-    (sleep, pause, `reset_external`) also empty vLLM's own host memory, and others do not, but the event is the same:
-    host memory counts as emptied.
+    vLLM's reset of its prefix cache leaves LMCache's chunks, and blocks on disk or on other machines. Some resets
+    (sleep, pause, `reset_external`) also empty vLLM's own host memory and others do not. The event is the same for all
+    of them, so host memory is taken to be emptied.
     """
     chunks = ChunkTier.of(tier)
     base, own = (tier, True) if chunks is None else (chunks.base, chunks.own)
@@ -115,7 +119,7 @@ EVERY = 10**9 - 1  # blocks, more than any prompt has
 
 
 class Store(NamedTuple):
-    """The addition of blocks to those that the replica holds, as one or more chains of consecutive blocks.
+    """A change that adds blocks to those that a replica holds, as one or more chains of consecutive blocks.
 
     A Store without blocks announces a cache group, so that the group is known before its first block.
     """
@@ -127,22 +131,22 @@ class Store(NamedTuple):
 
 
 class Remove(NamedTuple):
-    """The removal of one copy of each of these blocks."""
+    """A change that removes one copy of each of these blocks from a replica."""
 
     tier: str
     tags: np.ndarray
 
 
 class Clear(NamedTuple):
-    """The loss of all blocks of a replica; without `below`, blocks in tiers that `outlives` names stay."""
+    """A change that removes all blocks of a replica."""
 
-    below: bool = True
+    below: bool = True  # also those in slower tiers that outlive the engine's own cache (`outlives`)
 
 
 class Observe(NamedTuple):
-    """The switch to following the replica's events, or (`observed` is False) to modelling its cache.
+    """A change that switches to following the replica's events, or (`observed` is False) to modelling its cache.
 
-    All blocks of the replica are forgotten.
+    Either way the map forgets all blocks of the replica.
     """
 
     observed: bool
@@ -152,7 +156,7 @@ Change = Store | Remove | Clear | Observe
 
 
 class Contents(NamedTuple):
-    """Everything that events reported of one replica."""
+    """All blocks that one replica holds according to its events."""
 
     observed: bool  # the replica's events are followed
     held: dict[str, tuple[np.ndarray, np.ndarray]]  # by tier: hashes and tags of the blocks, least recently used first
@@ -160,11 +164,11 @@ class Contents(NamedTuple):
 
 
 def merged(changes: Iterable[Change], most: int = 1024) -> Iterator[Change]:
-    """Yield changes with the same effect, merged so that each has about `most` blocks.
+    """Yield fewer, larger changes with the same effect as `changes`, each of about `most` blocks.
 
-    Applying 400 small changes takes as long as one change of 20,000 blocks. Of merged changes the removals come first,
-    then the stores. So a merge ends before a block that would be stored twice, removed twice, or removed after it was
-    stored, and before a change of another tier.
+    Applying 400 small changes takes as long as one change of 20,000 blocks. A merge applies all of its removals before
+    its stores. Therefore a new merge begins with a block that would be stored twice, removed twice, or removed after it
+    was stored, and with a change of another tier.
     """
     dropped: list[Remove] = []
     stored: list[Store] = []

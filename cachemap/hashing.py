@@ -16,7 +16,9 @@ from xxhash import xxh3_64_intdigest
 TOKEN_BYTES = 4  # token ids are unsigned 32-bit, little-endian
 
 
-_LONG = 256  # characters of salt and adapter; longer ones are not cached: clients choose salts, and 4,096 are kept
+# The most characters of salt and adapter together whose seed is cached. Clients choose salts and the cache keeps 4,096
+# seeds, so longer ones could fill the memory.
+_LONG = 256
 
 
 def chain_seed(model: str, block_size: int, adapter: str | None = None, cache_salt: str | None = None) -> int:
@@ -48,8 +50,8 @@ def hash_blocks(tokens: bytes | memoryview, block_size: int, seed: int) -> list[
         return []
     # numpy cuts the bytes into blocks: slicing them one by one took 130 ns a block.
     blocks = np.frombuffer(tokens, _block(width), len(tokens) // width).tolist()
-    # The map reads its seeds from the list that it extends: each hash is the seed of the next one. For 54 blocks this
-    # takes a tenth fewer instructions than a comprehension.
+    # `map` reads its seeds from the list to which its results are appended, so each hash is the seed of the next one.
+    # For 54 blocks this takes a tenth fewer instructions than a comprehension.
     hashes = [seed]
     hashes += map(xxh3_64_intdigest, blocks, hashes)
     del hashes[0]
@@ -66,10 +68,11 @@ def covering(keys: Sequence[object], seed: int) -> int:
 
 
 def looking_ahead(hashes: Sequence[int], ahead: np.ndarray) -> list[int]:
-    """Return block names that also cover the tokens that follow each block.
+    """Return for each block a 64-bit name that covers the block and the tokens that follow it in the prompt.
 
-    `hashes`: the hash of each block alone; `ahead`: for each block a row with the tokens that follow it. A name is the
-    XOR of the hash with a mix of those tokens, so calling this function on the names returns the hashes.
+    `hashes`: the hash of each block, without the tokens after it; `ahead`: for each block a row with the ids of these
+    tokens. A name is the XOR of the hash with a mix of the tokens, so calling this function on the names returns the
+    hashes.
     """
     names = np.array(hashes, np.uint64)
     for place in range(ahead.shape[1]):
@@ -83,10 +86,10 @@ def looking_ahead(hashes: Sequence[int], ahead: np.ndarray) -> list[int]:
 
 
 def named_ahead(hashes: Sequence[int], tokens: bytes | memoryview, block_size: int, ahead: int) -> array:  # type: ignore[type-arg]
-    """Return block names that also cover the `ahead` tokens after each block of a prompt.
+    """Return for each block of a prompt a 64-bit name that covers the block and the `ahead` tokens after it.
 
-    Blocks with fewer than `ahead` tokens after them get no name. `hashes`: the hash of each block alone; `tokens`: the
-    whole prompt's token ids as uint32.
+    Blocks with fewer than `ahead` tokens after them get no name. `hashes`: the hash of each block, without the tokens
+    after it; `tokens`: the whole prompt's token ids as uint32.
     """
     ids = np.frombuffer(tokens, np.uint32)
     count = max(0, min((len(ids) - ahead) // block_size, len(hashes)))
@@ -140,7 +143,10 @@ class GuessedBlocks(array):  # type: ignore[type-arg]
 
     @classmethod
     def of(cls, hashes: Sequence[int], known: int) -> "GuessedBlocks":
-        """Return these names as GuessedBlocks; the first `known` of them are made of the engine's tokens."""
+        """Return a prompt's block names (`hashes`) as GuessedBlocks.
+
+        `known`: how many leading names are made of the tokens that the engine will use; the others are guesses.
+        """
         guessed = cls("Q", hashes)
         guessed.known = known
         return guessed

@@ -3,7 +3,7 @@
 What the map knows of a replica comes from one of three sources:
 confirmed blocks, which the engine reported in events: in block tables, one for each tier (GPU, host memory, disk ...);
 predicted blocks, those of prompts just routed to the replica: kept apart, and forgotten after some seconds;
-modelled blocks, where the engine publishes no events: a model of its cache, fed with the prompts routed to it.
+modelled blocks, where the engine publishes no events: those in a model of its cache, fed with the routed prompts.
 Replicas with events have a model too, for the parts of prompts that no event reports (`GuessedBlocks`).
 """
 
@@ -27,19 +27,20 @@ from cachemap.table.routed import Routed
 
 PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
 UNKNOWN_CAPACITY = 8192  # blocks assumed for an engine that does not report its capacity: 131,072 tokens at 16 a block
-LOWER_TIERS = ("cpu", "disk", "remote")  # nearest first
+LOWER_TIERS = ("cpu", "disk", "remote")  # memory slower than the GPU's, nearest first
 LEAST_BUDGET = 1 << 20
-PIECE = 1024  # blocks stored at a time: enough to spread a call's cost, few compared with any table
+PIECE = 1024  # blocks stored by one call to a table: enough to spread a call's cost, few compared with any table
 
 
 @dataclass(slots=True)
 class Match:
-    """How much of one prompt each replica holds.
+    """How many blocks of one prompt each replica has in its KV cache; a replica goes by its slot, its index in the map.
 
-    `held`: for each slot, how many blocks from the prompt's start are confirmed, predicted or modelled.
+    `held`: for each slot, how many blocks from the prompt's start the replica is known or assumed to hold: confirmed by
+    events, predicted, or modelled.
     `confirmed`: for each slot, how many blocks from the prompt's start events confirm.
-    `lower`: by slot, the blocks after the `held` ones that are in slower tiers, as runs of (tier, number of blocks) in
-    the prompt's order; a slot without such blocks is left out.
+    `lower`: by slot, the blocks after the `held` ones that are in slower memory tiers, as runs of (tier, number of
+    blocks) in the prompt's order; a slot without such blocks is left out.
     For a replica with several cache groups (`CacheGroup`) a block counts only if it is a hit in all groups.
     """
 
@@ -54,7 +55,8 @@ class _Replica:
     model: EngineModel
     observed: bool
     # Two requests that compute the same block leave two copies of it, and engines report the storing and the removal
-    # of each. The block is gone with its last copy. `copies`: by tier and tag, how many copies beyond the first.
+    # of each. The block is gone with its last copy. `copies`: by tier and tag (shortened engine key) of a block, how
+    # many copies it has beyond the first.
     copies: Counter[tuple[str, int]] = field(default_factory=Counter)
     journal: Callable[[Change], None] | None = None
 
@@ -75,7 +77,8 @@ class CacheMap:
         self._budget = Budget(budget_bytes - self._chain_budget)
         self._gpu = BlockTable(self._budget)
         self._lower: dict[str, BlockTable] = {}
-        # The tiers of `_lower`, nearest first; a tier without chunks is entered as the engine's own with chunks of 1.
+        # The tiers slower than the GPU, nearest first, in the order of `_lower`. A tier that finds single blocks is
+        # entered as the engine's own tier with chunks of one block.
         self._tiers: list[ChunkTier] = []
         self._groups = GroupTables(self._budget)
         self._routed = Routed(predicted_seconds, self._groups.of)
@@ -84,11 +87,11 @@ class CacheMap:
         self._modelled: list[tuple[int, EngineModel]] = []
         self._observed = False
         self._dropping: dict[int, bool] = {}  # `to_end` of `drop`, by slot
-        # The last call of `match`: its hashes, what full attention holds of them, and its `most`.
+        # The last call of `match`: its `hashes`, how many leading blocks full attention holds by slot, and its `most`.
         self._last: tuple[Sequence[int], list[int], int | None] = ([], [], None)
 
     def attach(self, name: str, capacity_blocks: int | None, observed: bool) -> int:
-        """Add a replica and return its slot.
+        """Add a replica and return its slot, the index by which the other methods address it.
 
         `capacity_blocks`: the size of the replica's cache in blocks, None if unknown.
         `observed`: the replica's events are followed; otherwise its cache is modelled.
@@ -113,7 +116,7 @@ class CacheMap:
         self._gpu.capacity.expect(slot, capacity_blocks or 0)
 
     def detach(self, slot: int) -> None:
-        """Remove the replica and free its slot."""
+        """Remove the replica with all of its blocks; its slot may then be given to another replica."""
         self._replica(slot)
         for table in (self._gpu, *self._lower.values()):
             table.capacity.detach(slot)
@@ -124,7 +127,11 @@ class CacheMap:
         self._recount()
 
     def _recount(self) -> None:
-        """Recompute the lists of replicas, and what each may use of the budget for predicted and modelled blocks."""
+        """Recompute the lists of attached and of modelled replicas, and the limits on predicted and modelled blocks.
+
+        Called when a replica is attached or removed, or changes between events and a model of its cache. The limits
+        divide the memory budget for such blocks among the replicas.
+        """
         self._live = [(slot, replica) for slot, replica in enumerate(self._replicas) if replica]
         self._modelled = [(slot, one.model) for slot, one in self._live if not one.observed]
         self._observed = len(self._modelled) < len(self._live)  # predictions are only made for observed replicas
@@ -138,8 +145,8 @@ class CacheMap:
         """Return how much of the prompt with these block hashes each replica holds.
 
         `most`: how many of the prompt's blocks can be hits (None: all); the block with the last token cannot, as the
-        engine always computes that token. `most` matters only for replicas with several cache groups, and for replicas
-        that drop the last block of a hit (`drop`).
+        engine always computes that token. `most` matters only for replicas with several cache groups (layers of
+        several kinds, each kind with blocks of its own), and for replicas that drop the last block of a hit (`drop`).
         """
         if self._observed:
             gpu = self._gpu.blocks
@@ -155,7 +162,7 @@ class CacheMap:
                 for slot, reach in self._routed.reach(hashes, now, full).items():
                     if not grouped or slot not in grouped:
                         while reach < found.count and gpu.holds(slot, found.number(reach)):
-                            reach += 1  # blocks after the predicted ones that are confirmed again
+                            reach += 1  # confirmed blocks that follow the predicted ones
                     held[slot] = reach
         else:  # no replica reports its blocks, so the table has none
             full = confirmed = [0] * len(self._replicas)
@@ -190,9 +197,9 @@ class CacheMap:
     def _drop(self, hashes: Sequence[int], full: list[int], held: list[int], confirmed: list[int], most: int) -> None:
         """Shorten hits, in place, for replicas that recompute the last block of a hit.
 
-        With several cache groups a hit may become shorter by more than one block, so it is looked up again. `full`: how
-        many leading blocks full attention holds, by slot; `held` and `confirmed`: as in `Match`, changed here; `most`:
-        how many of the prompt's blocks can be hits.
+        With several cache groups a hit may become shorter by more than one block, so it is looked up again. `full`: for
+        each slot (a replica's index), how many leading blocks full attention holds; `held` and `confirmed`: the lists
+        of `Match`, changed here; `most`: how many of the prompt's blocks can be hits.
         """
         most = min(most, len(hashes))
         for slot, to_end in self._dropping.items():
@@ -207,20 +214,24 @@ class CacheMap:
                 confirmed[slot] = min(confirmed[slot], held[slot])
 
     def _guess(self, hashes: GuessedBlocks, held: list[int]) -> None:
-        """Extend `held`, in place, over the prompt's blocks that no event reports.
+        """Extend `held`, in place, over those blocks of the prompt that engine events never report.
 
-        A replica is assumed to hold such blocks if this prompt was sent to it before, its model of the cache has not
-        evicted them since, and it still holds all known blocks before them.
+        `held`: for each slot (a replica's index), how many leading blocks the replica holds. A replica is assumed to
+        hold such blocks if this prompt was sent to it before, its model of the cache has not evicted them since, and it
+        still holds all known blocks before them.
         """
         for slot, replica in self._live:
             if replica.observed and held[slot] >= hashes.known:
                 held[slot] = max(held[slot], replica.model.reach(hashes))
 
     def _further(self, hashes: Sequence[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
-        """Return `Match.lower`: by slot, the runs of blocks in slower tiers that follow the first `held` blocks."""
+        """Return for each replica which blocks in slower memory tiers directly follow its first `held` blocks.
+
+        The result is `Match.lower`: by slot (the replica's index), runs of (tier, number of blocks).
+        """
         wanted = u64(hashes)
         in_chunks: list[tuple[ChunkTier, list[int]]] = []
-        tiers: list[tuple[str, list[int]]] = []  # each with the holders of every block, as bits by slot
+        tiers: list[tuple[str, list[int]]] = []  # each with every block's holders, an int with a bit for each slot
         for tier, table in zip(self._tiers, self._lower.values(), strict=True):
             chunk = tier.blocks
             holders = table.blocks.holders_of(wanted[chunk - 1 :: chunk])  # a chunk is known by its last block
@@ -252,24 +263,27 @@ class CacheMap:
         return any(table.aliases[slot].count for table in self._lower.values())
 
     def chunk_tiers(self, slot: int) -> list[ChunkTier]:
-        """Return the slower tiers that keep blocks in chunks and have some of this replica."""
+        """Return the slower memory tiers in which this replica has blocks that are kept in chunks of several blocks."""
         tables = zip(self._tiers, self._lower, self._lower.values(), strict=True)
         return [tier for tier, name, table in tables if name not in LOWER_TIERS and table.aliases[slot].count]
 
     def own_chunk(self, slot: int) -> int:
-        """Return how many blocks the largest chunk has that events reported in the engine's own slower tiers, or 1."""
+        """Return the size in blocks of this replica's chunks in the engine's own slower tiers, or 1 if it has none.
+
+        A chunk is a run of blocks that are only found together. If events reported several sizes, the largest is meant.
+        """
         tables = zip(self._tiers, self._lower.values(), strict=True)
         return max([tier.blocks for tier, table in tables if tier.own and table.aliases[slot].count], default=1)
 
     def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
-        """Return how many tokens of a prompt's last block the engine does not count as found in a slower tier, or None.
+        """Return how many tokens the engine leaves out when it counts a prompt's last block as found in a slower tier.
 
-        The result is for the nearest slower tier that finds the block: 0 for a tier of the engine's own, 1 for a store
-        below the engine; None if no slower tier finds the block. The difference is the prompt's last token: the engine
-        computes it in any case, but counts it as found in its own tiers and not in a store below.
+        The result is 0 if the nearest slower tier that has the block is the engine's own, 1 if it is a store below the
+        engine, and None if no slower tier has the block. The one token is the prompt's last. The engine always computes
+        it, but counts it as found if the block is in a tier of its own.
 
-        `hashes`: the prompt's blocks; the prompt ends exactly with the last one. `held`: how many of its first blocks
-        are found elsewhere.
+        `hashes`: the hashes of the prompt's blocks; the prompt must end exactly with the last block. `held`: how many
+        leading blocks are found elsewhere, on the GPU for example.
         """
         if slot not in self._groups.of:
             last = u64(hashes[-1:])
@@ -280,7 +294,7 @@ class CacheMap:
         return None
 
     def leading(self, tier: str, hashes: Sequence[int]) -> list[int]:
-        """Return for each slot how many leading blocks the replica is known to hold in this slower tier.
+        """Return for each slot (a replica's index) how many leading blocks the replica holds in this slower tier.
 
         Blocks that the replica holds only in other tiers do not count. A replica with several cache groups gets 0, as
         events do not say which groups the tier holds.
@@ -295,8 +309,9 @@ class CacheMap:
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> int:
         """Note that a prompt with these blocks was just routed to this replica; return a number for `take_back`.
 
-        The number is 0 if no prediction was needed: the replica's cache is modelled, or the last call of `match` was
-        for this very list and all of its blocks are confirmed.
+        From now on `match` predicts that the replica holds the blocks. The number is 0 if no prediction was needed: the
+        replica's cache is modelled, or the last call of `match` was for this very list and all of its blocks are
+        confirmed.
         """
         replica, (last, confirmed, most) = self._replica(slot), self._last
         if replica.observed and type(hashes) is GuessedBlocks:
@@ -312,9 +327,9 @@ class CacheMap:
         return 0
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
-        """Withdraw what `expect` noted, as the replica refused the prompt.
+        """Withdraw the prediction that `expect` made for a prompt, as the replica refused the prompt.
 
-        `hashes`: the prompt's blocks. `held`: how many of them the map took the replica to hold before this prompt.
+        `hashes`: the prompt's blocks. `held`: how many leading blocks the replica was taken to hold before this prompt.
         `number`: the result of `expect`.
         """
         replica = self._replica(slot)
@@ -331,11 +346,12 @@ class CacheMap:
         tier: str = "gpu",
         heads: list[tuple[int, int]] | None = None,
     ) -> None:
-        """Record that the replica holds these blocks, whose keys at the engine are `engine_keys`.
+        """Record that the replica holds these blocks.
 
-        `heads`: if the blocks are more than one chain from a prompt's start, for each chain in order the index of its
-        first block and the hash of the block before it (0 at a prompt's start). Storing a known key again in a separate
-        call counts as one more copy of the block.
+        `engine_keys`: the engine's own key of each block. `heads`: for each chain of consecutive blocks, in order, the
+        index of its first block and the hash of the block before it (0 at a prompt's start). None means that all blocks
+        are one chain from a prompt's start. Storing a known key again in a separate call counts as one more copy of the
+        block.
         """
         heads = heads or [(0, 0)]
         for start in range(0, len(hashes), PIECE):
@@ -347,7 +363,7 @@ class CacheMap:
             self.change(slot, Store(tier, u64(hashes[start:end]), tags, part))
 
     def add_group(self, slot: int, group: CacheGroup) -> None:
-        """Record that the replica has this cache group besides full attention.
+        """Record that the replica has this cache group (layers with blocks of their own) besides full attention.
 
         The group's blocks are stored and removed with `tier` set to `group.tier`. `clear` also forgets the group.
         """
@@ -355,12 +371,15 @@ class CacheMap:
             self.change(slot, Store(group.tier, NO_BLOCKS, NO_BLOCKS, []))
 
     def groups(self, slot: int) -> dict[str, CacheGroup]:
-        """Return the replica's cache groups besides full attention, by tier."""
+        """Return the replica's cache groups (layers with blocks of their own) besides full attention, by tier name."""
         self._replica(slot)
         return self._groups.of.get(slot, {})
 
     def remove(self, slot: int, engine_keys: Sequence[int | bytes], tier: str = "gpu") -> int:
-        """Remove one copy of the blocks with these engine keys; return how many blocks the replica no longer holds."""
+        """Remove one copy of each block with these engine keys; return how many blocks the replica no longer holds.
+
+        A block is gone only when its last copy is removed. Unknown keys are ignored.
+        """
         self._replica(slot)
         if not engine_keys or (tier != "gpu" and tier not in self._lower and tier not in self.groups(slot)):
             return 0
@@ -415,9 +434,9 @@ class CacheMap:
         self._last = ([], [], None)
 
     def hold(self, more: int) -> bool:
-        """Count `more` bytes (negative: fewer) that the decoding of events keeps in memory.
+        """Reserve `more` bytes of the memory budget for data that the decoding of events keeps.
 
-        Returns False, and counts nothing, if the budget has no room for them.
+        A negative number releases bytes. Returns False, and reserves nothing, if the budget has no room.
         """
         return self._budget.hold(more)
 
@@ -427,17 +446,17 @@ class CacheMap:
 
     @property
     def tag_bits(self) -> int:
-        """The width of tags in bits; only maps with equal widths can exchange changes and contents."""
+        """The width in bits of tags (shortened engine keys); only maps with equal widths can exchange changes."""
         return self._gpu.tag_bits
 
     def held(self, slot: int) -> int:
-        """Return how many blocks this replica holds by its events, in all tiers and cache groups."""
+        """Return how many blocks this replica holds according to its events, in all tiers and cache groups."""
         lower = zip(self._tiers, self._lower.values(), strict=True)
         below = sum([table.aliases[slot].count * (tier.blocks if tier.own else 1) for tier, table in lower])
         return self._gpu.aliases[slot].count + below + self._groups.held(slot)
 
     def contents(self, slot: int) -> Contents:
-        """Return all blocks that this replica holds by its events."""
+        """Return all blocks that this replica holds according to its events, with the counts of their copies."""
         replica = self._replica(slot)
         tiers = {"gpu": self._gpu, **self._lower}
         held = {tier: table.contents(slot) for tier, table in tiers.items() if table.aliases[slot].count}
@@ -464,7 +483,8 @@ class CacheMap:
     def become(self, slot: int, contents: Contents) -> Iterator[None]:
         """Change the replica's confirmed blocks to those of `contents`, in steps of a millisecond.
 
-        Between steps the map can be used. Only differences are touched, and the function set by `record` is not called.
+        Iterate to the end; between steps the map can be used. Only blocks that differ are changed, and the function set
+        by `record` is not called.
         """
         replica = self._replica(slot)
         if replica.observed != contents.observed:
@@ -498,7 +518,10 @@ class CacheMap:
         return known
 
     def clear(self, slot: int, below: bool = True) -> None:
-        """Forget the replica's blocks; without `below`, blocks in tiers that outlive the engine's own cache stay."""
+        """Forget all blocks of the replica.
+
+        Without `below`, blocks in slower tiers that outlive the engine's own cache (`outlives`) are kept.
+        """
         self.change(slot, Clear(below or not self._outliving(slot)))
 
     def _outliving(self, slot: int) -> list[str]:
@@ -506,12 +529,15 @@ class CacheMap:
         return [tier for tier, table in self._lower.items() if table.aliases[slot].count and outlives(tier)]
 
     def observed(self, slot: int, observed: bool) -> None:
-        """Follow the replica's events from now on, or model its cache; a switch forgets all of its blocks."""
+        """Set whether the replica's blocks come from its events or, if `observed` is False, from a model of its cache.
+
+        If this changes, all blocks of the replica are forgotten.
+        """
         if self._replica(slot).observed != observed:
             self.change(slot, Observe(observed))
 
     def learn(self, slot: int, hashes: Sequence[int], predicted_blocks: int, reported_blocks: int) -> None:
-        """Correct the model of the replica's cache with the outcome of one prompt.
+        """Correct the modelled size of the replica's cache by the outcome of one prompt.
 
         `hashes`: the prompt's blocks. `predicted_blocks`, `reported_blocks`: how many of them the map predicted, and
         the engine reported, to be in the cache.
@@ -574,10 +600,11 @@ class CacheMap:
 
 
 def _in_own_chunks(slot: int, start: int, size: int, tiers: list[tuple[str, list[int]]]) -> list[str]:
-    """Return the tier of each block that the engine's own chunk tiers hold after the first `start` blocks.
+    """Return in which slower tiers one replica has the blocks after a prompt's first `start` blocks, as tier names.
 
-    `size`: blocks in a chunk. `tiers`: for each tier its name, and for each chunk of the prompt the replicas that hold
-    it, as an int with a bit for each slot.
+    These are tiers of the engine that find a prompt only in whole chunks of `size` blocks. The list has one name for
+    each block and ends before the first chunk that no tier has. `slot`: the replica's index. `tiers`: for each tier its
+    name, and for each chunk of the prompt the replicas that hold it, as an int with a bit for each slot.
     """
     bases: list[str] = []
     for number in range(start // size, len(tiers[0][1])):

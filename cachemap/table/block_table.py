@@ -21,8 +21,9 @@ Heads = list[tuple[int, int]]
 class BlockTable:
     """The blocks of one tier and the replicas that hold them.
 
-    A replica goes by its slot (a small int). Arrays of hashes and of tags (see `tags`) are uint64. Look prompts up
-    through `blocks`; attach, detach and clear replicas through `capacity`.
+    A replica goes by its slot (its index, a small int). Arrays of block hashes and of tags (shortened engine keys, see
+    `tags`) are uint64. Look prompts up through `blocks`; attach, detach and clear replicas through `capacity`.
+    `refused`: how many blocks were not stored because the memory budget had no room.
     """
 
     def __init__(self, budget: Budget):
@@ -37,7 +38,7 @@ class BlockTable:
 
     @property
     def tag_bits(self) -> int:
-        """The width of a tag in bits, including its top bit, which is always set."""
+        """The width in bits of a tag (a shortened engine key), including its top bit, which is always set."""
         return 64 - self.capacity.id_bits
 
     def store(self, slot: int, hashes: np.ndarray, tags: np.ndarray, heads: Heads) -> list[int]:
@@ -46,8 +47,9 @@ class BlockTable:
         Each returned index means one more copy of a block with the same hash and tag. If the blocks do not fit into the
         memory budget, none is stored and all are counted in `refused`.
 
-        `hashes`, `tags`: of each block. `heads`: for each chain of consecutive blocks, the index of its first block and
-        the hash of the block before it (0 at the start of a prompt).
+        `slot`: the replica's index. `hashes`, `tags`: each block's hash and tag (shortened engine key). `heads`: for
+        each chain of consecutive blocks, the index of its first block and the hash of the block before it (0 at the
+        start of a prompt).
         """
         numbers = self._settle(slot, hashes, heads)
         if numbers is None:
@@ -60,7 +62,7 @@ class BlockTable:
             return self._store_again(slot, numbers, packed, at)
         self.blocks.join(slot, numbers)
         lost = alias.words.take(alias.add(tags, packed)) != packed
-        if lost.any():  # one tag stands for two blocks: a repeated key or a collision
+        if lost.any():  # two of these blocks have one tag: the engine's key is repeated, or two keys collide
             self.blocks.release(slot, numbers[lost])
         return []
 
@@ -68,10 +70,11 @@ class BlockTable:
         return self.blocks.holders.has(self.blocks.sets.take(numbers), slot)
 
     def _store_again(self, slot: int, numbers: np.ndarray, packed: np.ndarray, at: np.ndarray) -> list[int]:
-        """Store blocks of which some tag or hash is known already or comes twice; return as `store` does.
+        """Store blocks of which some hash or tag (shortened engine key) is stored already or occurs twice among them.
 
-        `numbers`: the blocks' numbers. `packed`: for each block the alias word of its tag and number. `at`: the place
-        of each tag in the alias table, -1 if the tag is unknown.
+        Returns, as `store` does, the indices of the blocks that the replica held already. `numbers`: the blocks'
+        numbers in this table. `packed`: for each block its tag and number in one 64-bit word. `at`: the place of each
+        tag in the replica's table of aliases, -1 if the tag is unknown.
         """
         alias, twins = self.aliases[slot], self.capacity.twins.setdefault(slot, Counter())
         known = at >= 0
@@ -96,7 +99,11 @@ class BlockTable:
         return again
 
     def _unname(self, slot: int, numbers: np.ndarray) -> np.ndarray:
-        """Remove one alias of each block; return the hashes of the blocks that the replica no longer holds."""
+        """Subtract one from each block's count of aliases (engine keys), and release blocks without any alias left.
+
+        `numbers`: the blocks' numbers in this table. Returns the hashes of the released blocks, which the replica no
+        longer holds.
+        """
         hashes: np.ndarray = self.blocks.hashes[numbers]
         twins = self.capacity.twins.get(slot)
         if twins:
@@ -106,7 +113,10 @@ class BlockTable:
         return hashes
 
     def _settle(self, slot: int, hashes: np.ndarray, heads: Heads) -> np.ndarray | None:
-        """Return the numbers of these blocks, after adding unknown ones to the table; None if they do not fit."""
+        """Return the blocks' numbers in this table, after adding unknown blocks; None if they do not fit.
+
+        Also marks the blocks as used now. The arguments are those of `store`.
+        """
         if not self.capacity.fit(slot, len(hashes)):
             return None
         numbers = self.blocks.index.numbers(hashes)
@@ -120,7 +130,10 @@ class BlockTable:
         return numbers
 
     def remove(self, slot: int, tags: np.ndarray) -> np.ndarray:
-        """Remove the aliases with these tags from the replica; return the hashes of the blocks it no longer holds."""
+        """Remove the engine keys with these tags from the replica; return the hashes of the blocks it no longer holds.
+
+        A tag is a shortened engine key (see `tags`). The replica holds a block until the last of its keys is removed.
+        """
         self.capacity.clean()
         alias = self.aliases[slot]
         at = alias.find(tags)
@@ -130,7 +143,7 @@ class BlockTable:
         return self._unname(slot, numbers)
 
     def resolve(self, slot: int, tags: np.ndarray) -> np.ndarray:
-        """Return the hash of the replica's block under each tag, 0 where the tag is unknown."""
+        """Return the hash of the replica's block with each tag (shortened engine key), 0 where the tag is unknown."""
         alias = self.aliases[slot]
         at = alias.find(tags)
         hashes = self.blocks.hashes.take(alias.payloads(at))
@@ -138,23 +151,26 @@ class BlockTable:
         return hashes
 
     def held(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the hashes and tags of all blocks that the replica holds, in any order."""
+        """Return the hashes and the tags (shortened engine keys) of all blocks that the replica holds, in no order."""
         alias = self.aliases[slot]
         words = alias.words[alias.words.nonzero()]
         return self.blocks.hashes[(words & self._id_mask).view(np.int64)], words >> self._tag_shift
 
     def contents(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the hashes and tags of all blocks that the replica holds, least recently used first."""
+        """Return the hashes and the tags (shortened engine keys) of all blocks that the replica holds.
+
+        Both arrays begin with the least recently used block.
+        """
         hashes, tags = self.held(slot)
         numbers = self.aliases[slot].payloads(self.aliases[slot].words.nonzero()[0])
         order = np.argsort(OLDEST * 2 - 1 - self.blocks.ages(numbers), kind="stable")
         return hashes[order], tags[order]
 
     def differing(self, slot: int, hashes: np.ndarray, tags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compare the replica's blocks with the given ones.
+        """Compare the blocks that the table has for the replica with the given ones.
 
-        Returns the indices of the given blocks that the replica does not hold, and the tags of the blocks that it holds
-        in addition.
+        Returns the indices of the given blocks that the replica does not hold, and the tags (shortened engine keys) of
+        the blocks that it holds besides the given ones.
         """
         alias = self.aliases[slot]
         at = alias.find(tags)
@@ -165,7 +181,7 @@ class BlockTable:
         return missing, alias.words[besides] >> self._tag_shift
 
     def tags(self, engine_keys: Sequence[int | bytes]) -> np.ndarray:
-        """Return a tag for each engine key: the key's bits mixed and cut to `tag_bits`, as uint64, never 0."""
+        """Return a tag for each engine key: the key's bits mixed and cut to `tag_bits` bits, as uint64, never 0."""
         try:
             keys = u64(engine_keys)  # type: ignore[arg-type]  # tried first: most engines' keys are ints
         except (TypeError, OverflowError):  # bytes, or ints that are signed or longer
@@ -174,7 +190,11 @@ class BlockTable:
 
 
 def fewer(counts: Counter[Any], what: object) -> bool:
-    """Subtract one from a count of copies beyond the first; return whether there was one, so that the block stays."""
+    """Subtract one from the count of a block's copies beyond the first.
+
+    Returns True if there was such a copy, so that the block stays, and False if the block had one copy only. `counts`:
+    copies beyond the first by block; `what`: the block.
+    """
     beyond = counts.get(what, 0)
     if beyond > 1:
         counts[what] = beyond - 1

@@ -18,16 +18,18 @@ from cachemap.table.index import Index
 from cachemap.table.memory import zeros
 
 NO_BLOCKS = np.empty(0, U64)
-PIECE = 256  # blocks of a prompt in the first look-up; each further one takes as many as were found before,
-MOST = 4096  # up to this: larger arrays would be new memory each time
+# A prompt's blocks are looked up in pieces. The first piece has PIECE blocks, each further one as many as were found so
+# far, at most MOST: larger arrays would be new memory each time.
+PIECE = 256
+MOST = 4096
 # An epoch ends once a 64th of the table's blocks were used, so that ages differ by 1.6 % of the table.
 EPOCHS = 64
 # The highest age, in epochs, reached after twice as many uses as the table has blocks; with thrice as many, ages would
 # overflow their byte before they are capped.
 OLDEST = 128
-DATED = 1 << 12  # blocks in a row whose ages are capped in the same epoch
-BYTES_BESIDE = 13  # bytes a block besides the index and the aliases: hash, set, epoch
-SHORT = 8  # blocks in an average run; with shorter runs, one look-up of the whole rest is quicker
+DATED = 1 << 12  # consecutive blocks whose ages are capped in the same epoch
+BYTES_BESIDE = 13  # bytes that a block takes besides the index and the aliases: its hash, set number and epoch
+SHORT = 8  # if runs of consecutive numbers have fewer blocks on average, one look-up of all remaining blocks is quicker
 
 
 def u64(numbers: Iterable[int]) -> np.ndarray:
@@ -36,9 +38,10 @@ def u64(numbers: Iterable[int]) -> np.ndarray:
 
 
 class Found:
-    """The numbers of a prompt's leading known blocks, in pieces: a slice where numbers are consecutive, else an array.
+    """The result of a look-up: the table's numbers of those leading blocks of a prompt that the table has.
 
-    `count`: blocks in all pieces together.
+    `pieces`: the numbers in the prompt's order, as a slice where they are consecutive and as an array elsewhere.
+    `count`: how many blocks all pieces have together.
     """
 
     __slots__ = ("count", "pieces")
@@ -61,15 +64,18 @@ class Found:
 
 
 class Blocks:
-    """The blocks of one tier and the replicas that hold them; at most `most` blocks, with memory taken as they come."""
+    """The blocks of one memory tier and the replicas that hold them.
+
+    `most`: the most blocks. Their memory is only taken as blocks are added.
+    """
 
     def __init__(self, most: int):
         size = most + 1  # no block has the number 0
         self.hashes = zeros(size, U64)  # 0: no block has this number
-        self.sets = zeros(size, np.uint32)
-        self.epochs = zeros(size, np.uint8)  # of each block's last use
+        self.sets = zeros(size, np.uint32)  # the number of each block's holder set, in `holders`
+        self.epochs = zeros(size, np.uint8)  # the epoch in which each block was last used
         self.epoch, self._used_in_epoch = 0, 0
-        self.marks_uses = False  # set once the budget is half used: eviction is far off until then
+        self.marks_uses = False  # whether look-ups mark blocks as used; not before half the budget is used
         self.ids = BlockIdAllocator()
         self.index = Index(1, size.bit_length(), self.hashes)
         self.holders = HolderSets()
@@ -79,7 +85,10 @@ class Blocks:
         return self.ids.top * BYTES_BESIDE + self.index.nbytes + self.holders.nbytes
 
     def prefix(self, hashes: Sequence[int]) -> Found:
-        """Find the prompt's leading blocks that are in the table, each held by some replica; mark them as used now."""
+        """Find the prompt's leading blocks that are in the table, and mark them as used now.
+
+        `hashes`: the hashes of the prompt's blocks. A block is in the table if any replica holds it.
+        """
         found, piece, number = Found(), PIECE, 0
         if not self.index.count:
             return found
@@ -96,10 +105,11 @@ class Blocks:
         return found
 
     def _lead(self, hashes: Sequence[int], wanted: np.ndarray, number: int, found: Found) -> int:
-        """Add the leading blocks that the table has to `found`, one run of consecutive numbers after the other.
+        """Add to `found` the leading blocks of a piece of a prompt that the table has, by runs of consecutive numbers.
 
-        `hashes`: a piece of the prompt; `wanted`: the same as an array. `number`: a guess of the first block's number.
-        Returns a guess of the number of the block after this piece if the table has the whole piece, else 0.
+        `hashes`: the block hashes of the piece; `wanted`: the same hashes as an array. `number`: a guess of the first
+        block's number in the table. Returns a guess of the number of the block after this piece if the table has the
+        whole piece, else 0.
         """
         at, end, runs, numbers = 0, len(wanted), 0, self.hashes
         while at < end:
@@ -121,7 +131,11 @@ class Blocks:
         return number
 
     def reach(self, found: Found, slots: int) -> list[int]:
-        """Return for each of the first `slots` slots how many leading blocks of `found` the replica holds in a row."""
+        """Return for each replica how many leading blocks of a prompt it holds without a gap.
+
+        `found`: the prompt's leading blocks that the table has. `slots`: the length of the result, whose element i is
+        for the replica in slot (index) i.
+        """
         lengths = [0] * slots
         mask, whole, held, last, at = self.holders.mask, -1, -1, -1, 0
         for piece in found.pieces:
@@ -137,11 +151,12 @@ class Blocks:
                 if held < 0:
                     whole = held = mask(number)
                     continue
-                still = held & mask(number)  # a replica's run ends where it leaves the set
+                still = held & mask(number)  # a replica's leading blocks end where it is no longer in the holder set
                 if still != held:
                     lost = held ^ still
                     if held is whole and 2 * lost.bit_count() > slots:
-                        # most replicas share only this much, such as a system prompt: 5 us instead of 40 for 1,024
+                        # Most replicas hold only a beginning such as a system prompt, so they are set all at once:
+                        # this takes 5 us instead of 40 for 1,024 replicas.
                         lengths = [at + end] * slots
                         spread(lengths, (1 << slots) - 1 & ~whole, 0)
                     else:
@@ -158,13 +173,16 @@ class Blocks:
         return bool(self.holders.mask(int(self.sets[number])) >> slot & 1)
 
     def holders_of(self, hashes: np.ndarray) -> list[int]:
-        """Return the replicas that hold each block, as an int with a bit for each slot."""
+        """Return the replicas that hold each block, as an int with a bit for each replica's slot (index)."""
         sets = self.sets.take(self.index.numbers(hashes)).tolist()
         masks = {number: self.holders.mask(number) for number in set(sets)}
         return [masks[number] for number in sets]
 
     def holder_words(self, hashes: np.ndarray, word: int) -> np.ndarray:
-        """Return for each block which of the 64 replicas from slot 64 * `word` on hold it, as bits of a uint64."""
+        """Return for each block which of 64 replicas hold it, as bits of a uint64.
+
+        `word`: which 64 replicas: those whose slots (indices) begin at 64 * `word`.
+        """
         return self.holders.words(self.sets.take(self.index.numbers(hashes)), word)
 
     # ---- use ----
@@ -176,12 +194,14 @@ class Blocks:
             self.tick(found.count)
 
     def ages(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the ages of these blocks, in epochs since their last use."""
+        """Return the ages of these blocks, in epochs since their last use (an epoch is counted in uses, see `tick`)."""
         ages: np.ndarray = self.epoch - self.epochs[numbers].astype(np.int64) & 0xFF
         return ages
 
     def tick(self, used: int) -> None:
-        """Count `used` more uses of blocks, and start a new epoch once a 64th of the table's blocks were used.
+        """Count `used` more uses of blocks, and start a new epoch once a 64th of the table's blocks have been used.
+
+        Epochs are the clock by which the ages of blocks are counted.
 
         Each new epoch caps the ages of another 64th of all blocks at `OLDEST`, so that no age overflows its byte.
         """
@@ -196,7 +216,7 @@ class Blocks:
             self.epochs[piece] = np.uint8(self.epoch) - ages
 
     def date(self, chain: np.ndarray, parent: int) -> None:
-        """Mark a chain as used now, or no later than its parent block was.
+        """Mark a chain of blocks as last used when the block before it was, or now if that block is unknown.
 
         `chain`: the numbers of consecutive blocks; `parent`: the hash of the block before them, or 0.
         """
@@ -215,7 +235,10 @@ class Blocks:
     # ---- blocks come and go ----
 
     def enter(self, hashes: np.ndarray, end: int) -> np.ndarray:
-        """Add absent blocks to the table and return their numbers; there must be room for them below number `end`."""
+        """Add blocks that the table does not have, with the highest age, and return their numbers.
+
+        `hashes`: the blocks' hashes. There must be enough free numbers below `end`.
+        """
         numbers = self.ids.take(len(hashes), end)
         self.hashes[numbers] = hashes
         known = self.index.insert(hashes, numbers)
@@ -231,7 +254,7 @@ class Blocks:
         self.sets[numbers] = self.holders.turn(self.sets.take(numbers), slot, True)
 
     def release(self, slot: int, numbers: np.ndarray) -> None:
-        """Remove the replica from the holders of these blocks, and drop blocks without a holder."""
+        """Remove the replica from the holders of these blocks, and drop blocks that have no holder left."""
         if not len(numbers):
             return
         numbers = distinct(numbers)

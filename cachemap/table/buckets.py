@@ -14,7 +14,7 @@ times the time). For each bucket, `passed` counts the words that have it as thei
 `spilled` the words that went past it while spilling. A lookup goes on to further buckets only where these counts are
 above 0, and removals lower them again. There are no tombstones, so churn never degrades the table.
 
-Growth is incremental: `widen` allocates a second table, each `go_on` moves some of the words there, and the second
+Growth is incremental: `widen` allocates a second table, each call of `go_on` moves some words there, and the second
 table replaces the first once it has all. Until then lookups use the first table, which stays complete, and changes go
 to both. Moving 50 M words at once would take 5 s.
 
@@ -30,14 +30,16 @@ import numpy as np
 from cachemap.table.memory import zeros
 
 FILL = 0.82  # load factor at which the table grows: above it words spill, below it memory is wasted
-# The load factor it may reach while it grows: 1 word in 70 spills. The nearer it is to FILL, the longer the steps of
-# growth: at 4 M blocks a call of 512 took at most 2.6 to 3.7 ms; with .85 and .91 for the two it took 3.5 to 6.3 ms,
-# and a block 0.7 bytes less.
+# The load factor that the table may reach while it grows; 1 word in 70 spills then. The nearer PACKED is to FILL, the
+# longer the steps of growth: at 4 M blocks a call with 512 blocks took at most 2.6 to 3.7 ms. With FILL at 0.85 and
+# PACKED at 0.91 it took 3.5 to 6.3 ms, and a block took 0.7 bytes less.
 PACKED = 0.92
-EASY = 4  # places of 8; lower sends more words to their second bucket, higher fills buckets unevenly
-STEP = 1 << 12  # least number of places that a step of growth handles: 0.3 ms
-# Places of the old table moved at a time. With all intermediate arrays this fits the CPU caches; eight times as many
-# take a third longer.
+# Places of a bucket's 8 that are filled before words go to the emptier of their two buckets. A lower number sends more
+# words to their second bucket, a higher number fills buckets unevenly.
+EASY = 4
+STEP = 1 << 12  # the least number of places that a step of growth handles: 0.3 ms
+# The places of the old table that are moved at a time. With all intermediate arrays this fits the CPU caches; eight
+# times as many take a third longer.
 POURED = 1 << 12
 LAID = 8  # places of a new table whose memory is zeroed in the time that moving one word takes
 
@@ -52,9 +54,9 @@ ONE = np.uint8(1)  # has the array's own type: with an int, ufunc.at takes five 
 
 
 class Buckets:
-    """A set of nonzero tags, each with a payload.
+    """A hash table of nonzero tags (keys), each with a payload, on numpy arrays.
 
-    Methods take and return arrays, mostly of places: indices into `words`. None of them moves a stored word.
+    Methods take and return arrays, mostly of places (indices into `words`). No method moves a stored word.
     """
 
     __slots__ = (
@@ -86,13 +88,13 @@ class Buckets:
 
     @property
     def room(self) -> int:
-        """The number of words that still fit before the table is so full that look-ups become slow."""
+        """The number of words that still fit before the table is too full for quick look-ups."""
         return int(len(self.words) * (FILL if self.wider is None else PACKED)) - self.count
 
     # ---- growth ----
 
     def widen(self, capacity: int) -> None:
-        """Begin to move the words to a new table, larger or smaller, with a capacity of so many words."""
+        """Begin to move all words to a new table, larger or smaller, that has room for `capacity` words."""
         self.wider = self._like(capacity)
         self._laid = self._poured = 0
         spare = max(int(len(self.words) * PACKED) - self.count, 1)
@@ -102,10 +104,11 @@ class Buckets:
         return Buckets(capacity, int(self._payload_bits))
 
     def go_on(self, more: int) -> Buckets:
-        """Do the next step of growth, and return the table to use from now on: this one, or the new one if it is done.
+        """Do the next step of growth, and return the table to use from now on.
 
-        `more`: how many words the caller adds between two steps. Steps are so long that growth ends before this table
-        is full; where it has no room for `more`, all remaining steps are done at once.
+        That is this table, or the new one once it has all words. `more`: how many words the caller adds between two
+        steps. Each step is long enough that growth ends before this table is full. If this table has no room for `more`
+        words, all remaining steps are done at once.
         """
         wider = self.wider
         if wider is None:
@@ -138,7 +141,7 @@ class Buckets:
     # ---- looking up ----
 
     def find(self, tags: np.ndarray) -> np.ndarray:
-        """Return the place of each tag, -1 where it is absent."""
+        """Return the place (index into `words`) of each tag, -1 for a tag that the table does not have."""
         first = self._first(tags)
         hits = self._hits(first, tags)
         if len(hits) == len(tags):
@@ -166,8 +169,8 @@ class Buckets:
     def _find_spilled(self, tags: np.ndarray, buckets: np.ndarray) -> np.ndarray:
         """Return the place of each tag among the buckets after its second one, -1 where the tag is absent.
 
-        `buckets`: each tag's second bucket. All tags advance together: in a full table many have to be searched here,
-        and 512 of them one after the other took 3 ms.
+        `buckets`: each tag's second bucket. All tags are searched for together, one bucket further in each round: in a
+        full table there are many, and 512 of them one after the other took 3 ms.
         """
         places = np.full(len(tags), -1, np.int64)
         rows = np.arange(len(tags))
@@ -182,7 +185,7 @@ class Buckets:
             rows, buckets = np.delete(rows, found), np.delete(buckets, found)
 
     def payloads(self, places: np.ndarray) -> np.ndarray:
-        """Return the payloads of the words at these places, as int64."""
+        """Return the payloads of the words at these places (indices into `words`), as int64."""
         carried: np.ndarray = self.words.take(places) & ones(self._payload_bits)
         return carried.astype(np.int64)
 
@@ -197,9 +200,9 @@ class Buckets:
         return ((tags * SECOND >> UPPER) % self._buckets).view(np.int64)
 
     def _hits(self, buckets: np.ndarray, tags: np.ndarray) -> np.ndarray:
-        """Return the positions at which tags[i] lies in buckets[i], each as 8 * i + its column in the bucket.
+        """Return where tags[i] lies in buckets[i], for each i for which it does, as 8 * i + its column in the bucket.
 
-        For each i there is at most one.
+        A bucket has 8 columns, and at most one of them has the tag.
         """
         lines = self.rows.take(buckets, 0)
         if self._payload_bits:
@@ -210,10 +213,10 @@ class Buckets:
     # ---- changing ----
 
     def add(self, tags: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Insert words whose tags are absent, and return their places.
+        """Insert words whose tags the table does not have yet, and return their places (indices into `words`).
 
-        Of several words with the same tag one is inserted, and all get the place of that word. Raises ValueError if the
-        table has fewer free places than there are words.
+        `tags`: the tag in each of the words. Of several words with the same tag one is inserted, and the place of that
+        word is returned for all of them. Raises ValueError if the table has fewer free places than there are words.
         """
         if self.count + len(words) > len(self.words):
             raise ValueError("more words than there is room for")
@@ -232,9 +235,9 @@ class Buckets:
     def _race(self, words: np.ndarray, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
         """Put words into the first free place of their buckets, at most one word into each bucket.
 
-        Returns each word's place, -1 for words that another word kept out of their bucket. To find out which word gets
-        a place, all that want it write their index there, and the index that is read back wins. Words with the winner's
-        tag get the winner's place.
+        Returns each word's place, and -1 for a word whose bucket took another word. All words that want a place write
+        their index there, and the word whose index is read back gets the place. For words with the same tag as that
+        word, its place is returned too. `first`: each tag's first bucket.
         """
         at, spilled = self._emptier(tags, first)
         wanted = at << 3
@@ -257,14 +260,14 @@ class Buckets:
         return places
 
     def put(self, places: np.ndarray, words: np.ndarray) -> None:
-        """Overwrite the words at `places` with words of the same tags."""
+        """Overwrite the words at `places` with words that have the same tags and other payloads."""
         self.words[places] = words
         if self.wider is not None:
             both = places < self._poured
             self.wider.put(self.wider.find(self._tags(words[both])), words[both])
 
     def drop(self, places: np.ndarray) -> None:
-        """Remove the words at these places (distinct, none empty)."""
+        """Remove the words at these places, which must be distinct and not empty."""
         tags = self._tags(self.words[places])
         if self.wider is not None:
             self.wider.drop(self.wider.find(tags[places < self._poured]))
@@ -275,7 +278,10 @@ class Buckets:
         self.count -= len(places)
 
     def _emptier(self, tags: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Return the bucket that each tag should go to at the buckets' present loads, and whether any tag spills."""
+        """Return the bucket into which each tag should go at present, and whether any tag goes beyond its two buckets.
+
+        `first`: each tag's first bucket. Which bucket is best depends on how many words each one has now.
+        """
         load = self.load.take(first)
         crowded = (load >= EASY).nonzero()[0]
         if not len(crowded):
@@ -296,9 +302,11 @@ class Buckets:
         return at, True
 
     def _count_passed(self, tags: np.ndarray, first: np.ndarray, ends: np.ndarray, step: int, spilled: bool) -> None:
-        """Add `step` to the counters of every bucket that a tag passes on the way to its bucket in `ends`.
+        """Add `step` to the counters of each bucket that a look-up of these tags passes before it finds them.
 
-        `first`: the tags' first buckets. `spilled`: some tags may lie beyond their second bucket.
+        The counters, `passed` and `spilled`, tell look-ups whether to go on to further buckets. `first`: the tags'
+        first buckets. `ends`: the buckets in which the tags lie. `step`: 1 after an insertion, -1 for a removal.
+        `spilled`: some tags may lie beyond their second bucket.
         """
         away = (first != ends).nonzero()[0]
         if not len(away):
@@ -333,12 +341,15 @@ def ones(bits: np.unsignedinteger) -> np.unsignedinteger:
 
 
 def _places(buckets: np.ndarray, hits: np.ndarray) -> np.ndarray:
-    """Return one place for each bucket: where `_hits` found the tag in it (`hits`, in the same order)."""
+    """Return the places (indices into `words`) at which tags were found.
+
+    `buckets`: the bucket of each tag; `hits`: the tags' positions from `_hits`, in the same order.
+    """
     places = buckets << 3
     places += hits & 7
     return places
 
 
 def buckets_for(capacity: int) -> int:
-    """Return how many buckets hold `capacity` words at the load factor `FILL`: an odd number (see `FIRST`)."""
+    """Return how many buckets a table for `capacity` words needs at the load factor `FILL`: an odd number."""
     return int(capacity / (8 * FILL)) + 1 | 1

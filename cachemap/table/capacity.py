@@ -1,8 +1,8 @@
 """The memory of a block table: growth within the byte budget, and eviction once the budget is used up.
 
 Growth and eviction advance a step with each call that stores blocks. The budget counts all arrays. When it is used up,
-the least recently used blocks are evicted, replica by replica. No block was used later than the block before it in its
-chain, so eviction takes the ends of chains.
+the least recently used blocks are evicted, replica by replica. No block is recorded as used later than the block before
+it in its chain (a prompt's blocks in order), so eviction takes the ends of chains.
 """
 
 from collections import Counter, deque
@@ -16,22 +16,22 @@ from cachemap.table.index import Index
 from cachemap.table.memory import LARGE, give_back
 
 BESIDE = 4  # at most a quarter of the budget is used outside the tables
-SHED = 8  # a full table evicts one block in 8: with fewer, scanning for them costs more than storing
+SHED = 8  # a full table evicts one block in 8 per pass: with fewer, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks sampled to find the oldest epochs
 CHUNK = 1 << 15  # places of a replica scanned in a step of eviction
 # Epochs that an eviction pass may last. A pass evicts blocks above an age, which rises with each epoch that begins
 # meanwhile. If it reached OLDEST, the cap of all ages, the later steps would evict blocks that the first steps would
 # have spared, and leave the blocks that follow them in their chains.
 MOST_PASS = 32
-LEFT = 1 << 11  # blocks of a detached or cleared replica handled in a step: 1 to 4 ms
-# The factor by which a table grows at most, as zeroing memory takes time; a factor of 4 moves twice as many words on
-# the way to 50 M.
+LEFT = 1 << 11  # blocks of a detached or cleared replica that are freed in one step: 1 to 4 ms
+# The factor by which a table grows at most, as zeroing memory takes time. With a factor of 4 a table that grows to 50 M
+# words moves twice as many words on the way.
 JUMP = 8
 SMALL = 1 << 15  # places that any table may grow to at once
 LEAST_BYTES = 29  # bytes of a block with one holder: BYTES_BESIDE, 5.6 in the index, 10.5 for its alias
-BYTES_PER_BLOCK = 33  # the same with some slack
-SLACK = 1 << 12  # bytes left for holder sets that a call creates
-MOST_BLOCKS = 1 << 29  # blocks of a table: numbers leave two bits of the index's words to the hash
+BYTES_PER_BLOCK = 33  # LEAST_BYTES with some slack
+SLACK = 1 << 12  # bytes of the budget kept free for holder sets (sets of replicas) that a call creates
+MOST_BLOCKS = 1 << 29  # blocks of a table: their numbers leave two bits of the index's words for the hash
 # Bits of an alias that hold the block's number. The rest is the tag of the engine's key. Gateways that share a map
 # exchange tags, so their width must be the same in all: with tables of up to 7 GiB it is.
 NUMBER_BITS = 28
@@ -53,10 +53,10 @@ class Budget:
         return self.beside + sum(table.nbytes for table in self.tables)
 
     def hold(self, more: int) -> bool:
-        """Count `more` bytes (negative: fewer) as used outside the tables.
+        """Count `more` bytes as used outside the tables; a negative number takes bytes off that count.
 
-        Returns False, and counts nothing, if the bytes outside the tables would exceed a quarter of the budget or what
-        is left of it. Eviction could not make room: it frees entries of the tables, not bytes.
+        Returns False, and counts nothing, if the bytes outside the tables would exceed a quarter of the budget, or if
+        the budget has fewer than `more` bytes left. Eviction could not help, as it frees entries of tables, not bytes.
         """
         if more > 0 and (self.beside + more > self.total // BESIDE or more > self.left):
             return False
@@ -69,10 +69,10 @@ class Budget:
 
 
 class Capacity:
-    """The memory of one block table: it makes room for blocks, by growth or by eviction.
+    """The memory of one block table, which makes room for blocks by growth or by eviction.
 
-    `aliases`: for each slot, a table that maps the engine's key of a block to the block's number. An entry is one word
-    of the key's tag and the number.
+    `aliases`: for each replica, by its slot (index), a table that maps the engine's key of a block to the block's
+    number. An entry is one word, made of the key's tag (its shortened form) and the number.
     """
 
     def __init__(self, budget: Budget):
@@ -87,9 +87,9 @@ class Capacity:
         self.twins: dict[int, Counter[int]] = {}
         self._capacity: dict[int, int] = {}
         self._share = 1.0  # the part of the replicas' capacities that the budget allows
-        self._left: deque[np.ndarray] = deque()  # blocks of replicas that were detached or cleared
+        self._left: deque[np.ndarray] = deque()  # numbers of blocks of replicas that were detached or cleared
         self._outgrown: deque[np.ndarray] = deque()  # arrays whose memory is being released, piece by piece
-        self._given = 0  # bytes of the first such array that are released already
+        self._given = 0  # bytes of the first array in `_outgrown` that are released already
         self._shedding: dict[int | None, Iterator[bool]] = {}  # eviction passes in progress, by slot or None for all
         self.evicted = 0
         budget.tables.append(self)
@@ -101,7 +101,10 @@ class Capacity:
     # ---- replicas ----
 
     def attach(self, slot: int, capacity: int) -> None:
-        """Make room for a replica; `capacity`, its cache's size in blocks (0 if unknown), guides later growth."""
+        """Add a replica without blocks under this slot (index).
+
+        `capacity`: the size of its KV cache in blocks, 0 if unknown; tables grow with the replicas' sizes in view.
+        """
         self._set_alias(slot, Buckets(1, self.id_bits))
         self._capacity[slot] = capacity
         self._expect()
@@ -115,7 +118,7 @@ class Capacity:
         self._expect()
 
     def expect(self, slot: int, capacity: int) -> None:
-        """Set the size of the replica's cache in blocks, which guides later growth."""
+        """Set the size of the replica's KV cache in blocks, 0 if unknown; tables grow with these sizes in view."""
         self._capacity[slot] = capacity
         self._expect()
 
@@ -139,7 +142,7 @@ class Capacity:
         self.clean()
 
     def clean(self) -> None:
-        """Free some of the memory that `clear` and growth left unused: the next step of that work."""
+        """Do the next step of freeing the memory that `clear` and growth left unused."""
         if self._outgrown:
             self._given = give_back(self._outgrown[0], self._given)
             if not self._given:
@@ -160,11 +163,11 @@ class Capacity:
     # ---- growth ----
 
     def end(self) -> int:
-        """Return the first block number that does not fit: numbers below it do, by the budget and by the arrays."""
+        """Return the limit of block numbers: the memory budget and the arrays have room for all numbers below it."""
         return min(len(self.blocks.hashes), self.blocks.ids.top + max(self._budget.left - SLACK, 0) // BYTES_BESIDE)
 
     def fit(self, slot: int, more: int) -> bool:
-        """Make room for `more` blocks of this replica, by growth or eviction; return whether there is room."""
+        """Make room for `more` blocks of this replica by growth or by eviction; return whether there is room now."""
         self.clean()
         self._shed_step(slot)
         self._shed_step(None)
@@ -192,7 +195,10 @@ class Capacity:
         )
 
     def _carry_on(self, slot: int, alias: Buckets, more: int) -> Buckets:
-        """Do the next step of an alias table's growth, and return the table to use."""
+        """Do the next step of the growth of a replica's alias table, and return the table to use from now on.
+
+        The table maps the engine's keys to block numbers. `more`: how many entries the caller will add.
+        """
         before = alias.nbytes
         further = self.aliases[slot] = alias.go_on(more)
         self._alias_bytes += further.nbytes - before
@@ -201,13 +207,14 @@ class Capacity:
         return further
 
     def _widen_alias(self, slot: int, alias: Buckets, more: int) -> bool:
-        """Make room for `more` aliases, by growth or else by evicting the replica's least recently used blocks.
+        """Make room for `more` entries in a replica's alias table, which maps engine keys to block numbers.
 
-        Returns whether there is room.
+        The table grows if the budget allows it; otherwise the replica's least recently used blocks are evicted. Returns
+        whether there is room now.
         """
         capacity = self._affordable(alias, more, self._capacity[slot])
         if not capacity and 4 * len(self.aliases) * alias.nbytes < self._budget.total:
-            self._shrink()  # so that a replica attached late gets its part, too
+            self._shrink()  # so that a replica attached late gets its part of the budget, too
             alias = self.aliases[slot]  # the replica that shrank may be this one
             capacity = self._affordable(alias, more, self._capacity[slot])
         if not capacity:
@@ -236,11 +243,11 @@ class Capacity:
         self._outgrown += (array for array in table.arrays if array.nbytes >= LARGE)
 
     def _affordable(self, table: Buckets, more: int, expected: int) -> int:
-        """Return the capacity in words that a full table should grow to; 0 if the budget allows too little growth.
+        """Return the capacity in words to which a full table should grow; 0 if the budget allows too little growth.
 
-        `more`: words that must fit in addition. `expected`: words that the table will hold once all caches are full.
-        While words move, the old and the new table exist together. So the last growth goes right to the budget's limit,
-        while both tables still fit into it.
+        `more`: words that must fit in addition. `expected`: words that the table will hold once all replicas' caches
+        are full. While words move, the old and the new table exist at the same time. For this reason the last growth
+        goes straight to the budget's limit, at a size at which both tables still fit.
         """
         now, need = int(len(table.words) * FILL), table.count + more
         ceiling = self._budget.total // LEAST_BYTES
@@ -253,7 +260,7 @@ class Capacity:
         return capacity if capacity >= max(need, now + now // 16) else 0
 
     def _shrink(self) -> None:
-        """Evict some blocks of the replica with the largest alias table, and shrink that table."""
+        """Evict some blocks of the replica with the largest alias table (engine keys), and shrink that table."""
         slot = max(self.aliases, key=lambda slot: len(self.aliases[slot].words))
         alias = self.aliases[slot].grown()
         for _ in self._shed_pass(slot):
@@ -264,7 +271,10 @@ class Capacity:
     # ---- shedding ----
 
     def _shed(self, slot: int | None, enough: Callable[[], bool]) -> None:
-        """Evict the least recently used blocks of one replica, or of all (None), until `enough()` is true."""
+        """Evict the least recently used blocks of one replica until `enough()` is true, in at most two passes.
+
+        `slot`: the replica's index; None means all replicas.
+        """
         for _ in range(2):
             while slot in self._shedding:
                 self._shed_step(slot)
@@ -273,18 +283,19 @@ class Capacity:
             self._shedding[slot] = self._shed_pass(slot)
 
     def _shed_step(self, slot: int | None) -> None:
-        """Do the next step of an eviction pass in progress, if there is one.
+        """Do the next step of the eviction pass that is in progress for a replica (None: for all), if there is one.
 
-        A pass is finished even if there is room before its end: in a table that is always full, 1 word in 15 would lie
-        in neither of its two buckets.
+        A pass is finished even if there is enough room before its end. Otherwise the table would always be nearly full,
+        and 1 word in 15 would lie in neither of its two buckets.
         """
         if slot in self._shedding and not next(self._shedding[slot], False):
             del self._shedding[slot]
 
     def _shed_pass(self, slot: int | None) -> Iterator[bool]:
-        """Evict about one block in 8, the least recently used, of one replica or of all (None), in steps.
+        """Evict about one block in 8, the least recently used, of one replica or of all; yield after each step.
 
-        The age from which blocks are evicted is taken from a sample of the ages.
+        `slot`: the replica's index; None means all replicas. The age from which blocks are evicted comes from a sample
+        of the blocks' ages.
         """
         if slot is None:
             some = np.arange(1, self.blocks.ids.top, 1 + self.blocks.ids.top // SAMPLE)
@@ -305,7 +316,10 @@ class Capacity:
                 yield True
 
     def _shed_piece(self, slot: int, start: int, oldest: int) -> None:
-        """Evict the blocks of age `oldest` or more, in epochs, among CHUNK aliases of a replica from `start` on."""
+        """Evict the replica's blocks of age `oldest` or more (in epochs) in one piece of its alias table.
+
+        `slot`: the replica's index. `start`: the first of the CHUNK places of the table that are examined.
+        """
         alias, before = self.aliases[slot], self.blocks.index.count
         at = alias.words[start : start + CHUNK].nonzero()[0] + start
         numbers = alias.payloads(at)

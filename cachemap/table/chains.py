@@ -19,13 +19,14 @@ SEGMENT_BLOCKS = 5  # a segment of EngineModel counts as so many blocks (450 byt
 class Segment:
     """A node of the radix tree: consecutive blocks of a chain that were last used together.
 
-    `start`: how many blocks of the chain come before this segment. `parent`: the segment with the blocks just before;
-    the root is its own parent. `children`: how many segments continue this one.
+    A chain is a prompt's blocks in order. `blocks`: the blocks' hashes. `start`: how many blocks of the chain come
+    before this segment. `parent`: the segment with the blocks just before; the root is its own parent. `children`: how
+    many segments continue this one.
     """
 
     __slots__ = ("blocks", "children", "parent", "stamps", "start")
 
-    stamps: dict[int, tuple[float, int]]  # by slot; only used by `routed`
+    stamps: dict[int, tuple[float, int]]  # by slot (replica's index): a `routed.Stamp`; only used in that module
 
     def __init__(self, parent: Segment | None, start: int, blocks: array[int]):
         self.parent = self if parent is None else parent
@@ -55,7 +56,10 @@ class Tree:
         return self._count
 
     def _longest(self, hashes: Sequence[int]) -> tuple[Segment, int]:
-        """Return the segment of the last leading block of this chain that the tree has, and how many it has."""
+        """Find the longest beginning of this chain of blocks that is in the tree.
+
+        Returns the segment (tree node) with its last block, and its length in blocks.
+        """
         find, end = self._heads.get, len(hashes)
         last, held = self._root, 0
         while held < end and (segment := find(hashes[held])) is not None:
@@ -69,9 +73,9 @@ class Tree:
         return last, held
 
     def _split(self, rest: Segment, end: int) -> Segment:
-        """Cut a segment in two, after the first `end` blocks of its chain; return the part before the cut.
+        """Cut a segment (tree node) in two, after the first `end` blocks of its chain; return the part before the cut.
 
-        `rest`: the segment to cut; it becomes the part after the cut.
+        `rest`: the segment to cut, which becomes the part after the cut.
         """
         size = end - rest.start
         segment = Segment(rest.parent, rest.start, rest.blocks[:size])
@@ -82,9 +86,9 @@ class Tree:
         return segment
 
     def _branch(self, segment: Segment, start: int, new: array[int]) -> Segment:
-        """Append new blocks after a segment, as a segment of their own, and return that.
+        """Add new blocks to the tree as a segment that follows the given one, and return the new segment.
 
-        `start`: how many blocks of the chain come before the new ones.
+        `new`: the blocks' hashes. `start`: how many blocks of the chain come before the new ones.
         """
         self._count += len(new)
         segment.children += 1
@@ -147,7 +151,10 @@ class EngineModel(Tree):
         self._shed()
 
     def take_back(self, hashes: Sequence[int], held: int) -> None:
-        """Remove a chain's blocks after the first `held`, which were never computed; blocks that others follow stay."""
+        """Remove a chain's blocks after its first `held` blocks, as the engine never computed them.
+
+        Blocks that are followed by another chain's blocks stay.
+        """
         segment, end = self._longest(hashes)
         while end > held and not segment.children and end == segment.start + len(segment.blocks):
             self._drop(segment, end - held)
@@ -160,14 +167,21 @@ class EngineModel(Tree):
         return held
 
     def learn(self, predicted: int, reported: int) -> None:
-        """Correct `limit` by 2 % if the engine reported fewer or more cached blocks than predicted."""
+        """Correct `limit`, the modelled cache size in blocks, by 2 % after the engine's report on one prompt.
+
+        `predicted`, `reported`: how many of the prompt's blocks this model predicted, and the engine reported, as
+        cached. The limit shrinks if fewer were reported than predicted, and grows if more were.
+        """
         if reported < predicted:
             self.limit = max(self.limit - self.limit // 50, -(-self.capacity // 4))
         elif reported > predicted:
             self.limit = min(self.limit + self.limit // 50 + 1, self.capacity)
 
     def _split(self, rest: Segment, end: int) -> Segment:
-        """Cut a segment in two; the part after the cut keeps its place in the order of last use."""
+        """Cut a segment (tree node) in two, after the first `end` blocks of its chain; return the part before the cut.
+
+        The part after the cut keeps its place in the order of last use; the part before becomes the most recent.
+        """
         segment = super()._split(rest, end)
         self._order[segment] = None
         return segment
@@ -183,7 +197,7 @@ class EngineModel(Tree):
             excess -= self._drop(next(iter(order)), excess)
 
     def _drop(self, segment: Segment, count: int) -> int:
-        """Drop up to `count` blocks from the end of a segment without children; return how many were dropped."""
+        """Remove up to `count` blocks from the end of a segment without children; return how many were removed."""
         blocks = segment.blocks
         size = len(blocks)
         if count < size:
@@ -198,9 +212,9 @@ class EngineModel(Tree):
 
 
 def _shared(blocks: array[int], hashes: Sequence[int], start: int, size: int) -> int:
-    """Return how many of the first `size` of `blocks` equal those of `hashes` from `start` on, by bisection.
+    """Return how many leading hashes of `blocks` equal the hashes in `hashes` from index `start` on, by bisection.
 
-    The first block must be equal and the last one different.
+    Only the first `size` hashes are compared; of these the first must be equal and the last one different.
     """
     low, high = 1, size - 1
     while low < high:

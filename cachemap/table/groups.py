@@ -33,9 +33,10 @@ PIECE = 256  # blocks of a prompt looked up at a time: 2,048 in five groups take
 
 
 class GroupTables:
-    """A block table for each cache group, shared by all replicas that have the group.
+    """A block table for each cache group (like layers with blocks of their own), shared by all replicas that have it.
 
-    `tables`: by the group's tier. `of`: by slot, the groups of each replica that has several, by tier.
+    `tables`: the tables by the group's tier name. `of`: by slot (the replica's index), the groups besides full
+    attention of each replica that has any, by tier name.
     """
 
     def __init__(self, budget: Budget):
@@ -44,7 +45,10 @@ class GroupTables:
         self.of: dict[int, dict[str, CacheGroup]] = {}
 
     def table(self, slot: int, group: CacheGroup) -> BlockTable:
-        """Return the table of this group; create it and give the replica the group if that has not happened yet."""
+        """Return the block table of a cache group; create the table if there is none.
+
+        The group is also added to the groups of the replica in this slot (index), if that has not been done yet.
+        """
         name = group.tier
         table = self.tables.get(name)
         if table is None:
@@ -56,7 +60,7 @@ class GroupTables:
         return table
 
     def keep(self, slot: int, names: Container[str]) -> None:
-        """Remove the replica's groups that are not among `names`."""
+        """Remove the replica's cache groups and their blocks, but keep the groups whose tier names are in `names`."""
         for name in [name for name in self.of.get(slot, {}) if name not in names]:
             self.tables[name].capacity.detach(slot)
             del self.of[slot][name]
@@ -70,9 +74,10 @@ class GroupTables:
         return sum(self.tables[name].aliases[slot].count for name in self.of.get(slot, {}))
 
     def reach(self, hashes: Sequence[int], full: list[int], most: int) -> dict[int, int]:
-        """Return by slot, for replicas with several cache groups, how many blocks of a prompt are a hit in all groups.
+        """Return for each replica with several cache groups how many leading blocks of a prompt are a hit in all.
 
-        `full`: for each slot, how many leading blocks full attention holds. `most`: how many blocks can be hits.
+        The result is by slot, the replica's index. `full`: for each slot, how many leading blocks full attention holds.
+        `most`: how many of the prompt's blocks can be hits.
         """
         end = min(most, len(hashes))
         reach = {slot: self._of_full(slot, hashes, min(full[slot], end), end) for slot in self.of}
@@ -94,10 +99,11 @@ class GroupTables:
     def reach_dropping(self, slot: int, hashes: Sequence[int], full: int, most: int, end: int) -> int:
         """Return how many blocks of a prompt are a hit in all groups of a replica that drops the last block it finds.
 
-        `full`: how many leading blocks full attention holds. `most`: how many blocks can be hits. `end`: how many
-        blocks of the prompt the engine looks up.
+        The replica's engine speculates with EAGLE or MTP, as the module's docstring explains. `full`: how many leading
+        blocks full attention holds. `most`: how many blocks can be hits. `end`: how many blocks of the prompt the
+        engine looks up.
         """
-        groups: dict[CacheGroup, np.ndarray] = {}  # groups with equal rules are looked up as one
+        groups: dict[CacheGroup, np.ndarray] = {}  # groups of one kind that need equally many last blocks count as one
         for group in sorted(self.of[slot].values(), key=lambda one: (one.last != EVERY, one.told_as)):
             if group.has_parts:
                 continue
@@ -123,10 +129,11 @@ class GroupTables:
             hit = reach
 
     def _of_full(self, slot: int, hashes: Sequence[int], full: int, end: int) -> int:
-        """Return how many leading blocks full attention finds, if it holds the first `full`.
+        """Return how many leading blocks of a prompt full attention finds, if it holds the first `full` blocks.
 
-        Where full attention has larger blocks, these are its whole blocks, and in the next one the part up to the last
-        stored end of an earlier prompt, looked up to block `end` of the prompt.
+        The result is `full` unless full attention has larger blocks than the map. Then it finds its own whole blocks,
+        and in the next one the part up to the last place where an earlier prompt ended. This part is looked for up to
+        block `end` of the prompt.
         """
         for name, group in self.of[slot].items():
             if group.has_parts:
@@ -141,9 +148,10 @@ class GroupTables:
     def _good(
         self, hashes: Sequence[int], start: int, stop: int, groups: dict[str, CacheGroup], word: int
     ) -> np.ndarray:
-        """Return for each block from `start` to `stop` whether these groups allow a hit to end after that block.
+        """Return for each block from `start` to `stop` which replicas may have a hit that ends after that block.
 
-        Each element has one bit for each of the 64 replicas from slot 64 * `word` on.
+        A hit may end there if all of `groups`, the replicas' cache groups besides full attention, have the blocks they
+        need. Each element has one bit for each of the 64 replicas whose slots (indices) begin at 64 * `word`.
         """
         good = np.full(stop - start, ~U64(0))
         for name, group in groups.items():
@@ -156,9 +164,10 @@ class GroupTables:
 
 
 def _last(held: np.ndarray, count: int) -> np.ndarray:
-    """Return for each block which of 64 replicas hold it and the `count` - 1 blocks before it, or all before it.
+    """Return for each block which of 64 replicas hold the `count` blocks that end with it.
 
-    `held`: for each block, a bit for each replica that holds it; the result has the same form.
+    If there are fewer than `count` blocks up to it, all of these must be held. `held`: for each block, a bit for each
+    replica that holds it; the result has the same form.
     """
     runs, length = held.copy(), 1
     while length < min(count, len(runs)):  # a run of twice the length consists of two runs, which may overlap

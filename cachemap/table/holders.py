@@ -17,9 +17,9 @@ BITS = [tuple(i for i in range(8) if byte >> i & 1) for byte in range(256)]
 
 
 class HolderSets:
-    """The distinct sets of replicas, each with a number.
+    """The distinct sets of replicas that hold some block, each with a number.
 
-    `uses`: how many blocks have each set; a set without blocks is freed, and its number reused.
+    `uses`: for each set number, how many blocks have the set; a set without blocks is freed, and its number reused.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class HolderSets:
 
     @property
     def width(self) -> int:
-        """How many words of 64 bits, one bit for each slot, a row has."""
+        """How many words of 64 bits a set's row has; each bit stands for the replica in one slot (index)."""
         return self._rows.shape[1]
 
     @property
@@ -55,29 +55,36 @@ class HolderSets:
         self._rows[: len(before), : before.shape[1]] = before
 
     def has(self, numbers: np.ndarray, slot: int) -> np.ndarray:
-        """Return for each of these set numbers whether the replica is in the set; quickest if all numbers are equal."""
+        """Return for each of these sets, given by number, whether the replica in this slot (index) is in the set.
+
+        Quickest if all numbers are equal.
+        """
         if (numbers == numbers[:1]).all():
             return np.full(len(numbers), len(numbers) and self._masks[numbers.item(0)] >> slot & 1, bool)
         words = self._rows[:, slot >> 6].take(numbers)
         return (words >> U64(slot & 63) & U64(1)).view(np.int64).astype(bool)
 
     def words(self, numbers: np.ndarray, word: int) -> np.ndarray:
-        """Return which of the 64 replicas from slot 64 * `word` on are in each of these sets, as bits of a uint64."""
+        """Return for each of these sets, given by number, which of 64 replicas it has, as bits of a uint64.
+
+        `word`: which 64 replicas: those whose slots (indices) begin at 64 * `word`.
+        """
         if word >= self.width:
             return np.zeros(len(numbers), U64)
         found: np.ndarray = self._rows[:, word].take(numbers)
         return found
 
     def empty(self, numbers: np.ndarray) -> np.ndarray:
-        """Return for each of these set numbers whether the set has no replica: set 0, or a set emptied by `forget`."""
+        """Return for each of these sets, given by number, whether it is empty: set 0, or a set emptied by `forget`."""
         masks = self._masks
         kinds, which = np.unique(numbers, return_inverse=True)
         return np.array([not masks[number] for number in kinds.tolist()], bool)[which]
 
     def turn(self, numbers: np.ndarray, slot: int, joins: bool) -> np.ndarray:
-        """Return for each block's set number the number of the same set with one replica added or removed.
+        """Return for each block the number of its set of holders after one replica was added or removed.
 
-        `joins`: add the replica, else remove it. The counts of blocks in `uses` are updated.
+        `numbers`: the number of each block's present set. `slot`: the replica's index. `joins`: add the replica,
+        otherwise remove it. The counts in `uses` of blocks that have each set are updated.
         """
         first = numbers[0]
         if (numbers == first).all():
@@ -125,10 +132,10 @@ class HolderSets:
             self._free.append(number)
 
     def forget(self, slot: int) -> None:
-        """Remove the replica from all sets: 0.5 us for each set that it is in, whatever the number of blocks.
+        """Remove the replica in this slot (index) from all sets.
 
-        Two sets may have the same members afterwards. That does no harm: each block has one of the two, and both are
-        freed once no block has them.
+        This takes 0.5 us for each set that has the replica, whatever the number of blocks. Two sets may have the same
+        members afterwards, which does no harm: each block has one of the two, and a set is freed once no block has it.
         """
         rows = self._rows[: len(self._masks)]
         column, bit = rows[:, slot >> 6], U64(1 << (slot & 63))

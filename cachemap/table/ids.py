@@ -5,12 +5,14 @@ Blocks stored together get consecutive numbers where possible, since `Blocks` fi
 
 import numpy as np
 
-KEPT = 16  # one number in 16 may be free before any is reused, so that runs freed piece by piece join again
+# One number in 16 may be free before free numbers are reused, so that numbers freed piece by piece form long runs
+# again.
+KEPT = 16
 SORTED = 1 << 14  # free numbers sorted at a time: 0.2 ms
 
 
 class BlockIdAllocator:
-    """An allocator of numbers from 1 on.
+    """An allocator of block numbers, the indices of a table's arrays, from 1 on.
 
     `top`: the first number that was never used. `free`: how many numbers below `top` are free.
     """
@@ -22,7 +24,10 @@ class BlockIdAllocator:
         self._ready = np.empty(0, np.int64)  # free numbers, sorted
 
     def take(self, count: int, end: int) -> np.ndarray:
-        """Return `count` free or never used numbers below `end`; the caller must know that there are so many."""
+        """Return `count` free or never used numbers below `end`, consecutive ones where possible.
+
+        The caller must have made sure that there are so many.
+        """
         if self.top + count <= end and self.free < max(count, self.top // KEPT):
             self.top += count
             return np.arange(self.top - count, self.top)

@@ -22,7 +22,7 @@ class Index(Buckets):
         super().__init__(capacity, number_bits, np.uint32)
         self.hashes = hashes
         self._number_bits = number_bits
-        self._mark_shift = 32 + number_bits  # leaves the hash's top bits that fit above the number in a word
+        self._mark_shift = 32 + number_bits  # shifts out all but the top bits of a hash, which fit above the number
 
     def _like(self, capacity: int) -> Index:
         return Index(capacity, self._number_bits, self.hashes)
@@ -35,9 +35,10 @@ class Index(Buckets):
         return numbers
 
     def at(self, tag: int) -> int:
-        """Return the number of the block with this hash, 0 if it is unknown.
+        """Return the number of the block with this hash (`tag`), 0 if the block is unknown.
 
-        Working with plain ints, this takes 1 us, or 2 us if the second bucket is searched too; `numbers` takes 10 us.
+        This works with plain ints and takes 1 us, or 2 us if the second bucket is searched too. `numbers`, which works
+        with arrays, takes 10 us for one block.
         """
         buckets = len(self.rows)
         first = ((tag * FIRST_FACTOR & BITS) >> 32) % buckets
@@ -61,15 +62,16 @@ class Index(Buckets):
         return 0
 
     def insert(self, tags: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Insert absent blocks and return their numbers; the array `hashes` must have their hashes (`tags`) already.
+        """Insert blocks that the index does not have, and return their numbers.
 
-        If a hash occurs twice, one of its two numbers is inserted and returned for both.
+        `tags`: the blocks' hashes, which the array `hashes` must have already. If a hash occurs twice, one of its two
+        numbers is inserted and returned for both.
         """
         words = ((tags >> U64(self._mark_shift)) << U64(self._number_bits) | numbers.view(U64)).astype(np.uint32)
         return self.payloads(self.add(tags, words))
 
     def remove(self, numbers: np.ndarray) -> None:
-        """Remove these blocks (distinct, all known), whose hashes must still be in `hashes`."""
+        """Remove the blocks with these numbers: distinct, all known, and with their hashes still in `hashes`."""
         self.drop(self.find(self.hashes.take(numbers)))
 
     def _tags(self, words: np.ndarray) -> np.ndarray:

@@ -22,11 +22,11 @@ def zeros(count: int, dtype: str | type) -> np.ndarray:
 
 
 def give_back(array: np.ndarray, start: int) -> int:
-    """Release the memory of `LARGE` bytes, from offset `start` on, of an array that is no longer used.
+    """Release the next `LARGE` bytes of memory of an array that is no longer used, from byte offset `start` on.
 
-    Returns the offset for the next call, 0 if everything is released. All at once would take 0.5 s a GiB.
+    Returns the offset for the next call, or 0 if everything is released. Releasing all at once would take 0.5 s a GiB.
     """
-    # which of the two an array has depends on numpy's version
+    # numpy's version decides whether an array's base is the mapping itself or a memoryview of it
     mapping = array.base.obj if isinstance(array.base, memoryview) else array.base
     if isinstance(mapping, mmap.mmap) and start < array.nbytes:
         mapping.madvise(mmap.MADV_DONTNEED, start, min(LARGE, len(mapping) - start))

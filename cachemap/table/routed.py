@@ -10,13 +10,13 @@ from collections.abc import Container, Iterator, Sequence
 
 from cachemap.table.chains import Segment, Tree
 
-SEGMENT_BLOCKS = 8  # a segment counts as so many blocks (700 bytes), besides 9 bytes for each block
+SEGMENT_BLOCKS = 8  # a segment (tree node) counts as so many blocks (700 bytes), besides 9 bytes for each block
 
 Stamp = tuple[float, int]  # when the prediction expires; the number of the last prompt that was sent with these blocks
 
 
 class _Generation(Tree):
-    """The prompts routed within one period of some seconds; the whole generation is discarded at once."""
+    """The predicted blocks of prompts routed within one period of some seconds, which are all discarded together."""
 
     __slots__ = ("_dropped", "_told", "_told_blocks", "ends")
 
@@ -25,7 +25,8 @@ class _Generation(Tree):
         self._told: list[tuple[int, int, Sequence[int]]] = []
         self._told_blocks = 0
         self._dropped: dict[tuple[int, int], int] = {}
-        self.ends: dict[int, set[int]] = {}  # by slot with several cache groups: last blocks of expected hits
+        # By slot (replica's index), for replicas with several cache groups: the blocks after which hits can end.
+        self.ends: dict[int, set[int]] = {}
 
     @property
     def size(self) -> int:
@@ -46,9 +47,10 @@ class _Generation(Tree):
             segment = segment.parent
 
     def beyond(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> Iterator[tuple[int, int, Segment]]:
-        """Yield the slots for which more leading blocks of this chain are predicted than confirmed.
+        """Yield the replicas for which more leading blocks of this chain are predicted than confirmed.
 
-        Each result is the slot, how many leading blocks were sent to it, and the segment of the last of them.
+        Each result is the replica's slot (index), how many leading blocks were in prompts sent to it, and the segment
+        (tree node) of the last of these blocks. `now`: monotonic seconds, to leave out expired predictions.
         `confirmed`: for each slot, the number of confirmed leading blocks.
         """
         segment, end = self._longest(hashes)
@@ -60,23 +62,30 @@ class _Generation(Tree):
             end, segment = segment.start, segment.parent
 
     def sent(self, slot: int, hashes: Sequence[int], now: float) -> int:
-        """Return how many leading blocks of this chain were in prompts sent to the replica and have not expired."""
+        """Return how many leading blocks of this chain are predicted for the replica and have not expired.
+
+        `slot`: the replica's index. `now`: monotonic seconds.
+        """
         segment, end = self._longest(hashes)
         while segment is not self._root and segment.stamps.get(slot, (now, 0))[0] <= now:
             end, segment = segment.start, segment.parent
         return end
 
     def drop(self, slot: int, number: int, hashes: Sequence[int]) -> None:
-        """Queue the report that the replica dropped these blocks; `number`: the last prompt routed before the report.
+        """Queue the report that the replica dropped these blocks from its cache.
 
-        The blocks are not indexed until `dropped` is read, since most are never looked up.
+        `number`: the number of the last prompt routed before the report. The blocks are not indexed until `dropped` is
+        read, since most are never looked up.
         """
         self._told.append((slot, number, hashes))
         self._told_blocks += len(hashes)
 
     @property
     def dropped(self) -> dict[tuple[int, int], int]:
-        """The reported drops: by slot and block hash, the number of the last prompt routed before the report."""
+        """The blocks that replicas reported as dropped: by slot (replica's index) and block hash.
+
+        The value is the number of the last prompt that was routed before the report.
+        """
         if self._told:
             for slot, number, hashes in self._told:
                 self._dropped.update(dict.fromkeys([(slot, block) for block in hashes], number))
@@ -85,7 +94,7 @@ class _Generation(Tree):
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
         segment, end = self._longest(hashes)
-        if end < segment.start + len(segment.blocks):  # this segment belongs to a longer chain, not to this prompt
+        if end < segment.start + len(segment.blocks):  # the segment goes on after this prompt's end: it is a longer prompt's
             end, segment = segment.start, segment.parent
         while end > held:
             if slot in segment.stamps and segment.stamps[slot][1] <= number:
@@ -105,8 +114,8 @@ class Routed:
 
     `most`: the memory that each generation may take, in blocks of BYTES_PER_BLOCK.
     `seconds`: how long a prediction lasts.
-    `grouped`: the slots whose replicas have several cache groups; their predicted hits end only where `add_in_groups`
-    noted an end.
+    `grouped`: the slots (indices) of the replicas with several cache groups. Their predicted hits end only at the
+    places that `add_in_groups` noted.
     """
 
     __slots__ = ("_new", "_number", "_old", "_seconds", "_turn", "_grouped", "most")
@@ -123,7 +132,10 @@ class Routed:
         return len(self._new) + len(self._old)
 
     def add(self, slot: int, hashes: Sequence[int], now: float) -> int:
-        """Predict that the replica holds this prompt's blocks from now on; return the prompt's number."""
+        """Predict that the replica holds this prompt's blocks, from `now` until the prediction expires.
+
+        `slot`: the replica's index. `now`: monotonic seconds. Returns the prompt's number, for `take_back`.
+        """
         if now >= self._turn or self._new.size > self.most:
             self._old = self._new if now < self._turn + self._seconds else _Generation()
             self._new = _Generation()
@@ -133,7 +145,7 @@ class Routed:
         return self._number
 
     def add_in_groups(self, slot: int, hashes: Sequence[int], now: float, most: int, full: int) -> int:
-        """Predict these blocks for a replica with several cache groups; return the prompt's number.
+        """Predict that a replica with several cache groups holds this prompt's blocks; return the prompt's number.
 
         `most`: how many of the prompt's blocks can be hits. `full`: how many leading blocks full attention is confirmed
         to hold. In such an engine a later prompt's hit can end at two places: at the last block that can be a hit for
@@ -146,15 +158,19 @@ class Routed:
         return number
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
-        """Withdraw the prediction of prompt `number`, except for its first `held` blocks, which were held before it.
+        """Withdraw the prediction that the replica holds the blocks of prompt `number`.
 
-        Blocks that the prompt shares with prompts routed later stay predicted.
+        The prompt's first `held` blocks stay, as the replica held them before this prompt was routed to it. Blocks that
+        the prompt shares with prompts routed later stay predicted.
         """
         for generation in (self._new, self._old):
             generation.take_back(slot, hashes, held, number)
 
     def reach(self, hashes: Sequence[int], now: float, confirmed: Sequence[int]) -> dict[int, int]:
-        """Return by slot how many leading blocks are predicted, for slots with more than the confirmed ones."""
+        """Return how many leading blocks of a prompt are predicted, for each replica with more than its confirmed ones.
+
+        The result is by slot, the replica's index. `confirmed`: for each slot, the number of confirmed leading blocks.
+        """
         found: dict[int, int] = {}
         grouped = self._grouped
         for generation in (self._new, self._old):
@@ -168,16 +184,20 @@ class Routed:
         return found
 
     def _resumed(self, slot: int, hashes: Sequence[int], least: int, reach: int) -> int:
-        """Return how many of the first `reach` predicted blocks can be a hit in all cache groups, at least `least`."""
+        """Return how many of a prompt's first `reach` predicted blocks can be a hit in all cache groups of a replica.
+
+        The result is at least `least`. `slot`: the replica's index.
+        """
         ends = [generation.ends.get(slot, ()) for generation in (self._new, self._old)]
         while reach > least and not any(hashes[reach - 1] in one for one in ends):
             reach -= 1
         return reach
 
     def _undropped(self, slot: int, hashes: Sequence[int], start: int, end: int, segment: Segment) -> int:
-        """Return how many leading blocks remain of a prediction without blocks dropped since they were predicted.
+        """Return how many predicted leading blocks come before the first one that the replica has since dropped.
 
-        The first `start` blocks are confirmed, `end` are predicted; `segment` is that of the last predicted block.
+        `slot`: the replica's index. The first `start` blocks are confirmed, and `end` blocks are predicted. `segment`:
+        the tree node of the last predicted block.
         """
         dropped = [generation.dropped for generation in (self._new, self._old)]
         if not any(dropped):
@@ -194,7 +214,7 @@ class Routed:
         return reach
 
     def discard(self, slot: int, hashes: Sequence[int]) -> None:
-        """Note that the replica reported these blocks as dropped."""
+        """Note that the replica reported these blocks as dropped, so that they are no longer predicted for it."""
         if self:
             self._new.drop(slot, self._number, hashes)
             if self._new.size > self.most:  # so much was dropped that older predictions are outdated

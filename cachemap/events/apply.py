@@ -28,12 +28,12 @@ from cachemap.events.records import (
 from cachemap.hashing import TOKEN_BYTES, chain_seed, covering, hash_blocks, looking_ahead
 from cachemap.map import CacheMap
 
-# The most blocks of the map in a chunk of a slower tier, or in one block of an engine: 65,536 tokens at 16 a block; 256
+# The most blocks of the map in a chunk of a slower tier, or in one block of an engine: 65,536 tokens at 16 a block. 256
 # tokens are usual.
 MOST_CHUNK = 4096
-SEARCHED = 16  # pages visited one by one in the time that the map takes for one block
-LEAST_BLOCK = 64  # bytes of tokens counted as one block: 16 tokens
-MOST_STATES = 1 << 16  # blocks of one Mamba event: those of a million tokens, at 16 a block
+SEARCHED = 16  # how many pages are visited one by one in the time that the map takes for one block
+LEAST_BLOCK = 64  # bytes of tokens that count as one block when work is estimated: 16 tokens
+MOST_STATES = 1 << 16  # the most blocks of one Mamba event: those of a million tokens, at 16 a block
 
 
 class EventApplier:
@@ -45,6 +45,7 @@ class EventApplier:
     Arguments besides those that prompts are hashed with (`model`, `block_size`):
     `looks_ahead`: how many tokens after a block the block's name in prompts also covers;
     `told`: the engine's block format as earlier events showed it.
+    `slot`: the replica's index in the map.
 
     Attributes, counted in blocks (where the engine's pages are smaller than blocks, the last two count pages):
     `blocks_stored`: blocks stored in the main group;
@@ -74,7 +75,7 @@ class EventApplier:
         self._main: int | None = None  # the group that prompts are looked up in; None until an event shows it
         self._groups = GroupEvents(cache_map, slot, block_size, self._hashes_under, self._hashes_of)
         self.pages: Pages | None = None  # if the engine's pages are smaller than the map's blocks
-        self._steps: Iterator[None] = iter(())  # the rest of the work on the last event
+        self._steps: Iterator[None] = iter(())  # the remaining work on the last event; iterating does it
         self._chunks: dict[str, Chunks] = {}  # the chunks of stores below the engine, by tier
         self._own_chunk = 1  # blocks in a chunk of the engine's own slower tiers, as far as events showed
         self.blocks_stored = 0
@@ -83,7 +84,7 @@ class EventApplier:
         self.ignored = 0
         self.fault: str | None = None
         self._looks_ahead = looks_ahead
-        self._has_wide = False  # a pending block of the engine's has several hashed blocks
+        self._has_wide = False  # a pending block of the engine is as large as several blocks of the map
         self.believe(told._replace(ahead=told.ahead or looks_ahead))
         self._root: tuple[bytes, list[object] | None] | None = None  # the first block of the last prompt that began
         self._salted = False
@@ -166,7 +167,7 @@ class EventApplier:
                 yield
 
     def _blocks_under_key(self, tier: str) -> int:
-        """Return the most blocks of the map that one of the engine's keys can stand for in a removal."""
+        """Return how many blocks of the map one of the engine's keys can stand for at most, when it is removed."""
         if tier == "gpu":
             return self._groups.whole or 1
         tiers = self._map.chunk_tiers(self._slot)
@@ -178,7 +179,10 @@ class EventApplier:
             pass
 
     def flushing(self) -> Iterator[None]:
-        """Hand all pending changes to the map in steps of some milliseconds; between steps the map may be read."""
+        """Hand all pending changes to the map in steps of some milliseconds.
+
+        Iterate to the end; between steps the map may be read. Sets `fault` if the events cannot be used.
+        """
         if self._groups.waiting and self._main is None and not self._map.held(self._slot):
             self.fault = "none of the engine's layers has full attention"  # only its blocks show what keys stand for
         if self._has_wide and not self.stored_as.parts:  # only an engine with smaller Mamba blocks may have such blocks
@@ -205,7 +209,7 @@ class EventApplier:
 
     @property
     def blind(self) -> list[str]:
-        """The slower tiers whose store reports what it adds but not what it removes (`Chunks.blind`)."""
+        """The names of the slower tiers whose store reports the chunks that it adds but not those that it removes."""
         return [tier for tier, chunks in self._chunks.items() if chunks.blind]
 
     def forget(self) -> None:
@@ -215,7 +219,7 @@ class EventApplier:
         self._map.clear(self._slot)
 
     def let_go(self) -> None:
-        """Drop the state here that would be outdated without further events; the map keeps its blocks."""
+        """Drop the state about pages and chunks that would be outdated without further events; the map is unchanged."""
         self._drop_pages()
         for chunks in self._chunks.values():
             chunks.clear()
@@ -235,7 +239,10 @@ class EventApplier:
         self._groups.forget()
 
     def _look_up_parents(self, events: list[Stored | Removed | Cleared]) -> None:
-        """Look up the hashes of all parent blocks that are in the map in one call: a call for each costs 12 us."""
+        """Look up the hashes of the events' parent blocks that are in the map, and keep them in `_above`.
+
+        One call looks up all of them, as a call for each takes 12 us.
+        """
         parents = [
             event.parent
             for event in events
@@ -277,7 +284,7 @@ class EventApplier:
         if event.tokens and event.block_size != self._block_size:
             if event.block_size > 0 and self._block_size % event.block_size == 0:
                 if self._size.known == self._block_size:
-                    self.ignored += len(event.keys)  # parts of a block, or until prompts are hashed in these
+                    self.ignored += len(event.keys)  # parts of a block, or a size not used for prompts yet
                     self._drop_pages()
                     return
                 self._store_pages(event)
@@ -305,9 +312,10 @@ class EventApplier:
         self.fault = f"the engine's blocks have {size} tokens, prompts are hashed in blocks of {self._block_size}"
 
     def _is_as_known(self, event: Stored) -> bool:
-        """Return whether an event has full attention's blocks in their known format, or parts of such blocks.
+        """Return whether an event's blocks have the format known for full attention, or are parts of such blocks.
 
-        A different format becomes the known one once further events agree on it, unless it is impossible.
+        The format is the block size and how many tokens after a block its name also covers. Another format becomes the
+        known one after several events in a row have shown it. Sets `fault` if prompts' blocks are named differently.
         """
         if event.looks_ahead > MOST_AHEAD:
             return False
@@ -333,17 +341,21 @@ class EventApplier:
         return agrees
 
     def _blocks_of(self, event: Stored) -> int:
-        """Return how many blocks each chunk has in an event of the engine's own slower tier.
+        """Return how many blocks each chunk has in an event about the engine's own slower memory tier.
 
-        Some events report a chunk by the key of its last block alone, which is all that the map needs. Until an event
-        with tokens shows how many blocks a chunk has, such chunks count as one block each.
+        The engine finds only whole chunks in such a tier. Some events report a chunk only by the key of its last block,
+        which is all that the map needs. Until an event with tokens shows how many blocks a chunk has, such a chunk
+        counts as one block.
         """
         known = event.together if event.tokens else max(self._own_chunk, self._map.own_chunk(self._slot))
         self._own_chunk = max(self._own_chunk, known)
         return event.together if event.tokens else known
 
     def _store_chain(self, event: Stored) -> None:
-        """Store an event's blocks, or its chunks of the engine's own slower tier, each under its last block."""
+        """Queue an event's blocks for the map, as one chain; blocks without a hash are counted in `orphans`.
+
+        Of a chunk of several blocks in a slower tier of the engine, only the last block is queued.
+        """
         ends = slice(event.together - 1, None, event.together)
         keys, parent = event.keys[ends], 0 if event.parent is None else self._hashes_under([event.parent])[0]
         hashes = self._hashes_under(keys) if event.together > 1 else [0]
@@ -356,7 +368,10 @@ class EventApplier:
         self.blocks_stored += len(event.keys) - len(hashes)
 
     def _is_main(self, event: Stored) -> bool:
-        """Return whether the event is of the main group, while events have not shown yet which group that is."""
+        """Return whether an event is of the main group (full attention), while no event has shown which group that is.
+
+        If it is, and is about GPU memory, its group is the main group from now on.
+        """
         if self._main is not None or event.kind != FULL_ATTENTION or self._groups.knows(event.group):
             return False
         if event.tier == "gpu":  # stores below the engine may not report the group
@@ -378,10 +393,10 @@ class EventApplier:
             self._groups.store(event)
 
     def _salt(self, event: Stored) -> Stored:
-        """Return a Mamba event with the tenant's salt, which the engine sends with full attention's first block only.
+        """Return a Mamba event with the tenant's cache salt added to its extra keys.
 
-        If that block's event has not been seen, the result has no tokens, so that no tenant is predicted to find
-        another tenant's blocks.
+        The engine sends the salt only with the event of full attention's first block. If salts are in use and that
+        event has not been seen, the result has no tokens, so that no tenant is predicted to find another's blocks.
         """
         if event.parent is not None or not event.tokens:
             return event
@@ -390,9 +405,9 @@ class EventApplier:
         return event._replace(tokens=b"") if self._salted else event
 
     def _cut(self, event: Stored) -> Stored | None:
-        """Return the event with its blocks cut to the size of the blocks that prompts are hashed in.
+        """Return the event with its large blocks cut into blocks of the size in which prompts are hashed.
 
-        None if it is unknown which of the smaller blocks the event's extra keys belong to.
+        Returns None if it is unknown to which of the smaller blocks the event's extra keys (such as images) belong.
         """
         extra, size = event.extra, self._block_size
         if extra and any(extra):
@@ -408,9 +423,9 @@ class EventApplier:
         return self._in_blocks(event._replace(extra=extra), keys)
 
     def _in_blocks(self, event: Stored, keys: Sequence[int | bytes]) -> Stored:
-        """Return an event of larger blocks with blocks of the size that prompts are hashed in.
+        """Return an event's tokens as an event of smaller blocks, of the size in which prompts are hashed.
 
-        `keys`: the keys of the smaller blocks. Of the extra keys only those of the first block are kept.
+        `keys`: the keys of the smaller blocks. Only the extra keys of the first block are kept.
         """
         ahead, size, count = event.looks_ahead, self._block_size, len(keys)
         lookahead = b""
@@ -421,9 +436,11 @@ class EventApplier:
         return event._replace(keys=keys, block_size=size, extra=extra, lookahead=lookahead)
 
     def _hashes_of(self, event: Stored, parent: int, count: int, whole: int) -> Generator[None, None, list[int]]:
-        """Return our hashes of the last `count` blocks of a group's event, which have `whole` hashed blocks each.
+        """Return our hashes of the last `count` blocks in an event of a cache group, or of all if there are fewer.
 
-        They are fewer if the event has fewer, and none if they cannot be known. It takes steps of some milliseconds.
+        `parent`: the hash of the block before the event's first one, 0 at a prompt's start. `whole`: how many blocks of
+        the map one of the event's blocks has. Returns an empty list if the event has no tokens. Yields between steps of
+        some milliseconds.
         """
         if event.kind == MAMBA and event.group < (self._main or 0):  # it came before full attention's event
             event = self._salt(event)
@@ -448,7 +465,10 @@ class EventApplier:
         return hashes
 
     def _store_pages(self, event: Stored) -> None:
-        """Store an event of an engine whose blocks (pages) are smaller than the map's: the blocks that it completes."""
+        """Begin to store an event of an engine whose blocks (pages) are smaller than the map's.
+
+        The work is left in `_steps`; it stores those blocks of the map that the event's pages complete.
+        """
         if self.pages is None:
             self.pages = Pages(self._model, self._block_size, event.block_size, bool(event.ahead))
         if self.pages.pairs != bool(event.ahead):
@@ -475,7 +495,10 @@ class EventApplier:
                 yield
 
     def _store_chunks(self, event: Stored) -> None:
-        """Store an event of a store below the engine, such as LMCache: chunks of one or more blocks each."""
+        """Begin to store an event of a store below the engine, such as LMCache, whose chunks have one or more blocks.
+
+        The work is left in `_steps`. An event that cannot be used is counted in `ignored`.
+        """
         blocks, parts = divmod(event.block_size, self._block_size)
         chunks = self._chunks.get(event.tier)
         if chunks is None and 0 < blocks <= MOST_CHUNK and not parts:
@@ -500,7 +523,7 @@ class EventApplier:
             self.ignored += len(event.keys) * chunks.blocks
 
     def _found_with(self, event: Stored, chunks: Chunks) -> Iterator[Chunk]:
-        """Record an event's chunks in `chunks`; yield all chunks that a look-up now finds and did not find before."""
+        """Add an event's chunks to `chunks`; yield each chunk that a look-up now finds and did not find before."""
         before, width = event.parent, event.block_size * TOKEN_BYTES
         for number, key in enumerate(event.keys):
             parent = 0 if before is None else chunks.end(before) or self._hashes_under([before])[0]
@@ -517,11 +540,11 @@ class EventApplier:
             before = key
 
     def _mapping(self, chunks: Chunks, changed: Iterator[Chunk | None], tier: str, are_found: bool) -> Iterator[None]:
-        """Hand changed chunks to the map in steps of some milliseconds.
+        """Store or remove the blocks of changed chunks in the map, in steps of some milliseconds.
 
-        One event may change any number of chunks: all that follow the one it names. `changed`: the chunks, with None
-        for work without a change. `tier`: the kind of memory. `are_found`: whether a look-up finds the chunks from now
-        on (the map stores them), or no longer finds them (the map removes them).
+        One event may change any number of chunks: all that follow the one it names. `changed`: the chunks; None stands
+        for work without a change. `tier`: the kind of memory. `are_found`: a look-up finds the chunks from now on, so
+        the map stores them; otherwise it no longer finds them, and the map removes them.
         """
         tier = ChunkTier(tier, chunks.blocks).tier
         step = max(1, MOST_PIECE // chunks.blocks)
@@ -536,7 +559,11 @@ class EventApplier:
                 yield
 
     def _store_hashes(self, keys: Sequence[int | bytes], hashes: list[int], parent: int) -> None:
-        """Queue a chain of blocks for the map; `parent` is the hash of the block before the first one, or 0."""
+        """Queue a chain of consecutive blocks for the map.
+
+        `keys`, `hashes`: the engine's key and our hash of each block. `parent`: the hash of the block before the first
+        one, 0 at a prompt's start.
+        """
         self.blocks_stored += len(hashes)
         if self._own.keys().isdisjoint(keys):
             self._begin(parent)
@@ -551,9 +578,9 @@ class EventApplier:
                 self._twice.append((key, self._own[key], above))
 
     def _store_known(self, event: Stored, blocks: int) -> None:
-        """Queue blocks reported by key alone, as when they are copied to a slower tier.
+        """Queue blocks for the map that an event reports only by key, as when they are copied to a slower tier.
 
-        `blocks`: how many blocks each key stands for.
+        Unknown keys are counted in `orphans`. `blocks`: how many blocks each key stands for.
         """
         for key, block in zip(event.keys, self._hashes_under(event.keys), strict=True):
             if not block:
@@ -564,7 +591,10 @@ class EventApplier:
                 self.blocks_stored += blocks
 
     def _begin(self, parent: int) -> None:
-        """Begin a new chain for the next pending block, unless `parent` (a hash) is the last pending block."""
+        """Begin a new chain with the next pending block, unless that block follows the last pending one.
+
+        `parent`: the hash of the block before the next one, 0 at a prompt's start.
+        """
         if parent != self._tail or not self._own:
             self._heads.append((len(self._own), parent))
 
@@ -586,7 +616,7 @@ class EventApplier:
         if self._own or event.tier != self._tier:
             self._flush()
             self._tier = event.tier
-        for start in range(MOST_PENDING, len(keys), MOST_PENDING):  # removed pages may end any number of blocks
+        for start in range(MOST_PENDING, len(keys), MOST_PENDING):  # one removed page may end any number of blocks
             self._removed += self._map.remove(self._slot, keys[start : start + MOST_PENDING], self._tier)
             yield
         keys = keys[:MOST_PENDING]
@@ -595,12 +625,15 @@ class EventApplier:
             self._flush()
 
     def _remove_chunks(self, event: Removed) -> list[int | bytes]:
-        """Remove the chunks with the event's keys from a slower tier; return the keys that may be of single blocks."""
+        """Remove the chunks with the event's keys from a slower tier; return the keys that may name single blocks.
+
+        Chunks (several blocks that are only found together) of a store below the engine are left to `_steps`.
+        """
         self._flush()
         unknown = list(event.keys)
         blind = (chunks := self._chunks.get(event.tier)) is not None and chunks.blind
-        if blind and not any(self._map.resolve(self._slot, unknown)):  # known keys would be the engine's own
-            del self._chunks[event.tier]  # the source does report removals: its events count from here on
+        if blind and not any(self._map.resolve(self._slot, unknown)):  # known keys would be the engine's own blocks
+            del self._chunks[event.tier]  # the store does report removals, so its chunks are kept from now on
         if (chunks := self._chunks.get(event.tier)) is not None:
             self._steps = self._mapping(chunks, chunks.remove(event.keys), event.tier, are_found=False)
             unknown = [key for key in unknown if key not in chunks]
@@ -611,7 +644,10 @@ class EventApplier:
         return unknown
 
     def _hashes_under(self, keys: Sequence[int | bytes]) -> list[int]:
-        """Return the hash of the block with each engine key, 0 if unknown; a call for each key costs 10 to 40 us."""
+        """Return our hash of the block with each engine key, 0 for an unknown key.
+
+        Pass many keys at once, as a call for each takes 10 to 40 us.
+        """
         found = [self._own.get(key) or self._above.get(key) or 0 for key in keys]
         missing = [at for at, block in enumerate(found) if not block]
         if missing:
@@ -641,9 +677,10 @@ class EventApplier:
         return hash_blocks(tokens, self._block_size, seed)
 
     def _hashes_apart(self, tokens: bytes, extra: list[list[object]], seed: int) -> list[int]:
-        """Return the hashes of blocks of which some cover extra keys, such as images (see `hash_with_media`).
+        """Return the hashes of consecutive blocks, some of which also cover extra keys such as images.
 
-        `tokens`: of all blocks; `extra`: the extra keys of each block; `seed`: the seed of the first block.
+        They equal those of `hash_with_media`. `tokens`: the token ids of all blocks together, uint32; `extra`: the
+        extra keys of each block; `seed`: the seed of the first block.
         """
         width = len(tokens) // len(extra)
         hashes: list[int] = []
@@ -656,7 +693,7 @@ class EventApplier:
 
 
 def in_pieces(events: list[Stored | Removed | Cleared]) -> Iterator[list[Stored | Removed | Cleared]]:
-    """Split events so that applying each piece takes a few milliseconds; few events stay one piece."""
+    """Yield the events in pieces, of which each takes a few milliseconds to apply; few events stay one piece."""
     if len(events) <= MOST_PIECE and len(events) + sum(map(_blocks, events)) <= MOST_PIECE:
         yield events
         return
@@ -682,7 +719,7 @@ def _blocks(event: Stored | Removed | Cleared) -> int:
 
 
 def _parts(event: Stored | Removed | Cleared) -> Iterator[Stored | Removed]:
-    """Yield an event as several smaller ones, without splitting a chunk of a slower tier."""
+    """Yield an event as several smaller ones with the same effect; chunks of a slower tier are not split."""
     assert not isinstance(event, Cleared)
     count = len(event.keys)
     if isinstance(event, Removed):
@@ -709,14 +746,14 @@ def _parts(event: Stored | Removed | Cleared) -> Iterator[Stored | Removed]:
 
 
 def _has_media(keys: list[object]) -> bool:
-    """Return whether these extra keys are more than one tenant's salt: keys of media are no strings."""
+    """Return whether a block's extra keys have more than a tenant's cache salt; a salt is a string, media are not."""
     return len(keys) > 1 or any(not isinstance(key, str) for key in keys)
 
 
 def _besides(keys: list[object] | None, adapter: str | None) -> list[object]:
-    """Return a block's extra keys without the adapter's name, which the seed of the prompt's first block covers.
+    """Return a block's extra keys without the adapter's name, which the seed of a prompt's first block covers already.
 
-    vLLM puts the adapter's name first, then media, then the cache salt. Only the first key is taken for the name, as a
+    vLLM puts the adapter's name first, then media, then the cache salt. Only a first key is taken for the name, as a
     tenant's salt may equal the adapter's name.
     """
     if not keys:

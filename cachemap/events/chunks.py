@@ -26,11 +26,11 @@ CHUNK_BYTES = 520  # a chunk, its key and its dict entries, without the 8 bytes 
 
 
 class Chunk:
-    """A chunk of one tier.
+    """A chunk: one or more blocks that a store below the engine, such as LMCache, keeps and finds together.
 
-    `hashes`: of its blocks, chained from the prompt's beginning. `parent`: the hash of the block before them, or 0.
+    `hashes`: the hashes of its blocks. `parent`: the hash of the block before them, 0 at a prompt's start.
     `before`: the chunk before this one; `behind`: the chunks that follow this one, by key.
-    `held`: the store has the chunk. `found`: the store has this chunk and all chunks before it.
+    `held`: the store has the chunk. `found`: the store has this chunk and all chunks before it, so a look-up finds it.
     """
 
     __slots__ = ("key", "hashes", "parent", "before", "behind", "held", "found")
@@ -42,17 +42,18 @@ class Chunk:
 
 
 def block_keys(key: Key, blocks: int) -> list[Key]:
-    """Return the keys that a chunk's blocks have in the map; the last block has the chunk's own key.
+    """Return the keys under which the map has a chunk's blocks; the last block has the chunk's own key.
 
-    Through that key the next chunk finds the block that it follows, even in a gateway that has only a copy of another
-    gateway's map.
+    Through that key the block before the next chunk is found, even in a gateway that has only a copy of another
+    gateway's map. `blocks`: how many blocks the chunk has.
     """
     return [*((key_bits(key) + number * ODD) & U64 for number in range(1, blocks)), key]
 
 
 class Chunks:
-    """The chunks of one replica in one tier, each counted in the map's memory budget by `hold` (`CacheMap.hold`).
+    """The chunks of one replica in one slower memory tier.
 
+    `blocks`: blocks in a chunk. `hold`: reserves bytes of the map's memory budget for a chunk (`CacheMap.hold`).
     `blind`: the source of the events reports no removals. This shows when it reports a chunk that is held already.
     LMCache's server reports a chunk only once until it is removed. But LMCache's connectors may report a chunk again if
     they report what they stored themselves, and they never report evictions (`CacheEngine.get_kv_events`;
@@ -74,16 +75,17 @@ class Chunks:
         return key in self._by_key
 
     def end(self, key: Key) -> int:
-        """Return the hash of a chunk's last block, 0 if the chunk is unknown."""
+        """Return the hash of the last block of the chunk with this key, 0 if the chunk is unknown."""
         chunk = self._by_key.get(key)
         return chunk.hashes[-1] if chunk is not None else 0
 
     def store(self, key: Key, before: Key | None, parent: int, hashes: Sequence[int]) -> Iterator[Chunk] | None:
         """Record that the store has a chunk; return the chunks that a look-up now finds, or None if memory is short.
 
-        `key`: the chunk's key. `before`: the key of the chunk before it. `parent`: the hash of the block before it, or
-        0. `hashes`: of its blocks. A chunk comes after the one that it follows in the result. A chunk is taken to be
-        found if the one before it is unknown. The caller must exhaust the iterator before the next call.
+        `key`: the chunk's key. `before`: the key of the chunk before it. `parent`: the hash of the block before it, 0
+        at a prompt's start. `hashes`: the hashes of its blocks. In the result each chunk comes after the one that it
+        follows. If the chunk before this one is unknown, a look-up is taken to find this one. Sets `blind` if the store
+        has the chunk already. The caller must exhaust the iterator before the next call.
         """
         chunk = self._by_key.get(key)
         if chunk is None:
@@ -100,9 +102,9 @@ class Chunks:
         return _find(chunk) if chunk.before is None or chunk.before.found else iter(())
 
     def remove(self, keys: Iterable[Key]) -> Iterator[Chunk | None]:
-        """Record that these chunks are gone; yield all chunks that a look-up no longer finds.
+        """Record that the store dropped these chunks; yield each chunk that a look-up no longer finds.
 
-        These include the chunks that follow a removed one. For each forgotten chunk, None is yielded, so that the
+        These include the chunks that follow a removed one. For each forgotten chunk None is yielded too, so that the
         caller can count the work. The caller must exhaust the iterator before the next call.
         """
         for key in keys:
@@ -122,14 +124,14 @@ class Chunks:
                 yield from _with_those_behind(chunk)
 
     def clear(self) -> None:
-        """Forget all chunks, and return their bytes to the budget."""
+        """Forget all chunks, and return their bytes to the map's memory budget."""
         self._hold(-self._bytes * len(self._by_key))
         self._by_key = {}
 
     def _forget(self, chunk: Chunk | None) -> Iterator[None]:
-        """Forget a removed chunk, and removed chunks before it that nothing follows any more; yield None for each.
+        """Forget a removed chunk, and the removed chunks before it that no chunk follows any more; yield None for each.
 
-        A removed chunk that other chunks follow is kept, so that they are found again when it is stored again.
+        A removed chunk that other chunks follow is kept, so that those are found again when it is stored again.
         """
         while chunk is not None and not chunk.held and not chunk.behind:
             del self._by_key[chunk.key]

@@ -1,8 +1,8 @@
 """The events of an engine's cache groups other than the main one (full attention), on their way to the map.
 
 A cache group is a set of like layers with blocks of their own. An engine names a block by the same key in all groups,
-and sends the block's tokens only with the event of full attention. The events of one engine step come group by group,
-so an event that comes before the one of full attention waits for it.
+and sends the block's tokens only with the event of full attention. The events of one engine step come group by group.
+An event that comes before the one of full attention waits here for that one.
 
 Blocks of full attention can be larger than the blocks at whose ends Mamba's states are kept. Then the tokens in Mamba's
 own event show which prefix a state belongs to. A prompt can also end within a block of full attention. The engine's key
@@ -21,19 +21,20 @@ Key = int | bytes
 # The most groups of one replica, and the highest index of a group. An engine may have as many groups as layers.
 MOST_GROUPS, MOST_INDEX = 64, STATES - 1
 MOST_PENDING = 2048  # blocks gathered before they go to the map
-# Blocks handled in one step, in 5 ms: a million blocks of one event held up all clients for 4.7 s. A call to the map
-# takes as long as FLUSH blocks.
+# MOST_PIECE blocks are handled in one step of 5 ms: a million blocks of one event at once held up all clients for 4.7
+# s. A call to the map takes as long as FLUSH blocks.
 MOST_PIECE, FLUSH = 1024, 32
-HASHED = 32  # blocks hashed from their tokens in the time that the map takes for one
-MOST_STEP = 1 << 19  # bytes of tokens in Mamba's event of a step in which a prompt's end is looked for
+HASHED = 32  # how many blocks are hashed from their tokens in the time that the map takes for one block
+MOST_STEP = 1 << 19  # the most bytes of tokens in Mamba's event of a step for a prompt's end to be looked for in it
 
 
 class GroupEvents:
-    """The events of one replica's cache groups besides the main one.
+    """The events of one replica's cache groups (layers with blocks of their own) besides the main one, full attention.
 
-    `told` returns our hashes of the blocks that the map has under given keys, or 0; `hashes_of` returns those of the
-    last blocks of an event, after the block with a given hash (`EventApplier._hashes_of`). Counters, in blocks:
-    `removed`; `orphans`, which full attention lacks.
+    `slot`: the replica's index in the map. `told`: a function that returns our hash of the block with each engine key,
+    0 if unknown. `hashes_of`: a function that returns our hashes of the last blocks of an event
+    (`EventApplier._hashes_of`). `removed`: how many blocks were removed from the map. `orphans`: how many blocks were
+    left out because full attention does not have them.
     """
 
     def __init__(self, cache_map: CacheMap, slot: int, block_size: int, told: Callable[[Sequence[Key]], list[int]],
@@ -41,13 +42,14 @@ class GroupEvents:
         self._map, self._slot, self._block_size = cache_map, slot, block_size
         self._told, self._hashes_of = told, hashes_of
         self._parts: CacheGroup | None = None
-        # By the key of a waiting end of a prompt: Mamba's event of the same step, and the ends still without one.
+        # By the key of a waiting prompt's end (its last, partial block): Mamba's event of the same engine step.
+        # `_alone` has the keys of the ends whose Mamba event has not come yet.
         self._beside: dict[Key, Stored] = {}
         self._alone: list[Key] = []
         self._state: Stored | None = None  # the last event of Mamba
-        # An event of Mamba, and our hashes of its blocks by their tokens: 0 where several have the same.
+        # An event of Mamba, and our hashes of its blocks by their tokens; 0 for tokens that several blocks have.
         self._ends: tuple[Stored | None, dict[bytes, int]] = None, {}
-        self._known: dict[int, CacheGroup] = {}  # by the engine's index
+        self._known: dict[int, CacheGroup] = {}  # the replica's groups by the engine's index of each
         self.waiting: list[Stored] = []  # events for whose keys no hashes are known yet
         self.waiting_work = 0  # the work to apply the waiting events, in blocks
         self._storing: dict[str, dict[Key, int]] = {}  # by tier, key -> hash
@@ -56,14 +58,17 @@ class GroupEvents:
         self.orphans = 0
 
     def knows(self, index: int) -> bool:
-        """Return whether events showed that the replica has a group with this index besides the main one."""
+        """Return whether the replica is known to have a cache group with this index besides the main one.
+
+        `index`: the engine's index of the group.
+        """
         if index not in self._known:  # another gateway may have learned it
             groups = self._map.groups(self._slot).values()
             self._known |= {group.told_as: group for group in groups if not group.has_parts}
         return index in self._known
 
     def trouble(self, event: Stored) -> str | None:
-        """Return why the events of an engine with this event's group cannot be used, or None if they can."""
+        """Return why an engine's events cannot be used, judged by the cache group of this event; None if they can."""
         sizes = sorted((event.block_size, self._block_size))
         parts = event.kind == MAMBA and sizes[0] > 0 and sizes[1] % sizes[0] == 0
         if event.block_size != self._block_size and not parts:
@@ -81,7 +86,10 @@ class GroupEvents:
         return None
 
     def store_part(self, event: Stored) -> None:
-        """Queue the end of a prompt that lies within a block of full attention."""
+        """Queue an event about a prompt's last, partial block, for an engine with larger blocks than the map's.
+
+        The block gets its hash in `following`, through Mamba's event of the same engine step.
+        """
         self._wait(event)
         if self._state is not None and self._state.group < event.group:
             self._beside[event.keys[0]] = self._state
@@ -110,22 +118,23 @@ class GroupEvents:
         self.waiting_work += self._work(event)
 
     def _work(self, event: Stored) -> int:
-        """Return the work of naming an event's blocks, in blocks."""
+        """Return how long it takes to find the hashes of an event's blocks, in units of the time for one block."""
         return FLUSH // 2 + len(event.keys) + len(event.tokens) // (self._block_size * TOKEN_BYTES * HASHED)
 
     # --- blocks of full attention with several hashed blocks each
 
     @property
     def whole(self) -> int:
-        """How many hashed blocks (as prompts are hashed) make up one block of full attention; 0 if it is just one."""
+        """How many blocks, as prompts are hashed, make up one block of full attention; 0 if the two sizes are equal."""
         if self._parts is None:  # another gateway may have learned it
             self._parts = next((group for group in self._map.groups(self._slot).values() if group.has_parts), None)
         return self._parts.last if self._parts is not None else 0
 
     def learn_whole(self, index: int, blocks: int) -> None:
-        """Note that a block of full attention has `blocks` hashed blocks, and add the group for prompts' ends.
+        """Note that one block of full attention has the size of `blocks` blocks as prompts are hashed.
 
-        `index`: the engine's index of the full-attention group.
+        Also adds to the map the cache group for prompts' last, partial blocks. `index`: the engine's index of the
+        full-attention group.
         """
         if blocks != self.whole:
             self._parts = CacheGroup.of_parts(index, blocks)
@@ -133,7 +142,7 @@ class GroupEvents:
             self._map.add_group(self._slot, self._parts)
 
     def remove_parts(self, keys: Sequence[Key]) -> None:
-        """Remove the ends of prompts with these keys. Exhaust `following` first."""
+        """Queue the removal of prompts' last, partial blocks with these keys. Exhaust `following` first."""
         if self._parts is not None:
             self._remove(self._parts.tier, keys)
 
@@ -144,9 +153,9 @@ class GroupEvents:
         return parts.tier if parts is not None and event.group == parts.told_as else self._known[event.group].tier
 
     def _hashes_under(self, keys: Sequence[Key]) -> list[int]:
-        """Return the hash of the block with each engine key, 0 where unknown.
+        """Return our hash of the block with each engine key, 0 for an unknown key.
 
-        Keys that are not pending here are looked up in one call: a call for each costs 10 to 100 us.
+        The keys that are not pending here are looked up in one call, as a call for each takes 10 to 100 us.
         """
         pending = list(filter(None, self._storing.values()))
         found = [next((storing[key] for storing in pending if key in storing), 0) for key in keys]
@@ -156,7 +165,7 @@ class GroupEvents:
         return found
 
     def _named(self, event: Stored) -> Generator[None, None, list[tuple[Key, int]]]:
-        """Return each key of an event with the hash of its block, 0 where unknown; yield between steps of the work."""
+        """Return each engine key of an event with our hash of its block, 0 where unknown; yield between steps."""
         known: list[tuple[Key, int]] = []
         for start in range(0, len(event.keys), MOST_PIECE):
             if start:
@@ -175,7 +184,10 @@ class GroupEvents:
         return list(zip(event.keys, hashes, strict=True)) if len(hashes) == len(known) else known
 
     def _beside_states(self, part: Stored) -> Generator[None, None, int]:
-        """Return our hash of a prompt's end, or 0: it is found by its tokens in Mamba's event of the same step."""
+        """Return our hash of a prompt's last, partial block, 0 if unknown; yield between steps of the work.
+
+        `part`: the event about that block. Its tokens are looked for in Mamba's event of the same engine step.
+        """
         states = self._beside.get(part.keys[0])
         if states is None:
             return 0
@@ -184,7 +196,10 @@ class GroupEvents:
         return self._ends[1].get(part.tokens, 0)
 
     def _ends_in(self, states: Stored) -> Generator[None, None, dict[bytes, int]]:
-        """Return our hashes of the blocks in Mamba's event by their tokens, 0 for tokens that several blocks have."""
+        """Return our hashes of the blocks in a Mamba event, by each block's tokens; yield between steps of the work.
+
+        The hash is 0 for tokens that several of the blocks have.
+        """
         above = 0 if states.parent is None else self._hashes_under([states.parent])[0]
         if (states.parent is not None and not above) or len(states.tokens) > MOST_STEP:
             return {}
@@ -196,16 +211,16 @@ class GroupEvents:
         return found
 
     def follow_soon(self) -> None:
-        """Do the work of `following` now if it is little, and otherwise leave it to later steps."""
+        """Find the hashes for all waiting events now if that is little work, and otherwise leave it to later steps."""
         if self.waiting_work <= MOST_PIECE:
             for _ in self.following():
                 pass
 
     def following(self) -> Iterator[None]:
-        """Find the hashes for all waiting events, once full attention's blocks are known, and queue them for the map.
+        """Find the hashes for the blocks of all waiting events, and queue the blocks for the map.
 
-        The hash of a prompt's end is found through Mamba's event. The work takes steps of some milliseconds, between
-        which the map may be read.
+        Call this when the blocks of full attention are known. The hash of a prompt's last, partial block is found
+        through Mamba's event. Yields between steps of some milliseconds; the map may be read then.
         """
         work = 0
         for event in sorted(self.waiting, key=lambda one: one.kind == FULL_ATTENTION):
@@ -218,7 +233,8 @@ class GroupEvents:
             if work > MOST_PIECE:
                 work = 0
                 yield
-            # Within larger blocks of full attention a key may stand for a block that no event reports.
+            # Where blocks of full attention are larger than the map's, a key may stand for a block that no event
+            # reports.
             is_told = not self.whole and event.block_size >= self._block_size
             for number, (key, block) in enumerate((yield from self._named(event)), 1):
                 if block:
@@ -247,14 +263,15 @@ class GroupEvents:
             self._hand_over(tier)
 
     def flush(self) -> None:
-        """Hand all pending changes to the map, except events that wait."""
+        """Hand all pending changes to the map, except events that still wait for their blocks' hashes."""
         for tier in {*self._storing, *self._removing}:
             self._hand_over(tier)
 
     def _hand_over(self, tier: str) -> None:
-        """Hand the pending changes of one group (its tier) to the map.
+        """Hand the pending changes of one cache group to the map.
 
-        Removals and stores are never pending together: the earlier kind is handed over before the other is queued.
+        `tier`: the group's tier name. Removals and stores are never pending together: the earlier kind is handed over
+        before the other is queued.
         """
         if removing := self._removing.pop(tier, None):
             self.removed += self._map.remove(self._slot, removing, tier)
@@ -263,7 +280,7 @@ class GroupEvents:
             self._map.store(self._slot, list(storing.values()), list(storing), tier)
 
     def forget(self) -> None:
-        """Drop all pending changes and waiting events, and what is known of the engine's groups."""
+        """Drop all pending changes and waiting events, and all that is known of the engine's cache groups."""
         self._known, self.waiting, self._storing, self._removing, self._parts = {}, [], {}, {}, None
         self.waiting_work = 0
         self._beside, self._alone, self._state = {}, [], None

@@ -1,10 +1,10 @@
 """Pages: the blocks of an engine whose blocks are smaller than the map's.
 
 Some engines cache token by token, or in pages of a few tokens. The map still keeps larger blocks: it has a block while
-the engine holds all pages of the block. `Pages.reach` counts the pages that are held of the next block too.
+the engine holds all pages of the block. `Pages.reach` also counts the leading pages of the next block.
 
-An event reports any number of pages, which follow a page reported before. If a page is dropped while the engine holds
-pages after it, it is kept here as a gap in the chain until those pages are dropped or it is stored again.
+An event reports any number of pages, which follow a page reported before. If the engine drops a page while it holds
+pages after it, the page is kept here as a gap in the chain, until those pages are dropped or it is stored again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Key = int | bytes
 Table = TypeVar("Table", bound=Buckets)
 U64 = np.uint64
 NUMBER_BITS = 22
-# The limits for one replica: an engine with more should be started with larger pages. A page takes about PAGE_BYTES
-# besides its tokens, when it is stored: 39 in arrays, 5.6 in the index of keys, 10.5 in the set of names, and as much
-# again as the last two while those grow.
+# The limits for one replica; an engine with more pages should be started with larger ones. A page takes about
+# PAGE_BYTES besides its tokens: 39 in arrays, 5.6 in the index of keys, 10.5 in the set of names, and the last two
+# numbers once more while those two tables grow.
 MOST_PAGES = (1 << NUMBER_BITS) - 1
 PAGE_BYTES, MOST_BYTES = 60, 1 << 28
 FIRST_ROOM = 1 << 10  # pages
-MOST_SEARCHED = 1 << 13  # pages visited one by one in a step
+MOST_SEARCHED = 1 << 13  # pages visited one by one in a step of work
 
 
 class Chain(NamedTuple):
-    """Consecutive blocks of the map of which the engine now holds all pages."""
+    """Consecutive blocks of the map that an event has completed: the engine now holds all of their pages."""
 
     keys: list[int]  # for each block the engine's key of its last page
     hashes: list[int]
@@ -44,12 +44,12 @@ class Chain(NamedTuple):
 
 
 class Pages:
-    """The pages of one replica. The map knows a block under the engine's key of the block's last page.
+    """The pages (blocks smaller than the map's) of one replica.
 
-    Each page has a number, from 1 on, which indexes the arrays below. A page also has a name, a hash that stands for
-    the prompt up to the page's end: within a block, each page's name is chained to that of the page before, and the
-    name of the last page is the block's hash. (Of two pages with one name, which engines are not known to have, the
-    name goes with the first that is dropped.)
+    The map knows a block under the engine's key of the block's last page. Each page has a number, from 1 on, which
+    indexes the arrays below. A page also has a name, a hash that stands for the prompt up to the page's end: within a
+    block, each page's name is chained to that of the page before, and the name of the last page is the block's hash.
+    (Of two pages with one name, which engines are not known to have, the name goes with the first that is dropped.)
 
     `page_size`: tokens in a page.
     `pairs`: the engine finds a page only if the token after it is equal too, so each page's name, the last one's
@@ -82,9 +82,10 @@ class Pages:
         return int(self._by_key.count)
 
     def store(self, event: Stored) -> Generator[None, None, list[Chain]]:
-        """Record that these pages are held, in steps; return the blocks that they complete.
+        """Record that the engine holds an event's pages; yield between steps of the work.
 
-        Raises OverflowError if the engine holds more than MOST_PAGES, or than MOST_BYTES have room for.
+        Returns the map's blocks that these pages complete. Raises OverflowError if the engine holds more than
+        MOST_PAGES pages, or more than fit into MOST_BYTES. Pages that follow an unknown page are counted in `orphans`.
         """
         tags = _tags(event.keys)
         before = 0 if event.parent is None else self._by_key.at(int(_tags([event.parent])[0]))
@@ -108,7 +109,7 @@ class Pages:
                 continue
             run = int(known.argmax()) if known.any() else len(known)
             first = np.unique(tags[start : start + run], return_index=True)[1]
-            if len(first) < run:  # up to the first key that comes again
+            if len(first) < run:  # cut the run before the first key that repeats an earlier one
                 run = int((np.sort(first) == np.arange(len(first))).argmin()) or len(first)
             end = start + run
             before, chain = self._append(before, seed, tags[start:end], tokens[start:end], ahead[start:end])
@@ -117,7 +118,10 @@ class Pages:
         return whole
 
     def remove(self, keys: Sequence[Key]) -> Generator[None, None, list[int]]:
-        """Record that these pages are gone, in steps; return the keys of the blocks that are no longer whole."""
+        """Record that the engine dropped the pages with these keys; yield between steps of the work.
+
+        Returns the keys of the map's blocks that are no longer complete.
+        """
         held, parents, children = self._held.data, self._parents.data, self._first.data
         siblings, previous = self._next.data, self._prev.data
         ended: list[int] = []
@@ -173,9 +177,9 @@ class Pages:
     def _append(
         self, before: int, seed: int, tags: np.ndarray, tokens: np.ndarray, ahead: np.ndarray
     ) -> tuple[int, Chain]:
-        """Add consecutive new pages after page `before`, or (`before` is 0) at the start of a prompt.
+        """Add consecutive new pages after page number `before`, or (`before` is 0) at the start of a prompt.
 
-        Returns the number of the last page, and the blocks that are complete now.
+        Returns the number of the last page, and the map's blocks that are complete now.
         `seed`: the seed of the prompt's first block. `tags`: the pages' keys, from `_tags`. `tokens`: a row of token
         ids for each page. `ahead`: with `pairs`, for each page a row of the tokens that follow its tokens.
         """
@@ -207,7 +211,10 @@ class Pages:
         return int(numbers[-1]), Chain(tags.take(ends).tolist(), hashes[broken:], parent)
 
     def _begun(self, page: int) -> list[int]:
-        """Return the pages, up to this one, of the block that contains it; none if it is the last page of its block."""
+        """Return the pages, from the block's first one up to this one, of the block of the map that contains this page.
+
+        Empty if the page is the last one of its block, so that no block is unfinished, or if `page` is 0.
+        """
         pages: list[int] = []
         if page and self._places[page] != self._last:
             for _ in range(int(self._places[page]) + 1):
@@ -216,17 +223,19 @@ class Pages:
         return pages
 
     def _hash_at(self, last: int) -> int:
-        """Return the hash of the block that ends with this page."""
+        """Return the map's hash of the block whose last page has the number `last`."""
         if not self.pairs:
             return int(self._names[last])
         pages = [*self._begun(int(self._parents[last])), last]
         return hash_blocks(self._tokens.take(pages, 0).tobytes(), self._block_size, int(self._bases[last]))[0]
 
     def _page_names(self, name: int, place: int, hashes: list[int], tokens: np.ndarray, ahead: np.ndarray) -> list[int]:
-        """Return the names of consecutive pages.
+        """Return the names of consecutive pages; a name is a hash of the prompt up to the page's end.
 
-        `name`: of the page before, or the hash of the block before. `place`: of the first page in its block. `hashes`:
-        of that block and those after it, as far as the pages complete them. `tokens`, `ahead`: as in `_append`.
+        `name`: the name of the page before the first one, or the hash of the block before. `place`: the index of the
+        first page in its block. `hashes`: the hashes of that block and the next ones, as far as the pages complete
+        them.
+        `tokens`: a row of token ids for each page. `ahead`: with `pairs`, a row of the tokens that follow these.
         """
         rows = np.stack((tokens, ahead), 2).reshape(len(tokens), -1) if self.pairs else tokens
         data, size = rows.tobytes(), rows.shape[1]
@@ -241,7 +250,10 @@ class Pages:
         return names
 
     def _revive(self, pages: np.ndarray) -> Generator[None, None, list[Chain]]:
-        """Record that known pages are stored again; return the blocks that they complete, each as its own chain."""
+        """Record that the engine holds pages again that it had dropped; yield between steps of the work.
+
+        `pages`: the pages' numbers. Returns the map's blocks that they complete, each as a chain of its own.
+        """
         found, held = [], self._held.data
         pages = pages[~self._held.take(pages)]
         self._name(np.unique(self._names.take(pages)))  # a call for each page would take longer than all the rest
@@ -256,7 +268,10 @@ class Pages:
         return found
 
     def _ends_through(self, page: int) -> Generator[None, None, list[int]]:
-        """Return the last pages of the blocks that contain `page` and have all their pages, in steps."""
+        """Return the last pages of the complete blocks of the map that contain `page`; yield between steps of the work.
+
+        Several blocks contain a page if their prompts part after it.
+        """
         places, held, parents, last = self._places.data, self._held.data, self._parents.data, self._last
         children, siblings = self._first.data, self._next.data
         first = page
@@ -290,7 +305,7 @@ class Pages:
 
 
 def _tags(keys: Sequence[Key]) -> np.ndarray:
-    """Return engine keys as nonzero u64."""
+    """Return engine keys as an array of nonzero u64."""
     return np.array([key_bits(key) or 1 for key in keys], U64)
 
 
@@ -301,7 +316,7 @@ def _salt(event: Stored) -> str | None:
 
 
 def _roomy(table: Table, more: int) -> Table:
-    """Return the table to use after a step of growth, if it must grow to take `more` words."""
+    """Return a table with room for `more` words: after a step of growth this one, or a larger one that replaces it."""
     if table.wider is None and table.room < more + table.count // 8:
         table.widen(2 * (table.count + more))
     return cast(Table, table.go_on(more))

@@ -12,14 +12,15 @@ FULL_ATTENTION, SLIDING_WINDOW, MAMBA = "full_attention", "sliding_window", "mam
 
 
 class EventError(ValueError):
-    """An error: a payload is not a batch of events."""
+    """An error: a message's payload cannot be read as a batch of events."""
 
 
 class Stored(NamedTuple):
-    """Full blocks that the engine now holds, in order: each block is the parent of the next one.
+    """The event that the engine now holds some full blocks, in order: each block is the parent of the next one.
 
-    In a cache group other than full attention some or even all blocks may be left out. A MAMBA event has the tokens of
-    a whole engine step, and its last key stands for the Mamba state after the last of these tokens.
+    In a cache group other than full attention (layers with blocks of their own) some or even all blocks may be left
+    out. A MAMBA event has the tokens of a whole engine step, and its last key stands for the Mamba state after the last
+    of these tokens.
     """
 
     keys: Sequence[int | bytes]  # the engine's own keys of the blocks
@@ -32,11 +33,11 @@ class Stored(NamedTuple):
     group: int  # the engine's cache group: layers of one kind, with blocks of their own for the same tokens
     kind: str  # the kind of these layers: a constant above, or another that is not understood
     window: int | None = None  # SLIDING_WINDOW: tokens that each token attends to, itself included
-    ahead: bytes = b""  # if keys also cover the token after each of their tokens: those tokens, as `tokens`
-    together: int = 1  # blocks in a chunk of the engine's own slower tier, which are only found together
-    lookahead: bytes = b""  # if keys also cover tokens after their block: those of each block, uint32
+    ahead: bytes = b""  # if keys also cover the token after each token: for each of `tokens` the next token, as uint32
+    together: int = 1  # blocks in a chunk of the engine's own slower tier; the engine finds only whole chunks
+    lookahead: bytes = b""  # if keys also cover the tokens after their block: for each block these tokens, as uint32
     more: bool = False  # the next record continues this event
-    below: bool = False  # in a store below the engine, which finds whole chunks from a prompt's beginning
+    below: bool = False  # the blocks are in a store below the engine, such as LMCache (see `Chunks`)
 
     @property
     def looks_ahead(self) -> int:
@@ -45,33 +46,33 @@ class Stored(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The block format of an engine, as far as its events showed it."""
+    """The block format of an engine, as far as its events have shown it."""
 
     size: int = 0  # tokens in a block of full attention; 0: not known yet
-    ahead: int = 0  # tokens after a block that its name also covers
-    states: int = 0  # tokens in a block of Mamba; 0: none are known
+    ahead: int = 0  # how many tokens after a block the block's name also covers
+    states: int = 0  # tokens in a block of Mamba layers; 0: no such block was reported
 
     @property
     def parts(self) -> int:
-        """The tokens in a Mamba block if it is smaller than a full-attention block, else 0.
+        """The number of tokens in a Mamba block if it is smaller than a full-attention block, else 0.
 
-        Hits may then end after each Mamba block.
+        With smaller Mamba blocks a hit may end after each of them.
         """
         return self.states if self.states < self.size else 0
 
 
 UNTOLD = Blocks()
-# The most tokens after a block that its name may cover: an engine's speculative tokens, one to a few. Each costs a step
-# in naming every prompt's blocks: with a million of them a short chat took 25 s.
+# The most tokens after a block that its name may also cover. They are an engine's speculative tokens, one to a few.
+# Each of them is one more step in naming every prompt's blocks: with a million of them a short chat took 25 s.
 MOST_AHEAD = 16
-AGREEING = 3  # events that must report the same other number before it counts
+AGREEING = 3  # how many events must report the same other number before it replaces the known one
 
 
 class Agreed:
     """One number of an engine's block format, which a single odd event does not change.
 
-    The first event sets the number. Later it changes only once AGREEING events have reported the same other number, and
-    no event between them reported the known one or a third one.
+    The first event sets the number. Later the number changes only after AGREEING events in a row have reported the same
+    other number. `known`: the number at present.
     """
 
     __slots__ = ("known", "_is_heard", "_other", "_times")
@@ -81,9 +82,10 @@ class Agreed:
         self._other, self._times = known, 0  # the last other number, and how many events in a row have reported it
 
     def take(self, told: int, ends_other: bool = True) -> bool:
-        """Take note of the number that an event reports; return whether it equals the known number (after any change).
+        """Note the number that an event reports; return whether it equals the known number, which may change first.
 
-        `ends_other`: an event that reports the known number makes the count of the other number start again from 0.
+        `told`: the reported number. `ends_other`: an event that reports the known number makes the count of events
+        in a row that reported another number start again from 0.
         """
         if not self._is_heard:
             self.known, self._is_heard = told, True
@@ -100,7 +102,7 @@ class Agreed:
 
 
 class Removed(NamedTuple):
-    """Blocks that the engine dropped from one tier and cache group."""
+    """The event that the engine dropped blocks from one memory tier and one cache group."""
 
     keys: Sequence[int | bytes]  # the engine's own keys of the blocks
     tier: str
@@ -108,7 +110,7 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """The event that the engine cleared everything that it holds itself."""
+    """The event that the engine cleared its own KV cache; stores below the engine keep their blocks."""
 
 
 class Batch(NamedTuple):

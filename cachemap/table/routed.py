@@ -94,7 +94,7 @@ class _Generation(Tree):
 
     def take_back(self, slot: int, hashes: Sequence[int], held: int, number: int) -> None:
         segment, end = self._longest(hashes)
-        if end < segment.start + len(segment.blocks):  # the segment goes on after this prompt's end: it is a longer prompt's
+        if end < segment.start + len(segment.blocks):  # the segment's end belongs to a longer prompt
             end, segment = segment.start, segment.parent
         while end > held:
             if slot in segment.stamps and segment.stamps[slot][1] <= number:

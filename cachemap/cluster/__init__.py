@@ -1,4 +1,4 @@
-"""One cache map for many gateways: the blocks that each replica holds, kept in Redis with a copy in every gateway.
+"""One cache map for many gateways: which replica holds which KV cache blocks, in Redis and in every gateway.
 
 For each replica one gateway, the leader, holds a lease in Redis: it reads the engine's events and writes the changes.
 """

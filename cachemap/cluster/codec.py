@@ -1,8 +1,9 @@
-"""The encoding of deltas and snapshots for Redis: 13 bytes a block, 8 for its hash and 5 for its tag.
+"""The encoding, for Redis, of the blocks that a replica holds (snapshots) and of changes to them (deltas).
 
-A delta is the server's time of arrival (8 bytes, added there) and a msgpack array with the changes since the delta
-before. A snapshot is a JSON header, then for each tier the hashes and tags of the blocks, then the counts of copies of
-blocks beyond the first copy.
+A block takes 13 bytes: 8 for its hash and 5 for its tag (shortened engine key). A delta is the time of its arrival at
+the server (8 bytes, added there) and a msgpack array with the changes since the delta before. A snapshot is a JSON
+header, then for each memory tier the hashes and tags of the blocks, then the counts of copies of blocks beyond the
+first copy.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from cachemap.cluster.keys import FORMAT
 from cachemap.events.records import MOST_AHEAD, UNTOLD, Blocks
 
 TAG_BYTES = 5
-# Bytes in a piece of a snapshot. Allocators round large sizes up by as much as a fifth; 28 KiB is one of their sizes,
-# and this leaves room for Redis's own header.
+# Bytes in a piece of a snapshot. Allocators round large sizes up by as much as a fifth. 28 KiB is a size that they do
+# not round up, and 64 bytes of it are left for Redis's own header.
 PIECE = 28 * 1024 - 64
 FIRST, RELOAD = 1, 2  # flags: a leader's first delta; a delta without changes that makes followers load the snapshot
 
@@ -33,15 +34,15 @@ _Ahead = Annotated[int, msgspec.Meta(ge=0, le=MOST_AHEAD)]
 
 
 class Unreadable(ValueError):
-    """An error: data in Redis cannot be used here; the message says why."""
+    """An error: data in Redis cannot be used by this gateway; the message says why."""
 
 
 class Damaged(Unreadable):
-    """An error: data in Redis is not what a gateway wrote; the leader can write it again."""
+    """An error: data in Redis is not what a gateway wrote; the gateway that leads can write it again."""
 
 
 class Position(NamedTuple):
-    """The last event batch of the engine that a delta, a snapshot or the map includes."""
+    """The last of the engine's event batches whose changes a delta, a snapshot or the map includes."""
 
     sequence: int | None = None  # the batch's number; None: no batch yet
     timestamp: float = 0.0  # when the engine sent the batch, by the engine's clock
@@ -51,7 +52,7 @@ class Delta(NamedTuple):
     """The changes to one replica's blocks since the delta before this one."""
 
     at: float  # when the delta reached Redis, by the server's clock
-    term: int  # a random number for each period in which one gateway leads
+    term: int  # a random number that stands for the period in which one gateway leads
     flags: int  # FIRST, RELOAD
     position: Position  # the engine's last event batch that the changes include
     changes: list[Change]
@@ -105,7 +106,7 @@ def encode_delta(term: int, flags: int, position: Position, changes: list[bytes]
 
 
 def decode_delta(data: bytes) -> Delta:
-    """Return the delta that these bytes encode, the server's time in front. Raises Damaged."""
+    """Return the delta that these bytes encode, after the server's time in 8 bytes. Raises Damaged if they do not."""
     try:
         told = _DELTAS.decode(data[_TIME.size :])
         position = Position(told.sequence, told.timestamp)
@@ -116,7 +117,7 @@ def decode_delta(data: bytes) -> Delta:
 
 
 def decode_entry(id: bytes, fields: dict[bytes, bytes]) -> tuple[int, Delta]:
-    """Return the number and the delta of a Redis stream entry. Raises Damaged."""
+    """Return the number and the delta of a Redis stream entry. Raises Damaged if no gateway wrote the entry."""
     number, _, rest = id.partition(b"-")
     if rest != b"0" or b"d" not in fields:
         raise Damaged(f"entry {id.decode()} is none that a gateway wrote")
@@ -144,19 +145,20 @@ class Identity(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All that a replica is known to hold at one time."""
+    """All blocks that a replica is known to hold at one time."""
 
-    n: int  # the number of the last delta that it includes
-    term: int  # the term of the gateway that wrote it
-    position: Position  # the engine's last event batch that it includes
+    n: int  # the number of the last delta whose changes the snapshot includes
+    term: int  # the term (period of leading) of the gateway that wrote it
+    position: Position  # the engine's last event batch whose changes it includes
     contents: Contents
     blocks: Blocks = UNTOLD  # the engine's block format, as its events showed it
 
 
 class Header(msgspec.Struct):
-    """The first piece of a snapshot.
+    """The first piece of a snapshot (all blocks of a replica), which says what the other pieces contain.
 
-    `held`, `copies`: by tier, how many blocks and how many counts of copies follow. `check`: the checksum of the rest.
+    `held`, `copies`: by memory tier, how many blocks and how many counts of copies follow. `n`, `term`, `sequence`,
+    `timestamp`: those of the `Snapshot`. `check`: the checksum of the other pieces together.
     """
 
     format: int
@@ -190,7 +192,10 @@ def encode_snapshot(identity: Identity, snapshot: Snapshot) -> list[bytes]:
 
 
 def decode_header(piece: bytes) -> Header:
-    """Return the header of a snapshot, whatever settings the gateway has that wrote it. Raises Damaged."""
+    """Return the header in the first piece of a snapshot. Raises Damaged if it cannot be read.
+
+    The settings of the gateway that wrote it are not compared here.
+    """
     try:
         return msgspec.json.decode(piece, type=Header)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -200,7 +205,8 @@ def decode_header(piece: bytes) -> Header:
 def decode_snapshot(identity: Identity, header: Header, pieces: list[bytes]) -> Snapshot:
     """Return the snapshot with this header and these pieces after it.
 
-    Raises Unreadable if a gateway with other settings than `identity` wrote it, Damaged if no gateway wrote it.
+    `identity`: the settings of this gateway. Raises Unreadable if a gateway with other settings wrote the snapshot, and
+    Damaged if no gateway wrote it.
     """
     if header.format != FORMAT:
         raise Damaged(f"written in format {header.format}, this gateway knows {FORMAT}")

@@ -22,19 +22,21 @@ from cachemap.map import CacheMap
 
 log = logging.getLogger("hitherto")
 
-RETRY_SECONDS = (1.0, 30.0)  # between requests for a replay of everything, doubling
+RETRY_SECONDS = (1.0, 30.0)  # the first and the longest pause between requests for a replay of everything; it doubles
 # How long an endpoint may neither answer nor refuse before it counts as unreachable: LINK_SECONDS on the first attempt,
-# LINK_LOST_SECONDS after it has once answered. By then a dead engine is noticed, and a broken connection is made again
-# within a fraction of a second.
+# LINK_LOST_SECONDS after it has once answered. A dead engine is noticed elsewhere before that, and a connection that
+# merely broke is made again within a fraction of a second.
 LINK_SECONDS, LINK_LOST_SECONDS = 1.0, 5.0
-SILENT_REQUESTS = 4  # requests with new blocks that finish without a BlockStored ...
-SILENT_SECONDS = 2.0  # ... over at least this time: events come within a step, 0.1 s
+# A replica counts as reporting no events if SILENT_REQUESTS requests with new blocks finish without a stored block
+# being reported, over at least SILENT_SECONDS. Events come within an engine step, 0.1 s.
+SILENT_REQUESTS = 4
+SILENT_SECONDS = 2.0
 
-# How often in a row what the engine holds may be made good or start from nothing, after a gap or a restart, and after
-# how long once more. Each takes about 1 ms and a line of the log.
+# After a gap in the events or a restart of the engine, the map's blocks are repaired or start again from nothing. This
+# may happen RECOVERIES times in a row, and once more every RECOVERY_SECONDS. Each time takes about 1 ms and a log line.
 RECOVERIES, RECOVERY_SECONDS = 10, 10.0
 
-COMPLAINTS = 5
+COMPLAINTS = 5  # distinct reasons for unreadable events that are kept for operators
 
 BIG = 1 << 16  # bytes from which a payload is decoded in a thread: 8 MiB take half a second
 
@@ -46,11 +48,12 @@ Numbered = tuple[int, Batch]
 class EventIntake:
     """The intake of one replica's events; `run` it until cancelled.
 
-    `endpoint`, `replay`: ZMQ addresses of the engine's PUB and ROUTER sockets; `replay` is None if it has none.
+    `slot`: the replica's index in the map.
+    `endpoint`, `replay`: ZMQ addresses of the engine's PUB and ROUTER sockets; `replay` is None if it has no ROUTER.
     `topic`: the prefix that a message's topic must have.
-    `decode`: turns a message's payload into a Batch.
-    `model`, `block_size`, `looks_ahead`: as prompts are hashed; `looks_ahead`: how many tokens after a block its name
-    also covers.
+    `decode`: a function that turns a message's payload into a Batch.
+    `model`, `block_size`, `looks_ahead`: those with which prompts are hashed; `looks_ahead` is how many tokens after a
+    block the block's name also covers.
     `told`: the engine's block format as earlier events showed it.
     `page_size`: tokens in the smallest part of a block that the engine finds; None if it finds only whole blocks.
     `on_change(state, reason)`: called when `state` changes or the replica's blocks had to be forgotten; states are
@@ -93,11 +96,11 @@ class EventIntake:
         self._inbox: Inbox | None = None
         self._last_timestamp = 0.0
         self.unreplayed = replay is not None  # a replay of the engine's events is still to come
-        # the requested replay, and the task that waits for its first batches
+        # The replay that was requested, and the task that waits for its first batches.
         self._asked: tuple[AsyncGenerator[list[Numbered], None], asyncio.Future[list[Numbered] | None]] | None = None
         self._resuming = False  # continue after a batch that another gateway applied, rather than start from nothing
-        self._look_again = False
-        self._replay_at = 0.0
+        self._look_again = False  # after catching up, the batches since then are requested once more
+        self._replay_at = 0.0  # when the next replay may be requested
         self._replay_pause = RETRY_SECONDS[0]
         self._linked = False  # the engine's publisher is connected, so the map may follow its events
         self._unlinked_at = 0.0
@@ -105,9 +108,9 @@ class EventIntake:
         self._silent_requests = 0
         self._silent_since = 0.0
         self._foreign_topic: bytes | None = None
-        self._forgotten = 0  # how often everything was forgotten; this stops an application in progress
+        self._forgotten = 0  # how often all blocks were forgotten; a change stops the batches that are being applied
         self.applying = False  # a batch is partly applied
-        self._recoveries, self._recovered_at = float(RECOVERIES), 0.0  # how many may follow, as of when
+        self._recoveries, self._recovered_at = float(RECOVERIES), 0.0  # how many were left, and when
         self._void: dict[str | None, int] = {}  # by adapter name, the last batch in which it stood for another adapter
 
         self.state = "connecting"
@@ -121,7 +124,8 @@ class EventIntake:
         self.passed_over = 0  # events that could not be read
         self.complaints: list[str] = []  # the first few distinct reasons why events could not be read
         self.last_seq: int | None = None  # the number of the last batch applied
-        self.lag_seconds: float | None = None  # of the last live batch, by the engine's clock and ours
+        # Seconds from when the engine sent the last live batch (by its clock) to when it was applied (by ours).
+        self.lag_seconds: float | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "_events":
@@ -134,10 +138,12 @@ class EventIntake:
         return self.last_seq, self._last_timestamp
 
     def resume(self, sequence: int | None, timestamp: float, observed: bool) -> None:
-        """Continue after batch `sequence`; call this before `run`, with the map as it was after that batch.
+        """Continue after batch `sequence`, which another gateway applied, instead of starting from nothing.
 
-        `timestamp`: when the engine sent that batch. `observed`: the gateway that applied it followed the replica's
-        events. If the engine's pages are smaller than blocks, everything is requested again, as the map has no pages.
+        Call this before `run`, with the map in the state after that batch. `timestamp`: when the engine sent that
+        batch.
+        `observed`: the other gateway followed the replica's events. If the engine's pages are smaller than the map's
+        blocks, everything is requested again, as the map has no pages.
         """
         if self._pages:
             sequence = None
@@ -149,7 +155,7 @@ class EventIntake:
             self._change("connecting", "another gateway saw events")
         elif (
             not observed and sequence is not None
-        ):  # without any batch the other gateway may not have reached the engine, so this one tries itself
+        ):  # without any batch, the other gateway may not have reached the engine: then this one tries for itself
             self._change("unobserved", "another gateway saw no events")
 
     @property
@@ -175,13 +181,13 @@ class EventIntake:
         return found
 
     async def run(self) -> None:
-        """Read events until cancelled."""
+        """Read the engine's events and apply them to the map, until cancelled."""
         with connected("SUB", self._endpoint) as inbox:
             self._inbox, self._unlinked_at, self.unreachable = inbox, _now(), False
             if self.last_seq is None and self.state == "connecting":
                 self._map.observed(self._slot, False)
             else:
-                self._linked = True  # another gateway got the map's present contents from this publisher
+                self._linked = True  # the map's contents come from this publisher, through another gateway
             try:
                 while True:
                     self._follow_link(inbox)
@@ -201,9 +207,9 @@ class EventIntake:
                 await self._unask()
 
     def _follow_link(self, inbox: Inbox) -> None:
-        """Check whether the publisher can be reached; while it cannot, let the map model the replica's cache.
+        """Check whether the engine's publisher can be reached; while it cannot, let the map model the replica's cache.
 
-        A map that receives no evictions would promise blocks that are long gone.
+        A map that is not told of evictions would promise blocks that are long gone.
         """
         self.too_long = inbox.faults
         if inbox.linked:
@@ -227,7 +233,7 @@ class EventIntake:
         self._unobserve(reason)
 
     def _link(self) -> None:
-        """Make the map follow the replica's events, as the publisher can be reached for the first time or again."""
+        """Make the map follow the replica's events, as the engine's publisher can now be reached (again)."""
         self._linked, self.unreachable = True, False
         self._map.observed(self._slot, True)
         if self.state == "unobserved":
@@ -244,29 +250,33 @@ class EventIntake:
         self._change("gap", reason, tell=True)
 
     def forget_adapter(self, name: str) -> None:
-        """Forget all blocks of the replica, as this adapter name now stands for another adapter, and start again.
+        """Forget all blocks of the replica, as a LoRA adapter's name now stands for another adapter, and start again.
 
-        Events give only the name, so blocks that the replay reports as stored under it before now are skipped: they may
-        be of the former adapter.
+        Events give only an adapter's name. Therefore blocks that were stored under it before now are skipped in the
+        replay, as they may be of the former adapter.
         """
         self.void_adapter(name, self.last_seq)
         self.resync()
 
     def void_adapter(self, name: str, sequence: int | None) -> None:
-        """Ignore blocks stored under this adapter name in batches up to `sequence`, without clearing the map."""
+        """Ignore blocks stored under this LoRA adapter's name in event batches up to number `sequence`.
+
+        The map is not cleared.
+        """
         if sequence is not None:
             self._void[name] = sequence
 
     def held_up(self) -> None:
-        """Restart the timeouts after this process was stalled: events that came meanwhile are still to be read."""
+        """Restart the timeouts after this process was stalled, as events that came meanwhile have not been read yet."""
         self._silent_requests = 0
         if self._linked:
             self._unlinked_at = _now()
 
     def request_finished(self, prompt_blocks: int) -> None:
-        """Note that a request finished; `prompt_blocks` of its full blocks were new to the replica.
+        """Note that a request finished, so that a replica which reports no events is noticed.
 
-        The replica must report such blocks soon. After SILENT_REQUESTS requests without a report it is unobserved.
+        `prompt_blocks`: how many of the prompt's full blocks were new to the replica, which must report them soon.
+        After SILENT_REQUESTS such requests without a report, the replica's cache is modelled (state "unobserved").
         """
         if prompt_blocks <= 0 or self.state == "unobserved":
             return
@@ -278,7 +288,7 @@ class EventIntake:
             self._unobserve(f"{self._silent_requests} requests finished but no block was reported")
 
     async def _take(self, messages: list[list[bytes]]) -> None:
-        """Apply live messages; after a gap, first fetch the missing batches."""
+        """Apply messages that the engine has just published; after a gap, first fetch the missing batches."""
         if not self._linked:
             self._link()  # a message shows that the publisher is there
         if self.state == "unobserved" and self._recoveries_left() < 1:
@@ -315,7 +325,10 @@ class EventIntake:
                 self._change("live", "events come")
 
     async def _numbered(self, messages: list[list[bytes]]) -> list[Numbered]:
-        """Return the batches in these messages, with their numbers; a big payload is decoded in a thread."""
+        """Return the event batches in these messages, each with its number.
+
+        A large payload is decoded in a thread. Messages that cannot be read are counted in `malformed`.
+        """
         numbered = []
         for frames in messages:
             try:
@@ -330,16 +343,20 @@ class EventIntake:
         return numbered
 
     def _recoveries_left(self) -> float:
-        """Return how many recoveries may follow now (`RECOVERIES`)."""
+        """Return how often the replica's blocks may be repaired or start again now, after gaps and restarts.
+
+        The number grows by one every RECOVERY_SECONDS, up to RECOVERIES.
+        """
         now = _now()
         more = (now - self._recovered_at) / RECOVERY_SECONDS
         self._recoveries, self._recovered_at = min(self._recoveries + more, RECOVERIES), now
         return self._recoveries
 
     async def _recover(self, order: Order, number: int) -> bool:
-        """Fetch what is missing before a batch that does not follow the last one, or start again from nothing.
+        """Fetch the batches missing before a batch that does not follow the last one, or start again from nothing.
 
-        Return False if that was done too often lately: then the replica is not observed until it may be done again.
+        `order`: how the batch relates to the last one. `number`: the batch's number. Returns False if there were too
+        many recoveries lately; then the replica's cache is modelled until another one is allowed.
         """
         if order is Order.FIRST:
             return True
@@ -370,7 +387,7 @@ class EventIntake:
             self._inbox.wake()
 
     async def _catch_up(self, last: int) -> None:
-        """Request and apply the batches after batch `last`, which another gateway applied.
+        """Request and apply the event batches after batch number `last`, which another gateway applied.
 
         If the engine no longer has batch `last`, or has a different batch with this number, it is unknown what was
         missed, and everything is requested again.
@@ -448,7 +465,10 @@ class EventIntake:
             self._change("live", reason)
 
     async def _replay_missing(self, number: int) -> bool:
-        """Fetch and apply the batches between the last one and batch `number`; return whether none is missing now."""
+        """Fetch and apply the event batches between the last one applied and batch `number`.
+
+        Returns whether none is missing now.
+        """
         if self._replay_endpoint is None or self.last_seq is None:
             return False
         try:
@@ -487,7 +507,7 @@ class EventIntake:
         except asyncio.CancelledError:  # no gateway could continue from the middle of a batch
             self._forget()
             raise
-        except Exception as error:  # a fault of this code with this engine's events; other replicas are not affected
+        except Exception as error:  # an error in this code with this engine's events; other replicas are not affected
             log.exception("KV events that were decoded cannot be applied")
             self._events.fault = f"its KV events cannot be applied: {error!r}"[:300]
         finally:

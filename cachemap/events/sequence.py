@@ -6,11 +6,11 @@ from enum import Enum
 class Order(Enum):
     """How a batch of events relates to the last batch applied."""
 
-    FIRST = "first"  # nothing was applied yet
-    CONTIGUOUS = "contiguous"  # the one expected
-    GAP = "gap"  # some between were lost
-    STALE = "stale"  # applied already, or overtaken
-    RESTART = "restart"  # the numbering started again: another incarnation of the engine
+    FIRST = "first"  # no batch was applied yet
+    CONTIGUOUS = "contiguous"  # the batch directly after the last one
+    GAP = "gap"  # batches between the two were lost
+    STALE = "stale"  # applied already, or late
+    RESTART = "restart"  # the numbering started again: the engine's process was restarted
 
 
 def classify(last: int | None, last_timestamp: float, sequence: int, timestamp: float) -> Order:
@@ -19,9 +19,9 @@ def classify(last: int | None, last_timestamp: float, sequence: int, timestamp: 
     `last`, `last_timestamp`: number and time of the last batch applied; `last` is None if there is none.
     `sequence`, `timestamp`: number and time of the new batch. Times are by the engine's clock.
 
-    A batch whose number is not above the last one came again or late, unless it was sent after the last one: then the
-    engine has restarted and its old blocks are gone. A restarted engine's first batch counts as old if its timestamp
-    equals the last one.
+    A batch whose number is not above the last one's came again or late, unless it was sent after the last one. In that
+    case the engine has restarted, and its old blocks are gone. The first batch of a restarted engine counts as late if
+    its timestamp equals the last batch's.
     """
     if last is None:
         return Order.FIRST

@@ -6,21 +6,22 @@ from contextlib import aclosing
 
 from cachemap.events.zmtp import WAKE_SECONDS, connected
 
-REPLAY_SECONDS = 2.0  # without an answer for so long, the replay socket counts as dead
-MOST_ANSWERS = 1000  # the most requests for one replay
+REPLAY_SECONDS = 2.0  # a replay socket that does not answer for so long counts as dead
+MOST_ANSWERS = 1000  # the most requests that are sent for one replay
 END = b"\xff" * 8  # the sequence number that ends a replay
 
 
 async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]], None]:
-    """Yield the batches that the engine still has, from number `start` on.
+    """Yield the event batches that the engine still has, from number `start` on.
 
-    Each result is a list of batches, as many as one event-loop iteration takes; a batch is a list of ZMQ frames, of
-    which the last two are its number and its payload. Raises TimeoutError if the engine stops answering.
+    `endpoint`: the address of the engine's replay socket. Each result is a list of batches, as many as one event-loop
+    iteration should handle. A batch is a list of ZMQ frames, of which the last two are its number and its payload.
+    Raises TimeoutError if the engine stops answering.
 
     vLLM's socket silently drops messages that are more than 1,000 ahead of the network, even the end marker (its
-    high-water mark is ZMQ's default). So where a number is skipped, or the end marker does not come, the rest is
-    requested again, up to MOST_ANSWERS times: each answer but the last has about 1,000 batches, and an engine keeps
-    10,000 by default.
+    high-water mark is ZMQ's default). Where a number is skipped, or the end marker does not come, the remaining batches
+    are therefore requested again, up to MOST_ANSWERS times. Each answer but the last has about 1,000 batches, and an
+    engine keeps 10,000 by default.
     """
     wanted = None
     for _ in range(MOST_ANSWERS):
@@ -45,7 +46,10 @@ async def replay(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]],
 
 
 def _following_on(batches: list[list[bytes]], number: int | None) -> list[list[bytes]]:
-    """Return the batches before the first gap; the first batch must have this number (None: any)."""
+    """Return the batches before the first gap in their numbers.
+
+    `number`: the number that the first batch must have; None allows any number.
+    """
     for at, frames in enumerate(batches):
         if number is not None and _number(frames) != number:
             return batches[:at]
@@ -64,7 +68,8 @@ async def _answer(endpoint: str, start: int) -> AsyncGenerator[list[list[bytes]]
         inbox.send([b"", start.to_bytes(8, "big")])
         until = loop.time() + REPLAY_SECONDS
         while True:
-            messages = [frames for frames in inbox.take() if len(frames) > 1]  # one frame is neither batch nor end
+            # A message of one frame is neither a batch nor the end marker.
+            messages = [frames for frames in inbox.take() if len(frames) > 1]
             if messages:
                 until = loop.time() + REPLAY_SECONDS
                 batches = [frames for frames in messages if frames[-2][:8] != END]

@@ -11,17 +11,20 @@ from contextlib import contextmanager
 from time import monotonic as _now
 from typing import cast
 
-WAKE_SECONDS = 1.0  # a lost wake-up costs at most this
-# The most that is taken in one event-loop iteration. A block is 50 to 90 bytes and 1.5 us of work, so 128 KiB take
-# about 3 ms; a batch alone takes 60 us.
+WAKE_SECONDS = 1.0  # the longest wait for a change: a lost wake-up delays events by at most this time
+# The most messages, bytes and frames that are taken in one event-loop iteration. The event of a block is 50 to 90 bytes
+# and takes 1.5 us of work, so 128 KiB take about 3 ms; a batch alone takes 60 us.
 TURN_MESSAGES, TURN_BYTES, TURN_FRAMES = 64, 1 << 17, 1024
-# The most bytes of one frame, and of all frames that wait to be read or for the end of their message; a frame counts as
-# at least LEAST_FRAME bytes. The events of a prompt of a million tokens in blocks of 16 take 7.5 MB.
+# The most bytes of one frame (MOST_FRAME), and of all frames that wait to be read or for the end of their message
+# (MOST_QUEUED), where a frame counts as at least LEAST_FRAME bytes. The events of a prompt of a million tokens in
+# blocks of 16 take 7.5 MB.
 MOST_FRAME, MOST_QUEUED, LEAST_FRAME = 1 << 23, 1 << 26, 1 << 10
-# The most bytes of a command, and commands within a second; a peer sends one on connecting and one for each heartbeat.
+# The most bytes of a ZMTP command, and the most commands within a second. A peer sends one on connecting and one for
+# each heartbeat.
 MOST_COMMAND, MOST_COMMANDS = 1 << 12, 64
-RECONNECT_SECONDS = (0.1, 1.0)  # before a connection is made again, doubling until one is linked
-HANDSHAKE_SECONDS = 30.0
+# The first and the longest pause before a connection is made again; it doubles until a connection has been linked.
+RECONNECT_SECONDS = (0.1, 1.0)
+HANDSHAKE_SECONDS = 30.0  # the longest time that ZMTP's handshake may take
 
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _GREETING_BYTES = 64
@@ -29,16 +32,16 @@ _NULL = b"NULL".ljust(20, b"\0")  # the only security mechanism supported: neith
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _NULL + bytes(32)
 _READY, _PING, _PONG, _ERROR = b"\x05READY", b"\x04PING", b"\x04PONG", b"\x05ERROR"
 _SUBSCRIBE_ALL = b"\x01"
-# The sockets that may answer one of ours. A publisher's endpoint and its replay endpoint are easily swapped, and libzmq
-# closes such a connection after each handshake.
+# The types of sockets that may answer each type of ours. A publisher's endpoint and its replay endpoint are easily
+# swapped, and libzmq too closes such a connection after each handshake.
 _PEERS = {"SUB": (b"PUB", b"XPUB"), "DEALER": (b"ROUTER", b"DEALER", b"REP")}
 
 
 class Inbox(asyncio.Protocol):
-    """A connection to one endpoint, made again whenever it breaks, and the messages that came over it.
+    """A ZMTP connection to one endpoint, made again whenever it breaks, and the messages that came over it.
 
-    `kind`: the type of our socket, "SUB" or "DEALER".
-    `linked`: the handshake is done.
+    `kind`: the type of our socket, "SUB" or "DEALER". `endpoint`: tcp://HOST:PORT or ipc://PATH.
+    `linked`: there is a connection and its handshake is done.
     `refused`: the last attempt to connect failed.
     `faults`: how many linked connections were closed here because the peer broke the protocol or a limit.
     Raises ValueError for a malformed endpoint.
@@ -50,9 +53,9 @@ class Inbox(asyncio.Protocol):
         self._kind = kind
         self._changed, self._ended = asyncio.Event(), asyncio.Event()
         self._transport: asyncio.Transport | None = None
-        self._outgoing: list[bytes] = []  # until it is linked
-        self._messages: deque[tuple[int, list[bytes]]] = deque()
-        self._queued = 0  # their bytes, by LEAST_FRAME
+        self._outgoing: list[bytes] = []  # messages to send once the connection is linked
+        self._messages: deque[tuple[int, list[bytes]]] = deque()  # received messages, each with its size
+        self._queued = 0  # bytes of `_messages`, where a frame counts as at least LEAST_FRAME bytes
         self._pause = RECONNECT_SECONDS[0]  # before the connection is made again
         self._begin()
         self._connecting = asyncio.ensure_future(self._connect(*_address(endpoint)))
@@ -89,12 +92,12 @@ class Inbox(asyncio.Protocol):
             self._transport.abort()
 
     def _begin(self) -> None:
-        """Reset the state of an unfinished message or frame."""
+        """Reset the state of the connection, with its unfinished message and frame, for a new connection."""
         self._greeted = self._halted = False  # halted: no more data is taken for now
         self._frames: list[bytes] = []  # the frames of an unfinished message
-        self._unfinished = 0  # their bytes
-        self._commands, self._second_ends = 0, 0.0  # commands in the current second, and its end
-        # the bytes received of an unfinished frame, and how many it needs
+        self._unfinished = 0  # bytes of `_frames`, where a frame counts as at least LEAST_FRAME bytes
+        self._commands, self._second_ends = 0, 0.0  # commands in the current second, and when that second ends
+        # The bytes received of an unfinished frame, and how many bytes it needs.
         self._rest, self._wanted = bytearray(), _GREETING_BYTES
 
     # --- asyncio.Protocol
@@ -128,9 +131,10 @@ class Inbox(asyncio.Protocol):
     # ---
 
     def _take_frames(self, data: bytes, transport: asyncio.Transport) -> int | None:
-        """Take whole frames from `data`, as many as one event-loop iteration should; return how many bytes they were.
+        """Take whole frames from `data`, as many as one event-loop iteration should, and queue complete messages.
 
-        None if the peer breaks the protocol or exceeds a limit.
+        Returns how many bytes of `data` were used, or None if the peer breaks the protocol or exceeds a limit. If data
+        is left, reading from `transport` pauses until the next iteration, or until waiting messages have been read.
         """
         at, end, turn = 0, len(data), TURN_FRAMES
         if not self._greeted:
@@ -180,7 +184,10 @@ class Inbox(asyncio.Protocol):
         return at
 
     def _go_on(self, transport: asyncio.Transport) -> None:
-        """Take frames that were left for another event-loop iteration, or because too many bytes waited to be read."""
+        """Take the frames that were left, and read from the connection again.
+
+        They were left for another event-loop iteration, or because too many bytes waited to be read.
+        """
         if transport is not self._transport or transport.is_closing():
             return
         self._halted = False
@@ -206,11 +213,11 @@ class Inbox(asyncio.Protocol):
             self._changed.set()
         elif command.startswith(_PING) and self.linked:
             transport.write(_framed(_PONG + command[7:23], _COMMAND))
-            return transport.get_write_buffer_size() <= MOST_COMMAND  # above it, the peer sends but does not read
+            return transport.get_write_buffer_size() <= MOST_COMMAND  # with more unsent, the peer does not read
         return not command.startswith(_ERROR)
 
     def send(self, frames: list[bytes]) -> None:
-        """Send a message (a list of frames), now or once the connection is linked."""
+        """Send a message (a list of frames), now or once the connection's handshake is done."""
         message = b"".join([_framed(one, _MORE) for one in frames[:-1]] + [_framed(frames[-1])])
         if self.linked and self._transport is not None:
             self._transport.write(message)
@@ -218,7 +225,10 @@ class Inbox(asyncio.Protocol):
             self._outgoing.append(message)
 
     def take(self) -> list[list[bytes]]:
-        """Return waiting messages, each a list of frames, as many as one event-loop iteration should handle."""
+        """Take waiting messages out of the queue, as many as one event-loop iteration should handle, and return them.
+
+        A message is a list of frames.
+        """
         messages: list[list[bytes]] = []
         taken = 0
         while self._messages and len(messages) < TURN_MESSAGES and taken < TURN_BYTES:
@@ -231,7 +241,7 @@ class Inbox(asyncio.Protocol):
         return messages
 
     async def changed(self, seconds: float) -> None:
-        """Wait until messages may have come or `wake` was called, at most `seconds`."""
+        """Wait until messages may have come, the connection changed or `wake` was called, for at most `seconds`."""
         # not wait_for: in Python 3.11 it can swallow a cancellation
         alarm = asyncio.get_running_loop().call_later(seconds, self._changed.set)
         try:
@@ -247,7 +257,10 @@ class Inbox(asyncio.Protocol):
 
 @contextmanager
 def connected(kind: str, endpoint: str) -> Iterator[Inbox]:
-    """Open an inbox for the time of a `with` block."""
+    """Return a context manager that keeps a ZMTP connection (`Inbox`) to an endpoint open, and closes it at the end.
+
+    `kind`: the type of our socket, "SUB" or "DEALER".
+    """
     inbox = Inbox(kind, endpoint)
     try:
         yield inbox
@@ -262,7 +275,7 @@ def _framed(body: bytes, flags: int = 0) -> bytes:
 
 
 def _socket_type(metadata: bytes) -> bytes:
-    """Return the socket type in a READY command's metadata, b"" if there is none."""
+    """Return the type of the peer's socket from the metadata of its READY command, b"" if there is none."""
     at = 0
     while at < len(metadata):
         name = metadata[at + 1 : (at := at + 1 + metadata[at])]

@@ -45,14 +45,14 @@ from redis.exceptions import (
 from cachemap.cluster.parser import Parser
 
 OLDEST = (6, 2)  # the first Redis with XTRIM MINID
-ANSWER_SECONDS = 1.0  # a server that takes longer counts as gone; a lease lasts three times as long
+ANSWER_SECONDS = 1.0  # a server that takes longer to answer counts as gone; a lease lasts three times as long
 SCHEMES = ("unix", *(f"{scheme}{kind}" for scheme in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")))
 LOGINS = ("sentinel_username", "sentinel_password")
 HIDDEN = "********"
 BEGIN = Path(__file__).with_name("ask.lua").read_text()
 
 FAILURES = (RedisError, OSError, TimeoutError)  # the errors that Redis or the network can cause in a call
-# What reading a reply of another kind than the command returns can raise.
+# The errors that can arise here when Redis's reply is of another kind than the command returns.
 NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error)
 
 
@@ -89,13 +89,16 @@ _UNREACHED = re.compile(r"Error (.*?) ?connecting to (.+?)\.(?: (.*?)\.?)?", re.
 
 
 def strange(command: str, error: BaseException | None = None) -> InvalidResponse:
-    """Return the error for a well-formed reply that Redis does not give to this command."""
+    """Return (do not raise) the error for a well-formed reply that is of another kind than this command returns.
+
+    `error`: the exception that reading the reply raised, if any.
+    """
     why = f": {type(error).__name__}: {error}" if error is not None else ""
     return InvalidResponse(f"the reply to {command} is of another kind{why}")
 
 
 def describe(error: BaseException) -> str:
-    """Return an error of a call to Redis in plain words: what Redis refuses, at which key, why, and what to do."""
+    """Return the error of a call to Redis in plain words: what Redis refuses, at which key, why, and what to do."""
     if isinstance(error, BusyLoadingError):
         return in_words(f"LOADING {error}")  # redis-py removes the code
     if isinstance(error, MasterNotFoundError):  # redis-py appends a page on its connections
@@ -114,7 +117,10 @@ def describe(error: BaseException) -> str:
 
 
 def in_words(said: str) -> str:
-    """Return an error message (`said`) of a script or of the server in plain words, with the remedy if known."""
+    """Return an error message (`said`) of a Lua script or of the Redis server in plain words.
+
+    The result names the remedy if `REFUSALS` has one.
+    """
     scripted = _SCRIPTED.search(said)
     what = f"{REFUSES} {scripted[1]}" if scripted else ""
     said = scripted[2] if scripted else said
@@ -128,9 +134,9 @@ def in_words(said: str) -> str:
 
 
 class Trouble(NamedTuple):
-    """The reason why a task cannot be done in Redis."""
+    """The reason why one of a gateway's tasks cannot be done in Redis."""
 
-    why: str
+    why: str  # a message for operators
     answered: bool  # Redis answered, with an error
 
     @classmethod
@@ -155,7 +161,7 @@ class RedisUrl(NamedTuple):
 
 
 def parse(url: str) -> RedisUrl:
-    """Return the parts of a Redis URL. Raises ValueError, which says what is wrong and what would be right."""
+    """Return the parts of a Redis URL. Raises ValueError with a message that says what is wrong and what is right."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -204,7 +210,7 @@ def parse(url: str) -> RedisUrl:
 
 
 def without_password(url: str) -> str:
-    """Return the URL with its passwords hidden."""
+    """Return a Redis URL with asterisks in place of its passwords."""
     scheme, separator, rest = url.partition("://")
     login, at, rest = rest.rpartition("@")
     user, colon, password = login.partition(":")
@@ -248,9 +254,10 @@ def connect(place: RedisUrl, seconds: float = ANSWER_SECONDS) -> Redis:
 
 
 class _Client(Redis):
-    """redis-py's client. It raises InvalidResponse for a reply that it cannot read since it is of another kind.
+    """redis-py's client, with two changes.
 
-    Unlike redis-py's, the client of a primary that sentinels name closes its connections to them.
+    It raises InvalidResponse if a reply is of another kind than the command returns. And the client of a primary that
+    sentinels name also closes its connections to the sentinels.
     """
 
     async def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
@@ -267,9 +274,10 @@ class _Client(Redis):
 
 
 class _Sentinels(Sentinel):
-    """The sentinels, asked in turn; after a failure or a cancelled wait the next request starts with another sentinel.
+    """The Redis sentinels, which are asked in turn where the primary is.
 
-    If two sentinels hang, a request takes 2 s; the gateway then repeats it.
+    After a failure or a cancelled wait the next request starts with another sentinel. If two sentinels hang, a request
+    takes 2 s; the gateway then repeats it.
     """
 
     async def discover_master(self, service_name: str) -> Any:
@@ -299,7 +307,7 @@ class RedisClients:
         self.failures = 0
 
     async def to(self, key: str) -> Redis:
-        """Return the client for the server of this key. Raises RedisError if no node serves it."""
+        """Return the client for the Redis server that has this key. Raises RedisError if no node serves the key."""
         if not self.many:
             return self._clients[None]
         if not self._slots:
@@ -312,9 +320,9 @@ class RedisClients:
         raise RedisError(f"no node of the cluster serves slot {slot}")
 
     def failed(self) -> None:
-        """Note that a call of a client from `to` failed, so that a Cluster's slots are read again.
+        """Count a failed call of a client that `to` returned; on a Cluster, also read again which node has which keys.
 
-        A failover takes seconds, so the slots may have to be read several times until they are right.
+        A failover takes seconds, so this may have to be read several times until it is right.
         """
         self.failures += 1
         if self.many:
@@ -325,7 +333,7 @@ class RedisClients:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
         for client in self._clients.values():
-            with contextlib.suppress(*FAILURES):  # so that the others are closed all the same
+            with contextlib.suppress(*FAILURES):  # one that fails must not keep the others from being closed
                 await client.aclose()
 
     def _client(self, node: tuple[str, int]) -> Redis:
@@ -339,9 +347,9 @@ class RedisClients:
         return self._asking
 
     async def _learn_slots(self) -> None:
-        """Ask the nodes which node serves which slots, until one answers.
+        """Ask the nodes of a Cluster, one after another, which node serves which hash slots, until one answers.
 
-        A newly set up node answers that no node serves anything; such an answer is skipped. A node that is cut off from
+        A newly set up node answers that no node serves any slot; such an answer is skipped. A node that is cut off from
         the others gives outdated slots, so the node that answered is asked last the next time.
         """
         for node in list(dict.fromkeys([*self._nodes, *self._place.hosts])):
@@ -356,7 +364,7 @@ class RedisClients:
 
 
 class RedisConnection:
-    """A dedicated connection to the server of one key, for frequent requests.
+    """A dedicated connection to the Redis server that has one key, for frequent requests.
 
     All commands of a request go out in one write. A request and its replies take half the CPU time that they take with
     redis-py's pipeline, which borrows a connection for each request.
@@ -367,7 +375,7 @@ class RedisConnection:
         self._client: Redis | None = None
         self._connection: AbstractConnection | None = None
         self._failures = 0  # `RedisClients.failures` when this connection was made
-        self.sent = False  # whether any of the last commands can have arrived
+        self.sent = False  # whether any command of the last `ask` can have reached the server
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send commands and return their replies in order; raise the error of the first command that fails.
@@ -402,23 +410,23 @@ class RedisConnection:
             raise
 
     def _is_doubtful(self, connection: AbstractConnection) -> bool:
-        """Return whether the server may have closed this connection, or may no longer be the one that has the key.
+        """Return whether the server may have closed this connection, or may no longer have the key.
 
-        The next commands would be lost on such a connection, though Redis can be reached.
+        The next commands would be lost on such a connection, although Redis can be reached.
         """
         reader = connection._reader
         closed = reader is not None and (reader.at_eof() or reader.exception() is not None)
         return closed or self._failures != self._clients.failures
 
 
-Entries = list[tuple[bytes, dict[bytes, bytes]]]  # of a stream: ids and fields
+Entries = list[tuple[bytes, dict[bytes, bytes]]]  # the entries of a Redis stream: the id and the fields of each
 
 
 async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: int) -> list[tuple[str, Entries]]:
-    """Run XREAD and return the new entries of each stream.
+    """Read several Redis streams with one XREAD command; return the new entries of each, by the stream's name.
 
-    `after`: by stream name, the id after which to read. `count`: the most entries of a stream. `milliseconds`: how long
-    to wait for new entries. The server refuses the whole command for one key that is not a stream.
+    `after`: by stream name, the id after which to read. `count`: the most entries of each stream. `milliseconds`: how
+    long to wait for new entries. If one key is not a stream, the server refuses the whole command.
     """
     news = await client.execute_command(
         "XREAD", "COUNT", count, "BLOCK", milliseconds, "STREAMS", *after, *after.values()
@@ -434,7 +442,10 @@ async def xread(client: Redis, after: dict[str, str], count: int, milliseconds: 
 
 
 def entries_of(command: str, reply: Any) -> Entries:
-    """Return a stream's entries as redis-py gives them. Raises InvalidResponse if they are none."""
+    """Return the entries in a reply to a command that reads a stream.
+
+    `command`: its name, for the error. Raises InvalidResponse if the reply is of another kind.
+    """
     try:
         if all(type(id) is type(fields.get(b"d", b"")) is bytes for id, fields in reply):
             return list(reply)
@@ -444,9 +455,9 @@ def entries_of(command: str, reply: Any) -> Entries:
 
 
 def heed_cancellation() -> None:
-    """Raise CancelledError if the current task is being cancelled; call this in loops that call Redis.
+    """Raise CancelledError if the current task is being cancelled; call this in every loop that calls Redis.
 
-    redis-py uses asyncio.wait_for, which in Python 3.11 swallows a cancellation that arrives as the awaited call ends.
+    redis-py uses asyncio.wait_for. In Python 3.11 that swallows a cancellation which arrives as the awaited call ends.
     """
     if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -455,7 +466,8 @@ def heed_cancellation() -> None:
 class Script:
     """A Lua script for the Redis server, with the functions that all scripts share (`ask.lua`) in front.
 
-    It is called by its SHA-1, so the server runs exactly this text; the text is sent to a server that does not have it.
+    Call it with a client, the script's KEYS and its ARGV to run it. It is run by its SHA-1, so that the server runs
+    exactly this text; the text itself is sent to a server that does not have it yet.
     """
 
     def __init__(self, text: str):

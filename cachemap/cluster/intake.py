@@ -1,4 +1,6 @@
-"""One replica's part of the shared map: from its events if this gateway leads, else from the leader's data in Redis.
+"""One replica's part of the cache map that gateways share through Redis.
+
+If this gateway leads, the replica's blocks come from the engine's events, otherwise from the leader's data in Redis.
 
 A gateway has one of these roles for each replica:
     joining     nothing known yet
@@ -42,10 +44,10 @@ from cachemap.map import CacheMap
 
 log = logging.getLogger("hitherto.share")
 
-UNREADABLE_SECONDS = 10.0  # before data of a gateway with other settings is read again
-DAMAGED_SECONDS = 2.0  # before damaged data is read again: the leader writes it again at its next look
-FAULT_SECONDS = 1.0  # before a retry after a fault of this gateway's own
-TRIES = 5  # attempts to load: a snapshot may be replaced while its deltas are read
+UNREADABLE_SECONDS = 10.0  # pause before data of a gateway with other settings is read again
+DAMAGED_SECONDS = 2.0  # pause before damaged data is read again: the leader writes it again within a second
+FAULT_SECONDS = 1.0  # pause before a retry after an error in this gateway's own code
+TRIES = 5  # attempts to load a snapshot and its deltas: the snapshot may be replaced while the deltas are read
 
 
 class Absent(Exception):
@@ -53,10 +55,11 @@ class Absent(Exception):
 
 
 class SharedIntake:
-    """The intake of one replica in a shared map, in place of an EventIntake; `run` it until cancelled.
+    """The intake of one replica's blocks into a cache map shared through Redis; `run` it until cancelled.
 
-    `SharedMap.intake` makes it. Most arguments are those of EventIntake; `keys`: the replica's keys in Redis.
-    Attributes that are not defined here are those of the EventIntake, which knows only the events that were read here.
+    It takes the place of an EventIntake, and `SharedMap.intake` makes it. Most arguments are those of EventIntake;
+    `keys`: the replica's keys in Redis. Attributes that are not defined here are those of the EventIntake, which knows
+    only the events that this gateway read itself.
     """
 
     def __init__(self, link: Link, cache_map: CacheMap, slot: int, replica: str, keys: Keys, *, model: str, block_size: int,
@@ -68,7 +71,7 @@ class SharedIntake:
         self.identity = Identity(named, block_size, cache_map.tag_bits)
         self.engine = EventIntake(cache_map, slot, model=model, block_size=block_size, on_change=self._tell,
                                   on_unreachable=self._unreachable, **source)  # fmt: skip
-        self._written = self._blocks  # the block format that other gateways know
+        self._written = self._blocks  # the engine's block format that other gateways know
         self._reading: asyncio.Task[None] | None = None  # reads the engine's events
         self._on_change = on_change
         self._wanted = "joining"  # a role, or "outdated": another gateway knows a newer incarnation
@@ -79,17 +82,17 @@ class SharedIntake:
         self._applied = [0, 0]  # the blocks stored and removed by deltas
         self.role = "joining"
         self.role_reason = "nothing heard of Redis yet"
-        self.n = 0  # the last delta applied or written
-        self.term: int | None = None
-        self.in_step = False  # deltas may be applied
-        self.journal: Journal | None = None
+        self.n = 0  # the number of the last delta applied or written
+        self.term: int | None = None  # the term (period of leading) of the gateway that wrote the last delta
+        self.in_step = False  # this follower's map equals the leader's after delta `n`: the next deltas may be applied
+        self.journal: Journal | None = None  # the changes that are still to be written; None unless this gateway leads
         self.led_at = link.now()  # when a gateway was last known to lead
         self.load_at = 0.0  # when data of other gateways may be read again
         self.claim_at = 0.0  # when the lease may be claimed again
-        self.head = 0  # the last delta in Redis, as of the last look
+        self.head = 0  # the number of the last delta in Redis, when the lease was last looked at
         # The engine's events cannot be reached: gateways try in turn, and only the first failure is logged.
         self.away = False
-        self.stuck_at: float | None = None  # since when Redis answers but accepts no writes
+        self.stuck_at: float | None = None  # since when Redis answers but accepts no writes of this replica's data
         self.fault: str | None = None  # the failure of this gateway's own work on this replica, until it succeeds
         # Consecutive looks at which Redis had newer deltas and this gateway had made no progress since the last look.
         self.behind = 0
@@ -109,7 +112,7 @@ class SharedIntake:
 
     @property
     def unreachable(self) -> bool:
-        """Whether this gateway tries to read the engine's events and cannot reach them, though another one may."""
+        """Whether this gateway tries to read the engine's events and cannot reach them (another gateway may)."""
         return self._reading is not None and self.engine.unreachable
 
     @property
@@ -138,16 +141,19 @@ class SharedIntake:
         return getattr(self.engine, name)
 
     def resync(self) -> None:
-        """Request everything from the engine again, here or through the leader: the map is wrong about this replica."""
+        """Request all events from the engine again, as the map is wrong about this replica.
+
+        If another gateway leads, it is asked through Redis to do so.
+        """
         if self._reading:
             self.engine.resync()
         else:
             self._link.request(self.keys, RESYNC)
 
     def forget_adapter(self, name: str) -> None:
-        """Forget the replica's blocks, as the adapter's name now stands for another adapter.
+        """Forget the replica's blocks, as a LoRA adapter's name now stands for another adapter.
 
-        A follower waits for the leader to do this, and remembers the adapter for the time when it leads itself.
+        A follower leaves this to the leader, but remembers the name for the time when it leads itself.
         """
         self.engine.void_adapter(name, self.position.sequence)
         if self._reading:
@@ -158,7 +164,10 @@ class SharedIntake:
             self.engine.request_finished(prompt_blocks)
 
     async def run(self) -> None:
-        """Follow the replica until cancelled; its slot in the map must stay attached until this task has ended."""
+        """Keep the map's blocks of the replica up to date until cancelled.
+
+        The replica's slot in the map must stay attached until this task has ended.
+        """
         self.role = self._wanted = self._taken = "joining"
         self.in_step, self.led_at = False, self._link.now()
         self._link.members.append(self)
@@ -183,13 +192,16 @@ class SharedIntake:
     # --- roles
 
     def want(self, role: str) -> None:
-        """Take a role; SharedMap, which knows who holds the lease, calls this. For "outdated" see `_wanted`."""
+        """Have `run` take this role for the replica; SharedMap, which knows who holds the lease, calls this.
+
+        `role`: leader, follower or standalone; or "outdated" if another gateway knows a newer run of the engine.
+        """
         if not self._taken == self._wanted == role:
             self._wanted, self._taken = role, None
             self._wake.set()
 
     def reload(self, why: str) -> None:
-        """Load the snapshot again, as this follower may differ from the leader; `why`: the reason, for the log."""
+        """Have a follower load the snapshot again, as its map may differ from the leader's; `why`: for the log."""
         if self.in_step:
             log.info("replica %s: the shared map is loaded anew: %s", self.replica, why)
             self.in_step, self._taken, self._wanted = False, None, "follower"
@@ -197,7 +209,7 @@ class SharedIntake:
             self._wake.set()
 
     def resign(self) -> None:
-        """Give up the lease for a while, and read the events for this gateway alone."""
+        """Give up the replica's lease for three times its duration, and read the events for this gateway alone."""
         self.claim_at, self.stuck_at = self._link.now() + 3 * self._link.lease_seconds, None
         if self.journal is not None:
             self._link.give_back([self])
@@ -206,9 +218,10 @@ class SharedIntake:
         self.want("standalone")
 
     def stumble(self, error: BaseException) -> None:
-        """Handle a failure of this gateway's own work on this replica; the other replicas are not affected.
+        """Handle an error in this gateway's own code for this replica; other replicas are not affected.
 
-        This gateway gives up the lease, as another gateway may not fail, and tries to share the map again later.
+        This gateway records the fault, gives up the lease, as another gateway may not fail, and tries to share the map
+        again later.
         """
         self._link.background.failed(PART, error, self.replica)
         self.fault = f"this gateway's part of the shared map failed: {type(error).__name__}: {error}"
@@ -217,7 +230,10 @@ class SharedIntake:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Catch a failure of work on this replica in a loop over many (`stumble`)."""
+        """Return a context manager that passes an exception in its body to `stumble` and ends there.
+
+        Used in loops over many replicas, so that one that fails does not affect the others.
+        """
         try:
             yield
         except Exception as error:
@@ -237,7 +253,7 @@ class SharedIntake:
             self.resign()
 
     async def _take_role(self) -> None:
-        """Take the wanted role; after a failure this is tried again when SharedMap next looks at the leases."""
+        """Take the role in `_wanted`; after a failure this is tried again when SharedMap next looks at the leases."""
         wanted = self._wanted
         try:
             if wanted == "leader":
@@ -266,17 +282,20 @@ class SharedIntake:
             await asyncio.sleep(FAULT_SECONDS)
 
     async def _lead(self) -> None:
-        """Lead: start from the data that the last leader wrote or, without such data, from the engine."""
+        """Become the replica's leader, which reads the engine's events and writes their changes to Redis.
+
+        The start is the data that the last leader wrote or, without such data, all that the engine has.
+        """
         whole = True
-        if self._reading is None:  # else the map here follows the engine already, and its contents are written anew
+        if self._reading is None:  # otherwise the map follows the engine already, and a new snapshot is written from it
             with contextlib.suppress(Absent, Unreadable):
-                if self.in_step:  # by its lease only this gateway may write now
+                if self.in_step:  # read what the last leader still wrote: now only this gateway may write
                     self.take(await self._link.read_deltas(self.keys, self.n))
                 if not self.in_step or self.n != self.head:
                     await self._load()
                 whole = False
                 self._link.takeovers += 1
-        self._wanted = "leader"  # a reload requested on the way has been done
+        self._wanted = "leader"  # `take` may have asked for a reload, which has been done
         self.in_step = False
         self.journal = Journal(max(self.n, self.head) if whole else self.n, whole)
         self.stuck_at = None
@@ -294,7 +313,7 @@ class SharedIntake:
         self._read_events()
 
     async def _forget_all(self) -> None:
-        """Forget everything about this incarnation of the replica, as another gateway knows a newer one."""
+        """Forget all blocks of this run of the engine's process, as another gateway knows a newer run of it."""
         self.end_journal()
         await self._stop_reading()
         self._map.clear(self._slot)
@@ -302,13 +321,16 @@ class SharedIntake:
         self._stand_alone("a newer incarnation of the replica is known to other gateways")
 
     def rename(self, keys: Keys) -> None:
-        """Use the keys of the incarnation that another gateway named, as this one did not learn its start time."""
+        """Use the Redis keys of the engine run (incarnation) that another gateway named, and load its data.
+
+        Called if this gateway could not learn the start time of the engine's process, which names the run.
+        """
         self.end_journal()
         self.keys, self.head = keys, 0
         self.reload("another gateway knows its incarnation")
 
     def end_journal(self) -> None:
-        """Stop writing to Redis, as another gateway holds the lease, or none does."""
+        """Stop writing this replica's changes to Redis, as this gateway does not hold the lease any more."""
         if self.journal is not None:
             self.n, self.term, self.journal = self.journal.n, self.journal.term, None
             self._taken = None
@@ -322,10 +344,10 @@ class SharedIntake:
             self.fault = None
 
     def _tell(self, state: str, reason: str) -> None:
-        """Report the state of the events to `on_change`.
+        """Report the state of the engine's events to `on_change`.
 
-        Unreachable events are reported once, and again only after they have come. Nothing is reported while joining, as
-        the changes that are read then are old.
+        That the events cannot be reached is reported once, and again only after events have come. Nothing is reported
+        in the role "joining", as the changes that are read then are old.
         """
         if state == "live" and self.away:
             self.away = False
@@ -336,7 +358,7 @@ class SharedIntake:
             self.away = True
 
     def _read_events(self) -> None:
-        """Read the engine's events from now on; after a failure, request all of them again."""
+        """Start a task that reads the engine's events; after a failure it requests all of them again."""
 
         async def read() -> None:
             while True:
@@ -353,7 +375,7 @@ class SharedIntake:
             self._reading = asyncio.create_task(read(), name=f"events {self.replica}")
 
     async def _stop_reading(self) -> None:
-        """Stop reading the engine's events; when this returns, the EventIntake no longer changes the map."""
+        """Stop the task that reads the engine's events; after this the EventIntake no longer changes the map."""
         if self._reading is not None:
             reading, self._reading = self._reading, None
             reading.cancel()
@@ -362,7 +384,11 @@ class SharedIntake:
     # --- reading what others wrote
 
     async def _load(self) -> None:
-        """Load the snapshot and all deltas after it from Redis; until both are read, the map stays as it is."""
+        """Load the snapshot and all deltas after it from Redis into the map.
+
+        Until both have been read, the map stays as it is. Raises Absent if Redis has no data of this replica,
+        Unreadable or Damaged if the data cannot be used.
+        """
         for _ in range(TRIES):
             pieces = await self._link.read_snapshot(self.keys)
             if not pieces:
@@ -394,7 +420,10 @@ class SharedIntake:
         self.n, self.term, self._position = n, term, deltas[-1][1].position if deltas else snapshot.position
 
     def take(self, deltas: Iterable[tuple[int, Delta]]) -> None:
-        """Apply new deltas, each given with its number, in order."""
+        """Apply new deltas to the map, each given with its number, in order.
+
+        If a delta does not continue the last one or cannot be read, the snapshot is loaded again (`reload`).
+        """
         try:
             for n, delta in deltas:
                 if not self.in_step:
@@ -429,14 +458,17 @@ class SharedIntake:
         return self._map.held(self._slot)
 
     def snapshot(self, journal: Journal) -> Snapshot:
-        """Return all that the map has of the replica, which includes all changes that `journal` got."""
+        """Return all blocks that the map has of the replica; these include all changes that `journal` was given."""
         self._written = self._blocks
         contents = self._map.contents(self._slot)
         return Snapshot(journal.n, journal.term, self.position, contents, self.engine.stored_as)
 
     @property
     def tells_other_blocks(self) -> bool:
-        """Whether the engine's block format differs from that in the last snapshot; deltas do not have the format."""
+        """Whether the engine's block format differs from that in the last snapshot, so that a new one must be written.
+
+        Deltas do not carry the format.
+        """
         return self._blocks != self._written
 
     @property
@@ -444,15 +476,17 @@ class SharedIntake:
         return self._or_expected(self.engine.stored_as)
 
     def _or_expected(self, told: Blocks) -> Blocks:
-        """Return a block format, with the block size that prompts are hashed in if no event has shown one yet.
+        """Return a block format, with the block size in which prompts are hashed if no event has shown a size yet.
 
-        The result is only for comparing formats. A gateway that took an expected block size for one that events showed
-        would ignore the engine's first event, which may be the only one for a long time, as a single odd one.
+        `told`: the format as events have shown it so far.
+
+        The result is only for comparing formats. A gateway that took the expected block size for one that events have
+        shown could ignore the engine's first event, which may be the only one for a long time, as an odd one out.
         """
         return told if told.size else told._replace(size=self.identity.block_size)
 
     def wrote(self, well: bool | None) -> None:
-        """Note whether Redis accepted a write of this replica's data; None if Redis did not answer."""
+        """Note whether Redis accepted a write of this replica's data; `well` is None if Redis did not answer."""
         if well is not False:
             self.stuck_at = None
         elif self.stuck_at is None:
@@ -460,7 +494,10 @@ class SharedIntake:
 
 
 def _no_successor(n: int, term: int | None, number: int, delta: Delta) -> str:
-    """Return why delta `number` does not continue delta `n` of `term`; "" if it does."""
+    """Return why delta `number` does not continue delta `n`, in words for the log; "" if it does.
+
+    `term`: the term of delta `n`, a random number for the period in which one gateway leads.
+    """
     if number != n + 1:
         return f"deltas {n + 1} to {number - 1} are gone"
     if delta.flags & RELOAD:

@@ -1,9 +1,10 @@
-"""The changes that the leading gateway has not written to Redis yet, and the size of what it wrote.
+"""The changes that the leading gateway has not written to Redis yet, and the size of the deltas that it wrote.
 
-A delta is the changes written at one time; a snapshot is all that the replica holds, in place of the deltas before it.
-A snapshot is due when the deltas after the last snapshot reach `TAIL` bytes for each block of the replica: with 13
-bytes a block in the snapshot itself, Redis keeps less than 16 bytes a block. The last deltas, `KEEP` bytes a block,
-stay beside a new snapshot, so that a slow reader need not load it. No sockets and no clock are used here.
+A delta is the changes to a replica's blocks that are written at one time. A snapshot is all blocks that the replica
+holds, and replaces the deltas before it. A snapshot is due when the deltas after the last snapshot reach `TAIL` bytes
+for each block of the replica: with 13 bytes a block in the snapshot itself, Redis keeps less than 16 bytes a block. The
+newest deltas, `KEEP` bytes a block, stay beside a new snapshot, so that a gateway that reads slowly need not load the
+snapshot. No sockets and no clock are used here.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from cachemap.changes import Change
 from cachemap.cluster.codec import FIRST, Position, encode_change, encode_delta
 
 TAIL, KEEP = 2.6, 0.3
-LEAST_TAIL = 1 << 14  # bytes of deltas that do not make a snapshot due yet, however few blocks there are
-ENTRY = 40  # bytes of a delta besides its changes: its head and the stream's overhead
-MOST_PENDING = 1 << 20  # bytes of changes; if more wait because the server is away, a snapshot is smaller
+LEAST_TAIL = 1 << 14  # a snapshot is not due while the deltas have fewer bytes, however few blocks there are
+ENTRY = 40  # bytes of a delta besides its changes: its head and the Redis stream's overhead
+MOST_PENDING = 1 << 20  # the most bytes of waiting changes; if more wait, as Redis is away, a snapshot is smaller
 
 
 class Journal:
-    """The journal of one replica while this gateway leads it.
+    """The changes to one replica's blocks that wait to be written to Redis, while this gateway leads the replica.
 
     `n`: the number of the last delta known to be in Redis.
-    `term`: a random number that marks all deltas of this journal, to notice two gateways that write at once.
-    `whole`: a snapshot must be written before any delta, as nothing in Redis can be continued.
+    `term`: a random number in all deltas of this journal, by which two gateways that write at once are noticed.
+    `whole`: a snapshot must be written before any delta, as the data in Redis cannot be continued.
     """
 
     def __init__(self, n: int, whole: bool):
@@ -48,17 +49,18 @@ class Journal:
             self.start_over()
 
     def start_over(self) -> None:
-        """Drop pending changes, as a snapshot must be written next.
+        """Drop the waiting changes and require a snapshot as the next write.
 
-        The reason: Redis may lack what was last written, or too many changes wait.
+        Called when Redis may lack the data that was written last, or when too many changes wait.
         """
         self.whole = True
         self._pending, self._bytes = [], 0
 
     def seal(self, position: Position) -> bytes | None:
-        """Return the pending changes as the next delta, None if there are none.
+        """Return the waiting changes, encoded as the next delta, and empty the journal; None if no changes wait.
 
-        `position`: the engine's last batch that the changes include. Call `sent` or `start_over` after the write.
+        `position`: the last of the engine's event batches that the changes include. After the write call `sent` or, if
+        it failed, `start_over`.
         """
         if self.whole or not self._pending:
             return None
@@ -67,18 +69,18 @@ class Journal:
         return delta
 
     def sent(self, size: int) -> None:
-        """Note that the delta from the last `seal`, with `size` bytes, is in Redis."""
+        """Note that the delta that `seal` returned last, with `size` bytes, is now in Redis."""
         self._flags = 0
         self.n += 1
         self._tail.append((self.n, size + ENTRY))
         self.tail_bytes += size + ENTRY
 
     def due(self, blocks: int) -> bool:
-        """Return whether a snapshot must be written, if the replica holds so many blocks."""
+        """Return whether a snapshot must be written now; `blocks`: how many blocks the replica holds."""
         return self.whole or self.tail_bytes > max(TAIL * blocks, LEAST_TAIL)
 
     def first_to_keep(self, blocks: int) -> int:
-        """Return the number of the oldest delta to keep beside a new snapshot of so many blocks."""
+        """Return the number of the oldest delta to keep in Redis beside a new snapshot of `blocks` blocks."""
         size, first = 0, self.n + 1
         for number, bytes_ in reversed(self._tail):
             size += bytes_
@@ -88,12 +90,12 @@ class Journal:
         return first
 
     def trimmed(self, first: int) -> None:
-        """Note that the deltas before number `first` are removed from Redis."""
+        """Note that the deltas before number `first` were removed from Redis."""
         while self._tail and self._tail[0][0] < first:
             self.tail_bytes -= self._tail.popleft()[1]
 
     def anew(self, n: int) -> None:
-        """Note that a snapshot was written that replaces all deltas; the next delta has the number after `n`."""
+        """Note that a snapshot was written to Redis that replaces all deltas; the next delta has the number `n` + 1."""
         self.n, self._flags = n, 0
         self._tail.clear()
         self.tail_bytes = 0

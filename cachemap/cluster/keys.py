@@ -1,4 +1,4 @@
-"""The keys in Redis. Their values have only block hashes, tags of engine keys, and counters.
+"""The Redis keys of the shared cache map. Their values have only block hashes, tags of engine keys, and counters.
 
     hitherto:1:DEPLOYMENT:{LANE}:map2:REPLICA:newest              name of the newest incarnation
     hitherto:1:DEPLOYMENT:{LANE}:map2:REPLICA:INCARNATION:lease   token of the gateway that leads, 3 s
@@ -7,8 +7,8 @@
                                                          :snapshot list of pieces: header, then the blocks held
                                                          :request  a request by another gateway to the leader
 
-An incarnation is one run of the engine process. The part in braces decides the key's slot in a Cluster: all keys of a
-replica are in one of 16 lanes, so that one command can cover all replicas of a lane.
+An incarnation is one run of the engine process. The part in braces decides the key's hash slot in a Redis Cluster. All
+keys of a replica are in one of 16 lanes (parts of the key space), so that one command can cover all replicas of a lane.
 """
 
 import ipaddress
@@ -16,21 +16,21 @@ import re
 import socket
 from zlib import crc32
 
-SCHEMA = 1  # of all keys that gateways share
-FORMAT = 2  # of the map's deltas and snapshots
+SCHEMA = 1  # the version of all keys that gateways share
+FORMAT = 2  # the version of the map's deltas and snapshots
 LANES = 16
-KEEP_SECONDS = 24 * 3600  # the time that unused keys stay; the keys of a leased replica are renewed with its lease
-RESYNC, REWRITE = b"1", b"2"  # requests: read the engine's events again; write the data in Redis again
+KEEP_SECONDS = 24 * 3600  # how long unused keys stay; the keys of a leased replica are renewed with its lease
+RESYNC, REWRITE = b"1", b"2"  # requests to a leader: read the engine's events again; write the data in Redis again
 THIS_HOST = ("127.0.0.1", "::1", "0.0.0.0", "::")  # addresses that mean the machine of whoever connects
 UNNAMED = "-"  # an incarnation whose start time is unknown
 NAME = re.compile(r"[A-Za-z0-9.-]{1,64}")  # an incarnation's name; `tend.lua` deletes any other
 
 
 def scope(replica: str) -> str:
-    """Return a name for a replica that gateways on all hosts agree on, however they spell the replica's address.
+    """Return a name for a replica that is the same in gateways on all hosts, however they spell the replica's address.
 
-    Different addresses have different names, and loopback addresses become this machine's host name, with the address
-    appended if it is an unusual one. `replica`: HOST:PORT, with a suffix if several ranks share the port.
+    Different addresses have different names. A loopback address becomes this machine's host name, with the address
+    appended if it is an unusual one. `replica`: HOST:PORT, with a suffix if several data-parallel ranks share the port.
     """
     host, colon, port = replica.rpartition(":")
     if not colon:
@@ -50,9 +50,9 @@ def scope(replica: str) -> str:
 class Keys:
     """The Redis keys of one incarnation (run of the engine process) of one replica.
 
-    `incarnation`, the argument, is its id at this gateway. In keys it goes by the part of the id that is the same in
-    all gateways: the process's start time, or its pid, without the address after "@", as gateways may reach one engine
-    at several addresses. An id that counts what one gateway saw ("seen-...") gives UNNAMED.
+    `incarnation`: the run's id at this gateway. The keys have only the part of the id that is the same in all gateways:
+    the process's start time, or its pid. The address after "@" is left out, as gateways may reach one engine at several
+    addresses. An id that only counts what one gateway saw ("seen-...") becomes UNNAMED.
     """
 
     def __init__(self, deployment: str, replica: str, incarnation: str):

@@ -1,6 +1,6 @@
-"""What the parts of one gateway's shared map have in common: its Redis clients, what fails there, and reads from there.
+"""What the parts of one gateway's shared map have in common: Redis clients, a record of failures, and reads from Redis.
 
-No request waits for anything here, and whatever Redis does, look-ups use this process's own map.
+No request of a client waits for anything here: look-ups use this process's own map, whatever Redis does.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from cachemap.cluster.keys import Keys
 
 log = logging.getLogger("hitherto.share")
 
-PART = "shared map: one replica's part"  # a kind of background work
-LEASES, READS = "leases cannot be looked at", "deltas cannot be read"  # tasks that `Link.in_trouble` reports
+PART = "shared map: one replica's part"  # a kind of background work, under which its failures are counted
+# The tasks of a gateway in Redis, each named by the message that it fails (`Link.in_trouble`).
+LEASES, READS = "leases cannot be looked at", "deltas cannot be read"
 WRITES = "deltas and snapshots cannot be written"
-MOST_PIECES, MOST_DELTAS = 32, 500  # pieces of a snapshot, and deltas, that are read at once
+MOST_PIECES, MOST_DELTAS = 32, 500  # pieces of a snapshot, and deltas, that one command reads
 
 
 def script(name: str) -> Script:
@@ -35,11 +36,12 @@ LEAVE = script("leave")
 
 
 class Link:
-    """One gateway's link to Redis for the shared map.
+    """One gateway's link to Redis for the cache map that gateways share.
 
-    `place`: the Redis. `deployment`: a name that the gateways that share a map have in common.
-    `token`: this gateway's random name, which its leases carry. `members`: the `SharedIntake`s of all replicas.
-    `lease_seconds`: how long a lease lasts; `look_seconds`: how often it is looked at and renewed.
+    `place`: the address of Redis. `deployment`: a name that all gateways which share a map have in common.
+    `token`: this gateway's random name, which marks the leases that it holds. `members`: the `SharedIntake` of each
+    replica. `lease_seconds`: how long a lease (the right to write a replica's data) lasts; `look_seconds`: how often
+    leases are looked at and renewed.
     """
 
     lease_seconds, look_seconds = 3.0, 1.0
@@ -65,21 +67,24 @@ class Link:
         return asyncio.get_running_loop().time()
 
     def look_soon(self) -> None:
-        """Have the leases looked at now rather than within `look_seconds`."""
+        """Have the loop over the leases run now rather than within `look_seconds`."""
         self._look.set()
 
     def lane(self, member: Any) -> int:
         return member.keys.lane if self.clients.many else 0
 
     def groups(self, members: list[Any]) -> list[list[Any]]:
-        """Return the members in groups that one command can cover: on a Cluster one group for each lane."""
+        """Return the members (intakes of replicas) in groups whose Redis keys one command can cover.
+
+        On a Redis Cluster there is a group for each lane (part of the key space), otherwise a single group.
+        """
         lanes: dict[int, list[Any]] = {}
         for one in members:
             lanes.setdefault(self.lane(one), []).append(one)
         return list(lanes.values())
 
     def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background; nobody waits for it, and failures are only counted."""
+        """Run a coroutine in a task of its own, for which nobody waits; failures are only counted."""
 
         async def quietly() -> None:
             try:
@@ -94,9 +99,9 @@ class Link:
         task.add_done_callback(self._aside.discard)
 
     def give_back(self, group: list[Any]) -> None:
-        """Release the leases of these replicas, so that other gateways may take them.
+        """Release this gateway's leases of some replicas, so that other gateways may take them.
 
-        `group`: as `groups` makes it, so that one Redis command covers it.
+        This happens in the background. `group`: a group from `groups`, so that one Redis command covers it.
         """
 
         async def leave() -> None:
@@ -106,7 +111,10 @@ class Link:
         self.beside(leave())
 
     def request(self, keys: Keys, what: bytes) -> None:
-        """Ask a replica's leader for something: RESYNC (read its events again) or REWRITE (write its data again)."""
+        """Ask the gateway that leads a replica, through Redis and in the background, to do something.
+
+        `what`: RESYNC (read the engine's events again) or REWRITE (write the replica's data in Redis again).
+        """
 
         async def ask() -> None:
             await (await self.clients.to(keys.request)).set(keys.request, what, px=10_000)
@@ -122,7 +130,10 @@ class Link:
         log.debug("redis: %s", error)
 
     def in_trouble(self, what: str, lane: int, trouble: Trouble) -> None:
-        """Note that a task (LEASES, READS or WRITES) fails in a lane of Redis keys; the first trouble is logged."""
+        """Note that one of this gateway's tasks in Redis fails for one lane (part of the key space).
+
+        `what`: the task: LEASES, READS or WRITES. It is logged if no other task is failing.
+        """
         self._reached |= trouble.answered
         if not self._troubles:
             log.warning("redis %s: %s%s: every gateway goes on with what it knows: %s",
@@ -130,7 +141,10 @@ class Link:
         self._troubles[what, lane] = trouble
 
     def works(self, what: str, lane: int) -> None:
-        """Note that a task (LEASES, READS or WRITES) works in a lane of Redis keys."""
+        """Note that one of this gateway's tasks in Redis works for one lane (part of the key space).
+
+        `what`: the task: LEASES, READS or WRITES. It is logged if it was the last one that failed.
+        """
         if self._troubles.pop((what, lane), None) is not None and not self._troubles:
             log.info("redis %s is of use again", self.place)
 
@@ -146,7 +160,7 @@ class Link:
 
     @property
     def trouble(self) -> str:
-        """A message: which tasks Redis does not let this gateway do, and why; "" if all is well."""
+        """A message for operators: which tasks Redis does not let this gateway do, and why; "" if all is well."""
         whats: dict[str, dict[str, None]] = {}  # tasks by reason
         for (what, _), one in self._troubles.items():
             whats.setdefault(one.why, {})[what] = None
@@ -156,7 +170,10 @@ class Link:
     # --- how far behind
 
     def lag(self, at: float) -> None:
-        """Note how long ago a delta, applied here now, reached Redis; `at`: when, in seconds by the server's clock."""
+        """Note the delay of a delta that was just applied here.
+
+        `at`: when the delta reached Redis, in seconds by the server's clock.
+        """
         self._turn_lags()
         if math.isfinite(at):
             self._lags[0] = max(self._lags[0], self.now() + self._clock - at)
@@ -174,7 +191,7 @@ class Link:
     # --- reads
 
     async def read_snapshot(self, keys: Keys) -> list[bytes]:
-        """Return the pieces of a replica's snapshot, [] if there is none. Raises Damaged for a malformed piece."""
+        """Return the pieces of a replica's snapshot in Redis, [] if there is none. Raises Damaged for a short piece."""
         client = await self.clients.to(keys.snapshot)
         pieces: list[bytes] = []
         while True:
@@ -188,7 +205,10 @@ class Link:
                 raise Damaged("a piece of it is shorter than gateways write")
 
     async def read_deltas(self, keys: Keys, after: int) -> list[tuple[int, Delta]]:
-        """Return a replica's deltas after number `after`, with their numbers. Raises Damaged for a malformed delta."""
+        """Return a replica's deltas in Redis after number `after`, each with its number.
+
+        Raises Damaged for a malformed delta.
+        """
         client = await self.clients.to(keys.deltas)
         deltas: list[tuple[int, Delta]] = []
         begin = f"{after + 1}-0"

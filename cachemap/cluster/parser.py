@@ -1,6 +1,7 @@
-"""The parser of Redis's replies, which refuses lengths that cannot be.
+"""The parser of Redis's replies, which refuses impossible lengths before memory is allocated for them.
 
-They raise InvalidResponse, as bytes that are not Redis's protocol do, and a gateway goes on as without Redis.
+An impossible length raises InvalidResponse, as bytes that are not Redis's protocol do. The gateway then works on as it
+does without Redis.
 """
 
 from __future__ import annotations
@@ -11,29 +12,32 @@ from typing import Any
 from redis._parsers import _AsyncHiredisParser
 from redis.exceptions import ConnectionError, InvalidResponse
 
-# Elements that may be announced and not be there yet. The most in one array are the 16,384 ranges of a Cluster's slots
-# and one stream or load for each replica.
+# The most elements that may have been announced (by the length of an array) and not have arrived. The longest arrays
+# have the 16,384 ranges of a Cluster's slots, or one stream or load for each replica.
 MOST_AHEAD = 1 << 17
-SPARE = 1 << 10  # elements that one read may announce beyond what its bytes can hold, before they are looked at closely
-SHORTEST = 3  # bytes of an element
+# A read that announces SPARE more elements than its bytes can hold is given to hiredis piece by piece and counted.
+SPARE = 1 << 10
+SHORTEST = 3  # bytes of the shortest element
 # The beginning of an array, map, set, push message or attribute with ten elements or more, or of a string of 100 MB or
 # more: gateways write 1 MiB. hiredis refuses longer numbers, other spellings and other types.
 _ANNOUNCED = re.compile(rb"(?:[*%~>|]|[$=](?=[0-9]{9}))([1-9][0-9]{1,18})\r\n")
-# The same in two searches that begin with one byte, 50 times as fast, where `_ALIKE` has made all types one of two.
+# The same search in two that begin with a fixed byte, which are 50 times as fast. First `_ALIKE` replaces each type's
+# byte with one of two: * for types with elements, $ for strings.
 _elements = re.compile(rb"\*([1-9][0-9]{1,18})\r\n").findall
 _long = re.compile(rb"\$[1-9][0-9]{8,18}\r\n").search
 _ALIKE = bytes.maketrans(b"%~>|=", b"****$")
 _BEGUN = re.compile(rb"[*%~>|$=][0-9]*\r?\Z")
-_LONGEST = 24  # bytes of the beginning of an element
+_LONGEST = 24  # the most bytes of an element's beginning: its type and its length
 
 
 class Parser(_AsyncHiredisParser):
-    """redis-py's hiredis parser, which refuses lengths that cannot be before hiredis allocates them.
+    """redis-py's hiredis parser, with a check that refuses impossible lengths before hiredis allocates memory for them.
 
-    hiredis allocates all elements of an array when it reads its length, and walks them when it drops the array: 4 s for
-    a billion. An element that arrives has at least 3 bytes, so the elements announced and not there yet are at most
-    those announced less a third of the bytes. Where a read announces more than its bytes can hold, it is given to
-    hiredis piece by piece. If hiredis has used up all bytes before an announcement, it is one, else a part of a string.
+    hiredis allocates all elements of an array when it reads the array's length, and walks them when it drops the array:
+    4 s for a billion. An element that arrives has at least 3 bytes. Hence the elements that were announced and have not
+    arrived are at most the announced ones less a third of the bytes since. If a read announces more elements than its
+    bytes can hold, it is given to hiredis piece by piece. Bytes that look like an announced length are one if hiredis
+    has used up all bytes before them, and otherwise a part of a string.
     """
 
     _reader: Any
@@ -41,9 +45,9 @@ class Parser(_AsyncHiredisParser):
 
     def on_connect(self, connection: Any) -> None:
         super().on_connect(connection)  # type: ignore[no-untyped-call]
-        self._data, self._at = b"", 0  # what was read, and how much of it hiredis has
-        self._closely = False
-        self._ahead = 0  # elements announced and not there yet, as far as reads were looked at closely
+        self._data, self._at = b"", 0  # the bytes that were read last, and how many of them hiredis has
+        self._closely = False  # the rest of `_data` is given to hiredis piece by piece
+        self._ahead = 0  # elements announced and not arrived, in the reads that were given to hiredis piece by piece
 
     async def can_read(self) -> bool:
         return self._at < len(self._data) or await super().can_read()
@@ -73,7 +77,10 @@ class Parser(_AsyncHiredisParser):
         return True
 
     def _feed_to_next(self) -> bool:
-        """Feed hiredis up to the next announcement, or over it. Return whether anything was fed."""
+        """Feed hiredis the data up to the next announced length or, if that is next, the announcement itself.
+
+        Returns whether anything was fed. Raises InvalidResponse if more elements are announced than can come.
+        """
         found = _ANNOUNCED.search(self._data, self._at)
         if found is None:
             self._closely = False
@@ -90,9 +97,9 @@ class Parser(_AsyncHiredisParser):
         return True
 
     def _feed_rest(self) -> bool:
-        """Feed hiredis all but the beginning of a last element, which may be an announcement.
+        """Feed hiredis all remaining data, except for a cut-off beginning of an element at the end.
 
-        Return whether anything was fed.
+        That may be half of an announced length. Returns whether anything was fed.
         """
         begun = _BEGUN.search(self._data, max(self._at, len(self._data) - _LONGEST))
         end = begun.start() if begun else len(self._data)
@@ -103,5 +110,5 @@ class Parser(_AsyncHiredisParser):
         return fed
 
     async def handle_push_response(self, response: Any, **options: Any) -> None:
-        """Refuse a push message: no gateway asks for any, and RESP2, which gateways speak, has none."""
+        """Raise InvalidResponse for a push message: gateways request none, and RESP2, which they speak, has none."""
         raise InvalidResponse("a push message, which nobody asked for")

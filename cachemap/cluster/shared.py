@@ -1,8 +1,9 @@
 """The part of a gateway that shares its cache map with other gateways through Redis.
 
 For each replica, the gateway that holds the replica's lease (the leader) reads the engine's events and writes the
-changes. Three loops, and no request waits for any of them: `_tend` looks at all leases once a second, `Writing` writes
-this gateway's changes, and `_follow` (on a Cluster one for each lane) reads what other gateways wrote.
+changes to Redis. A gateway runs three loops, and no client's request waits for any of them: `_tend` looks at all leases
+once a second, `Writing` writes this gateway's changes, and `_follow` reads the changes that other gateways wrote (on a
+Redis Cluster one loop for each lane, a part of the key space).
 """
 
 from __future__ import annotations
@@ -38,24 +39,27 @@ log = logging.getLogger("hitherto.share")
 
 TEND = script("tend")
 
-SETTLE_SECONDS = 0.05  # between claims while leases are free, so that gateways that start together share them
-POLL_MILLISECONDS = 250  # a read waits so long for new deltas; the deltas of a new member are read after that time
+SETTLE_SECONDS = 0.05  # pause between claims while leases are free, so that gateways that start together share them
+POLL_MILLISECONDS = 250  # a read waits so long for new deltas; those of a newly added replica are only in the next read
 STREAM_SECONDS = 5e-5  # pause between two reads, for each stream read
 MOST_LOOKS = 128  # leases in one call, which blocks a server for about a millisecond
 
 
 class _Look(NamedTuple):
-    """What `tend.lua` reports of one replica's lease."""
+    """What the script `tend.lua` reports of one replica's lease."""
 
-    state: str
-    head: int  # the number of the last delta
+    state: str  # ours, held, free, newer or refused, as explained in tend.lua
+    head: int  # the number of the last delta in Redis
     there: bool  # Redis has deltas and a snapshot
-    request: bytes  # what other gateways ask of the leader
+    request: bytes  # what another gateway asks of the leader: RESYNC, REWRITE or nothing
     newest: str  # the newest incarnation of the engine, or the reason why Redis refuses the lease
 
 
 def _looks(reply: Any, count: int) -> tuple[float, list[_Look]]:
-    """Read a reply of tend.lua to `count` leases: the server's time, and each lease."""
+    """Return the server's time (in seconds) and the state of each lease from a reply of tend.lua.
+
+    `count`: how many leases the reply must have. Raises InvalidResponse if the reply is of another kind.
+    """
     try:
         time, *states = reply
         looks = [
@@ -70,7 +74,10 @@ def _looks(reply: Any, count: int) -> tuple[float, list[_Look]]:
 
 
 class SharedMap(Link):
-    """A gateway's shared map: `start` it, make an `intake` for each replica with events, and `stop` it at the end."""
+    """The part of a gateway that shares its cache map with other gateways through Redis.
+
+    `start` it, make an `intake` for each replica with events, and `stop` it at the end.
+    """
 
     members: list[SharedIntake]
 
@@ -85,7 +92,7 @@ class SharedMap(Link):
         self._spawn("publish", self._writing.run, self.abdicate)
 
     async def stop(self) -> None:
-        """Stop all loops and give the leases back, so that other gateways take over when they next look at them."""
+        """Stop all loops and give this gateway's leases back, so that other gateways take over within a second."""
         for task in self._tasks.values():
             task.cancel()
         for group in self.groups([one for one in self.members if one.journal]):
@@ -99,10 +106,10 @@ class SharedMap(Link):
         await self.clients.aclose()
 
     def intake(self, slot: int, replica: str, incarnation: str, **arguments: Any) -> SharedIntake:
-        """Return an intake for one replica, to use in place of an EventIntake.
+        """Return an intake for one replica's blocks, to use in place of an EventIntake.
 
-        `replica`: the replica's address. `incarnation`: the id of the engine's present run. `arguments`: as for
-        EventIntake.
+        `slot`: the replica's index in the map. `replica`: its address. `incarnation`: the id of the present run of its
+        engine process. `arguments`: those of EventIntake.
         """
         return SharedIntake(self, self._map, slot, replica, Keys(self.deployment, replica, incarnation), **arguments)
 
@@ -147,9 +154,12 @@ class SharedMap(Link):
             self._look.clear()
 
     async def _tend_group(self, group: list[SharedIntake]) -> float:
-        """Look at, renew and claim the leases of some replicas; return how soon to look again, in seconds."""
+        """Look at, renew and claim the leases of some replicas, and have each replica take the role that follows.
+
+        `group`: replicas whose keys one Redis command can cover. Returns how soon to look again, in seconds.
+        """
         lane = self.lane(group[0]) if group else 0
-        # Claim, if they are free, the leases that this gateway holds, and some of the others.
+        # If they are free, the leases that this gateway held so far are claimed, and some of the others.
         others = [one for one in group if one.journal is None and self.now() >= one.claim_at and not one.unreachable]
         claims = set(random.sample(others, min(len(others), max(4, len(others) // 4))))
         keys, arguments = [], [self.token, int(self.lease_seconds * 1000), KEEP_SECONDS]
@@ -157,7 +167,7 @@ class SharedMap(Link):
             k = one.keys
             keys += [k.lease, k.head, k.request, k.newest, k.deltas, k.snapshot]
             arguments += ["claim" if one in claims or one.journal is not None else "look", k.incarnation, k.replica]
-        # Deltas known to be in Redis before this call must be counted in its answer.
+        # The number of the last delta that is known to be in Redis: a lower one in the answer means that data was lost.
         journals = [
             None if one.journal is None or one.journal.whole or one in self._writing.snapshots else one.journal
             for one in group
@@ -202,9 +212,10 @@ class SharedMap(Link):
         return SETTLE_SECONDS if any(look.state == "free" for look in looks) else self.look_seconds
 
     def _judge(self, one: SharedIntake, look: _Look, before: int) -> None:
-        """Take the role that the state of a replica's lease implies.
+        """Have a replica take the role that the state of its lease implies: leader, follower, standalone or outdated.
 
-        `before`: the number of the last delta that this gateway had applied before it looked.
+        `one`: the replica's intake. `before`: the number of the last delta that this gateway had applied when it looked
+        at the lease.
         """
         one.head = look.head
         now = self.now()
@@ -238,7 +249,11 @@ class SharedMap(Link):
 
     @staticmethod
     def _keep_up(one: SharedIntake, head: int, before: int) -> None:
-        """Have a replica follow its leader, whose last delta is `head`, and load again what does not keep up."""
+        """Have a replica follow its leader, or load its snapshot again if the replica does not keep up with the deltas.
+
+        `head`: the number of the last delta in Redis. `before`: the number of the last one applied here before `head`
+        was read.
+        """
         one.behind = one.behind + 1 if one.in_step and head > one.n == one.looked_n else 0
         one.looked_n = one.n
         if one.in_step and head < before:
@@ -250,9 +265,9 @@ class SharedMap(Link):
             one.want("follower")
 
     def _forget_troubles(self) -> None:
-        """Forget troubles with tasks that this gateway no longer has, as it would never notice that they work again.
+        """Forget that Redis tasks failed which this gateway no longer has, as it would not notice that they work again.
 
-        After a refused write, the lease is not claimed for a while; until then the trouble is kept.
+        After a refused write, the replica's lease is not claimed for a while; until then the trouble is kept.
         """
         for what, lane in list(self._troubles):
             members = [one for one in self.members if self.lane(one) == lane]
@@ -282,7 +297,7 @@ class SharedMap(Link):
                 self.failed(error)
                 self.in_trouble(READS, lane, trouble := Trouble.of(error))
                 if trouble.answered:
-                    self.look_soon()  # a look removes what is no stream
+                    self.look_soon()  # tend.lua removes a key that should be a stream and is not
                 await asyncio.sleep(self.look_seconds / 4)
                 continue
             self.works(READS, lane)
@@ -292,11 +307,14 @@ class SharedMap(Link):
                     with one.guarded():
                         one.take(starmap(decode_entry, entries))
                 await asyncio.sleep(0)
-            # The server's cost of a read is mostly that of streams without news: 0.3 us each.
+            # Most of a read's cost at the server is that of the streams without new deltas: 0.3 us each.
             await asyncio.sleep(max(BATCH_SECONDS / 4, len(streams) * STREAM_SECONDS))
 
     def _reload(self, lane: int) -> None:
-        """Load all followed replicas of a lane again, as deltas that were read may not have been applied."""
+        """Have all followers of a lane (part of the key space) load their snapshots again.
+
+        Called when the loop that reads deltas failed, as it may have read some that were not applied.
+        """
         for member in self.members:
             if self.lane(member) == lane:
                 member.reload("reading the deltas failed")

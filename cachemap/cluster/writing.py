@@ -18,7 +18,7 @@ from cachemap.cluster.link import WRITES, Link, script
 PUBLISH, COMMIT = script("publish"), script("commit")
 
 BATCH_SECONDS = 0.02  # the changes of one or two engine steps are sent together
-PAUSE_SECONDS = 0.25  # after a snapshot that could not be written
+PAUSE_SECONDS = 0.25  # the pause after a snapshot that could not be written
 MOST_SNAPSHOTS = 4  # snapshots written at once: when a Redis comes back empty, all replicas' snapshots are due
 MOST_BYTES = 1 << 18  # bytes of deltas in one call, which blocks a server for less than a millisecond
 
@@ -26,7 +26,10 @@ _Batch = list[tuple[SharedIntake, Journal, bytes]]
 
 
 class Writing:
-    """A loop that writes deltas for all replicas that this gateway leads, with snapshots in tasks beside it."""
+    """A loop that writes the changes of all replicas that this gateway leads to Redis, as deltas.
+
+    Snapshots, which take longer, are written in tasks of their own.
+    """
 
     def __init__(self, link: Link):
         self._link = link
@@ -92,9 +95,9 @@ class Writing:
                 journal.start_over()
 
     async def _write_snapshot(self, one: SharedIntake, journal: Journal) -> None:
-        """Write a snapshot, which replaces most deltas in Redis.
+        """Write a snapshot of one replica's blocks to Redis, in place of most deltas there.
 
-        It replaces all of them where this gateway cannot add to what Redis has.
+        It replaces all deltas if this gateway's changes cannot continue them (`journal.whole`).
         """
         try:
             if one.journal is journal and not one.engine.applying:  # the lease may have gone before this began
@@ -112,7 +115,7 @@ class Writing:
 
     async def _write_on(self, one: SharedIntake, journal: Journal) -> None:
         delta = journal.seal(one.position)
-        # Taken now, as the replica may have been removed when the answers come.
+        # The snapshot is taken now, as the replica may have been removed when Redis's answers come.
         snapshot, blocks = one.snapshot(journal), one.blocks
         if delta is not None:
             await self._send([(one, journal, delta)])
@@ -127,7 +130,7 @@ class Writing:
 
     async def _write_anew(self, one: SharedIntake, journal: Journal) -> None:
         snapshot = one.snapshot(journal)._replace(n=journal.n + 1)
-        journal.whole = False  # changes from here on are deltas after this snapshot, unless too many come meanwhile
+        journal.whole = False  # changes from now on become deltas after this snapshot, unless too many come meanwhile
         reload = encode_delta(journal.term, RELOAD, snapshot.position, [])
         if await self._commit(one, snapshot, "anew", reload) == b"ok":
             journal.anew(snapshot.n)
@@ -135,7 +138,11 @@ class Writing:
             journal.start_over()
 
     async def _commit(self, one: SharedIntake, snapshot: Snapshot, how: str, detail: int | bytes) -> bytes:
-        """Put a snapshot in place of the one in Redis. For `how` and `detail` see `commit.lua`."""
+        """Replace the snapshot in Redis, if this gateway still holds the lease; return commit.lua's answer.
+
+        `how`, `detail`: "on" and the number of the oldest delta to keep; or "anew" and a delta that takes the place of
+        all deltas. The answer is ok, lost (another gateway has the lease) or behind (the deltas in Redis do not fit).
+        """
         keys = one.keys
         new = f"{keys.snapshot}:{self._link.token}"
         pieces = await asyncio.to_thread(encode_snapshot, one.identity, snapshot)

@@ -24,8 +24,8 @@ log = logging.getLogger("hitherto")
 
 RETRY_SECONDS = (1.0, 30.0)  # the first and the longest pause between requests for a replay of everything; it doubles
 # How long an endpoint may neither answer nor refuse before it counts as unreachable: LINK_SECONDS on the first attempt,
-# LINK_LOST_SECONDS after it has once answered. A dead engine is noticed elsewhere before that, and a connection that
-# merely broke is made again within a fraction of a second.
+# LINK_LOST_SECONDS after it has once answered. By then a dead engine has been noticed, and a connection that
+# merely broke has been made again, which takes a fraction of a second.
 LINK_SECONDS, LINK_LOST_SECONDS = 1.0, 5.0
 # A replica counts as reporting no events if SILENT_REQUESTS requests with new blocks finish without a stored block
 # being reported, over at least SILENT_SECONDS. Events come within an engine step, 0.1 s.

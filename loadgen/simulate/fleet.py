@@ -1,9 +1,9 @@
 """A fleet on a virtual clock: gateways with one policy and the simulated engines behind them.
 
-Policies, learned costs and the ledger (the load reserved on each replica) are those of the real gateway, and the map
+Policies, learned costs and the ledger (the load reserved on each replica) are the code of the real gateway, and the map
 (which replica holds which KV blocks) answers as the real one does. The engines are those of `hitherto replica`. Time is
-a heap of scheduled calls: a simulated minute takes as long as its engine steps take to compute, and the same seed gives
-the same result.
+a heap of scheduled calls: simulating a minute takes as long as its engine steps take to compute, and the same seed
+gives the same result.
 
 A request is matched against the map, placed on a replica, reserved in the ledger and sent to the engine. Its first
 token updates the ledger and the learned TTFT; its end releases the reservation and starts the think time before the
@@ -37,26 +37,26 @@ from .setting import Setting
 from .turns import Record, Result, Turn
 
 RETRIES = 2  # further replicas to try; the gateway's default
-_SCRAPE_SECONDS = 1.0  # the gateway's own intervals
-_SWEEP_SECONDS = 0.25
+_SCRAPE_SECONDS = 1.0  # between readings of the engines' metrics, as in the real gateway
+_SWEEP_SECONDS = 0.25  # between updates of the gateways on the progress of streams, likewise
 
 
 @dataclass(slots=True)
 class Live:
-    """A request that has not ended."""
+    """A request that has not ended: its record, its gateway and where it is."""
 
     record: Record
     gateway: Gateway
-    session: str | None
-    on_end: Callable[[], None] | None
-    placement: Placement | None = None  # of the request, or of its current leg
-    legs: Legs | None = None  # None: not in two legs
-    stays_whole: bool = False  # not in two legs any more, because a transfer failed
+    session: str | None  # id of its conversation
+    on_end: Callable[[], None] | None  # called when it has ended or failed
+    placement: Placement | None = None  # of the whole request, or of its current leg
+    legs: Legs | None = None  # its prefill and decode legs; None: it is not split
+    stays_whole: bool = False  # never split into legs again, because that failed
     gate: Gate | None = None  # admission of its gateway, if there is one
-    id: int = 0
-    queued: QueuedRequest | None = None  # where the gateway has admission
+    id: int = 0  # at the engine; each further attempt has a new one
+    queued: QueuedRequest | None = None  # the admission's object for it, if there is admission
     capped: bool = False  # its answer was shortened by admission
-    steps: int = 0  # that its engine had ended when its gateway last counted the answer's tokens
+    steps: int = 0  # steps that its engine had ended when the answer's tokens were last reported to the gateway
 
     @property
     def turn(self) -> Turn:
@@ -69,9 +69,9 @@ class Live:
 
 
 class Fleet:
-    """A simulated run of a fleet.
+    """A simulated fleet and its virtual clock: `send` and `at` schedule what happens, `run` makes it happen.
 
-    The arguments are fields of `Setting`; `more` takes those that are not listed. `keep`: whether `result` gets the
+    The arguments are fields of `Setting`; `more` has those that are not listed. `keep`: whether `result` keeps the
     record of each request, with its block hashes.
     """
 
@@ -104,8 +104,8 @@ class Fleet:
         self._tells = event_delay is not None
         self._random = random.Random(seed).random
         self._scrape_at = self._sweep_at = 0.0
-        self._live: list[dict[int, Live]] = [{} for _ in profiles]  # by replica
-        self._heap: list[tuple[float, int, Callable, tuple]] = []
+        self._live: list[dict[int, Live]] = [{} for _ in profiles]  # by replica, by id: requests that were sent to it
+        self._heap: list[tuple[float, int, Callable, tuple]] = []  # scheduled calls: (time, order, function, arguments)
         self._order, self._ids = count(), count(1)
         self._keep = keep
         self.result = Result()
@@ -113,11 +113,11 @@ class Fleet:
     # --- time
 
     def at(self, when: float, action: Callable, *args) -> None:
-        """Schedule `action(*args)` at `when`, in virtual seconds."""
+        """Schedule the call `action(*args)` at virtual time `when` (seconds)."""
         heapq.heappush(self._heap, (when, next(self._order), action, args))
 
     def run(self, until: float = float("inf")) -> Result:
-        """Process the events up to `until` (virtual seconds) and return the result."""
+        """Make the scheduled calls up to `until` (virtual seconds), in order of time, and return the result so far."""
         heap, pop = self._heap, heapq.heappop
         while heap and heap[0][0] <= until:
             self.now, _, action, args = pop(heap)
@@ -154,7 +154,7 @@ class Fleet:
         self.at(self.now, self._ended, live, "http_429", verdict.reason)
 
     def _drain(self) -> None:
-        """Let the admission of every gateway send queued requests, because capacity may have become free."""
+        """Let the admission of every gateway send requests from its queues, because capacity may have become free."""
         for gate in self.gates:
             gate.drain(self.now)
 
@@ -167,7 +167,7 @@ class Fleet:
         self._sent(live, live.gateway.place(live.turn, live.session, self.now, live.record.tried, live.stays_whole))
 
     def _again(self, live: Live, stays_whole: bool = False) -> None:
-        """Route the request again under a new id; `stays_whole`: no longer in two legs."""
+        """Route the request again under a new id; `stays_whole`: do not split it into legs any more."""
         live.id, live.stays_whole = next(self._ids), live.stays_whole or stays_whole
         self._dispatch(live)
 
@@ -186,7 +186,7 @@ class Fleet:
         self._begin(live, placed)
 
     def _take_next(self) -> None:
-        """Send first legs that wait in the shared prefill queue to the prefillers that are free."""
+        """Send prefill legs that wait in the shared prefill queue to the prefillers that are free."""
         for index, live in self._queue.ready(self.gateways[0].prefillers):
             live.gateway.computed_by(live.legs, index, self.now)
             self._begin(live, live.legs)
@@ -197,7 +197,7 @@ class Fleet:
             self._take_next()
 
     def _begin(self, live: Live, placed: Placement | Legs) -> None:
-        """Send the request, or its first leg, to the chosen replica."""
+        """Send the whole request, or its prefill leg, to the chosen replica, and note the choice in the record."""
         record, turn, request = live.record, live.turn, live.id
         legs = live.legs
         placement = live.placement = placed if legs is None else legs.first
@@ -212,7 +212,7 @@ class Fleet:
         self._when_read(index, turn, follows, index, self.replicas[index].incarnation, asked)
 
     def _when_read(self, index: int, turn: Turn, action: Callable, *args) -> None:
-        """Call `action(*args)` once the front end of replica `index` has read the request."""
+        """Call `action(*args)` once the API server of replica `index` has read the request: now or at a later time."""
         replica = self.replicas[index]
         reaches = replica.front.reaches_engine(self.now, turn.tokens, turn.text, replica.engine.running > 0)
         if reaches > self.now:
@@ -223,7 +223,7 @@ class Fleet:
     def _arrived(self, index: int, incarnation: int, asked: EngineRequest) -> None:
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
-            return  # the replica was lost meanwhile, and the request sent elsewhere
+            return  # the replica was lost in the meantime, and the request was sent elsewhere
         planned = replica.turn
         try:
             begins = replica.add(asked, self.now)
@@ -232,17 +232,17 @@ class Fleet:
             self._abandon(live, computed=False)
             if asked.keeps:
                 self._prefiller_free(index)
-                self.at(self.now, self._again, live, True)  # so that the client gets the refusal of its own request
+                self.at(self.now, self._again, live, True)  # whole, so that the client gets the refusal of its request
             else:
                 self.at(self.now, self._ended, live, "http_400", str(error))
             self.at(self.now, self._drain)  # queued requests may have its capacity
-            begins = False  # the engine is woken at the end of its current step, as after any arrival
+            begins = False  # no step begins now; a running engine is woken at its step's end, as after any arrival
         self._began(index, replica, begins, planned)
 
     def _pull(self, index: int, incarnation: int, asked: EngineRequest) -> None:
-        """Fetch blocks that replica `index` lacks from another replica's host memory, then queue the request.
+        """Fetch KV blocks that replica `index` lacks from another replica's host memory, then queue the request.
 
-        The request's placement names the other replica. If it has no such blocks, the request is queued at once.
+        The request's placement names the other replica. If that has no blocks to add, the request is queued at once.
         """
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
@@ -262,10 +262,10 @@ class Fleet:
     def _pulled(
         self, index: int, incarnation: int, asked: EngineRequest, left: tuple[int, int, int, int], began: bool
     ) -> None:
-        """Finish what `_pull` began: take the blocks in, unless their source was lost, and queue the request.
+        """Queue the request, after putting the blocks that `_pull` fetched into memory unless their source was lost.
 
-        `left`: the source's index and incarnation, and the first and the end of the blocks it sent; `began`: whether
-        there was a transfer.
+        `left`: the source's index and incarnation (which changes when it is lost), and the range of the blocks it sent;
+        `began`: whether there was a transfer.
         """
         source, holder, start, end = left
         replica = self.replicas[index]
@@ -276,9 +276,9 @@ class Fleet:
         self._arrived(index, incarnation, asked)
 
     def _abandon(self, live: Live, computed: bool = True) -> None:
-        """Settle the current leg of a request without an answer, and its second leg if that has not begun.
+        """Release the reservation of a request that its replica will not answer, and of a decode leg not yet begun.
 
-        `computed`: whether the engine computed the prompt, so that its blocks may be in the cache.
+        `computed`: whether the engine may have computed the prompt, so that its blocks are in the cache.
         """
         legs = live.legs
         live.gateway.router.abandon(live.placement, computed)
@@ -304,7 +304,7 @@ class Fleet:
     def _began(self, index: int, replica: Replica, begins: bool, planned: int) -> None:
         """Start the engine's next step if it `begins` now; otherwise reschedule its wake-up if that has changed.
 
-        `planned`: `Replica.turn` before the change.
+        `planned`: the number of wake-up changes (`Replica.turn`) before the call that may have changed it.
         """
         if begins:
             self._go_on(index, replica)
@@ -317,7 +317,7 @@ class Fleet:
 
     def _wake(self, index: int, replica: Replica, turn: int) -> None:
         if turn != replica.turn:
-            return  # a request arrived meanwhile, or the replica was lost
+            return  # this wake-up is void: a request arrived in the meantime, or the replica was lost
         step = replica.wake()
         if step is not None:
             for output in step.outputs:
@@ -359,9 +359,9 @@ class Fleet:
     # --- the second leg
 
     def _second_leg(self, request: int, live: Live, legs: Legs) -> None:
-        """Send the second leg to the reserved decoder, or to another decoder if the reserved one was lost.
+        """Send the decode leg to the reserved decoder, or to another decoder if the reserved one was lost.
 
-        `request`: id of the request at the prefiller. Without any decoder the request is routed again in one piece.
+        `request`: id of the request at the prefiller. If no decoder is left, the request is routed again in one piece.
         """
         gateway, record = live.gateway, live.record
         prefiller = self.replicas[legs.first.candidate.slot].incarnation
@@ -380,15 +380,16 @@ class Fleet:
         )
 
     def _fetch(self, request: int, live: Live, legs: Legs, prefiller: int, decoder: int) -> None:
-        """Begin the transfer of the blocks that the decoder lacks.
+        """Begin the transfer of the KV blocks that the decoder lacks, and schedule what follows it.
 
-        `prefiller`, `decoder`: incarnations of the two replicas so far; a different one now means that it was lost.
+        `prefiller`, `decoder`: `Replica.incarnation` of the two when the leg was sent; another value now means that the
+        replica was lost.
         """
         first, second, turn = legs.first.candidate.slot, legs.second.candidate.slot, live.record.turn
         engine = self.replicas[second].engine
         if self.replicas[second].incarnation != decoder:
             self._keep_until_the_lease_ends(request, legs, prefiller)
-            return  # the decoder was lost, and the request sent elsewhere
+            return  # the decoder was lost, and the request was sent elsewhere
         there = None
         if self.replicas[first].incarnation == prefiller:
             profile = engine.profile
@@ -398,7 +399,11 @@ class Fleet:
         self.at(ends, self._fetched, request, live, legs, prefiller, decoder, there is not None)
 
     def _fetched(self, request: int, live: Live, legs: Legs, prefiller: int, decoder: int, began: bool) -> None:
-        """Finish a transfer; `began` is False if the lease had ended or the prefiller was lost before it began."""
+        """Queue the request at the decoder after its transfer, or route it again if the transfer failed.
+
+        `began`: False if the lease had ended or the prefiller was lost before the transfer could begin. `prefiller`,
+        `decoder`: `Replica.incarnation` of the two when the leg was sent.
+        """
         first, second, turn = legs.first.candidate.slot, legs.second.candidate.slot, live.record.turn
         if self.replicas[second].incarnation != decoder:
             self._keep_until_the_lease_ends(request, legs, prefiller)
@@ -413,12 +418,12 @@ class Fleet:
             self._transfer_failed(request, live, legs)
 
     def _keep_until_the_lease_ends(self, request: int, legs: Legs, prefiller: int) -> None:
-        """Let the prefiller free the prompt's cache when the lease ends, as no decoder will read it."""
+        """Let the prefiller free the prompt's KV cache when the lease ends, as no decoder will fetch it."""
         until = legs.kept_at + self.links.network.lease
         self.at(max(self.now, until), self._let_go, request, legs.first.candidate.slot, prefiller)
 
     def _let_go(self, request: int, index: int, incarnation: int) -> None:
-        """Free the cache that prefiller `index` keeps for this request, unless it was lost meanwhile."""
+        """Free the KV cache that prefiller `index` keeps for this request, unless the prefiller has been lost."""
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
             return
@@ -426,7 +431,7 @@ class Fleet:
         self._began(index, replica, replica.let_go(request, self.now), planned)
 
     def _transfer_failed(self, request: int, live: Live, legs: Legs) -> None:
-        """Handle a failed transfer like an engine's 500: route the request again, in one piece.
+        """Route a request again in one piece, as the transfer of its KV cache failed; an engine would answer 500.
 
         The gateway avoids this pair of replicas for a while.
         """
@@ -438,7 +443,7 @@ class Fleet:
         self._again(live, stays_whole=True)
 
     def _scrape(self) -> None:
-        """Update the ledgers from the engines' metrics, at the interval at which gateways scrape them."""
+        """Update the gateways' load figures from each engine's metrics, as a scrape of /metrics would."""
         self._scrape_at = self.now + _SCRAPE_SECONDS
         ledgers = {id(gateway.router.ledger): gateway.router.ledger for gateway in self.gateways}.values()
         for name, replica in zip(self.names, self.replicas):
@@ -448,7 +453,7 @@ class Fleet:
                 gateway.router.learn_max_num_seqs(name, replica.engine.running)
 
     def _sweep(self) -> None:
-        """Report the progress of all streams to their gateways."""
+        """Report to the gateways how many tokens each of their streams has got since the last report."""
         self._sweep_at = self.now + _SWEEP_SECONDS
         for replica, lives in zip(self.replicas, self._live):
             steps = replica.steps(self.now)
@@ -460,7 +465,10 @@ class Fleet:
     # --- replicas come and go
 
     def lose(self, index: int) -> None:
-        """Make a replica die now; `restore` brings it back. Does nothing if it is down already."""
+        """Make a replica die now, and retry or end its requests; do nothing if it is down already.
+
+        `restore` brings the replica back.
+        """
         replica = self.replicas[index]
         if not replica.up:
             return
@@ -486,7 +494,7 @@ class Fleet:
         self._drain()
 
     def restore(self, index: int) -> None:
-        """Bring a lost replica back with an empty cache."""
+        """Bring a lost replica back with an empty cache; do nothing if it is up."""
         replica = self.replicas[index]
         if not replica.up:
             replica.start()

@@ -1,7 +1,7 @@
 """Admission in virtual time: requests are sent, queued or refused as in the real gateway, but without sockets.
 
-Where the rules set a control window (a number of seconds), overload control runs too: after each window, classes that
-missed their limits take capacity from lower ones (`policies.control`).
+If the admission rules set a control window (in seconds), overload control runs too: after each window, QoS classes that
+missed their limits take capacity from lower classes (`policies.control`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from policies.outputs import LEAST_OUTPUT
 
 from .gateway import Gateway, Legs
 
-# A request is the fleet's `Live`. Functions that send it with its placement (None: no replica can take it), or
-# refuse it with a verdict.
+# Functions of the fleet that end the wait of a request, which is a `fleet.Live`. `Send` sends it to where it was placed
+# (None: no replica can take it); `Refuse` ends it with the reason that the decision gives.
 Send = Callable[[Any, Placement | Legs | None], None]
 Refuse = Callable[[Any, AdmissionDecision], None]
 
 
 class Gate:
-    """The admission of one gateway.
+    """The admission of one simulated gateway: it decides whether a request is sent, queued or refused.
 
-    `send`, `refuse`: called with a request and its placement, or its verdict; `at`: schedules a call at a virtual time.
+    `send`: called with a request and its placement; `refuse`: called with a request and the decision; `at`: schedules a
+    call at a virtual time.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class Gate:
         self._until = self._window or 0.0
         self._control = Control(admission.classes.all, admission.observes)
         self._refusals, self._late = Refusals(admission.refused), False  # late: the last third of the window has begun
-        self.changes: list[tuple[float, Change]] = []
-        self._ttfts: dict[str, list[tuple[float, float]]] = {}  # of this window, by class: (time, seconds)
-        self._tpots: dict[str, list[tuple[float, float]]] = {}
+        self.changes: list[tuple[float, Change]] = []  # all that overload control has changed, with their times
+        self._ttfts: dict[str, list[tuple[float, float]]] = {}  # in this window, by class: (when, TTFT in seconds)
+        self._tpots: dict[str, list[tuple[float, float]]] = {}  # likewise (when, TPOT in seconds)
 
     def ask(self, request: Any, now: float) -> QueuedRequest:
-        """Admit, queue or refuse a request and return it as a queued request."""
+        """Send, queue or refuse a request (a `fleet.Live`), and return the admission's object for it."""
         self._look(now)
         turn = request.turn
         qos = self._classes.get(turn.qos) or self.admission.classes.last
@@ -56,8 +57,8 @@ class Gate:
     def drain(self, now: float) -> None:
         """Send the requests at the heads of the queues as far as there is capacity.
 
-        Before that, requests that gave way to others or waited past their deadline are refused. A late request is
-        judged again instead if its class has further steps after `wait`, or if no replica is ready.
+        Before that, requests that gave way to others or waited past their deadline are refused. A request past its
+        deadline is judged again instead if its class has further steps after `wait`, or if no replica is ready.
         """
         self._look(now)
         admission = self.admission
@@ -88,13 +89,16 @@ class Gate:
             self._send(request, gateway.commit(evaluation, request.turn, now))
 
     def first(self, queued: QueuedRequest, now: float) -> None:
-        """Record that an admitted request has its first token now."""
+        """Record that an admitted request has got its first token now, for the TTFT of its class."""
         self._look(now)
         self._ttfts.setdefault(queued.qos.name, []).append((now, now - queued.since))
         self.admission.first_token(queued, now - queued.since)
 
     def complete(self, queued: QueuedRequest, first: float, now: float, output: int) -> None:
-        """Record the end of an admitted request; its `output` tokens began to come at time `first`."""
+        """Record that an admitted request has ended now.
+
+        `first`: when its first token came; `output`: tokens of the reply.
+        """
         self._look(now)
         tpot = (now - first) / (output - 1) if output > LEAST_OUTPUT else None
         if tpot is not None:
@@ -102,7 +106,10 @@ class Gate:
         self.admission.ended(queued, first - queued.since, tpot)
 
     def _look(self, now: float) -> None:
-        """Run overload control for the windows that have ended by now; every event calls this, so there is no timer."""
+        """Run overload control for the control windows that have ended by now.
+
+        Every event of this gateway's requests calls this first, so there is no timer.
+        """
         while self._window is not None and self._until <= now:
             until, lately = self._until, self._until - LATELY * self._window
             self._until += self._window
@@ -111,7 +118,7 @@ class Gate:
                 ttfts, tpots = self._ttfts.get(name, ()), self._tpots.get(name, ())
                 ttft, tpot = one.slo
                 window, end = [(_seen(ttfts, since, ttft), _seen(tpots, since, tpot), None) for since in (0.0, lately)]
-                if not self._late:  # no event since the last third began
+                if not self._late:  # no event came in the last third of the window
                     self._refusals.last_third()
                     self._late = True
                 pressures[name] = slo_ratio(one.slo, window, end, *self._refusals.of(name))

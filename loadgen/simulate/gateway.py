@@ -1,9 +1,9 @@
-"""A gateway of a simulated fleet: its map of cached blocks, policy, learned costs, and the load it knows of.
+"""A gateway of a simulated fleet: its map of cached KV blocks, policy, learned costs, and the load it knows of.
 
-The real gateway's Router places requests, whole or in two legs (prefill and decode on two replicas). Each gateway gets
-the engines' KV events over its own connections, so gateways may lose different batches of events. The content of a lost
-batch arrives with the next batch: the gap in the batches' numbers makes the gateway request a replay. The real
-gateway's repair of a wrong map is not simulated.
+The real gateway's Router places requests, each whole or in two legs (prefill on one replica, decode on another). Each
+gateway gets the engines' KV events over its own connections, so gateways may lose different batches of events. The
+events of a lost batch arrive with the next batch, because the gap in the batches' numbers makes the gateway request a
+replay. The real gateway's repair of a wrong map is not simulated.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ Events = list[Stored | Removed | Cleared]
 
 @dataclass(slots=True)
 class Legs:
-    """A request split into a prefill leg and a decode leg (two replicas)."""
+    """The two legs of a request: one replica computes its prompt (prefill), another writes the answer (decode)."""
 
-    first: Placement
-    second: Placement
+    first: Placement  # of the prefill leg
+    second: Placement  # of the decode leg
     moved: int  # prompt tokens whose KV cache the decoder was assumed to lack when it was chosen
     kept_at: float | None = None  # when the prefiller had computed the prompt; None: not yet
-    sent_at: float = 0.0  # when the second leg was sent
+    sent_at: float = 0.0  # when the decode leg was sent
 
 
 class Gateway:
-    """A simulated gateway with the real gateway's Router; replicas are given by index."""
+    """A simulated gateway with the real gateway's Router; methods name replicas by their index in the fleet."""
 
     def __init__(
         self,
@@ -81,23 +81,27 @@ class Gateway:
         self._random, self._order = random.Random(f"events {seed}").random, count()
         # a generator of its own, so that lost events do not change the draws for the choice of replicas
         self._draw = random.Random(seed).random
-        self._coming: list[tuple[float, int, int, Events]] = []
-        self._lost: dict[int, Events] = {}
-        self._last = [0.0] * len(names)  # arrival of each replica's latest batch: batches keep their order
+        self._coming: list[tuple[float, int, int, Events]] = []  # a heap of (arrival, order, replica, KV events)
+        self._lost: dict[int, Events] = {}  # by replica: KV events of lost batches, which are to be replayed
+        self._last = [0.0] * len(names)  # when each replica's latest batch arrives: batches keep their order
         self._be_up(list(range(len(names))))
 
     def place(
         self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
     ) -> Placement | Legs | None:
-        """Choose and reserve replicas for a request, whole or in two legs; None if no replica is left to try.
+        """Choose a replica for a request, or two for its prefill and decode legs, and reserve the load there.
 
-        `tried`: replicas that were lost with this request; `stays_whole`: not in two legs.
+        `tried`: replicas that were lost with this request; `stays_whole`: do not split it into legs. Returns None if no
+        replica is left to try.
         """
         evaluation = self.evaluate(turn, session, now, tried)
         return None if evaluation is None else self.commit(evaluation, turn, now, tried, stays_whole)
 
     def evaluate(self, turn: Turn, session: str | None, now: float, tried: tuple[int, ...] = ()) -> Evaluation | None:
-        """Return the policy's choice for a request, without reserving it; None if no replica is left to try."""
+        """Return the policy's choice of a replica for a request, without reserving it; None if none is left to try.
+
+        `tried`: replicas that were lost with this request.
+        """
         self._catch_up(now)
         taking, targets = self._taking, self._targets
         if tried:
@@ -114,7 +118,10 @@ class Gateway:
     def commit(
         self, evaluation: Evaluation, turn: Turn, now: float, tried: tuple[int, ...] = (), stays_whole: bool = False
     ) -> Placement | Legs:
-        """Reserve the evaluated choice, or two legs if the leg rule prefers them, and return what was reserved."""
+        """Reserve the evaluated choice, or two legs if the leg rule prefers them, and return what was reserved.
+
+        `tried`: replicas that were lost with this request; `stays_whole`: do not split it into legs.
+        """
         chosen = evaluation.legs
         if not evaluation.settled and not stays_whole:
             chosen = two_legs.choose_among(
@@ -126,34 +133,43 @@ class Gateway:
         return self.router.commit(evaluation, now)
 
     def pairings(self, turn: Turn, tried: tuple[int, ...] = ()) -> list[Pairing]:
-        """Return the pair (prefillers, decoders) that could serve the request in two legs; [] if none could now."""
+        """Return the one pair of candidate lists (prefillers, decoders) that could serve the request in two legs.
+
+        Returns [] if there are no prefillers now, or if the shared prefill queue is full.
+        """
         if not self.prefillers or (self._queue is not None and self._queue.is_full):
             return []
         return [(self._able(self.prefillers, turn, tried), self._able(self._decoders, turn, tried))]
 
     def _able(self, side: Sequence[int], turn: Turn, tried: tuple[int, ...]) -> list[Candidate]:
-        """Return those of `side` (prefillers or decoders) not tried yet whose context fits prompt and answer."""
+        """Return those of `side` (prefillers or decoders) that were not tried and whose context fits the request.
+
+        Prompt and answer must fit; the answer is taken to have `max_tokens`, or one token if the client sent none.
+        """
         needed = turn.tokens + (turn.max_tokens or 1)
         return [self.candidates[one] for one in side if one not in tried and self._contexts[one] >= needed]
 
     def computed_by(self, legs: Legs, index: int, now: float) -> None:
-        """Move the first leg to prefiller `index`, which became free before the prefiller on which it was reserved."""
+        """Move the prefill leg's reservation to prefiller `index`, which became free before the reserved prefiller."""
         candidate = self.candidates[index]
         if legs.first.candidate is not candidate:
             self._catch_up(now)
             legs.first = two_legs.move_prefill(self.router, legs.first, candidate.replica, now)
 
     def handed_over(self, legs: Legs, now: float, cached: int) -> None:
-        """Complete the first leg: the prefiller has computed the prompt and keeps its KV cache.
+        """Complete the prefill leg: the prefiller has computed the prompt and keeps its KV cache for the decoder.
 
-        `cached`: prompt tokens that were in the prefiller's own cache before.
+        `cached`: prompt tokens that the prefiller had in its cache before.
         """
         legs.kept_at = now
         self.router.first_token(legs.first, now, now - legs.first.at)
         self.router.finish(legs.first, cached)
 
     def next_decoder(self, legs: Legs, turn: Turn, now: float, tried: tuple[int, ...]) -> bool:
-        """Choose another decoder for the second leg; return False if none is left."""
+        """Choose and reserve another decoder for the decode leg; return False if none is left.
+
+        The one that was reserved has been lost.
+        """
         able = [one for one in self._able(self._decoders, turn, tried) if one is not legs.first.candidate]
         candidate = two_legs.weigh_decoder(self.router, legs.first.demand, able, now)
         if candidate is None:
@@ -165,7 +181,7 @@ class Gateway:
         return True
 
     def transferred(self, legs: Legs, now: float) -> None:
-        """Learn how long the transfer took, at the first token of the second leg."""
+        """Learn how long the transfer between the two replicas took, from the decode leg's first token at `now`."""
         pair = legs.first.candidate.replica, legs.second.candidate.replica
         moving = two_legs.moving_seconds(legs.second, now - legs.sent_at)
         self.router.transfers.observe(*pair, legs.moved, moving, now)
@@ -173,23 +189,23 @@ class Gateway:
     def complete(
         self, placement: Placement, seconds: float, output: int, cached: int | None, capped: bool = False
     ) -> None:
-        """Complete a reply that ended `seconds` after its first token.
+        """Release the reservation of a request whose reply ended, and let the Router learn from it.
 
-        `cached` is the number of prompt tokens that the engine found, None where nothing was predicted. No output
-        length is learned from a `capped` reply.
+        `seconds`: from the first token to the last; `output`: tokens of the reply; `cached`: prompt tokens that the
+        engine had cached, None in two legs. No reply length is learned if admission `capped` the reply.
         """
         per_token = seconds / (output - 1) if output > LEAST_OUTPUT else None
         self.router.finish(placement, cached, per_token, None if capped else output)
 
     def session_finished(self, session: str) -> None:
-        """Notify the policy, if it has `session_finished`, that the client ended this session."""
+        """Call the policy's `session_finished`, if it has that method, as the client ended this session."""
         if (tell := getattr(self.router.policy, "session_finished", None)) is not None:
             tell(session)
 
     # --- replicas
 
     def lost(self, index: int) -> None:
-        """Remove a replica, as all connections to it broke."""
+        """Remove a replica that was lost: its blocks in the map, its events on the way and its load."""
         self._be_up([one for one in self._up if one != index])
         self.holders.clear(index)
         self._coming = [batch for batch in self._coming if batch[2] != index]
@@ -198,7 +214,7 @@ class Gateway:
         self.router.lost(self.candidates[index].replica)
 
     def back(self, index: int) -> None:
-        """Add a replica that has come back."""
+        """Make a replica that has come back available to requests again."""
         self._be_up(sorted((*self._up, index)))
 
     def _be_up(self, up: list[int]) -> None:
@@ -210,7 +226,10 @@ class Gateway:
     # --- their events
 
     def told(self, index: int, when: float, events: Events) -> None:
-        """Queue the KV events of replica `index`'s step that ends at `when`, which may come late or be lost."""
+        """Queue the KV events of a step of replica `index`; the map gets them `event_delay` seconds after the step.
+
+        `when`: when the step ends. At random, a batch is lost; its events then come with the replica's next batch.
+        """
         setting = self._setting
         if setting.event_loss and self._random() < setting.event_loss:
             self._lost.setdefault(index, []).extend(events)
@@ -223,7 +242,7 @@ class Gateway:
         heapq.heappush(self._coming, (due, next(self._order), index, events))
 
     def _catch_up(self, now: float) -> None:
-        """Apply the events that have arrived by now to the map."""
+        """Apply the KV events that have arrived by now to the map of cached blocks."""
         coming = self._coming
         while coming and coming[0][0] <= now:
             _, _, index, events = heapq.heappop(coming)

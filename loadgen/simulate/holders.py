@@ -1,8 +1,8 @@
-"""A map from block hashes to the replicas that hold them, in the form that costs a simulation least.
+"""A map from KV block hashes to the replicas that hold the blocks, in the form that is fastest in a simulation.
 
-This map answers as `cachemap.CacheMap` does (a test compares them event by event), but is one dict: block hash -> a bit
-per replica. Events of simulated engines have few blocks, for which `CacheMap`'s arrays take 40 us a call and a dict 0.2
-us a block. The dict takes four times the memory, and nothing bounds it.
+This map answers as the real gateway's `cachemap.CacheMap` does (a test compares them event by event), but is one dict:
+block hash -> a bit per replica. KV events of simulated engines have few blocks, for which `CacheMap`'s arrays take
+40 us a call and a dict 0.2 us a block. The dict takes four times the memory, and its size has no bound.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from cachemap.table.routed import Routed
 class Holders:
     """The map of one gateway: which replica, given by index, holds which KV blocks.
 
-    `capacities`: KV blocks in the cache of each replica. `observed`: replicas publish KV events; if they do not, a
-    model of each cache, fed with the prompts that were sent, predicts what is in it.
+    `capacities`: KV blocks in the cache of each replica. `observed`: replicas publish KV events. If they do not, a
+    model of each replica's cache predicts what is in it from the prompts that were sent there.
     """
 
     def __init__(self, capacities: Sequence[int], observed: bool) -> None:
         self._holders: dict[int, int] = {}
-        # per replica: block -> copies beyond the first
+        # by replica: block -> how many copies the replica has beyond the first
         self._copies: list[dict[int, int]] = [{} for _ in capacities]
         self._routed = Routed(PREDICTED_SECONDS)
         self._models = [] if observed else [EngineModel(capacity) for capacity in capacities]
-        self._lower: dict[str, list[set[int]]] = {}  # by slower tier, per replica: blocks known from events
+        self._lower: dict[str, list[set[int]]] = {}  # by tier slower than the GPU, by replica: blocks, from KV events
         self._none = [0] * len(capacities)
         self._last: tuple[list[int], list[int]] = ([], self._none)
 
     def match(self, hashes: list[int], now: float, most: int | None = None) -> Match:
-        """Return how many of the prompt's leading blocks each replica holds: predicted or confirmed, and confirmed.
+        """Return how many of a prompt's leading KV blocks each replica holds, and how many of those are confirmed.
 
-        `hashes`: of the prompt's blocks; KV events are what confirms a block.
+        `hashes`: of the prompt's blocks. KV events confirm a block; without them it is predicted, by a prompt that was
+        just sent to the replica or by the model of the replica's cache. `most`: not used; `CacheMap.match` has it.
         """
         if self._models:
             return Match([model.reach(hashes) for model in self._models], self._none, {})
@@ -49,7 +50,10 @@ class Holders:
         return Match(held, confirmed, self._in_lower_tiers(hashes, held) if self._lower else {})
 
     def _in_lower_tiers(self, hashes: list[int], held: list[int]) -> dict[int, list[tuple[str, int]]]:
-        """Return by replica the blocks that follow its `held` leading ones in slower tiers: (tier, blocks) in order."""
+        """Return by replica the runs of blocks in slower tiers that directly follow its first `held` blocks.
+
+        A run is (tier, number of blocks); the runs are in the order of the prompt.
+        """
         lower = {}
         for replica, start in enumerate(held):
             tiers = [(tier, blocks[replica]) for tier, blocks in self._lower.items()]
@@ -59,28 +63,32 @@ class Holders:
         return lower
 
     def last_below(self, replica: int, hashes: list[int], held: int) -> int | None:
-        """Return 0 if a slower tier of the replica has the prompt's last block, else None (`CacheMap.last_below`)."""
+        """Return 0 if a slower tier of the replica has the prompt's last block, else None.
+
+        As in `CacheMap.last_below`, this is how many tokens of the block the engine does not report as found there.
+        """
         return 0 if any(hashes[-1] in blocks[replica] for blocks in self._lower.values()) else None
 
     def leading(self, tier: str, hashes: list[int]) -> list[int]:
-        """Return for each replica how many leading blocks its slower tier `tier` holds."""
+        """Return for each replica how many of a prompt's leading blocks its memory tier `tier` (not the GPU) holds."""
         if tier not in self._lower:
             return self._none
         return [sum(1 for _ in takewhile(held.__contains__, hashes)) for held in self._lower[tier]]
 
     def holds_below(self, replica: int) -> bool:
-        """Return whether the replica is known to hold anything in slower tiers."""
+        """Return whether the replica is known to hold any block in a tier slower than the GPU, such as host memory."""
         return any(blocks[replica] for blocks in self._lower.values())
 
     def drop(self, replica: int, drops: bool, to_end: bool = True) -> None:
-        """Do nothing: no simulated engine drops a block."""
+        """Do nothing: no simulated engine drops (recomputes) the last block of a cache hit."""
 
     def drops(self, replica: int) -> bool:
         return False
 
     def _confirmed(self, hashes: list[int]) -> list[int]:
         lengths = self._none.copy()
-        masks = list(iter(map(self._holders.get, hashes).__next__, None))  # of the leading blocks with a holder
+        # the holders of each leading block, a bit per replica, up to the first block that no replica holds
+        masks = list(iter(map(self._holders.get, hashes).__next__, None))
         all_ = masks[0] if masks else 0
         for place, having in enumerate(masks):
             if having != all_ and having & all_ != all_:
@@ -94,10 +102,10 @@ class Holders:
         return lengths
 
     def _further(self, replica: int, hashes: list[int], known: int, reach: int) -> int:
-        """Return the predicted number of leading blocks, `reach`, plus the confirmed blocks that follow them directly.
+        """Return how many leading blocks the replica is predicted to hold, with the confirmed blocks that follow them.
 
-        `known`: leading blocks that are confirmed. As in `CacheMap`, blocks from the prompt's first one that no replica
-        holds do not count.
+        `known`: how many leading blocks are confirmed; `reach`: how many are predicted. As in `CacheMap`, no confirmed
+        block is added from the prompt's first block on that no replica is confirmed to hold.
         """
         if known < reach < len(hashes) and self._holders.get(hashes[reach], 0) >> replica & 1:
             leading = next((place for place, block in enumerate(hashes) if block not in self._holders), len(hashes))
@@ -106,10 +114,10 @@ class Holders:
         return reach
 
     def expect(self, replica: int, hashes: list[int], now: float) -> int:
-        """Predict that `replica`, to which a prompt was just sent, will hold its blocks.
+        """Predict that a replica will hold the blocks of a prompt that was just sent to it.
 
-        Returns the number of the prediction, for `take_back`. No prediction is needed, and 0 is returned, where the
-        last call of `match` with these `hashes` found all blocks confirmed.
+        Returns the number of the prediction, for `take_back`. The number is 0 if no prediction was needed: a model of
+        the cache has the prompt, or the last call of `match`, for this very list, found all of its blocks confirmed.
         """
         last, confirmed = self._last
         if self._models:
@@ -119,14 +127,20 @@ class Holders:
         return 0
 
     def take_back(self, replica: int, hashes: list[int], held: int, number: int) -> None:
-        """Withdraw prediction `number`, as the replica did not compute the prompt; `held`: its blocks there before."""
+        """Withdraw the prediction that `expect` numbered, as the replica did not compute the prompt.
+
+        `held`: how many of the prompt's blocks the replica held before.
+        """
         if self._models:
             self._models[replica].take_back(hashes, held)
         else:
             self._routed.take_back(replica, hashes, held, number)
 
     def learn(self, replica: int, hashes: list[int], predicted: int, reported: int) -> None:
-        """Correct a modelled cache by the blocks of a prompt that the engine `reported` as cached."""
+        """Correct the model of a replica's cache, if there is one, by the outcome of a prompt.
+
+        `predicted`, `reported`: blocks of the prompt that the map predicted, and the engine reported, as cached.
+        """
         if self._models:
             self._models[replica].learn(predicted, reported)
 
@@ -138,7 +152,7 @@ class Holders:
             self._lower[tier][replica].update(blocks)
             return
         holders, bit = self._holders, 1 << replica
-        if holders.keys().isdisjoint(blocks):  # fast path: no replica holds any of them, the usual case
+        if holders.keys().isdisjoint(blocks):  # the usual case: no replica holds any of these blocks
             holders.update(dict.fromkeys(blocks, bit))
             return
         for block in blocks:
@@ -164,7 +178,7 @@ class Holders:
             self._routed.discard(replica, blocks)
 
     def clear(self, replica: int) -> None:
-        """Forget all blocks of a replica that was lost."""
+        """Forget all blocks of a replica, confirmed and predicted, as its process was lost."""
         if self._models:
             self._models[replica].clear()
             return
@@ -177,7 +191,7 @@ class Holders:
 
 
 def _fewer(copies: dict[int, int], block: int) -> bool:
-    """Take away one further copy of a block (beyond the first); return whether there was one."""
+    """Count one copy of a block less, of those beyond the first; return False if there is no further copy."""
     if not (beyond := copies.pop(block, 0)):
         return False
     if beyond > 1:

@@ -16,16 +16,16 @@ class Network:
     """The network between engines."""
 
     gbit_per_s: float = 100.0  # of an engine's network card, each way
-    fixed: float = 0.010  # seconds of each transfer beside its bytes
+    fixed: float = 0.010  # seconds that each transfer takes in addition to the time for its bytes
     lease: float = 30.0  # seconds for which a prefiller keeps a prompt's cache until a decoder begins to read it
 
 
 class Transfer(NamedTuple):
-    """A transfer of one prompt's KV cache between two engines."""
+    """A finished or running transfer of one prompt's KV cache between two engines."""
 
-    prefiller: int  # index of the engine that sent
-    decoder: int  # index of the engine that received
-    tokens: int
+    prefiller: int  # index of the engine that sends
+    decoder: int  # index of the engine that receives
+    tokens: int  # whose KV cache is sent
     waited: float  # seconds until both network cards were free
     seconds: float  # of the transfer itself, after that
 
@@ -36,14 +36,14 @@ class Links:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.transfers: list[Transfer] = []  # all that began
-        self._sends: dict[int, float] = {}  # when the engine is free to send
-        self._receives: dict[int, float] = {}
+        self._sends: dict[int, float] = {}  # by engine: when its card is free to send
+        self._receives: dict[int, float] = {}  # by engine: when its card is free to receive
 
     def begin(self, prefiller: int, decoder: int, tokens: int, size: float, now: float, kept_at: float) -> float | None:
-        """Move `tokens` tokens of `size` bytes each between two engines and return when they have arrived.
+        """Transfer the KV cache of `tokens` tokens between two engines, and return when it will have arrived.
 
-        `now`: when they are requested. Returns None if the lease, which began at `kept_at`, ends before the transfer
-        can begin.
+        `prefiller`, `decoder`: indices of the sender and the receiver; `size`: bytes of a token; `now`: when the
+        decoder asks. Returns None if the prefiller's lease, which began at `kept_at`, ends before both cards are free.
         """
         begins = max(now, self._sends.get(prefiller, 0.0), self._receives.get(decoder, 0.0))
         if begins > kept_at + self.network.lease:

@@ -1,8 +1,8 @@
-"""Block hashes of conversations: of each request's prompt, and of the prompt with its reply.
+"""KV block hashes of conversations: of each request's prompt, and of the prompt with its reply.
 
-Spans (tokens without text) become the token ids that a live run sends, made by `synthetic`. Text is rendered and
-tokenized message by message with the bundled simulated model, which is exact because its template concatenates the
-messages. A conversation is hashed incrementally: earlier messages are never hashed again.
+Spans (tokens without text) become the token ids that a live run sends (`synthetic` makes them). Text is rendered and
+tokenized message by message with the bundled simulated model. This is exact, because the model's chat template
+concatenates the messages. A conversation is hashed incrementally: earlier messages are never hashed again.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from replicas.simulated.tokens import Tokens
 
 from .turns import Turn
 
-_OUR_REPLIES = 1 << 64  # above all hashes: blocks with parts of a reply that no later prompt contains
+_OUR_REPLIES = 1 << 64  # above all hashes: from here on blocks are numbered whose reply no later prompt contains
 
 
 class Said(NamedTuple):
-    """A conversation so far, as block hashes."""
+    """The messages of a conversation so far, as KV block hashes."""
 
-    hashes: list[int] = []  # noqa: RUF012  of its full blocks; never changed in place
+    hashes: list[int] = []  # noqa: RUF012  of the full blocks; never changed in place
     tail: bytes = b""  # token ids after the last full block
-    tokens: int = 0  # in all
+    tokens: int = 0  # of all messages
 
 
 class Prompts:
-    """Prompts of a load, as block hashes.
+    """A maker of the prompts of a load, as KV block hashes.
 
-    `salt`, `vocabulary`: seed and upper bound of made-up token ids. `engine_replies`: engines reply what is in the
-    file, so a later prompt finds the reply in the cache. Otherwise an engine replies with `max_tokens` other tokens,
-    and the next prompt has the file's reply instead, as in `loadgen run`.
+    `salt`, `vocabulary`: seed and upper bound of made-up token ids. `engine_replies`: engines reply what the load's
+    file has, so that the next prompt of the conversation finds the reply in the cache. Otherwise an engine replies with
+    `max_tokens` other tokens, and the next prompt has the file's reply, as in `loadgen run`.
     """
 
     def __init__(self, block_size: int, salt: int, vocabulary: int, engine_replies: bool = False) -> None:
@@ -48,13 +48,13 @@ class Prompts:
         self._engine_replies = engine_replies
         self._seed = chain_seed("simulated", block_size)
         self._replies = 0
-        # system prompts recur; a few hundred of 1,000 tokens are a megabyte
+        # kept, as system prompts recur; 256 of them with 1,000 tokens each take a megabyte
         self._opening = lru_cache(256)(lambda span: self._more(Said(), self._tokens((span,))))
 
     def ask(self, said: Said, turn: Asked, extra: dict[str, object], goes_on: bool = True) -> tuple[Said, Turn]:
-        """Return the conversation `said` with the messages of this turn added, and the request for the reply.
+        """Return the conversation `said` with the messages of this turn added, and the request for the turn's reply.
 
-        `extra`: fields of the request, such as `tools`; `goes_on`: the reply is part of a later prompt.
+        `extra`: further fields of the request, such as `tools`; `goes_on`: a later prompt contains the reply.
         """
         text = any(not isinstance(message.get("content"), tuple) for message in turn.messages)
         said = self._with(said, turn, text, extra)
@@ -89,7 +89,7 @@ class Prompts:
     def _reply(self, turn: Asked, text: bool) -> np.ndarray:
         if turn.reply is not None:
             return self._ids([turn.reply], text, False, {})
-        # the reply has no known text, so any unique tokens will do
+        # no text of the reply is known, so it gets tokens that no other prompt has
         name = xxh3_64_intdigest(repr(turn.messages).encode()) | 1 << 63
         ids = self._tokens((Span((name,), turn.max_tokens, turn.max_tokens),))
         return np.concatenate((self._model.assistant, ids, self._model.end)) if text else ids
@@ -117,7 +117,7 @@ class Prompts:
 
 
 class _Model:
-    """The bundled model's chat template and tokenizer; loading takes a second, so it is done only for text."""
+    """The bundled model's chat template and tokenizer; loading takes a second, so only loads of text do it."""
 
     def __init__(self) -> None:
         try:
@@ -129,9 +129,9 @@ class _Model:
         self.end = np.array([self._tokens.eos_id], np.uint32)
 
     def ids(self, messages: list[Message], first: bool, extra: dict[str, object]) -> np.ndarray:
-        """Return the token ids that these messages add to the prompt.
+        """Return the token ids that these messages add to a prompt.
 
-        `first`: they are its first ones, so its start token and the tools of `extra` are included.
+        `first`: the prompt begins with them, so that its start token and the tools of `extra` are included.
         """
         return self._render(messages, tools=extra.get("tools")) if first else self._render(messages)[1:]
 

@@ -1,4 +1,4 @@
-"""Lookup of routing policies and prefill/decode rules by name.
+"""Find routing policies by name, and rules that split requests into a prefill leg and a decode leg.
 
 The gateway's own policies and rules are always available. Those of other routers, which serve comparisons only, are in
 `bench.rules`, which only a checkout of the repository has.
@@ -36,26 +36,27 @@ def _of_checkout() -> ModuleType | None:
 OTHERS = _of_checkout()
 NAMES = (*policies.NAMES, *(OTHERS.NAMES if OTHERS else ()))
 LEG_NAMES = (*leg_rules.NAMES, *(OTHERS.LEG_NAMES if OTHERS else ()))
-# Added to the error about an unknown name, and to lists of names.
+# Appended to the error about an unknown name and to lists of names.
 HINT = "" if OTHERS else "; the rules of other routers are in a checkout of Hitherto, in bench/rules"
 
 
 def make(name: str, seed: int, truth: Truth | None) -> policies.Policy:
-    """Return the policy of this name, or from this FILE:CLASS. Raises ValueError if there is none.
+    """Return the policy with this name or from this FILE:CLASS. Raises ValueError if there is none.
 
-    `seed` and `truth` (the engines' true state, for oracles) matter only to the policies of `bench.rules`.
+    `seed` and `truth` (the engines' true state, which oracle policies read) matter only to policies of `bench.rules`.
     """
     return OTHERS.make(name, seed, truth) if OTHERS else policies.make(name)
 
 
 def make_legs(text: str) -> tuple[LegRule, PrefillQueue | None]:
-    """Return the rule that decides between one leg and two, and its shared prefill queue, if it has one.
+    """Return the rule that decides which requests are split into prefill and decode legs, and its prefill queue.
 
-    `text`: the rule's name, with its parameter if it takes one. Raises ValueError.
+    Few rules have a queue that all gateways share; it is None for the others. `text`: the rule's name, with its
+    parameter if it takes one. Raises ValueError.
     """
     return OTHERS.make_legs(text) if OTHERS else (leg_rules.make_leg_rule(text), None)
 
 
 def truth_of(replicas: Sequence[Replica], now: Callable[[], float]) -> Truth | None:
-    """Return the engines' true state for the oracle policies, or None without a checkout."""
+    """Return the true state of the engines, which oracle policies read; None without a checkout of the repository."""
     return OTHERS.Truth(replicas, now) if OTHERS else None

@@ -1,4 +1,4 @@
-"""Playing of a workload on a fleet's virtual clock: what `drive.run` does with servers, with the same records."""
+"""Play a workload on a simulated fleet's virtual clock; the records are those that `drive.run` makes with servers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .turns import Record
 
 
 class Outcome(records.Load):
-    """The result of a simulated load, in the form of a real one; times are virtual, so no request is sent late."""
+    """The result of a simulated load, in the form of a measured one; times are seconds of the virtual clock."""
 
-    replicas: Sequence[str] = ()  # all replicas, including those never chosen
-    transfers: Sequence[Transfer] = ()
+    replicas: Sequence[str] = ()  # names of all replicas, including those that got no request
+    transfers: Sequence[Transfer] = ()  # of KV caches between engines
 
 
 def simulate(workload: Workload, setting: Setting) -> Outcome:
-    """Play the workload to its end and return the outcome."""
+    """Play the workload to its end on a fleet of this setting, and return the outcome."""
     fleet = Fleet(**vars(setting), keep=False)
     for outage in setting.outages:
         fleet.at(outage.at, fleet.lose, outage.replica)
@@ -32,7 +32,7 @@ def simulate(workload: Workload, setting: Setting) -> Outcome:
             fleet.at(outage.until, fleet.restore, outage.replica)
     player = _Player(workload, setting, fleet)
     gc.collect()
-    gc.freeze()  # there are no cycles here, and searching for them takes a third of the time
+    gc.freeze()  # a simulation makes no reference cycles, and searching for them would take a third of the time
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -72,9 +72,9 @@ class _Player:
             self.fleet.at(self.fleet.now, self._converse, self.new.popleft(), 0, Said(), self._next_user)
 
     def _converse(self, conversation: Conversation, number: int, said: Said, then: Callable[[], None] | None) -> None:
-        """Send turn `number`, or queue it while `max_concurrency` requests are in flight.
+        """Send turn `number` of a conversation, or queue it while `max_concurrency` requests are in flight.
 
-        `said`: the conversation before this turn; `then`: called when the conversation is over.
+        `said`: the conversation before this turn; `then`: called when the conversation is over, forks aside.
         """
         due = self.fleet.now
         if self.room == 0:
@@ -123,7 +123,7 @@ class _Player:
 
 
 def _told(record: Record, conversation: str, number: int, due: float, fleet: Fleet) -> records.Record:
-    """Return the record that a client behind the gateway would have made."""
+    """Return a simulated request's record in the form of a live run: what a client of the gateway would have seen."""
     answered = record.error is None
     return records.Record(
         conversation,

@@ -1,4 +1,4 @@
-"""Settings of a simulated fleet and of how its load is played."""
+"""The settings of a simulated fleet, and of how a load is played on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .links import Network
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """The loss of replica `replica` from second `at` of the run to second `until`; for good if `until` is None."""
+    """The loss of a replica (an index) from second `at` of the run to second `until`; for good if `until` is None."""
 
     replica: int
     at: float
@@ -31,23 +31,24 @@ class Setting:
     profiles: Sequence[Profile]  # one per replica, all with the same block size
     seed: int = 0
     gateways: int = 1  # requests are spread over them at random
-    shared_ledger: bool = True  # gateways know each other's load, as with Redis
-    event_delay: float | None = 0.005  # seconds from a step's end to a gateway's map; None: engines without KV events
-    event_loss: float = 0.0  # share of event batches lost on the way to each gateway
+    shared_ledger: bool = True  # gateways know the requests that others have sent to each replica, as with Redis
+    # Seconds from the end of an engine's step until its KV events are in a gateway's map; None: engines publish none.
+    event_delay: float | None = 0.005
+    event_loss: float = 0.0  # share of the batches of KV events that are lost on the way to each gateway
     outages: Sequence[Outage] = ()
-    engine_replies: bool = False  # engines reply what is in the load's file (see `Prompts`)
+    engine_replies: bool = False  # engines reply what the load's file has, so that later prompts find it in the cache
     salt: int = 0  # seed of made-up token ids
     vocabulary: int = synthetic.VOCABULARY  # upper bound of made-up token ids
     users: int | None = None  # of a closed loop, each with one conversation at a time; None: open loop
-    max_concurrency: int | None = None  # requests in flight at most
-    # What to do with requests while all engines are full (the gateway's setting `when_full`), or a function that makes
-    # the admission of a `Gateway`; None: requests are sent at once.
+    max_concurrency: int | None = None  # requests in flight at most; None: no limit
+    # What to do with requests while all engines are full, as in the gateway's setting `when_full`; or a function that
+    # makes the admission of a `Gateway`. None: requests are sent at once.
     admission: str | Callable[[Any], Admission] | None = None
-    slo: Slo = NO_LIMITS  # limits by which requests are admitted
+    slo: Slo = NO_LIMITS  # limits of TTFT and TPOT by which requests are admitted
     roles: Sequence[str] | None = None  # prefill, decode or both, one per replica; None: no roles
-    legs: str = "seconds"  # the rule that decides between one leg and two (`rules.make_legs`)
+    legs: str = "seconds"  # name of the rule that decides which requests are split into prefill and decode legs
     network: Network = field(default_factory=Network)
-    timed: bool = False  # keep the times between tokens
+    timed: bool = False  # records have the times between tokens
     pulls: bool = False  # replicas fetch prompts from one another's host memory
 
     @property

@@ -1,4 +1,4 @@
-"""`loadgen simulate`: a workload on a simulated fleet in virtual time, once per policy."""
+"""`loadgen simulate`: play a workload on a simulated fleet in virtual time, once per routing policy."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _outage(text: str) -> Outage:
 
 
 def fleet_of(args: argparse.Namespace) -> tuple[list[Profile], list[str] | None]:
-    """Return the engines' profiles, and their roles if there are pools. Raises BadOption."""
+    """Return the profile of each engine, and the role of each if --pools gives roles, else None. Raises BadOption."""
     options.refuse((args.pools is not None and (args.replicas is not None or args.speeds is not None),
                     "--pools says how many engines there are and how fast: leave --replicas and --speeds out"))  # fmt: skip
     changes, roles = {"num_blocks": args.num_blocks, "cpu_blocks": args.cpu_blocks}, None
@@ -129,7 +129,7 @@ def fleet_of(args: argparse.Namespace) -> tuple[list[Profile], list[str] | None]
 
 
 def settings(args: argparse.Namespace) -> dict[str, Setting]:
-    """Return the setting of each policy. Raises BadOption."""
+    """Return the fleet's setting by policy; the settings differ in nothing else. Raises BadOption."""
     engines, roles = fleet_of(args)
     beyond = [outage.replica for outage in args.outage if outage.replica >= len(engines)]
     oracles = [name for name in args.policies if name.startswith("oracle")]
@@ -164,7 +164,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
 
 
 def _limits(args: argparse.Namespace) -> Slo:
-    """Return the limits of TTFT and TPOT by which requests are admitted. Raises BadOption."""
+    """Return the limits of TTFT and TPOT, in seconds, by which requests are admitted. Raises BadOption."""
     if args.admission is None:
         return NO_LIMITS
     given = files.slo(args)
@@ -208,7 +208,10 @@ async def simulate_verb(args: argparse.Namespace, console: Console) -> int:
 
 
 def report_of(args: argparse.Namespace, fleet: Setting, outcome: Outcome) -> Report:
-    """Return the report of a policy's outcome; with roles it says how many requests had two legs and what was moved."""
+    """Return the report of a policy's outcome.
+
+    If replicas have roles, its `legs` says how many requests had a prefill and a decode leg, and what was transferred.
+    """
     report = {
         "target": f"{len(fleet.profiles)} simulated engines",
         "model": args.profile,
@@ -229,7 +232,10 @@ def report_of(args: argparse.Namespace, fleet: Setting, outcome: Outcome) -> Rep
 
 @contextmanager
 def interruptible(console: Console) -> Iterator[None]:
-    """Make Ctrl-C end the block at once; the event loop could not, as a simulation never returns to it."""
+    """Make Ctrl-C end the block at once, and go on after it.
+
+    The event loop's own handling would wait for the simulation to end, as a simulation never yields to the loop.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -240,7 +246,7 @@ def interruptible(console: Console) -> Iterator[None]:
 
 
 def played(work: Workload, fleets: Sequence[Setting], processes: int):
-    """Yield the outcome of each fleet in order, computed in up to `processes` processes."""
+    """Play the workload on each fleet, in up to `processes` processes at once, and yield the outcomes in order."""
     if min(processes, len(fleets)) < 2:
         yield from (simulate(work, fleet) for fleet in fleets)
         return
@@ -265,7 +271,7 @@ def _share(work: Workload) -> None:
 
 def _simulate_shared(fleet: Setting) -> Outcome:
     outcome = simulate(_shared[0], fleet)
-    outcome.conversations = ()  # the parent has them; leave them out of the pipe
+    outcome.conversations = ()  # not sent through the pipe, as the parent process has them
     return outcome
 
 
@@ -288,7 +294,7 @@ def described(args: argparse.Namespace, fleet: Setting) -> dict[str, object]:
 
 
 def asked(argv: Sequence[str]) -> list[str]:
-    """Return the command line without output flags, so that equal figures are equal bytes whatever the file names."""
+    """Return the command line without the flags for output files, whose names must not change the bytes of a report."""
     kept, skip = [], False
     for word in argv:
         if not skip and word.split("=")[0] not in _WRITTEN:

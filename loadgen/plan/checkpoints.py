@@ -1,4 +1,4 @@
-"""A model's config.json and the size of its weights, from a folder or the Hugging Face hub or cache."""
+"""Read a model's config.json and the size of its weights, from a folder, the Hugging Face hub or its local cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from policies.kv_space import BadModel, Layers, Shape, read
 from replicas.hub import cannot_fetch
 
 _INDEX = "model.safetensors.index.json"
-_CONTEXT = 131_072  # tokens; the default without a model's files
+_CONTEXT = 131_072  # tokens; the longest request of a model that is given without its files
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Checkpoint:
     name: str
     shape: Shape
     weights: int | None  # bytes of all tensors; None where unknown
-    parameters: int | None = None  # their number; None where the size of the files does not show it
+    parameters: int | None = None  # number of them; None where the size of the files does not show it
 
 
 def find(name: str) -> Checkpoint:
@@ -37,7 +37,10 @@ def find(name: str) -> Checkpoint:
 
 
 def of_numbers(layers: int, kv_heads: int, head_size: int, context: int | None, parameters: int | None) -> Checkpoint:
-    """Return a model described by numbers instead of files: equal layers of attention with KV heads, in 16 bits."""
+    """Return a model that is described by numbers instead of files: equal layers, with a KV cache of 16-bit values.
+
+    `context`: tokens of the longest request, or None for the default.
+    """
     notes = () if context else (f"the longest request is taken as {_CONTEXT:,} tokens: --max-model-len says otherwise",)
     shape = Shape((Layers(layers),), kv_heads, head_size, latent=0, index=0, dtype="float16", context=context or _CONTEXT,
                   notes=notes)  # fmt: skip
@@ -45,7 +48,10 @@ def of_numbers(layers: int, kv_heads: int, head_size: int, context: int | None, 
 
 
 def _parameters(config: dict[str, object], weights: int | None) -> int | None:
-    """Return the number of parameters by the size of the files, where all weights have 16 or 32 bits; else None."""
+    """Return the number of parameters by the size of the files; None where not all weights have 16 or 32 bits.
+
+    `weights`: bytes of all tensors, or None where unknown.
+    """
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
     if weights is None or config.get("quantization_config") or text.get("quantization_config"):
         return None
@@ -66,11 +72,11 @@ def _json(path: Path) -> dict[str, object]:
 
 
 def _weights(folder: Path) -> int | None:
-    """Return the bytes of the weights, from the index of the shards, else from the sizes of the files."""
+    """Return the bytes of the weights, from the index of the safetensors files or else from their sizes."""
     if (folder / _INDEX).is_file():
         about = _json(folder / _INDEX).get("metadata")
         total = about.get("total_size") if isinstance(about, dict) else None
-        return int(total) if isinstance(total, int | float) else None  # some write 16060522496.0
+        return int(total) if isinstance(total, int | float) else None  # some indexes have a float, as 16060522496.0
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
 
 

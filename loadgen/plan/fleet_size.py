@@ -1,10 +1,10 @@
-"""Search for the number of replicas that keep an SLO, by simulation, for several sizes of the KV cache.
+"""Search by simulation for the fewest replicas that keep an SLO, for several sizes of the KV cache.
 
 For each cache size the number of replicas is doubled until enough requests are within the SLO; then the range down to
 the largest number that was too small is bisected. This assumes that more replicas never do worse.
 
-Where the load was drawn for a request rate, a fleet is judged by the requests sent while that rate is held
-(`rates.steady`), because it has less to do before, while conversations ramp up, and after the last one has begun. A
+If the load was drawn for a request rate, a fleet is judged only by the requests sent while that rate is held
+(`rates.steady`). Before, while conversations ramp up, and after the last one has begun, the fleet has less to do. A
 load that does not hold its rate for long enough cannot size a fleet (`TooShort`).
 """
 
@@ -23,9 +23,9 @@ from loadgen.simulate.verb import played
 from loadgen.workload.conversations import Workload
 from replicas.simulated.profile import Profile
 
-# A rate is held long enough if it is held for LEAST_SECONDS, for LEAST_REQUESTS requests and for as long as it took to
-# be reached. A fleet keeps up if, while the rate is held, it answers at least the share KEEPS_UP of the requests sent.
-# Requests pile up where a longer load takes PILES_UP times as long to reach its rate.
+# A rate is held long enough if it is held for LEAST_SECONDS, for LEAST_REQUESTS requests, and for as long as the load
+# took to reach it. A fleet keeps up if, while the rate is held, it answers at least the share KEEPS_UP of the requests
+# that are sent. It does not keep up if a longer load takes more than PILES_UP times as long to reach its rate.
 LEAST_SECONDS, LEAST_REQUESTS = 30.0, 200
 KEEPS_UP = 0.95
 PILES_UP = 2.0
@@ -33,10 +33,10 @@ PILES_UP = 2.0
 
 @dataclass(eq=False)
 class TooShort(Exception):
-    """The load ends before its rate has been held long enough."""
+    """The load ends before its rate has been held long enough to judge a fleet."""
 
-    requests: int  # an estimate of how many would suffice
-    answered: float  # requests per second
+    requests: int  # an estimate of how many the load would need
+    answered: float  # requests answered per second in the load as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +45,25 @@ class Point:
 
     replicas: int
     tokens: int  # of KV cache in each replica
-    share: float  # of all requests, including failed ones, answered within the limits
+    share: float  # of the requests that judge the fleet, failed ones included: those answered within the limits
     kept: bool  # the fleet is large enough
-    report: Mapping[str, object]
+    report: Mapping[str, object]  # the figures of the requests that judge the fleet
 
 
 @dataclass(slots=True)
 class Size:
-    """The search for the number of replicas with one size of the KV cache. Performs no I/O."""
+    """The search for the fewest replicas with one size of the KV cache: which number to try next. Performs no I/O."""
 
     tokens: int  # of KV cache in each replica
     most: int  # replicas to try at most
-    missed: int = 0  # the largest number of replicas that was too small
-    kept: int | None = None  # the smallest number that was enough
-    points: dict[int, Point] = field(default_factory=dict)  # by number of replicas
-    records: Sequence[Record] = ()  # of the fleet that `found` returns
+    missed: int = 0  # the largest number of replicas so far that was too small
+    kept: int | None = None  # the smallest number so far that was enough
+    points: dict[int, Point] = field(default_factory=dict)  # results by number of replicas
+    records: Sequence[Record] = ()  # requests that judged the fleet which `found` returns
 
     @property
     def found(self) -> Point:
-        """The result of the smallest fleet that was enough; if none was, that of the largest fleet that was tried."""
+        """The result of the smallest fleet that was enough or, if none was, of the largest fleet that was tried."""
         return self.points[self.kept or self.missed]
 
     @property
@@ -74,7 +74,7 @@ class Size:
         return (self.missed + self.kept) // 2 if self.kept > self.missed + 1 else None
 
     def tell(self, point: Point, records: Sequence[Record]) -> None:
-        """Record the result of a fleet and the requests by which it was judged."""
+        """Record the result of the fleet that was tried, and the requests by which it was judged."""
         self.points[point.replicas] = point
         if point.kept:
             self.kept = point.replicas
@@ -84,17 +84,17 @@ class Size:
             self.records = records
 
 
-# The assumption behind `by_tokens`, for the answer.
+# The assumption that `by_tokens` makes, in words for the list of assumptions.
 BY_TOKENS = (
     "a decode step takes longer with the tokens in use, at the rate of that profile's own cache between empty and full"
 )
 
 
 def by_tokens(profile: Profile) -> Profile:
-    """Return the profile with decode times that depend on tokens in use instead of the share of the cache in use.
+    """Return the profile with decode times that depend on the tokens in use, not on the share of the cache in use.
 
-    Otherwise a larger cache would make the same work faster. Old and new times agree where the profile's own cache is
-    empty and where it is full.
+    Otherwise a larger cache would make the same work faster. Old and new times are equal when the profile's own cache
+    is empty and when it is full.
     """
     step = profile.step
     if not profile.times_by_share:
@@ -107,15 +107,15 @@ def by_tokens(profile: Profile) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The setting common to all fleets that are tried."""
+    """What all fleets that are tried have in common, and how they are judged."""
 
     setting: Setting  # its profiles are replaced for each fleet
-    profile: Profile  # of one replica, but for the size of its cache
+    profile: Profile  # of one replica; the size of its cache is replaced
     slo: Mapping[str, float]  # limits in milliseconds
     attainment: float  # share of the requests that must be within the limits
-    percentiles: Sequence[float] = PERCENTILES
-    rate: float | None = None  # for which the load was drawn, in requests per second
-    # by (replicas, tokens): seconds until the first load that was too short reached its rate
+    percentiles: Sequence[float] = PERCENTILES  # that reports show
+    rate: float | None = None  # requests per second for which the load was drawn; None: it was not
+    # by (replicas, tokens of cache): seconds that the first load which was too short took to reach its rate
     reached: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def of(self, replicas: int, tokens: int) -> Setting:
@@ -124,10 +124,13 @@ class Fleet:
         return replace(self.setting, profiles=[profile] * replicas)
 
     def judged(self, size: Size, number: int, work: Workload, outcome: Outcome) -> tuple[Point, Sequence[Record]]:
-        """Return the result of a fleet of `number` replicas, and the requests that judged it. Raises TooShort."""
+        """Return the result of a fleet of `number` replicas, and the requests by which it was judged.
+
+        Raises TooShort if the load must be longer to judge it.
+        """
         whole = self._summary(outcome)
         whole_share = whole["goodput"]["share"]
-        if self.rate is None or whole_share < self.attainment:  # ramp-up and end can only make it better
+        if self.rate is None or whole_share < self.attainment:  # ramp-up and end can only have raised the share
             return self._point(size, number, whole, whole_share >= self.attainment), outcome.done
         began, ended = steady(outcome.done, work.conversations)
         needed = max(began, LEAST_SECONDS, LEAST_REQUESTS / self.rate)
@@ -161,9 +164,9 @@ def search(
     processes: int = 1,
     said: Callable[[Point], None] = lambda point: None,
 ) -> None:
-    """Search for the number of replicas of every size, to the end. Raises TooShort.
+    """Search for the fewest replicas with every cache size until all searches are over. Raises TooShort.
 
-    Each round tries one number per size, in up to `processes` processes; `said`: called with each result.
+    Each round tries one number of replicas per size, in up to `processes` processes; `said`: called with each result.
     """
     while asked := [(size, size.number) for size in sizes if size.number is not None]:
         outcomes: Iterator[Outcome] = played(work, [fleet.of(number, size.tokens) for size, number in asked], processes)

@@ -3,8 +3,8 @@
 Requests are equal and arrive as a Poisson process. A prefill replica computes one prompt at a time, and a prompt goes
 to the first free replica: an M/D/c queue, whose wait is approximated as half that of M/M/c (Erlang's C). Decode
 replicas share the streams (requests that are decoding) evenly. The mean number of streams is the arrival rate times the
-duration of an answer (Little's law), which itself depends on the number of streams; around the mean it varies as a
-Poisson variable.
+duration of an answer (Little's law). That duration itself depends on the number of streams, so the mean is found by
+iteration. Around its mean the number varies as a Poisson variable.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from statistics import NormalDist
 from loadgen.plan.transfers import Transfer, last_token_seconds, prefill_seconds, step_seconds
 from replicas.simulated.profile import Profile
 
-_ROUNDS = 2_000  # fixed-point iterations; a pool that has not converged by then cannot keep up
-_SETTLED = 1e-6  # streams, or share of a step
+_ROUNDS = 2_000  # fixed-point iterations at most; a pool that has not converged by then cannot keep up
+_SETTLED = 1e-6  # converged: the last iteration changed fewer streams, or a smaller share of the step's time, than this
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load of equal requests, and the limits that it is to be answered within."""
+    """A load of equal requests, and the limits within which they are to be answered."""
 
     rate: float  # requests per second
     prompt: int  # tokens of each
@@ -35,7 +35,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of both pools."""
+    """What the engines of both pools are like, prefill and decode."""
 
     profile: Profile
     transfer: Transfer  # of the KV cache of one prompt of the load
@@ -45,29 +45,29 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """How a pool of `replicas` serves a load; a prefill pool has `ttft` and `wait`, a decode pool the fields below."""
+    """How a pool of `replicas` serves a load; a prefill pool sets `ttft` and `wait`, a decode pool the fields below."""
 
     replicas: int
     limits: tuple[str, ...]  # names of the limits that it exceeds; empty if it suffices
-    busy: float  # share of its capacity in use: of the time for prefill, of the room for streams for decode
-    link_busy: float | None  # share of a replica's link; None without a link
-    ttft: float | None = None  # seconds; None where prompts pile up
-    wait: float | None = None  # seconds of it before the prefill begins
-    streams: float = 0.0  # of a replica
+    busy: float  # share of its capacity in use: of a replica's time in prefill, of its room for streams in decode
+    link_busy: float | None  # share of a replica's link that is in use; None without a link
+    ttft: float | None = None  # seconds; None if prompts pile up
+    wait: float | None = None  # seconds of the TTFT before the prefill begins
+    streams: float = 0.0  # requests that are decoding in a replica
     room: float = 0.0  # streams that fit in a replica
     step: float = 0.0  # seconds of a decode step
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The smallest pool that suffices, or else the largest that was tried, and the pool with one replica less."""
+    """The smallest pool that suffices, or the largest that was tried if none does; and that with one replica less."""
 
     pool: Pool
     one_less: Pool | None
 
 
 def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
-    """Return how a decode pool of this size serves the load."""
+    """Return how a decode pool of `replicas` replicas serves the load."""
     room = min(float(engines.profile.max_num_seqs), engines.streams)
     mean = _mean_streams(load, engines.profile, replicas, room)
     spread = max(0.0, NormalDist().inv_cdf(load.share)) * math.sqrt(mean * replicas)
@@ -81,7 +81,10 @@ def decode_pool(load: Load, engines: Engines, replicas: int) -> Pool:
 
 
 def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> float:
-    """Return the mean number of streams of a replica; more than `room` means that they do not fit in it."""
+    """Return the mean number of requests that decode in a replica, found by iteration.
+
+    A result above `room`, the number that fits in a replica, only says that too many would be there.
+    """
     streams = 1.0
     for _ in range(_ROUNDS):
         before = streams
@@ -93,7 +96,7 @@ def _mean_streams(load: Load, profile: Profile, replicas: int, room: float) -> f
 
 
 def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) -> float:
-    """Return the mean seconds of a decode step with this many streams.
+    """Return the mean seconds of a decode step in a replica that decodes `streams` requests.
 
     Every prompt that arrives from a prefill replica adds the computation of its last token to one step.
     """
@@ -107,7 +110,7 @@ def decode_seconds(load: Load, profile: Profile, replicas: int, streams: float) 
 
 
 def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float) -> Pool:
-    """Return how a prefill pool of this size serves the load; `decode_step`: seconds of a decoder's step."""
+    """Return how a prefill pool of `replicas` replicas serves the load; `decode_step`: seconds of a decode step."""
     profile = engines.profile
     service = prefill_seconds(profile, load.prompt)
     busy = load.rate * service / replicas
@@ -115,16 +118,16 @@ def prefill_pool(load: Load, engines: Engines, replicas: int, decode_step: float
     if busy >= 1:
         return Pool(replicas, ("prefill rate", *link_limit), busy, link_busy)
     wait = waited(load.rate * service, replicas, service, load.share)
-    first = 1.5 * decode_step + last_token_seconds(profile, load.prompt)  # the rest of a step, and its own
+    first = 1.5 * decode_step + last_token_seconds(profile, load.prompt)  # half a running step, and its own step
     ttft = wait + engines.transfer.compute_seconds + (engines.transfer.seconds or 0.0) + first
     limits = ("TTFT",) if load.ttft and ttft > load.ttft else ()
     return Pool(replicas, (*limits, *link_limit), busy, link_busy, ttft, wait)
 
 
 def waited(offered: float, servers: int, service: float, share: float) -> float:
-    """Return the wait, in seconds, that `share` of the requests do not exceed.
+    """Return the wait for a free server, in seconds, that a `share` of the requests does not exceed.
 
-    `service`: seconds of a request; `offered`: the arrival rate times `service`, which must be below `servers`.
+    `service`: seconds that a server takes for a request; `offered`: arrival rate times `service`, below `servers`.
     """
     blocked = 1.0
     for number in range(1, servers + 1):  # Erlang's B, by its recursion
@@ -136,13 +139,13 @@ def waited(offered: float, servers: int, service: float, share: float) -> float:
 
 
 def _link(load: Load, engines: Engines, replicas: int) -> tuple[float | None, tuple[str, ...]]:
-    """Return the busy share of a replica's link (None without a link) and the limit that it exceeds, if any."""
+    """Return the share of a replica's link that is in use (None without a link), and ("link",) if that is too much."""
     busy = load.rate * engines.transfer.bytes / engines.link / replicas if engines.link else None
     return busy, ("link",) if busy and busy >= 1 else ()
 
 
 def smallest(pool: Callable[[int], Pool], most: int) -> Sizing:
-    """Return the smallest `pool(replicas)` that exceeds no limit, up to `most` replicas."""
+    """Return the smallest `pool(replicas)` that exceeds no limit, or that of `most` replicas if each exceeds one."""
     before = None
     for number in range(1, most + 1):
         found = pool(number)

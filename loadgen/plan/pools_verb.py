@@ -1,7 +1,7 @@
-"""`hitherto plan --pools`: the cost of moving KV caches, the prefill and decode pools that a load needs, and sizes.
+"""`hitherto plan --pools`: the cost of moving KV caches, and the prefill and decode pools that a load needs.
 
-Sizes are those of weights and KV cache in formats of fewer bits. A short answer, tables and the assumptions are
-printed; `--json` has all figures.
+The command also shows how large weights and KV cache are in number formats of fewer bits. It prints a short answer,
+tables and the assumptions; `--json` has all figures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from policies.transfers import LATENCY
 from replicas.simulated.profile import Profile
 
 LENGTHS = (512, 2_048, 8_192, 32_768, 131_072)  # tokens; the prompts of the table
-# By format: the cache dtype as in vLLM's --kv-cache-dtype, and the weights with their usual scales.
+# By format: the KV cache dtype as in vLLM's --kv-cache-dtype, and the number format of weights with their usual scales.
 FORMATS = {"fp16": ("float16", NumberFormat(16)), "fp8": ("fp8", NumberFormat(8)), "int8": ("int8_per_token_head", NumberFormat(8)),
            "int4": ("int4_per_token_head", NumberFormat(4, 2, 128)), "fp4": ("nvfp4", NumberFormat(4, 1, 16))}  # fmt: skip
 GIB = 1 << 30
@@ -63,7 +63,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def memory_beside(args: argparse.Namespace, weights: int) -> int:
-    """Return the bytes that each GPU has for the KV cache next to a model of `weights` bytes. Raises BadModel."""
+    """Return the bytes that each GPU has for the KV cache next to its part of `weights` bytes. Raises BadModel."""
     return memory_for_kv(args.gpu_memory, weights, args.tensor_parallel_size, args.gpu_memory_utilization)
 
 
@@ -74,13 +74,13 @@ class Given:
     args: argparse.Namespace
     checkpoint: Checkpoint
     space: KvSpace
-    memory: int | None  # bytes for the cache on each GPU; only where pools are sized
-    own_profile: Profile  # as the flags name it
-    slo: dict[str, float] | None  # ms
+    memory: int | None  # bytes for the KV cache on each GPU, if given; only where pools are sized
+    own_profile: Profile  # the timing profile that the flags name
+    slo: dict[str, float] | None  # limits in ms
 
     @property
     def profile(self) -> Profile:
-        """The timing profile; with a cache other than the profile's, decode times depend on the tokens in use."""
+        """The timing profile; if `memory` sets the cache's size, its decode times depend on the tokens in use."""
         return by_tokens(self.own_profile) if self.memory else self.own_profile
 
     @property
@@ -104,7 +104,7 @@ class Given:
 
 
 def plan_pools(given: Given, console: Console, about: dict[str, object]) -> int:
-    """Print the plan, add it to `about` and return the exit code. Raises BadOption."""
+    """Print the plan of pools, add it to `about` (the JSON figures) and return the exit code. Raises BadOption."""
     args = given.args
     _check_lengths(given)
     prompt = args.prompt_tokens or given.context
@@ -157,7 +157,10 @@ def _check_lengths(given: Given) -> None:
 
 
 def size_pools(given: Given, main: Transfer) -> tuple[Sizing, Sizing]:
-    """Return the sizes of the prefill and the decode pool."""
+    """Return the smallest prefill pool and the smallest decode pool that serve the load within the limits.
+
+    `main`: the cost of moving the KV cache of one prompt of the load.
+    """
     args, slo = given.args, given.slo or {}
     ttft, tpot = (slo[name] / 1000 if name in slo else None for name in ("ttft", "tpot"))
     load = Load(args.rate, args.prompt_tokens, args.output_tokens, ttft, tpot, args.attainment)
@@ -205,7 +208,10 @@ def _why(pool: Pool, given: Given, main: Transfer) -> str:
 
 
 def transfer_answers(given: Given, main: Transfer, step: float) -> list[str]:
-    """Return sentences on the size of the transfer and its buffer, and compare its time with that of recomputing."""
+    """Return sentences on the size of a prompt's transfer and its buffer, and on its time against recomputing.
+
+    `main`: the cost of the transfer; `step`: seconds of a decode step.
+    """
     space = given.space
     parts = [
         f"{layers.count} layers × {space.moved_blocks(layers, main.tokens):,} blocks × {space.layer_block_bytes:,} B"
@@ -248,10 +254,11 @@ def transfer_table(given: Given, moved: Sequence[Transfer], step: float) -> Tabl
 
 
 def sizes(given: Given) -> tuple[dict[str, int] | None, dict[str, dict[str, object]]]:
-    """Return the sizes of weights and cache in several number formats.
+    """Return the sizes of weights and KV cache in several number formats.
 
-    The first dictionary has the bytes of the weights by format. The second has, by cache format, the bytes per token
-    and the tokens that fit next to each format of the weights (None: the weights do not fit).
+    The first dictionary has the bytes of the weights by format; it is None if the number of parameters is not known.
+    The second has, by format of the cache, the bytes per token and the tokens that fit next to the weights in each
+    format (None: the weights do not fit).
     """
     args = given.args
     parameters = args.parameters or given.checkpoint.parameters

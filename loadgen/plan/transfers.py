@@ -1,6 +1,7 @@
 """The cost of moving a prompt's KV cache between engines: bytes, buffer, number of transfers, and seconds.
 
-All of it is arithmetic. A timing profile gives the seconds to recompute the prompt and those of a decode step.
+Everything is computed, nothing measured or simulated. A timing profile gives the seconds to recompute the prompt and
+those of a decode step.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from policies.kv_space import KvSpace
 from policies.transfers import LATENCY
 from replicas.simulated.profile import FrontEnd, Profile
 
-BUFFER_STEP = 256 << 20  # bytes: buffers are rounded up to a multiple of it
-COLLATED = 128  # tokens: smaller transfers cost more than the link
+BUFFER_STEP = 256 << 20  # bytes; buffers are rounded up to a multiple of this
+COLLATED = 128  # tokens per transfer; with fewer, the fixed time of each transfer costs more than the link
 # Fixed seconds of one transfer, from LMCache's published figures for NVLink: 7,500 tokens take 20 ms in pieces of
 # 16 tokens (469 transfers) and 8 ms in pieces of 128 (59 transfers).
 PER_TRANSFER = (0.020 - 0.008) / (469 - 59)
@@ -22,12 +23,12 @@ PER_TRANSFER = (0.020 - 0.008) / (469 - 59)
 class Transfer:
     """The cost of transferring one prompt's KV cache."""
 
-    tokens: int
+    tokens: int  # of the prompt
     bytes: int  # on all GPUs of a replica
     bytes_per_gpu: int
     buffer: int  # bytes on each GPU
-    count: int  # transfers, of one piece each
-    seconds: float | None  # None where no link is given
+    count: int  # number of transfers, of one piece each
+    seconds: float | None  # of all transfers together; None if no link is given
     compute_seconds: float  # to recompute the prompt instead
 
     @property
@@ -37,7 +38,7 @@ class Transfer:
 
 
 def transfer(space: KvSpace, tokens: int, piece: int, link: float | None, profile: Profile) -> Transfer:
-    """Return the cost of moving the KV cache of `tokens` tokens.
+    """Return the cost of moving the KV cache of a prompt of `tokens` tokens between two replicas.
 
     `piece`: tokens per transfer; `link`: bytes per second between two replicas, all GPUs together, or None.
     """
@@ -49,7 +50,7 @@ def transfer(space: KvSpace, tokens: int, piece: int, link: float | None, profil
 
 
 def prefill_seconds(profile: Profile, tokens: int) -> float:
-    """Return the seconds to compute one prompt alone, in steps of `max_num_batched_tokens`."""
+    """Return the seconds to compute one uncached prompt alone, in steps of `max_num_batched_tokens` tokens."""
     most = profile.max_num_batched_tokens
     chunks = [(done, min(most, tokens - done)) for done in range(0, tokens, most)]
     return sum(_seconds(profile, chunk, chunk * (done + chunk / 2)) for done, chunk in chunks)
@@ -61,14 +62,17 @@ def last_token_seconds(profile: Profile, tokens: int) -> float:
 
 
 def step_seconds(profile: Profile, streams: float, context: float) -> float:
-    """Return the seconds of a decode step with `streams` (a mean, may be fractional) of `context` tokens each."""
+    """Return the seconds of a decode step.
+
+    `streams`: requests that are decoding, a mean that may be fractional; `context`: tokens of each.
+    """
     return _seconds(profile, 0, 0.0, streams, streams * context)
 
 
 def _seconds(profile: Profile, tokens: int, pairs: float, streams: float = 0, context: float = 0.0) -> float:
-    """Return the mean seconds of a step.
+    """Return the mean seconds of an engine step.
 
-    `tokens`: new prompt tokens; `pairs`: of a new token and one that it attends to; `streams`: decoding requests;
-    `context`: their tokens in all.
+    `tokens`: new prompt tokens; `pairs`: number of pairs of a new token and one that it attends to; `streams`: requests
+    that are decoding; `context`: the tokens of all of them together.
     """
     return profile.step.seconds(tokens, pairs, streams, context, profile.in_use(context)) / profile.speedup

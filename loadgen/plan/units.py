@@ -1,7 +1,7 @@
 """Readers for flag values with units: memory sizes, bandwidths and parameter counts.
 
-Memory units are binary, with or without the "i"; units of links and parameters are decimal. A number without a unit
-is refused with an example.
+Memory units are binary, with or without the "i": 80GB is 80GiB. Units of links and parameters are decimal. A number
+without a unit is refused with an example.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PER_SECOND = re.compile(r"(\d+(?:\.\d+)?) *([kMGT]?i?)(bit|byte|b|B)(?:/s|ps)")
 
 
 def size(text: str) -> int:
-    """Read `80GiB`, `80G` or `80GB` as bytes; a bare number is refused, as GPU memory could be meant in GiB."""
+    """Read `80GiB`, `80G` or `80GB` as bytes; a number without a unit is refused, as it could mean GiB or bytes."""
     try:
         found = parse_size(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """`hitherto plan` and `loadgen plan`: what a model's KV cache holds, and the replicas a load needs to keep an SLO.
 
-What the cache holds is arithmetic (`kv_space`). The number of replicas is found by simulation (`fleet_size`), and all
-that was tried and assumed is listed.
+What the cache holds is computed (`policies.kv_space`). The number of replicas is found by simulation (`fleet_size`).
+The output lists all fleets that were tried and all assumptions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from policies.kv_space import RESERVE, UTILIZATION, KvSpace
 from replicas.simulated.profile import Profile, load_profile
 
 MOST_TOKENS = 1_000_000_000
-MOST_REQUESTS = 200_000  # in a load that is lengthened until it holds its rate
+MOST_REQUESTS = 200_000  # at most so many in a load that is lengthened until it holds its rate
 BLOCK = 16  # tokens; vLLM's default on GPUs
 
 
@@ -123,7 +123,7 @@ def check(args: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-# ---- the arithmetic
+# ---- the size of the KV cache
 
 
 def space_of(args: argparse.Namespace, checkpoint: Checkpoint, dtype: str) -> KvSpace:
@@ -132,7 +132,7 @@ def space_of(args: argparse.Namespace, checkpoint: Checkpoint, dtype: str) -> Kv
 
 
 def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
-    """Return the bytes for the KV cache on each GPU; None if no memory was given. Raises BadModel, BadOption."""
+    """Return the bytes for the KV cache on each GPU, or None if no flag gives them. Raises BadModel, BadOption."""
     if args.kv_cache_memory_bytes or not args.gpu_memory:
         return args.kv_cache_memory_bytes
     weights = args.weights or (2 * args.parameters if args.parameters else checkpoint.weights)
@@ -142,7 +142,11 @@ def memory_of(args: argparse.Namespace, checkpoint: Checkpoint) -> int | None:
 
 
 def figures(space: KvSpace, context: int | None, memory: int | None) -> dict[str, object]:
-    """Return the figures of one KV cache dtype, in bytes and tokens. Raises BadOption."""
+    """Return the size of a KV cache with this dtype, in bytes, blocks and tokens. Raises BadOption.
+
+    `context`: tokens of the longest request (None: the model's); `memory`: bytes on each GPU. Without `memory`, the
+    tokens in each GiB take the place of the capacity.
+    """
     context, blocks = context or space.shape.context, space.blocks(memory or GIB)
     which = f"--kv-cache-memory-bytes {memory}B" if memory else "1 GiB, as no memory is given"
     refuse((not blocks, f"{which}: not one block fits, which takes {space.block_bytes:,} bytes: give it more memory"))
@@ -176,7 +180,11 @@ def table(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> Tabl
 def plan_fleet(
     args: argparse.Namespace, console: Console, checkpoint: Checkpoint | None, found: dict | None, about: dict
 ) -> int:
-    """Search, print and write the fleet sizes for the load; return the exit code."""
+    """Search for the fewest replicas that keep the SLO for the load, print and write them; return the exit code.
+
+    `checkpoint`: the model, if one was given; `found`: the figures of its KV cache by dtype; `about`: entries of the
+    JSON figures, to which the plan is added.
+    """
     given = profile_of(args, checkpoint)
     profile = by_tokens(given)
     drawn = datasets.drawn_for(args)
@@ -223,16 +231,19 @@ def plan_fleet(
 
 
 def load_of(args: argparse.Namespace, rate: float | None) -> Workload:
-    """Return the load of the flags; a load drawn for `rate` is scaled to exactly this rate. Raises BadOption."""
+    """Return the load that the flags describe; if it was drawn for a `rate`, it is scaled to exactly that rate.
+
+    Raises BadOption.
+    """
     work = datasets.workload(args)
     return at_rate(work, rate) if rate and work.starts[-1] > work.starts[0] else work
 
 
 def longer(args: argparse.Namespace, rate: float | None, work: Workload, short: TooShort, console: Console) -> Workload:
-    """Return the load with more requests, to hold its rate for longer. Raises BadOption where there can be no more.
+    """Return the load with more requests, so that it holds its rate for longer. Raises BadOption if that cannot be.
 
-    An error message could not advise a number instead: how long a fleet takes to reach the rate, if it ever does, is
-    known only after playing the load.
+    The user cannot be told the right number instead: how long a fleet takes to reach the rate, if it ever does, is
+    known only after the load has been played.
     """
     needed = max(short.requests, 3 * work.requests // 2)
     why = (f"{work.requests:,} requests are over before their rate has been held for long enough to size a fleet by it: "
@@ -296,7 +307,10 @@ def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
 
 
 def behind(point: Point, fleet: Fleet) -> str:
-    """Return why a fleet is too small although enough of its requests are within the SLO, else ""."""
+    """Return in words that requests pile up, where enough of them are within the SLO and the fleet is yet too small.
+
+    In all other cases the result is "".
+    """
     if point.kept or point.share < fleet.attainment:
         return ""
     offered, answered = point.report["offered"]["rate"], point.report["request_throughput"]
@@ -304,13 +318,16 @@ def behind(point: Point, fleet: Fleet) -> str:
 
 
 def refused(point: Point) -> str:
-    """Return a note on requests that exceed the context length, which no number of replicas helps, else ""."""
+    """Return a note on requests that are longer than the context of any replica, or "" if there are none."""
     too_long = point.report["errors"].get("http_400", 0)
     return f"; {too_long} requests are longer than a replica takes" if too_long else ""
 
 
 def curve(tried: list[Size]) -> Table:
-    """Return a table of attainment, hit rate and throughput: a row per number of replicas, a column per cache size."""
+    """Return a table of what was tried: a row per number of replicas, a column per cache size.
+
+    A cell has the share of requests within the SLO, the cache hit rate, and the requests answered per second.
+    """
     rate = next((point.report["offered"]["rate"] for size in tried for point in size.points.values()), None)
     offered = "" if rate is None else f" of {rate:.2f} offered"  # the same for every fleet; none in a closed loop
     title = f"Requests within the SLO, hit rate, and requests/s answered{offered}"
@@ -330,7 +347,10 @@ def curve(tried: list[Size]) -> Table:
 def assumptions(
     args: argparse.Namespace, checkpoint: Checkpoint | None, found: dict | None, profile: Profile, at_a_rate: bool
 ) -> list[str]:
-    """Return the assumptions on which the answer rests."""
+    """Return the assumptions on which the number of replicas rests, in sentences.
+
+    `found`: the figures of the model's KV cache by dtype, or None; `at_a_rate`: the load was drawn for a request rate.
+    """
     said = [f"engines as fast as the profile {profile.name} says" + (", whatever this model's size: `loadgen calibrate` measures yours" if checkpoint else ""),
             f"one gateway, {args.policy}, with KV events; replicas neither fail nor come late; their caches are empty at the start",
             ("what counts is sent while the rate is held: from when conversations end as often as they begin until the last one begins"

@@ -30,7 +30,7 @@ from replicas.metrics import Scrape, parse
 from replicas.served import base_names
 
 TIMEOUT = 120.0  # s for one request: a prompt of a quarter of a million tokens on a slow engine
-PATIENCE = 5.0  # s for a response without generation
+PATIENCE = 5.0  # s for a response for which nothing is generated
 # Ordinary text tokens in every vocabulary: lower ids include special tokens (image tokens in some models), and small
 # vocabularies end above.
 IDS = range(300, 1000)
@@ -48,7 +48,7 @@ class Refused(CalibrationError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The engine's limits; the defaults are assumed where neither a report nor a measurement gives another value."""
+    """The engine's limits; a default is assumed where neither the engine's report nor a measurement gives a value."""
 
     max_model_len: int = 8192
     block_size: int = 16
@@ -75,10 +75,10 @@ class Known:
 
 
 class Reply(sse.Reply):
-    """A streamed completion of `tokens` tokens; its `record` has what the engine counted.
+    """A streamed completion of `tokens` tokens; its `record` has the tokens that the engine counted.
 
-    `times`: arrival of each chunk with a choice (`perf_counter`), even if its text is empty, as for part of a
-    character; `seen`: called at each of these chunks.
+    `times`: when each chunk with a choice arrived (`perf_counter`), even one without text, as for part of a character;
+    `seen`: called at each of these chunks.
     """
 
     def __init__(self, tokens: int, seen: Callable[[Reply], None] | None = None, times: list[float] | None = None):
@@ -99,8 +99,8 @@ class Reply(sse.Reply):
 class Client(client.Client):
     """A client of the engine to measure, used as `async with Client(url) as client`.
 
-    `learn` must come before `complete`. `requests`, `prompt_tokens` and `output_tokens` count what was sent and asked
-    for so far; the tokens of a text are those that the engine counts, none where it does not. Raises BadURL.
+    Call `learn` before `complete`. `requests` and `prompt_tokens` count what was sent so far, `output_tokens` what was
+    asked for. For a prompt of text the engine's count of tokens is added, or none if it reports none. Raises BadURL.
     """
 
     def __init__(self, url: str, api_key: str | None = None, seed: int | None = None):
@@ -153,10 +153,10 @@ class Client(client.Client):
         return reply
 
     async def learn(self, model: str | None) -> Known:
-        """Return what the engine reports of itself, and use its dialect (metric names, paths) and a model from now on.
+        """Return what the engine reports of itself; later requests use its dialect (metric names, paths) and a model.
 
-        `model`: the model to use (default: the first that it lists). Raises CalibrationError when the engine cannot be
-        measured.
+        `model`: the model to use (default: the first that the engine lists). Raises CalibrationError if the engine
+        cannot be measured.
         """
         way = Access(self.base_url, urlsplit(self.base_url).hostname or "", headers=self.own_headers)
         try:
@@ -180,7 +180,7 @@ class Client(client.Client):
             found = orjson.loads(body)
         except orjson.JSONDecodeError:
             found = None
-        info = found if isinstance(found, dict) else {}  # settings and machine, as far as the operator exposes them
+        info = found if isinstance(found, dict) else {}  # engine settings and machine, if the operator exposes them
         told = {name: getattr(facts, name) for name in LIMITS[:3]}
         scheduler = self.dialect.scheduler_limits(info)
         told |= {name: scheduler.get(name) for name in LIMITS[3:]}
@@ -190,7 +190,7 @@ class Client(client.Client):
         return Known(self.model, facts.dialect.name, facts.version or "version unknown", self._machine(info), limits)
 
     def _machine(self, info: dict[str, object]) -> str:
-        """Return the engine's GPUs or CPU as it reports them, or this machine for a local engine."""
+        """Return the engine's GPUs or CPU as `info` reports them, else this machine if the engine is local."""
         env = info.get("system_env")
         env = env if isinstance(env, dict) else {}
         gpus = env.get("nvidia_gpu_models")
@@ -202,7 +202,7 @@ class Client(client.Client):
         return machine() if local else "machine unknown: the engine is remote"
 
     async def counters(self) -> Scrape | None:
-        """Return the counters of /metrics, or None where there are none."""
+        """Return the engine's counters from /metrics, or None if it has no such page."""
         status, page, _ = await self.get("/metrics")
         return parse(page, 0.0, self.dialect.metrics) if status == 200 else None
 

@@ -1,4 +1,4 @@
-"""Samples of measured times, and the timing profile's coefficients that fit them best.
+"""Samples of measured times, and the coefficients of a timing profile that fit them best.
 
 A sample is a measured time, and how often each coefficient of the simulated engine's timing occurs in this time.
 Coefficients are named as in `replicas.simulated.profile`: `latency`, `work`, `token`, `text` and `text_token` belong to
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# The regions: kinds of measurement, for each of which the errors of the fit are stated.
+# The regions: kinds of measurement. The errors of the fit are stated for each.
 NEW, CACHED, TEXT = "new prompt", "prompt behind a cached prefix", "cached prompt as text"
 BURST, DECODE = "burst of cached prompts", "decode step"
 
@@ -28,14 +28,14 @@ class Sample:
 
     region: str  # kind of measurement
     seconds: float
-    parts: dict[str, float] = field(default_factory=dict)  # how often each coefficient occurs in the time
-    spread: float | None = None  # of a step, where many were seen: the standard deviation as a share of its duration
+    parts: dict[str, float] = field(default_factory=dict)  # by coefficient: how often it occurs in the time
+    spread: float | None = None  # standard deviation of many steps, as a share of their duration
 
 
 def prompt_sample(region: str, seconds: float, tokens: int, cached: int, budget: int) -> Sample:
-    """Return the sample of a time to first token on an idle engine.
+    """Return the sample of one prompt's time to first token on an idle engine.
 
-    `tokens`: of the prompt, of which the engine had `cached`; `budget`: its max_num_batched_tokens.
+    `tokens`: of the prompt; `cached`: those of them that the engine had cached; `budget`: its max_num_batched_tokens.
     """
     parts = _prefill(tokens - cached, cached, budget)
     parts |= {"latency": 1, "work": 1, "token": tokens, "base": parts["prefill"]}
@@ -45,27 +45,30 @@ def prompt_sample(region: str, seconds: float, tokens: int, cached: int, budget:
 def burst_sample(seconds: float, count: int, tokens: int, cached: int, budget: int) -> Sample:
     """Return the sample of `count` cached prompts sent at once; `seconds`: until the last one has its first token.
 
-    The last prompt is computed from when it reaches the engine or, if a step is running, from the end of that step: on
-    average half a step later.
+    `tokens`, `cached`: of each prompt; `budget`: the engine's max_num_batched_tokens. The last prompt is computed from
+    the end of the step that is running when it reaches the engine, on average half a step later.
     """
     parts = _prefill(tokens - cached, cached, budget) | {"base": 1.5, "prefill": 1.5}
     return Sample(BURST, seconds, parts | {"latency": 1, "work": count, "token": count * tokens})
 
 
 def decode_sample(seconds: float, sequences: int, context: float, spread: float | None = None) -> Sample:
-    """Return the sample of one step in which `sequences` requests, with `context` tokens in all, get a token each."""
+    """Return the sample of one decode step, in which `sequences` requests get a token each.
+
+    `context`: tokens of all of these requests together; `spread`: as in `Sample`.
+    """
     return Sample(DECODE, seconds, {"base": 1, "decode_sequence": sequences, "decode_context_token": context}, spread)
 
 
 def _prefill(new: int, before: int, budget: int) -> dict[str, float]:
-    """Return the parts of computing `new` tokens behind `before` cached ones, up to `budget` of them a step.
+    """Return how often each coefficient occurs in computing `new` prompt tokens behind `before` cached ones.
 
-    Each new token attends to all tokens before it, however the prompt is chunked.
+    `budget`: tokens of a step at most. Each new token attends to all tokens before it, however the prompt is chunked.
     """
     return {"prefill": -(-new // budget), "prefill_token": new, "attention": new * (before + new / 2)}
 
 
-# What each coefficient stands for; a profile has these words as comments.
+# What each coefficient stands for; these words become comments in the profile.
 MEANINGS = {
     "latency": "ms of a request that no other waits for: HTTP, scheduling, the way back",
     "work": "ms of the API server, one request after the other",
@@ -80,32 +83,33 @@ MEANINGS = {
     "decode_context_token": "for each token of their contexts",
 }
 NAMES = tuple(MEANINGS)
-ROUNDS = 30
-FAR = 1.345  # spreads; Huber's constant: 95 % as efficient as least squares without outliers
+ROUNDS = 30  # of weighting outliers less, at most
+# An error of more standard deviations is an outlier: Huber's constant, 95 % as efficient as least squares without any.
+FAR = 1.345
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
     """The errors of the fit in one region, as shares of the measured times."""
 
-    count: int
+    count: int  # of samples
     bias: float  # median of (fit - seen) / seen
     typical: float  # median of |fit - seen| / seen
-    worst_tenth: float  # nine in ten errors are smaller
+    worst_tenth: float  # nine in ten values of |fit - seen| / seen are smaller
 
 
-# A region's fit is poor if its typical error is above POOR or its bias above POOR_BIAS: medians under load shall be
-# within 15 % of the engine's (bench/results), and a bias affects them in full.
+# A region's fit is poor if its typical error is above POOR or its bias above POOR_BIAS. The medians of a simulated load
+# are to be within 15 % of the engine's (bench/results), and a bias shifts them by its full size.
 POOR, POOR_BIAS = 0.25, 0.15
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The coefficients of a timing profile, and how well they fit."""
+    """The coefficients of a timing profile, and how well they fit the samples."""
 
     ms: dict[str, float]  # by coefficient: its value in milliseconds
-    residuals: dict[str, Residual]  # by region
-    spread: float = 0.0  # of a step: a standard deviation, as a share
+    residuals: dict[str, Residual]  # by region (kind of measurement)
+    spread: float = 0.0  # standard deviation of a step's duration, as a share of the duration
 
     @property
     def poor(self) -> list[str]:
@@ -113,12 +117,12 @@ class Fit:
         return [name for name, one in self.residuals.items() if one.typical > POOR or abs(one.bias) > POOR_BIAS]
 
     def seconds(self, parts: dict[str, float]) -> float:
-        """Return the time that the fit predicts for a sample's `parts`."""
+        """Return the seconds that the fit predicts for a sample with these `parts`."""
         return 1e-3 * sum(self.ms[name] * times for name, times in parts.items())
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Return the fit of the samples. Raises ValueError when there are none."""
+    """Return the coefficients that fit the samples best, with their errors. Raises ValueError without samples."""
     if not samples:
         raise ValueError("no samples")
     seen = np.array([sample.seconds * 1e3 for sample in samples])

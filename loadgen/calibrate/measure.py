@@ -1,9 +1,9 @@
 """The plan of a measurement, made from the engine's limits and its speed in a few probes, and the measurement itself.
 
 A question is one measurement: a request, or several at once. Every round has the same questions in another order, so
-that a machine that is busier or warmer for a while does not affect only one kind. Prompts grow by factors of two or
-more up to the engine's context and a quarter of its cache, as long as a question takes at most the share LONGEST of the
-time: many rounds are worth more than long prompts.
+that a machine that is busier or warmer for a while does not affect only one kind. The questions' prompts grow by
+factors of two or more, up to the engine's context and a quarter of its cache. A question that would take more than the
+share LONGEST of the time is left out, as many rounds are worth more than long prompts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from .ask import CalibrationError, Client, Limits, Refused, Reply
 from .fit import BURST, CACHED, DECODE, NEW, TEXT, Fit, Sample, burst_sample, decode_sample, fit, prompt_sample
 
-SMALLEST = 64
-LONGEST = 0.02  # share of the total time, for one question
-FEW, MOST = 8, 64  # requests at once: on any engine, and on one that is fast enough
+SMALLEST = 64  # tokens of the shortest prompt
+LONGEST = 0.02  # share of the total time that one question may take
+FEW, MOST = 8, 64  # most requests at once: on any engine, and on one that is fast enough
 STEPS = 32  # decode steps to observe with all requests decoding
 
 
@@ -30,20 +30,20 @@ STEPS = 32  # decode steps to observe with all requests decoding
 class Question:
     """One measurement to make."""
 
-    region: str  # its kind
+    region: str  # its kind, as in `fit`
     tokens: int  # length of a prompt
-    extra: int = 0  # new tokens behind a cached prompt of that length
+    extra: int = 0  # new tokens behind a cached prompt of that length, for the region CACHED
     count: int = 1  # requests at once
     output: int = 1  # output tokens of each request
 
     @property
     def sent(self) -> np.ndarray:
-        """The numbers of requests, prompt tokens and output tokens, including requests that only fill the cache."""
+        """The numbers of requests, prompt tokens and output tokens; requests that only fill the cache are included."""
         requests = self.count if self.region == NEW else 2 * self.count
         return np.array([requests, self.tokens * requests + self.extra, self.count * (self.output - 1) + requests])
 
     def expected(self, fit: Fit, limits: Limits) -> float:
-        """Return roughly how many seconds the question will take."""
+        """Return roughly how many seconds the question will take on an engine with these limits, as fast as `fit`."""
         budget, whole = limits.max_num_batched_tokens, self.tokens + self.extra
         took = self.count * fit.seconds(prompt_sample(NEW, 0, self.tokens, 0, budget).parts)
         if self.region in (DECODE, BURST):
@@ -68,7 +68,7 @@ class Plan:
 
 
 def make(limits: Limits, fit: Fit, seconds: float) -> Plan:
-    """Return a plan of two to ten rounds that takes about `seconds`, on an engine as fast as `fit`."""
+    """Return a plan of two to ten rounds that takes about `seconds` on an engine with these limits and this `fit`."""
     took = {question: question.expected(fit, limits) for question in _questions(limits)}
     small = {question for question in took if question.tokens <= 4 * SMALLEST and question.count <= FEW}
     affordable = {one: each for one, each in took.items() if one in small or each <= LONGEST * seconds}
@@ -100,15 +100,15 @@ def _questions(limits: Limits) -> Iterator[Question]:
             yield Question(BURST, SMALLEST, count=count)
 
 
-PROBES = 3
-LONG = 4.0  # times the median gap: a step that also computes much of another request's prompt
-SURE = 0.02  # enough rounds once a further one changes no region's times by more
-IDLE_SECONDS = 5.0  # for the engine to finish earlier requests
+PROBES = 3  # measurements of each size before the plan is made
+LONG = 4.0  # a gap of more than so many median gaps is a step that also computed much of another request's prompt
+SURE = 0.02  # there were enough rounds once a further one changes no region's times by a larger share
+IDLE_SECONDS = 5.0  # for which the engine may go on with earlier requests
 WORDS_PER_TOKEN = 0.75
 
 
 class Meter:
-    """A measurement of one engine: `probe` finds out how fast it is, then `run` follows a plan."""
+    """A measurement of one engine: `probe` finds out how fast the engine is, then `run` follows a plan."""
 
     def __init__(self, client: Client, limits: Limits):
         self.client, self.limits = client, limits
@@ -116,7 +116,7 @@ class Meter:
     async def probe(self, seconds: float) -> Fit:
         """Return a first fit from a few prompts and replies of increasing size, after two that warm the engine up.
 
-        `seconds`: duration of the whole measurement, of which the probes take a small part.
+        `seconds`: duration of the whole measurement; longer prompts are left out once they would take too much of it.
         """
         for size in (SMALLEST, 8 * SMALLEST):
             await self.client.complete(self.client.ids(size), 8)
@@ -131,10 +131,11 @@ class Meter:
         return fit(seen)
 
     async def budget(self, found: Fit, seconds: float) -> tuple[int, str]:
-        """Return max_num_batched_tokens, and in words how it was found.
+        """Return the engine's max_num_batched_tokens, and in words how it was found.
 
-        It is the length of a long prompt over the number of steps that computed it, which another request shows: its
-        tokens come at long intervals meanwhile. `found`: the fit so far; `seconds`: of the whole measurement.
+        The value is the length of a long prompt divided by the number of steps that computed it. Another request that
+        decodes at the time shows that number: its tokens come at longer intervals during these steps. `found`: the fit
+        so far; `seconds`: duration of the whole measurement.
         """
         size = SMALLEST
         while 2 * size <= self.limits.longest:
@@ -154,7 +155,10 @@ class Meter:
         return min(least, max(size, 16384)), why
 
     async def at_once(self) -> tuple[int, str]:
-        """Return max_num_seqs, and in words how it was found; a limit of MOST or more is only assumed."""
+        """Return the engine's max_num_seqs, and in words how it was found.
+
+        If MOST requests ran at once, a default is assumed.
+        """
         asked = (self.client.complete(self.client.ids(SMALLEST), STEPS + 2 * MOST) for _ in range(MOST))
         ran = most_at_once(await _together(*asked))
         if ran < MOST:
@@ -164,9 +168,9 @@ class Meter:
     async def run(
         self, plan: Plan, seconds: float, told: Callable[[int, Fit], None] | None = None, busy: bool = False
     ) -> list[Sample]:
-        """Return the samples of all rounds of the plan.
+        """Ask the questions of all rounds of the plan, and return their samples.
 
-        Ends earlier, but not before the first round is complete, when the times no longer change or `seconds` are over.
+        The measurement ends early, after a complete round, if the times no longer change or `seconds` are nearly over.
         `told`: called after each round with the number of rounds and the fit; `busy`: do not wait for an idle engine.
         """
         seen: list[Sample] = []
@@ -186,7 +190,10 @@ class Meter:
         return seen
 
     async def until_idle(self) -> None:
-        """Wait until the engine is idle, as others' requests would be measured too. Raises CalibrationError."""
+        """Wait until the engine is idle, as others' requests would change the times.
+
+        Raises CalibrationError if it is still busy after IDLE_SECONDS.
+        """
         deadline = monotonic() + IDLE_SECONDS
         while (count := await self.client.at_work()) and monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -194,7 +201,11 @@ class Meter:
             raise CalibrationError(f"{count} requests of others came to the engine: take it out of traffic")
 
     async def ask(self, question: Question) -> list[Sample]:
-        """Return the samples of one question; [] if the engine refuses it or its times show nothing."""
+        """Send the requests of one question and return its sample.
+
+        The list is empty if the engine refuses a text or does not count its tokens, or if the requests hardly decoded
+        all at once.
+        """
         client, region, size, budget = self.client, question.region, question.tokens, self.limits.max_num_batched_tokens
         if region == TEXT:
             text = client.text(round(size * WORDS_PER_TOKEN))
@@ -222,7 +233,10 @@ class Meter:
         return [decode_sample(seconds, question.count, context, spread(replies[0]))] if seconds else []
 
     async def _beside(self, prompt: list[int]) -> Reply:
-        """Return the reply of a request during whose decoding `prompt` is sent, at a random moment of a step."""
+        """Return the reply of a request, while whose decoding another request with `prompt` is sent.
+
+        The other request is sent at a random moment of a step, once ten tokens of the first have come.
+        """
         going = asyncio.get_running_loop().create_future()
         steps = 3 * STEPS + -(-len(prompt) // self.limits.max_num_batched_tokens)
 
@@ -237,13 +251,16 @@ class Meter:
         return (await _together(self.client.complete(self.client.ids(SMALLEST), steps, at_tenth), other()))[0]
 
     def _cached(self, reply: Reply, at_most: int) -> int:
-        """Return the cached tokens as the engine reports them, else the full blocks of `at_most` tokens."""
+        """Return how many prompt tokens the engine had cached, by its report or else the full blocks of `at_most`."""
         cached, block = reply.record.cached_tokens, self.limits.block_size
         return cached if cached is not None else at_most // block * block
 
 
 async def _together(*questions) -> list[Reply]:
-    """Send all requests concurrently; if one fails, cancel the others, in the engine too."""
+    """Send all requests concurrently and return their replies; if one fails, cancel the others, in the engine too.
+
+    Raises the CalibrationError of the request that failed first.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(question) for question in questions]
@@ -253,11 +270,11 @@ async def _together(*questions) -> list[Reply]:
 
 
 def step_seconds(replies: list[Reply]) -> tuple[float, int]:
-    """Return the seconds of a step while all replies decode, and the tokens each had by the middle of that time.
+    """Return the seconds of a step while all replies decode, and how many tokens each had halfway through that time.
 
-    The seconds are 0 if they hardly decoded all at once. The slowest tenth of the steps is left out, as other work on
-    the machine delayed it. Where the API server puts several tokens into a chunk, the gap before it counts as that many
-    steps.
+    The seconds are 0 if the replies hardly decoded all at once. The slowest tenth of the steps is left out, as other
+    work on the machine delayed them. If the API server puts several tokens into a chunk, the gap before the chunk
+    counts as that many steps.
     """
     begin, end = max(reply.times[0] for reply in replies), min(reply.times[-1] for reply in replies)
     steps, tokens = [], 0.0
@@ -272,9 +289,10 @@ def step_seconds(replies: list[Reply]) -> tuple[float, int]:
 
 
 def spread(reply: Reply) -> float | None:
-    """Return the standard deviation of the steps of one reply as a share of their median, without outliers.
+    """Return the standard deviation of the durations of one reply's steps, as a share of their median.
 
-    Returns None where several chunks were read at once, as on a busy machine, so that single steps were not observed.
+    It is estimated from the median deviation, so that outliers do not affect it. Returns None if several chunks were
+    read at once, as on a busy machine, because single steps were not observed then.
     """
     gaps = [later - sooner for sooner, later in pairwise(reply.times)]
     if gaps.count(0.0) > len(gaps) // 10:
@@ -284,10 +302,11 @@ def spread(reply: Reply) -> float | None:
 
 
 def full_steps(gaps: list[float]) -> int:
-    """Return in how many full steps a long prompt was computed, by the `gaps` between another request's tokens.
+    """Return in how many full steps a long prompt was computed.
 
-    These steps are the long gaps up to the longest one: each is longer than the one before because its tokens attend to
-    more, and the last step, with the remainder of the prompt, is shorter.
+    `gaps`: seconds between the tokens of another request that decoded at the time. The full steps are the long gaps up
+    to the longest one: each is longer than the one before, because its tokens attend to more. A last step with the
+    remainder of the prompt is shorter and is not counted.
     """
     usual = median(gaps)
     upto = gaps[: gaps.index(max(gaps)) + 1]
@@ -296,13 +315,16 @@ def full_steps(gaps: list[float]) -> int:
 
 
 def most_at_once(replies: list[Reply]) -> int:
-    """Return the maximum number of replies that were between their first and last tokens at one time."""
+    """Return the largest number of replies that were between their first and last tokens at the same time."""
     ends = sorted([(reply.times[0], 1) for reply in replies] + [(reply.times[-1], -1) for reply in replies])
     return max(accumulate(change for _, change in ends))
 
 
 def changed(seen: list[Sample], before: Fit, after: Fit) -> float:
-    """Return by what share the times of the most changed region differ between two fits (median over its samples)."""
+    """Return by what share of its measured times the most changed region differs between two fits.
+
+    A region's change is the median over its samples.
+    """
     shares: dict[str, list[float]] = {}
     for one in seen:
         change = abs(after.seconds(one.parts) - before.seconds(one.parts)) / one.seconds

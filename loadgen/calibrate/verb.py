@@ -1,4 +1,4 @@
-"""`loadgen calibrate URL`: flags, progress messages, and the profile file, with the source of every figure."""
+"""`loadgen calibrate URL`: the command's flags and messages, and the profile file, which states how it was measured."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def calibrate_verb(args: argparse.Namespace, console: Console) -> int:
 
 
 async def calibrate(args: argparse.Namespace, console: Console) -> str:
-    """Measure the engine and return the profile's text. Raises CalibrationError."""
+    """Measure the engine, print progress, and return the profile as YAML. Raises CalibrationError."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
@@ -122,7 +122,10 @@ async def calibrate(args: argparse.Namespace, console: Console) -> str:
 
 
 async def _limits(meter: measure.Meter, found: Fit, seconds: float) -> Limits:
-    """Return the engine's limits; those that it did not report are measured as far as possible."""
+    """Return the engine's limits; those that it did not report are measured as far as possible.
+
+    `found`: the fit of the probes; `seconds`: duration of the whole measurement.
+    """
     limits = meter.limits
     for name, see in (
         ("max_num_seqs", meter.at_once),
@@ -135,7 +138,7 @@ async def _limits(meter: measure.Meter, found: Fit, seconds: float) -> Limits:
 
 
 def _caution(result: Fit, seconds: float) -> str:
-    """Return advice on a poor fit, or ""."""
+    """Return advice on a poor fit, or "" for a good one; `seconds`: how long was measured."""
     if not result.poor:
         return ""
     longer = f"give --seconds {ENOUGH_SECONDS:g}, and let" if seconds < ENOUGH_SECONDS else "measure again, and let"
@@ -143,7 +146,7 @@ def _caution(result: Fit, seconds: float) -> str:
 
 
 def residuals(fit: Fit) -> Iterator[str]:
-    """Yield the lines of a table of the fit's errors by kind of request.
+    """Yield the lines of a table of the fit's errors, one line per kind of measurement.
 
     Columns: samples, bias (median of fit / measured - 1), typical error (median), error that nine in ten stay below.
     """
@@ -154,9 +157,9 @@ def residuals(fit: Fit) -> Iterator[str]:
 
 
 def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) -> str:
-    """Return the profile as YAML for `replicas.simulated.profile.load_profile`.
+    """Return the timing profile as YAML, which `replicas.simulated.profile.load_profile` reads.
 
-    `facts`: lines for its header, such as date and command.
+    `facts`: entries of the header comment by name, such as date and command.
     """
     head = [f"{known.engine} {known.version} with {known.model} on {known.machine}, measured by `loadgen calibrate`."]
     head += [f"{name}: {value}" for name, value in facts.items()]
@@ -168,7 +171,7 @@ def profile(known: Known, limits: Limits, fit: Fit, facts: Mapping[str, str]) ->
     lines = [f"# {line}".rstrip() for line in head]
     for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
         lines.append(f"{name}: {getattr(limits, name)}  # {limits.told[name]}")
-    titles = {"latency": "request:", "base": "step:"}  # each stands before its first coefficient
+    titles = {"latency": "request:", "base": "step:"}  # by the coefficient that each stands before
     spread = {"spread": "a share, not a time: a step's standard deviation"}
     for name, meaning in (MEANINGS | spread).items():
         value = fit.spread if name == "spread" else fit.ms[name]

@@ -1,4 +1,4 @@
-"""A replica as the proxy sees it: its load and costs, its part of the map of cached blocks, its connections."""
+"""A replica as the proxy uses it: its load and costs, its part of the map of cached KV blocks, its connections."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
     from replicas.event_source import EventSource
     from replicas.pairing import Traits
 
-# Costs are learned from one answer per LEARN_SECONDS on average, and LEARN_AT_ONCE in a burst. An observation takes 15
-# to 20 us, and at a hundred a second a coefficient follows any change. Bursts are learned completely: the first answer
-# of a batch alone, or the last alone, would show an emptier replica than there is.
+# Costs are learned from one answer per LEARN_SECONDS on average, and from up to LEARN_AT_ONCE in a burst. Learning from
+# an answer takes 15 to 20 us, and a hundred answers a second are enough for a cost coefficient to follow any change.
+# Bursts are learned from completely, because the first or the last answer of a batch alone would show less load on the
+# replica than there is.
 LEARN_SECONDS, LEARN_AT_ONCE = 0.01, 100
-# Headers that the gateway writes itself: bodies are collected and sent with their length.
+# Headers that the gateway does not forward, since it writes its own: bodies are collected and sent with their length.
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"transfer-encoding", b"expect", b"x-request-id"}
-MOST_ADAPTERS = 4096  # adapters of one replica, present and past, whose folders are remembered
+MOST_ADAPTERS = 4096  # LoRA adapters of one replica, present and past, whose folders are remembered
 
 
 Prove = Callable[[str], Awaitable[bool]]
 
 
 async def taken_at_its_word(replica: str) -> bool:
-    """Accept any process at the address; used where no watcher runs."""
+    """Accept any process at the replica's address, for gateways that do not check which process listens there."""
     return True
 
 
@@ -52,55 +53,58 @@ class Backend:
         prove: Prove = taken_at_its_word,
         hidden: frozenset[bytes] = frozenset(),
     ):
-        """Create the state.
+        """Create the state, with a pool of connections that has none yet.
 
-        `candidate`: the replica as the router sees it.
-        `prove(id)`: has the replica's watcher check now which process listens; returns whether an engine answered.
-        `hidden`: names of client headers that are not forwarded to this replica.
+        `candidate`: the replica as the Router sees it.
+        `prove(id)`: has the replica's watcher check now which process listens at its address; returns whether an engine
+            answered.
+        `hidden`: names of client headers that are not forwarded to this replica, in lower case.
         """
         self.replica, self.candidate, self.prove, self.hidden = replica, candidate, prove, hidden
         self.id, self.slot = replica.id, candidate.slot
         self.pool = self._new_pool()
         self.drift = Drift()
         self.forwarding = Forwarding()
-        self.keeps_nothing: set[str] = set()  # paths at which it answered a first leg and kept no cache
-        self.learn_at = 0.0  # no observation is due before this time, in monotonic seconds
+        self.keeps_nothing: set[str] = set()  # paths at which it computed a prompt for a decoder and kept no KV cache
+        self.learn_at = 0.0  # costs are not learned from answers before this time, in monotonic seconds
         self.source: EventSource | None = None  # the source of `intake`
-        self.intake: EventIntake | None = None
+        self.intake: EventIntake | None = None  # reads its KV events into the map of cached blocks
         self.listening: asyncio.Task[None] | None = None  # runs `intake`, or its predecessor until that has ended
-        self.adapter_roots: dict[str, str] = {}  # adapter -> the folder that it was last reported loaded from
-        # the format of its blocks for `intake`: tokens per block, and how many tokens after it are part of its hash
+        self.adapter_roots: dict[str, str] = {}  # adapter -> the folder that it was last reported to be loaded from
+        # The format of blocks for `intake`: tokens per block, and how many tokens after a block its hash includes.
         self.event_format: tuple[int, int] | None = None
-        self.gone = False  # removed; requests that still run on it are not counted
+        self.gone = False  # it was removed; requests that still run on it are not counted
         self._begin(None)
 
     def _begin(self, incarnation: str | None) -> None:
-        """Begin with nothing learned about the replica's process."""
+        """Reset all that is learned about the replica's process; called at first, and for each new process."""
         self.incarnation = incarnation
         self.host_line, self.not_forwarded = self._head_parts()
         self.failures = 0  # requests in a row that it failed; an answer resets it
-        self.answers = 0  # answered requests not yet reported to the health checks
-        self.pace = 0.0  # mean seconds per token of non-streamed answers, prompt included; 0 before the first
-        # Monotonic seconds until which it is chosen only if all others are full, since it refused a request as full.
+        self.answers = 0  # answered requests that are not yet reported to the health checks
+        self.pace = 0.0  # mean seconds per output token of non-streamed answers, prefill included; 0 before the first
+        # It refused a request as full, and is chosen only if all others are full until then, in monotonic seconds.
         self.full_until = 0.0
         self.stored_as: Blocks = UNTOLD  # the kind of blocks that it stores, as last reported or seen in events
-        self.said_to_drop: bool | None = None  # whether it last reported to recompute the last block that it finds
+        self.said_to_drop: bool | None = None  # whether it last reported to recompute the last cached block it finds
 
     def _new_pool(self) -> Pool:
         replica = self.replica
         return Pool(replica.address or replica.host, replica.port, replica.tls, replica.host)
 
     def connect(self, sink: Sink) -> None:
-        """Open a connection, which is accepted only if it leads to the replica's present process."""
+        """Open a connection to the replica's present process, and call `sink.connected` or `sink.lost`."""
         self.pool.connect(sink, partial(self._check, self.replica.incarnation))
 
     async def _check(self, incarnation: str) -> UpstreamError | None:
-        """Return why a new connection must not be used, or None.
+        """Return why a connection that was just opened must not be used, or None if it may be.
 
-        The watcher's last check of which process listens at the address is valid as long as the watcher's connection to
-        that process is open. Once that has closed, the watcher first checks models, version and process again. The
-        process that then answers was there while the new connection was open, so that check is valid even if the engine
-        has closed the new connection meanwhile.
+        A replica's watcher knows which process listens at its address, as long as the connection that it keeps to this
+        process is open. Once that has closed, the watcher checks models, version and process again before this returns.
+        The process that answers it was there while the new connection was open, so the check is valid for that, even if
+        the engine has closed it meanwhile.
+
+        `incarnation`: the replica's process for which the connection was opened.
         """
         replica = self.replica
         answered = replica.is_proven or await self.prove(self.id)
@@ -117,7 +121,10 @@ class Backend:
         return UpstreamError(CONNECT, "took a connection, and did not prove to be the engine that it was")
 
     def _head_parts(self) -> tuple[bytes, frozenset[bytes]]:
-        """Return the header lines of every request to this replica, and names of client headers not to forward."""
+        """Return two parts of every request's head: the lines that this replica gets, the client headers not forwarded.
+
+        The lines are `host` and the replica's configured headers. The second part is a set of names in lower case.
+        """
         ours, transfer = {**self.replica.headers, **self.replica.credentials}, self.replica.transfer
         chosen = {name.lower().encode(): value.encode() for name, value in ours.items()}
         lines = b"".join(b"%b: %b\r\n" % header for header in chosen.items())
@@ -126,7 +133,7 @@ class Backend:
         )
 
     def follow_incarnation(self) -> None:
-        """Reset what was learned, since the replica is another process now, perhaps at another address."""
+        """Reset what was learned about the replica, since it is another process now, perhaps at another address."""
         self._begin(self.replica.incarnation)
         self.adapter_roots = dict(self.replica.adapter_roots)
         self.drift.reset()
@@ -136,7 +143,10 @@ class Backend:
             self.pool = self._new_pool()
 
     def adapters_moved(self) -> list[str]:
-        """Return the adapters that are loaded from another folder than when last reported, even if absent meanwhile."""
+        """Return the LoRA adapters that are now loaded from another folder than when the replica last reported them.
+
+        An adapter may have been absent in between. The present folders are remembered for the next call.
+        """
         told = self.replica.adapter_roots
         moved = [name for name, root in told.items() if self.adapter_roots.get(name, root) != root]
         self.adapter_roots |= told
@@ -146,17 +156,17 @@ class Backend:
 
     @property
     def traits(self) -> Traits:
-        """The properties that decide with which other replicas this one can exchange KV caches."""
+        """The replica's properties that decide with which other replicas it can exchange KV caches."""
         return self.replica.traits
 
     @property
     def is_witness(self) -> bool:
-        """Whether its error answers are evidence against requests; not after too many failures in a row."""
+        """Whether its error answers count as evidence against requests: it has not failed too many in a row."""
         return self.failures < MOST_AGREED
 
     @property
     def is_finer(self) -> bool:
-        """Whether the engine's cache hits may end within the blocks in which prompts are hashed."""
+        """Whether a cache hit of the engine may end inside one of the blocks by which prompts are hashed."""
         page, (size, _) = self.replica.page_size, self.event_format or (0, 0)
         parts = self.stored_as.parts if self.replica.finds_parts else 0
         return 0 < parts < size or (page is not None and page < size)
@@ -165,16 +175,16 @@ class Backend:
         return self.replica.serves(model)
 
     def may_learn(self, now: float) -> bool:
-        """Return whether to learn costs from an answer now, and count the answer if so."""
+        """Return whether to learn costs from an answer now; if so, it counts against the rate of LEARN_SECONDS."""
         if self.learn_at > now:
             return False
         self.learn_at = max(self.learn_at, now - LEARN_SECONDS * LEARN_AT_ONCE) + LEARN_SECONDS
         return True
 
     def listen(self, intake: EventIntake | None, begin: Callable[[], None], background: Background) -> None:
-        """Follow the KV events of `intake` (None: of none) from now on, after calling `begin`.
+        """Call `begin`, then read KV events with this intake from now on; None: read none.
 
-        Both wait until the previous intake has ended, since until then it may write to the same slot of the map.
+        Both wait until the previous intake has ended, since it may still write to this replica's part of the map.
         """
         self.intake = intake
 
@@ -194,7 +204,10 @@ class Backend:
             self.listening.cancel()
 
     def stop(self, then: Callable[[], None] = lambda: None) -> None:
-        """Close connections and stop following KV events; call `then` once nothing writes to the slot of the map."""
+        """Close the connections and stop reading KV events, since the replica is removed.
+
+        `then` is called once nothing writes to this replica's part of the map any more.
+        """
         self.gone = True
         self.pool.close()
         self._stop_listening(then)

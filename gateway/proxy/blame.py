@@ -1,23 +1,23 @@
-"""The rules by which an error answer is attributed to the replica or to the request. Pure.
+"""The rules by which an error answer is attributed to the replica or to the request; pure functions.
 
-One answer does not show whose fault it is: an engine answers 500 when its core is dead, and also if a client's chat
-template raises. The next replica's answer decides:
+One error answer does not show whose fault it is: an engine answers 500 when its core is dead, and also if a client's
+chat template raises. What the next replica does decides:
 
   it answers the request                   the first replica is at fault, and the error counts against it
   it refuses the request (400, 413, 422)   the request is at fault
   it fails the request in the same way     the request is at fault: neither replica is blamed, and no third is tried
 
-The same holds for 401, 403 and 404: a client's key or model may be wrong, or the replica's own configuration. A replica
-that refuses every request within a millisecond would otherwise look idle and get all of them.
+These rules also hold for 401, 403 and 404: the client's key or model may be wrong, or the replica's own configuration.
+Otherwise a replica that refuses every request within a millisecond would look idle and get all of them.
 
-A full replica (429, 503) is not unhealthy, and no evidence about the request: two full replicas do not show that the
-request is at fault. A full replica is tried last for the time of its `Retry-After` (`Backend.full_until`).
+A full replica (429, 503) is not unhealthy, and its error says nothing about the request: two full replicas do not show
+that the request is at fault. A full replica is tried last for the time in its `Retry-After` (`Backend.full_until`).
 
-Where no other replica could be tried, nothing is known, and nothing counts against the replica. Each such failure is
-reported to the replica's watcher, which probes the engine after a few (`replicas.health`, rule 6).
+If no other replica could be tried, nobody is blamed. Each such failure is reported to the replica's watcher, which
+sends the engine a test request after a few of them (`replicas.health`, rule 6).
 
-Two broken engines also fail a request in the same way. So an engine that has failed MOST_AGREED requests in a row is no
-witness: requests that it fails are tried on a third replica, until it has answered a request again.
+Two broken engines also fail a request in the same way. So an engine that has failed MOST_AGREED requests in a row is
+not accepted as a witness: requests that it fails are tried on a third replica, until it has answered a request again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from typing import NamedTuple
 
 MOST_AGREED = 3
 REFUSALS = frozenset((400, 413, 422))
-# Errors that an engine itself answers with. Other 5xx come from a proxy before it, or mean that it is full.
+# Kinds of errors that an engine itself writes, and that count as the same one. Other 5xx come from a proxy in front of
+# the engine, or mean that the engine is full.
 SAME = frozenset(("status 500", "error answer"))
-DOUBTFUL = frozenset((401, 403, 404, 429))
+DOUBTFUL = frozenset((401, 403, 404, 429))  # refusals that may be due to the replica's configuration or its load
 OVERLOADED = frozenset(("status 429", "status 503"))
 REQUEST = "request"  # the kind of an error that is known to be the request's fault
 # Status -> `reason` in metrics and logs, for engines' refusals that clients get since no other replica answered.
@@ -38,10 +39,11 @@ REFUSED_ALIKE = frozenset(f"status {status}" for status in DOUBTFUL) - OVERLOADE
 
 
 class UnattributedError(NamedTuple):
-    """An error answer of which it is not known yet whose fault it is.
+    """An error answer for which it is not known yet whether the replica or the request is at fault.
 
-    `kind`: of failure (`retries`). Ranks of one `engine` count as one witness.
-    `witness`: False if the engine has failed too many requests in a row.
+    `engine`: the process that answered; several replicas, its data-parallel ranks, may be of one engine.
+    `kind`: the kind of failure, a key of `retries.KINDS`.
+    `witness`: whether the answer may show that the request is at fault; not if the engine fails too many in a row.
     """
 
     replica: str
@@ -51,7 +53,7 @@ class UnattributedError(NamedTuple):
 
 
 def agree(unattributed_errors: Sequence[UnattributedError]) -> bool:
-    """Return whether another engine has failed the request in the same way as the last error shows."""
+    """Return whether two different engines failed the request in the same way, the last of these errors being one."""
     *before, last = unattributed_errors
     return any(one.engine != last.engine and _alike(one.kind, last.kind) for one in before)
 
@@ -61,7 +63,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def settled(unattributed_errors: Sequence[UnattributedError]) -> bool:
-    """Return whether two engines that are witnesses failed the request alike, so that no third one is tried."""
+    """Return whether two engines failed the request alike and both count as witnesses, so that no third is tried."""
     return unattributed_errors[-1].witness and agree(
         [*(one for one in unattributed_errors[:-1] if one.witness), unattributed_errors[-1]]
     )

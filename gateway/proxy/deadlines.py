@@ -1,6 +1,7 @@
 """Deadlines of requests in progress, which the server's sweep checks a few times a second.
 
-A replica is only blamed for time in which this process itself ran: each deadline is measured with `Pulse.ran`.
+Time in which the gateway's own event loop was stalled is not blamed on a replica: each deadline counts only the seconds
+in which the loop ran (`Pulse.ran`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from .responses.answers import has_other_event, keeps_alive
 from .retries import HUNG, NO_CRASHES, PREFILL_FAILED, STALLED, TIMEOUT, TRANSFER_STALLED
 from .states import AttemptEvent, AttemptState, ExchangeEvent, ExchangeState, Leg
 
-# For this time after a request was sent, comments and pings that keep the connection alive are held back, so that a
-# failure can be reported by a status. Later ones are relayed as they come.
+# An engine's comments and pings, which keep the connection alive, are held back for this time after a request was sent,
+# so that a failure within it can be reported by a status. Later ones are relayed as they come.
 COMMENT_SECONDS = 1.0
-# Keep-alives that follow an announcement (`response.created`, a chunk with only the role) are held for five seconds:
-# once they are sent, no other replica can answer, because it would announce another id. Clients and proxies give up
-# after 10 to 60 s of silence.
+# Comments and pings after an announcement (`response.created`, a chunk with only the role) are held back for five
+# seconds: once they are sent, no other replica can answer, because it would announce another id. Clients and proxies
+# give up after 10 to 60 s of silence.
 KEEP_ALIVE_SECONDS = 5.0
-# Seconds that a request without a first byte stays at a replica in this state that shows no sign of computing.
+# How many seconds a request without a first byte stays at a replica in this state that shows no sign of computing.
 PATIENCE = {State.DEGRADED: 10.0, State.LEAVING: STANDS_STILL, State.FAILED: 0.0}
-FIRST_LEG_SECONDS = 10.0  # from the head of a first leg's answer, sent after the prefill, to the end of its few bytes
+# The time from the head of a first leg's answer, which is sent after the prefill, to the end of its few bytes.
+FIRST_LEG_SECONDS = 10.0
 LOST_SILENCE = 10.0  # seconds without a byte after which a stream from a lost replica is given up
 
 
@@ -48,7 +50,10 @@ class Deadlines:
         self._ran = self._settling.pulse.ran
 
     def check(self, exchange: Exchange, now: float) -> None:
-        """Check a request's deadlines, and act on those that have passed."""
+        """Check a request's deadlines, and end the request, fail its attempt or relay comments as they require.
+
+        For an answer under way, new reads since the last call are counted as tokens. `now`: in monotonic seconds.
+        """
         if exchange.state is ExchangeState.ENDED:
             return
         if exchange.state is ExchangeState.ANSWERING:
@@ -78,15 +83,21 @@ class Deadlines:
             self._check_unanswered(exchange, attempt, now)
 
     def _check_unanswered(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
+        """Check the deadlines of an attempt of whose answer the client has nothing yet.
+
+        It is failed if another replica should answer instead. Comments and pings that were held back long enough are
+        relayed.
+        """
         leg, legs, fail = attempt.leg, exchange.legs, self._failures.failed
         first_leg = leg is Leg.PREFILL  # its answer is not relayed
         ran = self._ran(attempt.sent_at, now)
-        # An error is relayed as a whole, in the format of the client's API, so no part of it is sent early.
+        # Only an answer with status 200 is relayed early: an error is rewritten to the format of the client's API as a
+        # whole.
         passes = attempt.withheld and attempt.status == 200 and not first_leg
         if passes and ran > COMMENT_SECONDS and attempt.streams:
             self._handler.pass_keep_alives(exchange, attempt, now)
-        # These keep-alives may end within a comment, whose rest follows in the next read. A resumed stream needs no
-        # other event first, since only complete events of it are written.
+        # From here on all bytes are relayed as they come. They may end within a comment, whose rest follows in the next
+        # read. A resumed stream need not have announced anything, since only complete events of it are written.
         if (
             passes
             and ran > KEEP_ALIVE_SECONDS
@@ -117,7 +128,7 @@ class Deadlines:
             self._settling.still_unanswered(attempt, now)
 
     def _hangs(self, exchange: Exchange, attempt: Attempt, now: float) -> bool:
-        """Fail an attempt whose request should move from a lost or unhealthy replica; return whether it has."""
+        """Fail an attempt if its request should move from a lost or unhealthy replica; return whether it was failed."""
         if not self._better_elsewhere(exchange, attempt, now):
             return False
         silent, state = self._ran(attempt.sent_at, now), attempt.backend.replica.state
@@ -128,8 +139,8 @@ class Deadlines:
         """Return whether an unanswered request should move from a lost or unhealthy replica to a ready one.
 
         The other replica repeats all work, so slowness alone is no reason to move a request. An engine whose counters
-        change is computing, even if it fails its probes. A request under which a replica has crashed or hung before is
-        moved again only from a replica that has failed or is leaving.
+        change is computing, even if it fails its probes, and keeps its requests. If a replica has crashed or hung with
+        the request before, it is moved again only from a replica that has failed or is shutting down (leaving).
         """
         state = attempt.backend.replica.state
         moves_again = state in (State.FAILED, State.LEAVING) or exchange.crashes == NO_CRASHES
@@ -144,7 +155,7 @@ class Deadlines:
     def _stood_still(self, attempt: Attempt, now: float) -> float:
         """Return for how many seconds the replica has had the request and shown no sign of computing.
 
-        For a replica that is leaving, this is known only up to the last time at which its metrics could be read.
+        For a replica that is shutting down, the seconds end when its metrics could last be read.
         """
         replica, since = attempt.backend.replica, attempt.sent_at
         if replica.state is State.FAILED:
@@ -156,8 +167,8 @@ class Deadlines:
     def _silence(self, attempt: Attempt, now: float) -> float:
         """Return after how many seconds without a byte a stream is given up.
 
-        The time is shorter for a lost replica, one that has failed, or is leaving and stands still: an engine that was
-        told to stop may have ended its core and wait until its clients close their connections, as is then done here.
+        These are fewer for a lost replica, which has failed, or is shutting down and shows no sign of computing. An
+        engine that was told to stop may have ended its core and only wait until its clients close their connections.
         """
         state = attempt.backend.replica.state
         lost = state is State.FAILED or (
@@ -166,6 +177,10 @@ class Deadlines:
         return min(self._idle_timeout, LOST_SILENCE) if lost else self._idle_timeout
 
     def _stalled(self, exchange: Exchange, seconds: float) -> None:
+        """End an answer of which no byte came for `seconds`, or have another replica resume it.
+
+        If the client does not read, it is treated as one that has left.
+        """
         error = UpstreamError(STALLED, f"no byte for {seconds:g} s")
         if (client := exchange.client).writing_paused:  # the client is the one that does not read
             self._handler.dispatch(exchange, ExchangeEvent.GONE)
@@ -176,6 +191,7 @@ class Deadlines:
             self._time_out(exchange, error)
 
     def _time_out(self, exchange: Exchange, error: ApiError | UpstreamError) -> None:
+        """End the last attempt, and with it the request, because a deadline has passed."""
         attempt = exchange.attempt
         if attempt is not None and attempt.state is not AttemptState.ENDED:
             attempt.end_as(AttemptEvent.FAILED, error)

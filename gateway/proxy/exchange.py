@@ -1,12 +1,13 @@
-"""A client's request, from its last byte in to the last byte of its answer out, and its attempts.
+"""`Exchange`, a client's request until the last byte of its answer has gone out, and `Attempt`, one try to serve it.
 
-An attempt sends the request to one replica; if the request is split into a prefill leg and a decode leg, each leg is an
-attempt. The attempt is also the sink (receiver) of its upstream connection: it writes the answer to the client, or
-passes it to the handler, which decides what follows.
+An attempt sends the request to one replica. If the request is split into two legs (prefill on one replica, decode on
+another), each leg is an attempt. The attempt also receives what comes on its replica's connection. It writes that to
+the client, or passes it to the handler, which decides what follows.
 
-An exchange is driven by calls from the client's side, from preparation and placing, and from the sweep that checks
-deadlines. Each call becomes an event; the table in `states` names the action, and the handler runs it. Nothing waits
-here, and no task is created for a request unless its prompt is long or a connection has to be opened.
+An exchange is driven by calls from the client's connection, from the preparation of the prompt, from the choice of a
+replica, and from the sweep that checks deadlines. Each call becomes an event. The table in `states` names the action
+for it, and the handler runs the action. Nothing waits here, and no task is created for a request unless its prompt is
+long or a connection has to be opened.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
-# The number of last reads kept to find the usage in: vLLM writes the usage, the end of the stream ([DONE],
-# message_stop) and the last chunk separately, so each may be its own read. One more, in case a read splits the usage.
+# How many of an answer's last reads are kept, to find the token usage in them: vLLM writes the usage, the end of the
+# stream ([DONE], message_stop) and HTTP's last chunk separately, so each may be a read of its own. One more is kept in
+# case the usage is split between two reads.
 TAIL = 4
-# Successive reads of fewer bytes than this are joined, so that many tiny reads do not push the usage out.
+# Successive reads of fewer bytes than this are joined, so that many tiny reads do not push the usage out of the TAIL.
 TINY = 128
-# The last bytes kept of each read once the client stops reading: a read may be 256 kB.
+# How many last bytes of each kept read remain in memory once the client stops reading: a read may be 256 kB.
 TAIL_BYTES = 4096
 CONNECTING, ANSWERING = AttemptState.CONNECTING, AttemptState.ANSWERING
 PREFILL = Leg.PREFILL
@@ -69,24 +71,24 @@ PREFILL = Leg.PREFILL
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """An attempt to have a request answered by one replica; receives what comes on its upstream connection.
+    """An attempt to have a request, or one leg of it, answered by one replica, whose response it receives.
 
-    Times are in monotonic seconds, and 0.0 for what has not happened.
+    Times are in monotonic seconds; 0.0 stands for what has not happened yet.
     """
 
     backend: Backend
     placement: Placement
     prompt: Prompt | None
-    streams: bool  # whether its answer is expected to stream; once it has a head, whether it does
+    streams: bool  # whether the answer is expected to stream; once its head has come, whether it does
     begun_at: float
     _: KW_ONLY
     new_connection: bool = False  # use no pooled connection
     had_whole: bool = False  # the replica may have read the whole request on an earlier connection, which it closed
     without_ids: bool = False  # send the prompt as text even if the replica accepts token ids
-    # The leg and the body sent for it; None for a request in one leg, with the client's body.
+    # Which leg (prefill or decode) it sends, and the body for that; None for a whole request with the client's body.
     leg: Leg | None = None
     body: bytes | None = None
-    # Set by `Exchange.add_attempt`; None for a request that the gateway does not forward. `handler`: the `Handler`.
+    # Set by `Exchange.add_attempt`; they stay None for a request that the gateway does not forward.
     exchange: Exchange = None  # type: ignore[assignment]
     client: Downstream = None  # type: ignore[assignment]
     handler: Any = None
@@ -94,42 +96,49 @@ class Attempt:
     upstream: Upstream | None = None
     sent_ids: bool = False  # the prompt was sent as token ids
     asks_ids: bool = False  # the gateway has the engine report token ids, which the client did not request
-    # The answer's status and head. `fault` is the status that fits an error in the body of a 200; 0: there is none.
+    # The answer's status and head. `fault`: the status that an error in the body of a 200 amounts to; 0: no error.
     status: int = 0
     response_head: Head = None  # type: ignore[assignment]  # until the head is there
     fault: int = 0
     computed: bool = False  # the prompt was computed in spite of the fault
-    # The first bytes of its body, held back because they show no answer yet, and the parser of a stream's.
+    # The first bytes of the body, held back because they show no answer yet, and the parser of them if it is a stream.
     withheld: bytes = b""
     beginning: Beginning | None = None
-    looked_at: int = 0  # the number of bytes at the last look
+    looked_at: int = 0  # how many bytes were held back when they were last parsed
     came_whole: bool = False  # the whole answer came in one read, and `Settling.finish` accounts for it at once
-    seen_late: bool = False  # bytes were relayed before an answer was seen in them, so `first_at` is too late
-    tail: deque[bytes] = field(default_factory=partial(deque, maxlen=TAIL))  # the last reads, out of `pieces`
-    pieces: int = 0
-    # For a stream whose client asked for no usage, the bytes that each output event contains; the number of output
-    # events, there and where metered; and the parser of usage, once that has begun.
+    seen_late: bool = False  # bytes were relayed before output was seen in them, so `first_at` is later than in truth
+    tail: deque[bytes] = field(default_factory=partial(deque, maxlen=TAIL))  # the last reads of the answer
+    pieces: int = 0  # the number of reads
+    # `mark`: the bytes that each output event contains, for a stream whose client requested no usage. `events`: the
+    # number of output events, counted in such streams and in metered ones. `usage`: the search for the usage of a
+    # metered answer, once its key was found.
     mark: bytes | None = None
     events: int = 0
     usage: UsageSearch | None = None
-    pauses: int = 0  # how often its client did not keep up
-    seen_pieces: int = 0  # as the sweep saw them last, at `seen_at`
+    pauses: int = 0  # how often reading was paused, since the client did not keep up
+    seen_pieces: int = 0  # `pieces` when the sweep last found new ones, at `seen_at`
     seen_at: float = 0.0
     sent_at: float = 0.0
     first_at: float = 0.0  # when the first output came
     ended_at: float = 0.0
     error: Exception | None = None  # the failure
-    # With traces on: its span, and the TTFT in seconds that was predicted when it began.
+    # With tracing on: the attempt's span, and the TTFT in seconds that was predicted when the attempt began.
     context: Any = None
     predicted_ttft: float = 0.0
     is_continued = False
 
     def could_not_fetch(self, kind: str) -> bool:
-        """Return whether this is a second leg whose `kind` of failure engines show if they cannot fetch the cache."""
+        """Return whether this is a second leg (decode) that may have failed because it could not fetch the KV cache.
+
+        `kind`: the kind of its failure. Engines report a failed transfer by an error of one of several kinds.
+        """
         return self.leg is Leg.DECODE and kind in TRANSFER_FAILED
 
     def end_as(self, event: AttemptEvent, error: Exception | None = None) -> None:
-        """End the attempt and close its connection, which makes the engine abort the request."""
+        """End the attempt by this event, and close its connection if it has one, so that the engine aborts the request.
+
+        `error`: why it failed; None if it did not.
+        """
         self.state = ATTEMPT_TRANSITIONS[self.state, event]
         self.ended_at, self.error, self.withheld, self.beginning = monotonic(), error, b"", None
         upstream, self.upstream = self.upstream, None
@@ -137,7 +146,7 @@ class Attempt:
             upstream.drop()
 
     def repeat(self, *, new_connection: bool = False, unread: bool = False, without_ids: bool = False) -> Attempt:
-        """Return a new attempt at the same replica, which uses the same reserved load.
+        """Return a new attempt at the same replica, for which the load reserved for this one stays reserved.
 
         `new_connection`: use no pooled connection.
         `unread`: the replica cannot have read the whole request on this attempt's connection.
@@ -183,7 +192,7 @@ class Attempt:
             self.handler.on_body(self, data)
 
     def count_events(self, data: bytes) -> None:
-        """Count output events, beginning in these first bytes, since no usage will report the number of tokens."""
+        """Count the stream's output events, from these first bytes on, as no usage will report its number of tokens."""
         label = self.exchange.label
         self.mark, self.events = OUTPUT_MARKS.get(label, ANY_EVENT), output_events(label, data, True)
 
@@ -192,17 +201,17 @@ class Attempt:
         self.handler.on_complete(self)
 
     def closed(self) -> None:
-        """Treat the end of the connection as the end of the answer, or as a failure if the answer is incomplete.
+        """Handle the close of a connection whose body has no stated length: end the answer, or fail the attempt.
 
-        A replica closes its connection after a body without a length, and also when it dies.
+        The replica closes it after a complete body, but also when it dies. The body's last bytes show which.
         """
         head, seen = self.response_head, self.withheld or b"".join(self.tail)
         whole = bool(self.withheld) or (self.pieces <= TAIL and not self.pauses)
         record = self.exchange.stream_record
         if record is not None:
-            seen += record.part  # an event without the blank line after it
+            seen += record.part  # the last event, if it lacks the blank line after it
         if (record is not None and not record.is_unread) or head.get(b"content-encoding") is not None:
-            self.end()  # the record checks for completeness itself, and an encoded body cannot be checked
+            self.end()  # a stream record checks for a missing end itself, and a compressed body cannot be checked
         elif self.status >= 400:
             self.end()  # the status alone is an answer
         elif not has_end(self.exchange.label, seen, self.streams, head.get(b"content-type") or b"", whole):
@@ -217,9 +226,10 @@ class Attempt:
 class MeteredAttempt(Attempt):
     """An attempt whose tokens are counted, for a tenant's limits or the usage log.
 
-    In streams, output events are counted, each of which has a token or a few: not all clients request usage, and a
-    client that leaves early gets none. In non-streamed answers, and at `/v1/responses`, usage is searched for in every
-    read: vLLM may write a prompt's log probabilities, its token ids and the client's user string after the usage.
+    In streams it counts output events, each of which has one token or a few, because not all clients request usage, and
+    a client that leaves early gets none. In non-streamed answers, and at `/v1/responses`, it searches every read for
+    usage, because usage need not come last: vLLM may write a prompt's log probabilities, its token ids and the client's
+    user string after it.
     """
 
     __slots__ = ()
@@ -234,7 +244,7 @@ class MeteredAttempt(Attempt):
 
 
 def meter(attempt: Attempt, data: bytes) -> None:
-    """Count the output events of a metered answer's read, and look for usage in it."""
+    """Count the output events in a read of a metered answer, search the read for usage, and keep it in the tail."""
     if attempt.streams:
         attempt.events += output_events(attempt.exchange.label, data, not attempt.events)
     search, tail = attempt.usage, attempt.tail
@@ -249,7 +259,7 @@ def meter(attempt: Attempt, data: bytes) -> None:
 
 
 def keep(tail: deque[bytes], data: bytes) -> None:
-    """Append a read to the last ones of an answer, joining tiny ones."""
+    """Append a read to the last reads of an answer; successive reads of fewer than TINY bytes are joined."""
     if len(data) < TINY and tail and len(tail[-1]) < TINY:
         tail[-1] += data
     else:
@@ -259,8 +269,8 @@ def keep(tail: deque[bytes], data: bytes) -> None:
 def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
     """Return the number of output tokens: the engine's own count, else the number of output events.
 
-    Where the events of a stream cannot be found because it is compressed, its reads are counted instead: a few too many
-    at its end, and too few where several events came in one read.
+    The events of a compressed stream cannot be found, so its reads are counted instead. That is a few too many, as the
+    end of the stream takes some reads, or too few, where several events came in one read.
     """
     if usage is not None and usage.completion is not None:
         return usage.completion
@@ -270,8 +280,8 @@ def output_tokens(attempt: Attempt, usage: Usage | None) -> int:
 def time_per_token(attempt: Attempt, tokens: int) -> float | None:
     """Return the seconds per output token (TPOT) of a stream, or None if they cannot be measured.
 
-    They cannot be measured for a short answer, if the client did not keep up, if the stream was resumed, or if its
-    first token was seen late.
+    They cannot be measured if the answer is short, if reading was paused because the client did not keep up, if the
+    stream was resumed by another replica, or if its first token was seen late.
     """
     if not attempt.streams or tokens <= LEAST_OUTPUT or attempt.pauses or attempt.is_continued or attempt.seen_late:
         return None
@@ -280,29 +290,29 @@ def time_per_token(attempt: Attempt, tokens: int) -> float | None:
 
 @dataclass(slots=True, eq=False)
 class Legs:
-    """The state of an exchange in two legs (prefill and decode), apart from its attempts."""
+    """The state of an exchange in two legs (prefill and decode), apart from the two attempts."""
 
-    transfer: Transfer  # the KV transfer in use
+    transfer: Transfer  # the engines' KV transfer that moves the prompt's cache from prefiller to decoder
     prefiller: Backend
     decoder: Backend
     placement: Placement | None  # the second leg's reservation until that leg is sent
     cached: int  # prompt tokens that the first leg was predicted to find in its cache
-    moved: int  # prompt tokens whose cache the decoder lacks
-    moving: float  # the predicted seconds of their transfer
+    moved: int  # prompt tokens whose KV cache the decoder lacks, and has to fetch
+    moving: float  # the predicted seconds of that transfer
     moved_in: float | None = None  # the measured seconds
-    # The first leg's reservation, until the answer begins, where an engine sends that leg itself.
+    # The first leg's reservation, until the answer begins, where the decoder's engine sends that leg itself.
     unsent: Placement | None = None
     # The first leg while it runs at the same time as the second one, which is then the last attempt.
     first: Attempt | None = None
-    computing: float = 0.0  # the predicted seconds of the first leg, if the second one waits for it
-    computed_at: float = 0.0  # when the first leg was complete, in monotonic seconds
+    computing: float = 0.0  # the predicted seconds of the first leg, if the second one is sent before it is complete
+    computed_at: float = 0.0  # when such a first leg was complete, in monotonic seconds
     usage: Usage | None = None  # of the first leg's answer
     parameters: bytes = b""  # the transfer parameters from the first leg's answer,
     until: float = 0.0  # valid until this time, in monotonic seconds
 
     @property
     def fetching(self) -> float:
-        """The seconds that the decoder is predicted to wait for the cache, with the first leg where both legs run."""
+        """The predicted seconds until the decoder has the cache: the transfer, and what the first leg still takes."""
         return self.moving + self.computing
 
 
@@ -321,37 +331,37 @@ class Exchange:
     # The tenant of its API key, and its claim on that tenant's limits; None without --api-keys, or limits.
     tenant: Tenant | None = None
     charge: Charge | None = None
-    metered: bool = False  # its answer's tokens are counted
+    metered: bool = False  # the tokens of its answer are counted, for a tenant's limits or the usage log
     attempt_type: type[Attempt] = Attempt
     state: ExchangeState = PREPARING
     prompt: Prompt | None = None
     model: str | None = None  # named by a request without a prompt
     response: str | None = None  # the id of the stored response that it refers to, which only one replica has
-    # The head that the client has where only comments have followed: an error must be reported within the stream.
+    # The head that the client has, if only comments and pings have followed: an error must be an event of the stream.
     opened: Head | None = None
     stored: Stored | None = None  # the stored response that its answer creates or returns
-    cost: Cost | None = None  # once computed
+    cost: Cost | None = None  # what it counts against its tenant's limits, once computed
     attempts: list[Attempt] = field(default_factory=list)  # oldest first
-    status: int = 0  # of an answer of the gateway's own
-    legs: Legs | None = None
-    stays_whole: bool = False  # do not split it into legs again
+    status: int = 0  # of an answer that the gateway itself made; 0 without one
+    legs: Legs | None = None  # while it is split into a prefill leg and a decode leg
+    stays_whole: bool = False  # it must not be split into legs, nor pull its prompt's cache from another replica
     # The record from which another replica can resume its stream; None without --continue-streams.
     stream_record: StreamRecord | None = None
-    tried: tuple[Backend, ...] = ()  # replicas that are not sent the request again
-    attempts_used: int = 0
-    crashes: Crashes = NO_CRASHES  # how many replicas went down or hung with the request
+    tried: tuple[Backend, ...] = ()  # replicas that have failed the request and are not sent it again
+    attempts_used: int = 0  # how many failed attempts count against the allowed number of retries
+    crashes: Crashes = NO_CRASHES  # how many replicas crashed or hung while they had the request
     unattributed_errors: tuple[UnattributedError, ...] = ()  # it is not known yet who is at fault, replica or request
-    # The clock starts when the request is complete: the time of its upload is the client's.
+    # When the request was complete, in monotonic seconds: the time of the upload depends on the client.
     begun: float = field(default_factory=monotonic)
     prepared_at: float = 0.0
-    stages: list[tuple[str, float]] = field(default_factory=list)  # of the gateway's own, with their seconds
-    # With traces on, its trace, and why the gateway answered with an error or cut the stream.
+    stages: list[tuple[str, float]] = field(default_factory=list)  # the gateway's work on it: names and seconds
+    # Its trace, with tracing on; and why the gateway answered with an error or cut the stream.
     trace: Any = None
     error: Exception | None = None
-    is_forwarded: ClassVar[Literal[True]] = True  # by this gateway
+    is_forwarded: ClassVar[Literal[True]] = True  # this gateway forwards it, unlike an `ExternalRequest`
 
     def meter(self) -> None:
-        """Have the tokens of the answer counted; called before the first attempt is created."""
+        """Have the tokens of the answer counted; must be called before the first attempt is created."""
         self.metered, self.attempt_type = True, MeteredAttempt
 
     @property
@@ -366,13 +376,13 @@ class Exchange:
 
     @property
     def beginning(self) -> Attempt:
-        """The attempt with which the answer began: the last one, or the first one of a stream that was resumed."""
+        """The attempt whose answer the client got first: the last one, unless other replicas resumed its stream."""
         record = self.stream_record
         return self.attempts[-1 if record is None or not record.breaks else record.first]
 
     @property
     def answered_with(self) -> int:
-        """The status that the client was sent, by the gateway or a replica; 0 if it was sent none yet."""
+        """The status that the client was sent, the gateway's own or a replica's; 0 if it was sent none yet."""
         return self.status or (self.beginning.status if self.attempts else 0)
 
     @property
@@ -399,7 +409,7 @@ class Exchange:
         return attempt if attempt is not None and attempt.state is AttemptState.AWAITING else None
 
     def run_isolated(self, step: Callable[..., None], *given: object) -> None:
-        """Call `step`; if it raises, which is a bug in the gateway, only this request ends."""
+        """Call `step(*given)`; if it raises, which is a bug of the gateway, log that and end only this request."""
         try:
             step(*given)
         except Exception as error:
@@ -412,9 +422,10 @@ class Exchange:
                 self.client.failed(self, error)
 
     def forget_body(self) -> None:
-        """Free the body, which will not be sent again.
+        """Free the request's body, which will not be sent again.
 
-        Other objects may keep the request for long: the client's side until the answer ends, a queue until its turn.
+        Other objects may keep the request itself for long: the client's connection until the answer ends, and a queue
+        until the request would have had its turn.
         """
         self.request.body = b""
         if self.legs is not None:
@@ -431,12 +442,12 @@ class Exchange:
             self.handler.dispatch(self, ExchangeEvent.GONE)
 
     def cut(self) -> None:
-        """End the exchange at shutdown."""
+        """End the exchange because the gateway shuts down before the answer is complete."""
         if self.state is not ExchangeState.ENDED:
             self.handler.dispatch(self, ExchangeEvent.GONE, ConnectionAbortedError("the gateway is shutting down"))
 
     def pause(self) -> None:
-        """Stop reading the answer while the client does not keep up."""
+        """Stop reading the answer from the replica, since the client does not keep up."""
         attempt = self.attempt
         if attempt is not None and attempt.upstream is not None:
             attempt.upstream.pause()
@@ -444,7 +455,7 @@ class Exchange:
             attempt.tail = deque((piece[-TAIL_BYTES:] for piece in attempt.tail), TAIL)
 
     def resume(self) -> None:
-        """Read the answer again."""
+        """Go on reading the answer from the replica, since the client has caught up."""
         attempt = self.attempt
         if attempt is not None and attempt.upstream is not None:
             attempt.upstream.resume()
@@ -452,7 +463,10 @@ class Exchange:
     # --- called by preparation, placing and the queue
 
     def prepared(self, prompt: Prompt | None) -> None:
-        """Place the request after its preparation. `prompt`: None if the gateway reads no prompt of it."""
+        """Have a replica chosen for the request, whose preparation is done.
+
+        `prompt`: None if the gateway does not tokenize the request's prompt.
+        """
         if self.state is PREPARING:
             self.prompt = prompt
             if prompt is not None:
@@ -465,13 +479,13 @@ class Exchange:
             self.handler.dispatch(self, ExchangeEvent.REFUSED, error)
 
     def add_attempt(self, attempt: Attempt) -> None:
-        """Add an attempt for which a replica was chosen and load reserved."""
+        """Add an attempt, for which a replica was chosen and load was reserved, as the request's last one."""
         attempt.exchange, attempt.client, attempt.handler = self, self.client, self.handler
         self.prompt = attempt.prompt
         self.attempts.append(attempt)
 
     def placed(self) -> None:
-        """Send the last attempt that was added."""
+        """Send the request to the replica of the last attempt that was added."""
         self.handler.dispatch(self, PLACED)
 
     @property
@@ -480,7 +494,10 @@ class Exchange:
         return len(self.request.body)
 
     def unplaced(self, error: ApiError) -> None:
-        """End the request: no replica can take it."""
+        """End the request, since no replica can take it.
+
+        `error`: why, for a request that no replica has failed; otherwise the client's error names the last failure.
+        """
         error.__traceback__ = None  # its frames refer to this request, and the trace to the error: a cycle
         if self.tried:
             why = f"no replica is left after {len(self.attempts)} attempt(s)"
@@ -491,8 +508,12 @@ class Exchange:
     def exhausted(self, why: str, again: bool = True, **options: Any) -> ApiError:
         """Return the error for a request whose last attempt has failed.
 
-        The status is 503 if the last engine was shutting down or took no request, since it comes back or is replaced,
-        and 502 otherwise. `why`: the message; `again`: whether the client may retry; `options`: passed to `ApiError`.
+        The status is 503 if the last engine was shutting down or could not be sent the request, since such an engine
+        comes back or is replaced. Otherwise, and if the client must not retry, it is 502.
+
+        `why`: the message, to which the last failure is added.
+        `again`: whether the client may retry.
+        `options`: passed to `ApiError`.
         """
         attempt = self.attempts[-1]
         error = attempt.error
@@ -503,13 +524,19 @@ class Exchange:
 
 
 class ExternalRequest:
-    """A request that another proxy forwards: it has one attempt, and a lease instead of a connection (`decisions`).
+    """A request that another proxy forwards to the replica chosen here (`/decide`, see `decisions`).
 
-    `request` has its head and no body. `timers`: those of its lease, by their callbacks.
+    It has one attempt, and a lease instead of a connection: the other proxy reports its progress within a time.
+
+    `request`: its head, without a body.
+    `seconds`: the length of the lease.
+    `found`: becomes the attempt once a replica is chosen.
+    `timers`: the running timers of the lease, by their callbacks.
     """
 
     __slots__ = ("id", "request", "prompt", "tried", "seconds", "begun", "size", "attempt", "stages", "found", "timers")
-    # Answers are not seen here, so the makers of responses are not known; the other proxy authenticates clients.
+    # Answers are not seen here, so it is not known which replica has a stored response. The other proxy authenticates
+    # clients, so there is no tenant.
     response = model = tenant = None
     attempt_type = Attempt
     is_forwarded: Literal[False] = False
@@ -522,7 +549,7 @@ class ExternalRequest:
         self.stages: list[tuple[str, float]] = []
         self.found: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         self.timers: dict[Callable[[ExternalRequest], None], asyncio.TimerHandle] = {}
-        self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # bytes, roughly
+        self.size = 2000 + 8 * len(prompt.hashes) + 4 * len(prompt.model)  # approximate bytes of memory
 
     @property
     def needs_replica(self) -> bool:
@@ -553,7 +580,7 @@ Asker = Exchange | ExternalRequest  # a request for which a replica is to be cho
 
 
 class Parent(NamedTuple):
-    """A traceparent value for the replica's spans, and the client's headers that it replaces."""
+    """A `traceparent` header's value, the parent of the replica's spans, and the client's headers that it replaces."""
 
     value: bytes
     replaces: frozenset[bytes]
@@ -567,8 +594,8 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
     """
     request, backend = exchange.request, attempt.backend
     dropped = backend.not_forwarded if parent is None else backend.not_forwarded | parent.replaces
-    # The id is always written here: a client may name its header in `Connection`, so that it is not passed on, and yet
-    # the engine must get the id that is logged and echoed.
+    # The request's id is always written: the engine must get the id that is logged and returned to the client, even if
+    # the client names `x-request-id` in its `Connection` header, so that this header is not forwarded.
     head = b"%b %b HTTP/1.1\r\n%bx-request-id: %b\r\n%b" % (
         request.method.encode(),
         request.target,
@@ -587,16 +614,17 @@ def request_head(exchange: Exchange, attempt: Attempt, length: int, parent: Pare
 NO_BUFFERING = b"x-accel-buffering: no\r\n"
 
 
-# The most items of a batch: the event loop does nothing else meanwhile (`prompt.offload` bounds the time for prompts).
-# Batches of 16 and 32 cost the same (24 pairs of bursts: ratios of .96 to 1.04), 8 an eighth more with long prompts.
+# The most items of a batch, during which the event loop does nothing else (`prompt.offload` bounds the time for
+# prompts). Batches of 16 and 32 take the same time per item (24 pairs of bursts: ratios of .96 to 1.04), batches of 8
+# an eighth more with long prompts.
 MOST = 12
 
 
 class Batcher:
-    """A batch of items that arrive in one event-loop iteration, worked on stage by stage, at most `MOST` at a time.
+    """A collector of the items that arrive in one event-loop iteration; `work` is called with up to MOST of them.
 
-    An iteration of a busy loop has up to a dozen requests. Handled one by one, each stage would find the core's caches
-    full of the code of the kernel and of other stages, instead of its own.
+    An iteration of a busy loop has up to a dozen requests. Working on all of them stage by stage keeps the code of one
+    stage in the CPU core's caches. One by one, each stage would find there the code of the kernel and of other stages.
     """
 
     __slots__ = ("_work", "_items")

@@ -1,7 +1,7 @@
-"""The proxy, put together from the preparation of prompts, the choice of replicas, handling and accounting.
+"""The proxy of one process: the parts that serve requests (preparation, choice of a replica, handling, accounting).
 
-`Handler` (`handle.py`) says what becomes of a request. Here are the parts, the replicas that come and go, and what the
-HTTP layer asks besides.
+`Proxy` creates these parts and connects them, adds and removes replicas, and has the methods that the HTTP layer calls.
+The steps of a request are in `Handler` (`handle.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HEADERS_OF = {503: [(b"retry-after", b"1")], 401: CHALLENGE}
 
 
 class Proxy:
-    """The proxy of one process, with the handler for requests that the HTTP layer calls."""
+    """The proxy of one process, whose `handle` the HTTP layer calls for each request."""
 
     def __init__(
         self,
@@ -82,22 +82,25 @@ class Proxy:
         continue_budget: int = 2**26,
         pulse: Pulse | None = None,
     ):
-        """Put the parts together.
+        """Create the parts and connect them.
 
         `retries`: retries per request.
         `request_timeout`: seconds until the first byte of an answer; `idle_timeout`: seconds between two reads of one.
         `response_headers`: add a response header with the replica's id.
         `cached_tokens_header`: add one with the number of prompt tokens predicted to be in the replica's cache.
         `replicas`: all known replicas, by id.
-        `on_traffic`, `on_end`: callbacks of `Settling`; `usage_log`: an `on_end` that needs the tokens of all answers.
+        `on_traffic`: reports failures and answers of replicas to their health checks (see `Settling`).
+        `on_end`: callbacks for each request that ends; `usage_log`: one more, which needs the tokens of all answers.
         `ask_models`: reads the model lists of all engines.
-        `tokenize_once`: forward token ids to replicas that have confirmed them.
-        `shadows`: policies to compare with the acting one.
+        `tokenize_once`: send token ids in place of the prompt's text to replicas that were shown to make the same ids.
+        `shadows`: names of policies to compare with the acting one.
         `allow_paths`: values of `--allow-path`.
-        `keys`, `metering`, `overload`, `traces`: None where these features are off.
+        `keys`, `metering`, `overload`, `traces`: API keys, tenants' limits, admission by service class or limit, and
+            tracing; None where that feature is off.
         `slo_figures`: measure latencies by class and model even without `overload`.
-        `continue_streams`: "never", or another value to resume streams whose replica failed.
-        `continue_budget`: bytes that the records for this may take in all.
+        `continue_streams`: "never", or another value to have other replicas resume streams whose replica failed.
+        `continue_budget`: bytes that the records of such streams may take together.
+        `pulse`: detects stalls of the event loop; None: a new one.
         """
         self.models, self.router, self.metrics = models, router, metrics
         self.pulse = pulse or Pulse()
@@ -144,7 +147,7 @@ class Proxy:
             )
             if differ(queue.classes):
                 handler.priorities = Priorities(queue.qos_of, queue.classes)
-        # In this order: the figures ask the queue for the request's class, which the queue then forgets.
+        # The order matters: `figures.ended` asks the queue for the request's class, and `queue.ended` forgets it.
         if traces is not None:
             settling.on_end.append(traces.end)
         for one in (figures, queue):
@@ -163,11 +166,11 @@ class Proxy:
         self.own_paths.draining = True
 
     def refuse_unanswered(self) -> int:
-        """Answer 503 to every request whose client has no byte of an answer yet; return the number of requests."""
+        """Answer 503 to every request whose client has no byte of an answer yet; return how many these are."""
         return self.handler.failures.refuse_unanswered(shutting_down)
 
     def end_streams(self) -> int:
-        """End all streams with an error event, at shutdown; return their number."""
+        """Write an error event to all streams under way and end them, at shutdown; return their number."""
         return self.handler.failures.end_streams()
 
     # --- replicas come and go
@@ -178,7 +181,10 @@ class Proxy:
         self.changed()
 
     def remove(self, replica: str) -> Backend | None:
-        """Remove a replica; its slot in the map of cached blocks is freed once nothing writes to the slot any more."""
+        """Remove a replica and return it; None if it is not known.
+
+        Its part (slot) of the map of cached blocks is freed once nothing writes to it any more.
+        """
         backend = self.backends.pop(replica, None)
         if backend is not None:
             slot = backend.slot
@@ -188,7 +194,7 @@ class Proxy:
         return backend
 
     def changed(self) -> None:
-        """Update what depends on the replicas' states, models and prompt spaces (`gateway.spaces`)."""
+        """Update all that depends on the replicas, after their states, models or prompt formats have changed."""
         self.eligible.changed()
         self.forwarding.look()
         if self.figures is not None:
@@ -199,11 +205,14 @@ class Proxy:
             self.placing.queue.look()
 
     def waited(self, replica: str, now: float) -> float:
-        """Return how long the replica's oldest unanswered prompt has waited, in seconds in which the gateway ran."""
+        """Return for how many seconds a replica's oldest unanswered prompt has waited; 0.0 without one.
+
+        Seconds in which the event loop was stalled are left out. `now`: in monotonic seconds.
+        """
         return self.pulse.ran(self.oldest_unanswered().get(replica, now), now)
 
     def requests_at(self, replicas: Collection[str]) -> list[str]:
-        """Return the ids of the requests that one of these replicas has; the replicas may have been removed."""
+        """Return the ids of the requests that are under way on any of these replicas, even removed ones."""
         return [
             exchange.id.decode("latin-1")
             for exchange in self.exchanges
@@ -211,7 +220,7 @@ class Proxy:
         ]
 
     def oldest_unanswered(self) -> dict[str, float]:
-        """Return for each replica when its oldest unanswered prompt was sent, in monotonic seconds."""
+        """Return for each replica with unanswered prompts when the oldest of them was sent, in monotonic seconds."""
         oldest: dict[str, float] = {}
         for exchange in self.exchanges:
             if exchange.prompt is not None and (attempt := exchange.unanswered) is not None:
@@ -222,7 +231,10 @@ class Proxy:
     # --- called by the HTTP layer, besides `handle`
 
     def refuse(self, status: int, message: str, target: bytes) -> tuple[Headers, bytes]:
-        """Return the headers and body of the HTTP layer's own error for a request target."""
+        """Return the headers and the body of an error with which the HTTP layer itself answers, and count it.
+
+        `target`: the request's target, by whose path the format of the error is chosen.
+        """
         path, headers = target.decode("latin-1"), [*JSON, *(HEADERS_OF.get(status, ()))]
         if status == 503 and self.draining:
             error = shutting_down()
@@ -232,7 +244,10 @@ class Proxy:
         return headers, error_body(path, status, message, code="gateway_full" if status == 503 else None)
 
     def sweep(self, now: float) -> None:
-        """Check the deadlines of all requests and connections; called a few times a second, with monotonic seconds."""
+        """Do the regular work, a few times a second: check all deadlines, close idle connections, report answers.
+
+        `now`: in monotonic seconds.
+        """
         for exchange in list(self.exchanges):
             try:
                 self.deadlines.check(exchange, now)

@@ -1,9 +1,9 @@
 """Accounting of answers ("settling"): load, learned costs, health, and predictions compared with measurements.
 
-The reserved load changes as an answer begins and ends, costs are learned from its times, and success or failure is
-reported to the replica's health checks. The cached tokens that the engine reports are compared with the prediction; if
-they keep differing, the replica's part of the map (which replica caches which blocks) is rebuilt, or "healed". This
-module is the only caller of `Router.finish`.
+The load reserved on a replica changes as an answer begins and ends, costs are learned from the answer's times, and its
+success or failure is reported to the replica's health checks. The cached tokens that the engine reports are compared
+with the prediction. If they keep differing, the replica's part of the map (which replica caches which KV blocks) is
+rebuilt, or "healed". This module is the only caller of `Router.finish`.
 """
 
 from __future__ import annotations
@@ -46,45 +46,50 @@ if TYPE_CHECKING:
 log = logging.getLogger("hitherto.proxy")
 
 OTHER_ERROR = "status 5xx"  # any 5xx that is not retried on another replica
-# Outcomes of legs. A leg that was refused, or whose cache was not kept, has not failed: the request goes on in one leg.
+# Outcomes of legs (prefill, decode) in metrics. A leg that was refused, or whose KV cache was not kept for the other
+# leg, has not failed: the request goes on in one leg.
 COMPLETE, ABANDONED, FAILED = "complete", "abandoned", "failed"
 LEG_OUTCOMES = {COMPLETE: COMPLETE, ABANDONED: ABANDONED, retries.NOT_KEPT: retries.NOT_KEPT, LEG_REFUSED: "refused"}
 STREAMING_APIS = frozenset(("chat", "completions", "responses", "messages"))
 STATUS_CLASS = ("0xx", "1xx", "2xx", "3xx", "4xx", "5xx", "6xx", "7xx", "8xx", "9xx")
 
 PACE_WEIGHT = 0.2  # weight of the last non-streamed answer in the mean seconds per token of such answers
-# From a non-streamed answer, transfer time is learned only if it was predicted to be at least this share of the decode
-# time: a smaller one drowns in that prediction's error.
+# From a non-streamed answer, the seconds of a KV transfer are learned only if they were predicted to be at least this
+# share of the decode time: fewer seconds drown in the error of that time's prediction.
 LEAST_MOVED = 0.5
-# How long a first leg may outlast the second leg's first token. Its answer comes at about that time, and closing its
-# connection earlier could cost the decoder the cache.
+# How long a first leg (prefill) may outlast the second leg's first token. Its answer comes at about that time, and if
+# its connection were closed before, the decoder might lose the cache.
 TRAILS_SECONDS = 10.0
-# A replica whose counters stand still while a request waits this long is no longer ready (`replicas.progress.STALLED`,
-# the time between two looks, and as long again for a probe).
+# A request that has waited this long shows that its replica computes, if the replica is still ready. Otherwise its
+# counters would have stood still too long (`replicas.progress.STALLED`, the time between two readings of its metrics,
+# and as long again for a probe).
 COMPUTES_SECONDS = 30.0
-# A replica that refuses a request because it is full is tried last for FULL_SECONDS, or for the time of its
-# Retry-After, at most MOST_FULL_SECONDS: it may have refused the API key of one client only.
+# A replica that refuses a request because it is full is tried last for FULL_SECONDS, or for the time in its Retry-After
+# header. MOST_FULL_SECONDS bounds that time, because the replica may have refused only one client's API key.
 FULL_SECONDS, MOST_FULL_SECONDS = 1.0, 60.0
 
-# Bounds for believable usage: UTF-8 bytes per character (a token has at least one byte), tokens that an engine may add
-# to a prompt, and turns of one response: at /v1/responses engines call tools of their own and go on.
+# Bounds above which reported usage is not believed: UTF-8 bytes per character (a token has at least one byte), tokens
+# that an engine may add to a prompt, and turns in one answer at /v1/responses, where engines call tools of their own
+# and generate again.
 LONGEST_CHARACTER, MOST_ADDED, MOST_TURNS = 4, 4096, 16
 
-OnTraffic = Callable[[str, str | None, int], None]
-OnFirst = Callable[[Attempt, bool], None]  # True: the event loop was held up while the token came
-OnEnd = Callable[[Exchange, str, Usage | None], None]
+OnTraffic = Callable[[str, str | None, int], None]  # (replica's id, kind of failure or None, number of answers)
+OnFirst = Callable[[Attempt, bool], None]  # the bool: whether the event loop was stalled while the token came
+OnEnd = Callable[[Exchange, str, Usage | None], None]  # (exchange, outcome, usage)
 
 
 def _of_copies(prompt: Prompt, predicted: int, cached: int | None, size: int, drops: bool) -> int:
-    """Return the cached tokens predicted for the one of several sequences (`n`) of a prompt that usage reports on.
+    """Return the cached tokens to expect in the usage of a request for several answers to one prompt (`n`).
 
-    The first sequence finds the blocks that the replica held. The others also find those that the first has computed,
-    all full blocks before the last token. A stream reports on the first sequence. Other answers report on the one that
-    ended last, which may be any, so for them the prediction that equals the report is returned.
+    Usage reports the cached tokens of one sequence (answer) alone. The first sequence finds the blocks that the replica
+    had cached before. The others also find those that the first one has computed, which are all full blocks before the
+    last token. A stream reports on the first sequence. Other answers report on the one that ended last, which may be
+    any of them, so the prediction that equals the reported number is returned.
 
-    `predicted`: cached tokens predicted for the first sequence; `cached`: the reported ones.
+    `predicted`: cached tokens predicted for the first sequence.
+    `cached`: the reported ones, None if there is no report.
     `size`: tokens per block.
-    `drops`: the replica recomputes the last block that it finds.
+    `drops`: whether the replica recomputes the last block that it finds in its cache.
     """
     each = prompt.tokens * prompt.n // prompt.copies
     left = max(0, min(hittable(each, size), len(prompt.hashes)) - drops) * size if prompt.reads_cache else 0
@@ -92,7 +97,7 @@ def _of_copies(prompt: Prompt, predicted: int, cached: int | None, size: int, dr
 
 
 class Settling:
-    """The accounting of requests: load, costs, health and metrics follow from their answers."""
+    """The accounting of requests, which updates load, costs, health and metrics by their answers."""
 
     def __init__(
         self,
@@ -106,10 +111,9 @@ class Settling:
     ):
         """Create the accounting.
 
-        `on_traffic(replica, kind, count)`: reports a failure of this kind to the health checks, or, if `kind` is None,
-        `count` answers.
-        `when_full(backend, until)`: called for a replica that refuses a request because it is full; `until` in
-        monotonic seconds.
+        `on_traffic(replica, kind, count)`: reports to the health checks that a replica failed in this way, or, if
+            `kind` is None, that it answered `count` requests.
+        `when_full(backend, until)`: marks a replica that refuses a request as full, until a time in monotonic seconds.
         """
         self._backends, self._router, self.metrics, self._forwarding = backends, router, metrics, forwarding
         self.on_traffic, self.pulse, self._when_full = on_traffic, pulse, when_full
@@ -121,17 +125,18 @@ class Settling:
     # --- reports to health
 
     def tell(self, backend: Backend, kind: str) -> None:
-        """Report a failure to the health checks, after the answers that came before it."""
+        """Report a failure of a replica to the health checks, after the answers that came before it."""
         self.tell_answers()
         self.on_traffic(backend.id, kind, 1)
 
     def tell_answers(self, replica: str | None = None) -> None:
-        """Report to the health checks how many requests replicas have answered since the last call.
+        """Report to the health checks how many requests replicas have answered since they were last reported.
 
-        Reporting answers one by one would cost six more calls per request. Called for all replicas a few times a second
-        and before a failure is reported, which is compared with the answers of the engine's other ranks and siblings.
+        Reporting answers one by one would cost six more calls per request. This is called a few times a second, and
+        before a failure is reported, which the health checks compare with the answers of the same engine's other ranks
+        and of other engines.
 
-        `replica`: report on this one alone, before a probe of it is evaluated.
+        `replica`: the id of the one replica to report on, before a probe of it is evaluated; None: all replicas.
         """
         backends = self._backends
         told = backends.values() if replica is None else [backends[replica]] if replica in backends else ()
@@ -143,15 +148,21 @@ class Settling:
     # --- failures
 
     def failed(self, backend: Backend | None, kind: str) -> None:
-        """Count a failure that is the replica's fault, and report it to the health checks."""
+        """Count a failure that is the replica's fault, and report it to the health checks.
+
+        Nothing is done for a replica that was removed, or without one (None).
+        """
         if backend is not None and not backend.gone:
             self.metrics.upstream_errors.inc(backend.id, kind)
             self.tell(backend, kind)
 
     def record_error(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
-        """Record an error answer; the rules in `blame` decide whether the replica or the request is at fault.
+        """Record an error answer in the exchange, so that the rules in `blame` can decide whose fault it is later.
 
-        A decoder that may only have failed to fetch the prompt's cache is no evidence against the request.
+        A full replica is marked as full. Any other error counts as one more failure in a row of this replica. Unless it
+        is a 401, 403 or 404, it is also reported to the health checks, as unconfirmed.
+
+        A decoder that may only have failed to fetch the prompt's KV cache is no witness against the request.
         """
         backend = attempt.backend
         witness = backend.is_witness and not attempt.could_not_fetch(kind)
@@ -164,7 +175,10 @@ class Settling:
                 self.tell(backend, retries.UNCONFIRMED)
 
     def _attribute(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Decide whose fault earlier errors were, now that another replica has answered or refused the request."""
+        """Decide whose fault a request's earlier errors were, now that another replica has answered or refused it.
+
+        If it was refused, the request was at fault; if it was answered, each replica that had failed it was.
+        """
         if attempt.status in REFUSALS or attempt.fault in REFUSALS:
             self._count(exchange.unattributed_errors, agreed=True)
         else:
@@ -173,12 +187,13 @@ class Settling:
         exchange.unattributed_errors = ()
 
     def close_unattributed(self, exchange: Exchange) -> None:
-        """Count the errors of a request that no replica answers, without blaming any replica."""
+        """Count the errors of a request that no replica has answered, without blaming any replica for them."""
         if exchange.unattributed_errors:
             self._count(exchange.unattributed_errors, agree(exchange.unattributed_errors))
             exchange.unattributed_errors = ()
 
     def _count(self, unattributed_errors: Sequence[UnattributedError], agreed: bool) -> None:
+        """Count errors in metrics. `agreed`: two engines answered alike, so the errors are the request's fault."""
         for one in unattributed_errors:
             if one.replica in self._backends:
                 self.metrics.upstream_errors.inc(
@@ -191,20 +206,29 @@ class Settling:
         self.metrics.rejections.inc(code if error.status in (404, 503) and code else str(error.status))
 
     def abandon(self, attempt: Attempt, computed: bool) -> None:
-        """Release an attempt's load without learning from it. `computed`: its replica may have computed the prompt."""
+        """Release the load reserved for an attempt, without learning costs from it.
+
+        `computed`: whether its replica may have computed the prompt, and so may have the prompt's blocks cached.
+        """
         self._router.abandon(attempt.placement, computed=computed)
 
     # --- two legs
 
     def leg_ended(self, leg: Leg, kind: str = COMPLETE) -> None:
-        """Count how a leg ended; called once for each. `kind`: of failure (`retries`), or COMPLETE or ABANDONED."""
+        """Count how a leg (prefill or decode) ended; must be called once for each leg.
+
+        `kind`: the kind of its failure (`retries.KINDS`), or COMPLETE, or ABANDONED if it was not needed any more.
+        """
         outcome = LEG_OUTCOMES.get(kind, FAILED)
         self.metrics.legs.inc(leg.value, outcome)
         if outcome == FAILED:
             self.metrics.leg_failures.inc(leg.value, kind)
 
     def handed_over(self, exchange: Exchange, first: Attempt, legs: Legs) -> None:
-        """Account for a complete first leg, and learn the cost of its prefill."""
+        """Account for a complete first leg (prefill): release its load and learn the cost of its prefill.
+
+        Its cached tokens are compared with the prediction.
+        """
         backend, placement, prompt, usage = first.backend, first.placement, first.prompt, legs.usage
         assert prompt is not None and usage is not None
         backend.answers += 1
@@ -223,11 +247,13 @@ class Settling:
             self._tell_intake(backend, placement, prompt)
 
     def _transferred(self, second: Attempt, legs: Legs, writing: float, learns: bool) -> None:
-        """Record how long the KV transfer took: a second leg's time to its first byte, less the decoder's own time.
+        """Record how long the KV transfer of a second leg took.
 
-        The time is learned only if the sender was ready throughout.
+        This is the time from sending the leg to its first byte, less the time that the first leg still ran and the
+        decoder's own time. The cost of transfers is learned from it only if `learns`, and if the sending replica was
+        ready throughout.
 
-        `writing`: the predicted seconds of decoding that are part of that time.
+        `writing`: the predicted seconds of decoding before that first byte, for an answer that is not streamed.
         """
         seconds = second.first_at - second.sent_at - max(0.0, legs.computed_at - second.sent_at)
         moving = two_legs.moving_seconds(second.placement, seconds - writing) - legs.computing
@@ -239,12 +265,13 @@ class Settling:
             self._router.transfers.observe(legs.prefiller.id, legs.decoder.id, legs.moved, moving, second.first_at)
 
     def prefilled_elsewhere(self, legs: Legs, computed: bool) -> None:
-        """Account for a first leg that an engine sent itself, or that runs at the same time as the second leg.
+        """Account for a first leg whose end is not needed any more, since the second leg was answered or has failed.
 
-        If a first leg of the second kind is still running, it gets TRAILS_SECONDS to end, since its answer comes soon
-        after the second leg's first token; if the second leg failed, it is dropped now.
+        If the first leg runs at the same time as the second, it gets TRAILS_SECONDS more to end, as its answer comes
+        soon after the second leg's first token. If the second leg has failed, it is dropped now. If an engine sent the
+        first leg itself, its end is not seen here, so its reserved load is released now.
 
-        `computed`: whether the second leg was answered, so that the prompt was computed.
+        `computed`: whether the second leg was answered, which shows that the prompt was computed.
         """
         if legs.first is not None:
             if computed:
@@ -264,7 +291,7 @@ class Settling:
         legs.prefiller.drift.exclude()  # its cached tokens are not reported
 
     def drop_first(self, legs: Legs) -> None:
-        """Drop the first leg if it still runs."""
+        """Drop the first leg if it still runs, and release its load."""
         first, legs.first = legs.first, None
         if first is not None and first.state is not AttemptState.ENDED:
             first.end_as(AttemptEvent.DROPPED)
@@ -272,7 +299,7 @@ class Settling:
             self.leg_ended(Leg.PREFILL, ABANDONED)
 
     def drop_legs(self, exchange: Exchange) -> None:
-        """Release the reservations and the first leg of a request that goes on without legs."""
+        """Release the reserved loads and the first leg of a request that ends, or goes on in one leg."""
         legs, exchange.legs = exchange.legs, None
         if legs is not None:
             self.drop_first(legs)
@@ -281,9 +308,12 @@ class Settling:
                     self._router.abandon(placement, computed=False)
 
     def leg_failed(self, exchange: Exchange, attempt: Attempt, kind: str, following: Next) -> None:
-        """Account for a leg that failed in this way (`kind`), given what follows for the request.
+        """Account for a leg that failed, and decide whether the request may be split into legs again.
 
-        If the cache may not have come, the pair of replicas is not chosen for a while.
+        If the decoder may not have got the prompt's KV cache, this pair of replicas is not chosen for a while.
+
+        `kind`: the kind of failure.
+        `following`: what follows for the request.
         """
         legs, leg = exchange.legs, attempt.leg
         if legs is None or leg is None:
@@ -298,7 +328,10 @@ class Settling:
     # --- the first byte
 
     def answered(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Account for the first byte of an answer."""
+        """Account for the first byte of an answer: attribute the request's earlier errors, and end the prefill.
+
+        An error that the client gets for want of another replica is counted, and no replica is blamed for it.
+        """
         backend = attempt.backend
         if (status := attempt.fault or attempt.status) >= 500 or (status in DOUBTFUL and exchange.unattributed_errors):
             if attempt.status >= 500 and attempt.status not in retries.RETRYABLE:
@@ -311,7 +344,10 @@ class Settling:
         self.first_token(attempt, exchange.begun)
 
     def first_token(self, attempt: Attempt, since: float) -> None:
-        """Record an attempt's first byte; `since` is when its client began to wait, in monotonic seconds."""
+        """Record an attempt's first byte: end its prefill in the load ledger, learn its TTFT, and update metrics.
+
+        `since`: when the client began to wait, in monotonic seconds.
+        """
         backend, at = attempt.backend, attempt.first_at
         ok, upstream = attempt.status == 200 and not attempt.fault, attempt.upstream
         is_whole = ok and not attempt.streams and upstream is not None and upstream.complete
@@ -330,7 +366,7 @@ class Settling:
             self.prefilled_elsewhere(legs, ok)
             if ok and attempt.streams and not backend.gone:
                 self._transferred(attempt, legs, 0.0, learns)
-        # The first byte of an error is no first token, and that of a non-streamed answer is its last as well.
+        # The first byte of an error is no first token, and a non-streamed answer comes only with its last token.
         if not attempt.fault and attempt.streams and not backend.gone:
             self.metrics.ttft_seconds.observe((), at - since)
             self.metrics.replica_ttft_seconds.observe(backend.id, at - attempt.sent_at)
@@ -339,7 +375,11 @@ class Settling:
                     told(attempt, ours)
 
     def look_for_first(self, exchange: Exchange, attempt: Attempt, now: float) -> None:
-        """Look for the first token of a stream whose first bytes were relayed before they showed one."""
+        """Search the last bytes of a stream for output, if its first bytes were relayed before they showed any.
+
+        If there is output, `now` (monotonic seconds) becomes the time of the first token, marked as too late to learn
+        from.
+        """
         if attempt.status == 200 and answers.has_begun(
             exchange.label, b"".join([one[-TAIL_BYTES:] for one in attempt.tail])
         ):
@@ -347,14 +387,14 @@ class Settling:
             self.first_token(attempt, exchange.begun)
 
     def came(self, attempt: Attempt) -> None:
-        """Count a stream's reads since the last sweep as tokens; a read has one token, or sometimes a few."""
+        """Add a stream's reads since the last sweep to its load as tokens; a read has one token, or sometimes a few."""
         if not attempt.first_at and attempt.streams:
             self.look_for_first(attempt.exchange, attempt, monotonic())
         if attempt.streams:
             self._router.came(attempt.placement, attempt.pieces - attempt.seen_pieces)
 
     def joined(self, attempt: Attempt) -> None:
-        """Account for the first byte of an attempt that resumes a stream."""
+        """Account for the first byte of an attempt that resumes another replica's stream."""
         backend, at = attempt.backend, attempt.first_at or monotonic()
         backend.answers += 1
         if attempt.exchange.unattributed_errors:
@@ -363,10 +403,12 @@ class Settling:
         self._router.first_token(attempt.placement, at, at - attempt.sent_at if learns else None)
 
     def still_unanswered(self, attempt: Attempt, now: float) -> None:
-        """Assume that the prefill of a non-streamed answer is done after its predicted time.
+        """Update the load of a request that has no byte of an answer yet; called at each sweep.
 
-        After COMPUTES_SECONDS without an answer, a request at a ready replica no longer makes the replica count as
-        late: a replica that stays ready is computing.
+        The prefill of a non-streamed answer is assumed to be done after its predicted time. After COMPUTES_SECONDS, a
+        request no longer makes its replica count as late if the replica is still ready: then it is computing.
+
+        `now`: in monotonic seconds.
         """
         placement, waited = attempt.placement, self.pulse.ran(attempt.sent_at, now)
         if not attempt.streams and placement.computing and waited > placement.ttft:
@@ -377,6 +419,7 @@ class Settling:
     # --- the end
 
     def _settle_all(self, exchanges: list[Exchange]) -> None:
+        """Account for a batch of complete answers, then for the end of their requests."""
         for exchange in exchanges:
             attempt, usage = exchange.attempts[-1], None
             try:
@@ -387,7 +430,7 @@ class Settling:
             self.ended(exchange, "failed" if attempt.fault else "complete", usage)
 
     def _settle(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> Usage:
-        """Account for a complete answer, whose last bytes are `tail`; return its usage."""
+        """Account for a complete answer, whose last bytes are `tail`; return the token usage that they report."""
         prompt, backend = attempt.prompt, attempt.backend
         depth = 2 if attempt.streams and exchange.tells_response else 1
         usage = read_usage(tail, depth)
@@ -398,7 +441,7 @@ class Settling:
             whole = record.prompt if attempt.is_continued and record is not None else prompt
             sequences = 1 if exchange.response is not None else MOST_SEQUENCES
             usage = believed(usage, *most_tokens(backend, whole, sequences))
-        # Where the answer to a prompt came in one read, the judge has seen its end.
+        # If the answer to a prompt came in one read, the judge has checked its end with its first bytes.
         seen = attempt.pieces == 1 and attempt.first_at and prompt is not None
         ended = COMPLETE
         if attempt.leg is not None:
@@ -427,7 +470,10 @@ class Settling:
         return usage
 
     def _leg_answered(self, exchange: Exchange, attempt: Attempt, tail: bytes) -> str:
-        """Return how the second leg, whose answer the client has, ended, by the answer's head and first bytes."""
+        """Return how a second leg ended whose answer the client has: COMPLETE, or the kind of failure.
+
+        The answer's head and first bytes decide.
+        """
         if attempt.fault >= 500:
             return ABORTED if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]) else ERROR_ANSWER
         if attempt.status == 200 and not attempt.fault:
@@ -439,13 +485,16 @@ class Settling:
     def _late_failure(
         self, exchange: Exchange, attempt: Attempt, tail: bytes, usage: Usage
     ) -> tuple[int, str, bool] | None:
-        """Return the failure that an answer's end shows, or None.
+        """Return the failure that an answer's last bytes show, or None.
 
         A failure is (the status that it amounts to, its kind, whether the prompt was computed).
+
+        `tail`: the last bytes.
         """
         is_stream, whole = attempt.streams and attempt.status == 200, attempt.pieces <= TAIL
         if is_stream and (fault := error_status(tail, True)):
-            # If the stream began with the error, nothing was computed. The judge checks streams of read prompts.
+            # If the stream began with the error, nothing was computed. Only without a prompt can that be seen here: if
+            # there is one, the judge has checked the stream's first bytes.
             began_as_error = attempt.prompt is None and whole and error_status(attempt.tail[0], True) > 0
             return fault, ERROR_ANSWER, not began_as_error
         if cut_short(attempt, exchange.request.path, tail[-TAIL_BYTES:]):
@@ -458,7 +507,11 @@ class Settling:
         return 502, retries.FOREIGN_ANSWER if answers.says_anything(tail) else ERROR_ANSWER, False
 
     def finish(self, attempt: Attempt, prompt: Prompt, usage: Usage) -> None:
-        """Learn from the complete answer to a prompt."""
+        """Account for the complete answer to a prompt: release its load, learn costs, update metrics.
+
+        Learned are the seconds per output token, the length of answers, and the seconds of a KV transfer, each only if
+        this answer shows it undisturbed. The cached tokens in `usage` are compared with the prediction.
+        """
         now = monotonic()
         backend, placement = attempt.backend, attempt.placement
         tells_blocks = backend.replica.takes_rank(prompt.path)
@@ -471,7 +524,8 @@ class Settling:
             and self.pulse.saw(attempt.first_at, now)
             and backend.may_learn(now)
         )
-        # A second leg's cache came from another replica, and the usage of a resumed stream covers the whole stream.
+        # The cached tokens of other answers show nothing about the replica: a second leg's cache came from another one,
+        # and the usage of a resumed stream covers the whole stream.
         whole = attempt.leg is None and not attempt.is_continued
         reported = cached if whole and tells_blocks and prompt.copies and not prompt.several else None
         # The length of an answer that the gateway capped is not known; learning from shorter ones alone would mislead.
@@ -510,10 +564,13 @@ class Settling:
             self._tell_intake(backend, placement, prompt)
 
     def _counted_otherwise(self, backend: Backend, prompt: Prompt, counted: int, made: int, body: bytes) -> None:
-        """Record that the replica `counted` another number of prompt tokens than the gateway `made`.
+        """Record that the replica counted another number of prompt tokens than the gateway made of the prompt.
 
-        For prompts in mode "exact" this is counted each time and logged once per replica. After a second such body of a
-        kind, prompts of that kind no longer count as exact.
+        For prompts in mode "exact" this is counted each time in metrics, and logged once per replica. After a second
+        such body of a kind (template, tools or none, shape of the content), the tokens of that kind's prompts no longer
+        count as exactly known.
+
+        `counted`, `made`: numbers of prompt tokens, the replica's and the gateway's.
         """
         why = f"it counted {counted} tokens of a prompt of {made} at {prompt.path}"
         self._forwarding.made_otherwise(backend.id, prompt, body, why)
@@ -528,6 +585,14 @@ class Settling:
     def _compare(
         self, placement: Placement, backend: Backend, prompt: Prompt, usage: Usage, tells_blocks: bool, body: bytes
     ) -> None:
+        """Compare the prompt and cached tokens that an engine reports with the gateway's prediction.
+
+        Updates the metrics of both. If predictions keep differing, the replica's part of the map is rebuilt.
+
+        `tells_blocks`: whether the engine computes requests to this path on this very replica (data-parallel rank), so
+            that its cached tokens are those of the replica.
+        `body`: the request's body, b"" if it is freed; needed where the numbers of prompt tokens differ.
+        """
         counted, _, cached = usage
         metrics, name, held, size = self.metrics, backend.id, placement.predicted, placement.demand.block_size
         metrics.prompt_tokens.inc(name, by=prompt.tokens)
@@ -545,7 +610,7 @@ class Settling:
             elif prompt.doubted:
                 self._forwarding.made_alike(name, prompt)
         saved = predicted
-        # Guessed prompts are no evidence about a map that an engine's events maintain.
+        # Prompts whose tokens are guessed show nothing about a map that an engine's KV events maintain.
         guessed = prompt.mode != "exact" and backend.intake is not None
         if guessed and prompt.mode not in GUESSED:
             # An engine that finds more may hash images differently (by its flags), which is no fault of the map.
@@ -553,7 +618,7 @@ class Settling:
         if prompt.several or guessed or not tells_blocks:
             backend.drift.exclude()
         if not prompt.copies or not tells_blocks or (prompt.several and cached is None):
-            pass  # there is nothing to compare with
+            pass  # the report, if there is one, cannot be compared with the prediction
         elif cached is None:
             backend.drift.unreported(placement.overlap, prompt.tokens)  # the engine counts fetched tokens separately
             told = counted is not None and prompt.path not in answers.NEVER_TELL_CACHED
@@ -597,16 +662,21 @@ class Settling:
         metrics.prefill_saved_tokens.inc(name, by=saved)
 
     def _tell_intake(self, backend: Backend, placement: Placement, prompt: Prompt) -> None:
-        """Report to the intake of KV events how many blocks of a complete request were new to the replica."""
-        if backend.intake is not None and not prompt.media:  # the blocks of media are not known
+        """Report to the intake of KV events how many blocks of a complete request were new to the replica.
+
+        The intake then expects events for these blocks.
+        """
+        if backend.intake is not None and not prompt.media:  # which blocks an image or audio takes is not known
             again = backend.slot >= 0 and self._router.map.drops(backend.slot)
             backend.intake.request_finished(len(prompt.hashes) - placement.overlap_blocks - again)
 
     def compare_counts(self, backend: Backend, queries: float | None, hits: float | None, idle: bool) -> None:
-        """Compare the engine's own scraped cache counters with the predictions.
+        """Compare an engine's cache counters, read from its metrics, with the predictions since they were last read.
 
-        `queries`, `hits`: tokens looked up and found; None if not reported.
-        `idle`: no request is in flight at the replica.
+        If they differ too much, the replica's part of the map is rebuilt.
+
+        `queries`, `hits`: prompt tokens looked up in the cache, and found there, in all; None if not reported.
+        `idle`: whether no request is in flight at the replica.
         """
         size = backend.event_format[0] if backend.event_format else 0
         if backend.drift.counted(queries, hits, idle, size):
@@ -614,7 +684,10 @@ class Settling:
         self._follow_offset(backend, size)
 
     def _follow_offset(self, backend: Backend, size: int) -> None:
-        """Predict one block less, or one more, from now on if all recent answers differed by one block."""
+        """Predict one cached block less, or one more, from now on if all recent answers differed by one block.
+
+        `size`: tokens per block.
+        """
         offset, prefixes = backend.drift.offset, self._router.map
         if not offset or abs(offset) != size or backend.gone or prefixes.drops(backend.slot) == (offset > 0):
             return
@@ -624,9 +697,9 @@ class Settling:
                  backend.id, *(("computes", "a block less") if offset > 0 else ("keeps", "a block more")))  # fmt: skip
 
     def follow_drop(self, backend: Backend) -> None:
-        """Follow the engine's report of whether it recomputes the last block that it finds.
+        """Adapt predictions to the engine's report of whether it recomputes the last cached block that it finds.
 
-        Answers may later show that the report is wrong (`_follow_offset`).
+        If answers later show that the report is wrong, `_follow_offset` corrects the predictions.
         """
         replica = backend.replica
         drops = replica.drops_block and not replica.looks_ahead
@@ -635,7 +708,10 @@ class Settling:
             self._router.map.drop(backend.slot, drops, replica.looks_to_end)
 
     def heal(self, backend: Backend, why: str) -> None:
-        """Clear a replica's part of the map, and learn its blocks again, from its KV events or from new requests."""
+        """Clear a replica's part of the map of cached blocks, and have its KV events, or new requests, fill it again.
+
+        `why`: the reason, for the log.
+        """
         self.metrics.heals.inc(backend.id)
         log.warning("replica %s: map rebuilt: %s", backend.id, why)
         backend.drift.reset()
@@ -645,7 +721,10 @@ class Settling:
             self._router.map.clear(backend.slot)
 
     def ended(self, exchange: Exchange, outcome: str, usage: Usage | None = None) -> None:
-        """Count a request that ended with this outcome, and call the `on_end` callbacks."""
+        """Count a request that has ended in metrics, and call the `on_end` callbacks.
+
+        `outcome`: "complete", "failed", "refused", "aborted" (the client left) or "cut" (the answer broke off).
+        """
         metrics, attempt, now = self.metrics, exchange.attempts[-1] if exchange.attempts else None, monotonic()
         if outcome in BROKEN_OFF:
             status = outcome
@@ -664,7 +743,7 @@ class Settling:
                 metrics.replica_answer_seconds.inc(attempt.backend.id, by=now - attempt.sent_at)
         if outcome == "aborted":
             metrics.client_aborts.inc(exchange.label)
-        # A client's error is no evidence of how well prompts are known.
+        # A request that is the client's error does not show how well the gateway knows the prompts that engines get.
         if (
             exchange.prompt is not None
             and attempt is not None
@@ -685,7 +764,10 @@ class Settling:
 
 
 def seconds_full(head: Head) -> float:
-    """Return for how many seconds a full replica wants no requests: its Retry-After, at most MOST_FULL_SECONDS."""
+    """Return for how many seconds a full replica wants no requests.
+
+    These are the seconds of its Retry-After header, at most MOST_FULL_SECONDS, or FULL_SECONDS without a valid one.
+    """
     told = (head.get(b"retry-after") or b"").decode("latin-1").strip()
     try:
         seconds = float(told)
@@ -704,9 +786,10 @@ def cut_short(attempt: Attempt, path: str, answer: bytes) -> bool:
 
 
 def most_tokens(backend: Backend, prompt: Prompt | None, sequences: int = MOST_SEQUENCES) -> tuple[int, int]:
-    """Return the most prompt tokens and output tokens that a request can have.
+    """Return the most prompt tokens and the most output tokens that a request can have, above which usage is wrong.
 
-    `sequences`: the number of sequences to assume where the prompt was not read.
+    `prompt`: None if the gateway has not read it.
+    `sequences`: the number of sequences (prompts times choices) to assume in that case.
     """
     context = backend.replica.max_model_len or UNKNOWN_CONTEXT
     if prompt is None:

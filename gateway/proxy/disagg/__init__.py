@@ -1,1 +1,1 @@
-"""Requests in two legs: one replica computes the prompt, another writes the answer."""
+"""Requests in two legs: one replica computes the prompt (prefill), another writes the answer (decode)."""

@@ -1,9 +1,11 @@
 """Requests in two legs: one replica computes the prompt (prefill), another writes the answer (decode).
 
-The first leg is the client's request, but for one token and not streamed. Its answer is not relayed; the KV transfer
-parameters in it go into the second leg, whose answer the client gets. A request that is not split into legs "stays
-whole". The Router prices pairs of replicas (`policies.legs`), the engine's dialect writes the bodies (`Transfer`), and
-`retries` has the rules for failures.
+The first leg is the client's request, changed to generate one token and not to stream. Its answer is not relayed to the
+client, but contains parameters for the transfer of the KV cache. These go into the second leg, whose answer the client
+gets. A request that is not split into legs "stays whole".
+
+The Router predicts the seconds of each pair of replicas (`policies.legs`), a `Transfer` of the engine's dialect writes
+the bodies of the legs, and `retries` has the rules for failures.
 """
 
 from __future__ import annotations
@@ -39,28 +41,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hitherto.proxy")
 
-# Writing the first leg's body parses the client's, at 2 ms per MiB on the event loop. Larger requests stay whole.
+# The longest body of a request in two legs. Writing the first leg's body parses the client's, which takes 2 ms per MiB
+# of the event loop.
 MOST_BYTES = 2 * 2**20
 MOST_KEPT = 4 * 2**20  # bytes of a first leg's answer: for a million tokens it lists 65,536 blocks
-# Seconds before the end of a lease at which parameters count as expired: the engine must begin to read before the end.
+# The prefiller keeps the KV cache for the seconds of a lease. The transfer parameters count as expired this many
+# seconds before its end, because the other engine must begin to read before that.
 MARGIN = 10.0
-# A second leg without a byte is given up after STALLS_TIMES the predicted time and STALLS_SECONDS more; engines give up
-# a transfer after minutes, if at all.
+# A second leg without a byte is given up after STALLS_TIMES the predicted time and STALLS_SECONDS more. Engines
+# themselves give up a stalled transfer after minutes, if at all.
 STALLS_TIMES, STALLS_SECONDS = 10.0, 10.0
 
 
 class LegPlan(NamedTuple):
-    """A choice of replicas for two legs, before load is reserved. `first_body`: the first leg's request body."""
+    """A choice of two replicas for the legs of a request, before load is reserved on them.
+
+    `first_body`: the request body of the first leg.
+    """
 
     chosen: legs.LegChoice
     transfer: Transfer
     first_body: bytes
 
     def to_decide(self, whole: Evaluation) -> tuple[Evaluation, Evaluation]:
-        """Return the two evaluations for the shared ledger. `whole`: the evaluation of the request in one leg.
+        """Return the evaluations of both legs, for the load ledger in Redis that gateways share.
 
-        By the first, the ledger chooses among prefillers that differ by their load alone; the second only reserves the
-        decoder.
+        By the first one, the ledger may choose another prefiller, from which the cache reaches the decoder about as
+        fast. By the second one, it only reserves load on the decoder.
+
+        `whole`: the evaluation of the request in one leg.
         """
         demand, choice, chosen = whole.demand, whole.choice, self.chosen
         near = chosen.near or (chosen.prefiller,)
@@ -73,7 +82,10 @@ class LegPlan(NamedTuple):
         )
 
     def among(self, decided: tuple[Decision, ...] | None) -> LegPlan:
-        """Return the plan with the prefiller that the shared ledger chose (`decided`), if it was in time."""
+        """Return the plan with the prefiller that the shared ledger chose.
+
+        `decided`: the ledger's decisions for both legs; None if they were late, in which case the plan stays as it is.
+        """
         if decided is None:
             return self
         near = self.chosen.near or (self.chosen.prefiller,)
@@ -81,13 +93,13 @@ class LegPlan(NamedTuple):
 
 
 class LegPlacing:
-    """The choice of both replicas of a request in two legs, with the load reserved on both in one step."""
+    """The choice of both replicas for a request in two legs, which reserves load on both in one step."""
 
     def __init__(self, eligible: Eligibility, router: Router, metrics: Metrics):
         self._eligible, self._router, self._metrics = eligible, router, metrics
 
     def plan(self, exchange: Exchange, evaluation: Evaluation, now: float) -> LegPlan | None:
-        """Return a plan for two legs if these are chosen over one, else None; reserves nothing."""
+        """Return a plan for two legs, or None if the request goes to one replica; no load is reserved yet."""
         prompt, chosen, transfer, first_body = exchange.prompt, evaluation.legs, None, None
         if not evaluation.settled:
             chosen = two_legs.choose_among(self._router, self.ways(exchange, evaluation, now))
@@ -102,17 +114,26 @@ class LegPlacing:
         return LegPlan(chosen, transfer, first_body)
 
     def ways(self, exchange: Asker, evaluation: Evaluation, now: float) -> list[legs.Ways]:
-        """Return the evaluated pairs of replicas to choose the legs from; none where the request stays whole."""
+        """Return the replicas to choose the legs from, with their costs; none if the request must stay in one leg.
+
+        There is one entry for each group of replicas that can exchange KV caches.
+        """
         return two_legs.ways(self._router, evaluation, self.pairings_of(exchange), now)
 
     def pairings_of(self, exchange: Asker) -> Sequence[Pairing]:
-        """Return the candidates for the legs of a request; none where it stays whole."""
+        """Return the (prefillers, decoders) that a request's legs may use, by groups that can exchange KV caches.
+
+        There are none if the request must stay in one leg.
+        """
         if exchange.stays_whole or exchange.response is not None or len(exchange.request.body) > MOST_BYTES:
             return ()
         return self._pairings(exchange.prompt, exchange.tried)
 
     def look_into(self, exchange: Exchange) -> None:
-        """Mark a request to stay whole if no first leg can be made of its body; called before admission judges it."""
+        """Mark a request to stay in one leg if no first leg's body can be made of its body.
+
+        Called before the request is admitted, since admission counts with the replicas of both legs.
+        """
         prompt, body = exchange.prompt, exchange.request.body
         sides = self._eligible.sides(prompt.model or None) if prompt is not None else None
         if prompt is None or prompt.path not in PATHS or sides is None or len(body) > MOST_BYTES:
@@ -128,9 +149,10 @@ class LegPlacing:
         now: float,
         decided: tuple[Decision, ...] | None = None,
     ) -> None:
-        """Reserve a prefill and a decode replica for the request, and add an attempt at the prefill replica.
+        """Reserve load on a prefill and a decode replica, and add the attempt of the first leg to the request.
 
-        Where both legs are sent at the same time, add the attempts of both.
+        If both legs are sent at the same time, the attempts of both are added; if the decoder's engine sends the first
+        leg itself, only that of the second.
 
         `decided`: the shared ledger's decisions for both legs, or None.
         """
@@ -162,7 +184,11 @@ class LegPlacing:
     def choose(
         self, prompt: Prompt, evaluation: Evaluation, now: float
     ) -> tuple[legs.LegChoice | None, legs.LegChoice | None]:
-        """Return (the legs that a request would get, None) or (None, the cheapest legs or None); reserves nothing."""
+        """Return which legs a request would get, to explain a decision; no load is reserved.
+
+        The result is (the chosen legs, None), or, if one replica would be chosen, (None, the cheapest legs). The
+        cheapest legs are None if there are none, or if the policy does not count in seconds.
+        """
         ways = two_legs.ways(self._router, evaluation, self._pairings(prompt, ()), now)
         chosen, cost = two_legs.choose_among(self._router, ways), legs.price(self._router.policy)
         if chosen is not None or cost is None:
@@ -170,7 +196,10 @@ class LegPlacing:
         return None, legs.best(legs.cheapest(cost, one) for one in ways)
 
     def _pairings(self, prompt: Prompt | None, tried: tuple[Backend, ...]) -> list[Pairing]:
-        """Return (prefillers, decoders) for a prompt, one pair of lists for each group that exchanges caches."""
+        """Return the (prefillers, decoders) for a prompt, one pair of lists for each group that exchanges KV caches.
+
+        `tried`: replicas that have failed the request, which are left out.
+        """
         if prompt is None or prompt.path not in PATHS:
             return []
         if prompt.previous_response is not None or prompt.several or prompt.copies != 1:
@@ -187,14 +216,17 @@ class LegPlacing:
         ]
 
     def patience(self, exchange: Exchange, second: Attempt) -> float:
-        """Return the seconds after the sending of a second leg at which its KV transfer counts as stalled."""
+        """Return how many seconds after it was sent an unanswered second leg counts as stalled in its KV transfer."""
         held = exchange.legs
         assert held is not None
         computed = max(0.0, held.computed_at - second.sent_at)
         return computed + STALLS_SECONDS + STALLS_TIMES * (held.fetching + second.placement.ttft)
 
     def next_decoder(self, exchange: Exchange, demand: Demand, now: float) -> bool:
-        """Add a second leg on another decoder, with the same transfer parameters; return whether there was one."""
+        """Add the second leg again, on another decoder with the same transfer parameters; return whether there was one.
+
+        `demand`: the request, as policies see it; `now`: in monotonic seconds.
+        """
         held, prompt = exchange.legs, exchange.prompt
         sides = self._eligible.sides(prompt.model or None) if prompt is not None else None
         if held is None or prompt is None or sides is None:
@@ -224,7 +256,7 @@ class LegPlacing:
 
 
 def second_leg(exchange: Exchange, now: float) -> None:
-    """Add the attempt of the second leg, on the reserved decoder."""
+    """Add the attempt of the second leg, on the decoder on which load is reserved, as the exchange's last one."""
     held = exchange.legs
     assert held is not None and held.placement is not None and exchange.prompt is not None
     placement, held.placement = held.placement, None
@@ -235,7 +267,7 @@ def second_leg(exchange: Exchange, now: float) -> None:
 
 
 def leg_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent | None) -> bytes:
-    """Return the request head of a leg, with the prefiller's address where the transfer has a header for it."""
+    """Return the request head of a leg; it names the prefiller's address if the transfer has a header for that."""
     head, held = request_head(exchange, attempt, length, parent), exchange.legs
     if held is None or not held.transfer.header:
         return head
@@ -245,7 +277,7 @@ def leg_head(exchange: Exchange, attempt: Attempt, length: int, parent: Parent |
 
 
 class PrefillAttempt(Attempt):
-    """A first leg, whose answer is collected, judged when complete, and never relayed."""
+    """The attempt of a first leg (prefill), whose answer is collected, checked when complete, and never relayed."""
 
     __slots__ = ()
 
@@ -301,7 +333,7 @@ class PrefillAttempt(Attempt):
         self.handler.dispatch(exchange, ExchangeEvent.HANDED_OVER, found)
 
     def _read(self, exchange: Exchange, held: Legs, answer: bytes) -> bytes | UpstreamError:
-        """Return the second leg's transfer parameters from a complete answer, or an error if it has none."""
+        """Return the parameters of the KV transfer from a first leg's complete answer, or the error that it shows."""
         if fault := error_status(answer, False):
             self.handler.settling.record_error(exchange, self, retries.ERROR_ANSWER)
             return UpstreamError(retries.ERROR_ANSWER, f"answered 200 with an error that amounts to {fault}")

@@ -1,4 +1,4 @@
-"""The roles of replicas (prefill, decode, both), and which of them can give a prompt's KV cache to which."""
+"""The roles of replicas (prefill, decode, both), and which replicas can give a prompt's KV cache to which others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("hitherto.proxy")
 
 
 class Kind(NamedTuple):
-    """A group of replicas in which each prefiller can give its cache to each decoder, by the same KV transfer."""
+    """A group of replicas in which each prefiller can give its KV cache to each decoder, by the same KV transfer."""
 
     transfer: Transfer
     prefillers: list[Backend]
@@ -40,12 +40,15 @@ def _by_transfer(backends: Iterable[Backend]) -> dict[Transfer, list[Backend]]:
 
 
 def _sentence(remedy: str) -> str:
-    """Return the text of a remedy with a capital first letter."""
+    """Return the text with a capital first letter."""
     return remedy[0].upper() + remedy[1:]
 
 
 class Sides:
-    """The prefillers and decoders among one model's ready replicas, in groups that can exchange caches."""
+    """The prefillers and decoders among one model's ready replicas, in groups (`kinds`) that can exchange KV caches.
+
+    `any`: whether some replica has a role other than both; without one there are no groups.
+    """
 
     def __init__(self, backends: Sequence[Backend]):
         self.any = any(one.replica.role != BOTH for one in backends)
@@ -57,16 +60,17 @@ class Sides:
 
 
 class Roles:
-    """The roles of all known replicas; each misconfiguration is logged once."""
+    """The check of all replicas' roles, which logs each misconfiguration once."""
 
     def __init__(self) -> None:
         self.any = False  # whether some replica has a role other than both
         self._said: set[str] = set()
 
     def look(self, backends: Sequence[Backend], awaited: Set[str] = frozenset()) -> None:
-        """Check the roles of the replicas, and log what is newly wrong.
+        """Check the roles of the replicas, log what is newly wrong, and note at each replica why it cannot be paired.
 
-        `awaited`: roles of replicas that have never been ready, whose models are not known yet.
+        `awaited`: roles of replicas that have never been ready: their models are not known yet, so their roles are not
+            reported as missing.
         """
         self.any = any(one.replica.role != BOTH for one in backends)
         if not any(one.replica.state in TAKES_TRAFFIC for one in backends):
@@ -96,7 +100,7 @@ class Roles:
 
 
 def unlike_pairs(backends: Sequence[Backend]) -> list[pairing.Complaint[Backend]]:
-    """Return why replicas of one model cannot exchange caches."""
+    """Return the complaints about replicas of one model that use the same KV transfer and cannot exchange caches."""
     return [
         complaint
         for transfer, alike in _by_transfer(backends).items()

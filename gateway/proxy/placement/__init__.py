@@ -1,1 +1,1 @@
-"""Which replica gets a request: who may, who is chosen, and the load ledger that gateways share."""
+"""The choice of a replica for each request: which may get it, which is chosen, and the load ledger of all gateways."""

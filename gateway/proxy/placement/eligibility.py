@@ -1,4 +1,4 @@
-"""Which replicas may get a request."""
+"""The replicas that may get a request: by its model, and by their state, role and context length."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 
 
 class Eligibility:
-    """The replicas that may get a request, by its model, their state, role and context length."""
+    """The registry of replicas that answers which ones may get a request, and caches the results by model."""
 
     def __init__(self, models: Models, router: Router, replicas: Mapping[str, Replica]):
-        """Create the registry; `replicas` are all known ones, `backends` those that have been ready once."""
+        """Create the registry, in which no replica is ready yet.
+
+        `replicas`: all known replicas by id; `backends` of the registry are those that have been ready once.
+        """
         self.models, self._router, self._replicas = models, router, replicas
         self.backends: dict[str, Backend] = {}
         self.known = KnownModels(self.backends, replicas)
@@ -36,20 +39,23 @@ class Eligibility:
         self._ready: dict[str | None, Targets] = {}
         self.usual: dict[
             str | None, Targets
-        ] = {}  # what `targets` returns for any prompt of a model, where it is known
+        ] = {}  # by model: what `targets` returns for any of its prompts, where that was found out
         self._with_room: dict[tuple[str | None, int], Targets] = {}  # by model and least context
         self.roles = Roles()
         self.pulls: Pulls | None = None  # is notified when replicas change
         self._sides: dict[str | None, Sides] = {}
         self._slow: dict[str | None, Targets] = {}
-        self.spills = False  # whether some replica is of a slow pool
-        self.finer = False  # whether some replica finds parts of a block, for which the prompt's ids are needed
-        self.full_until = 0.0  # monotonic seconds until which some replica has said that it is full
+        self.spills = False  # whether some replica is of a slow pool, used only if all others are full or away
+        self.finer = False  # whether some replica's cache hits may end inside a block, which needs a prompt's token ids
+        self.full_until = 0.0  # until when some replica is marked as full, in monotonic seconds
         self._without_full: dict[Targets, Targets] = {}  # targets in `_ready` and `_with_room` -> those not full
-        self._stays_full_until = 0.0  # how long `_without_full` is valid, in monotonic seconds
+        self._stays_full_until = 0.0  # until when `_without_full` is valid, in monotonic seconds
 
     def changed(self) -> None:
-        """Clear the cached targets after some replica's state, models or space changed."""
+        """Clear the cached results and update the names of models, after some replica has changed.
+
+        Called when a replica comes or goes, or when its state, models or prompt format have changed.
+        """
         self.models.refresh()
         self._ready.clear()
         self.usual.clear()
@@ -64,7 +70,8 @@ class Eligibility:
             self.pulls.changed()
         self.spills = any(one.replica.spill for one in known)
         self.finer = any(one.is_finer for one in known)
-        # A name may be a model on one replica and an adapter on another: the replica in the better state, last, wins.
+        # A name may be a base model on one replica and an adapter on another. The replica in the best state wins, since
+        # its names come last.
         taking = [one.replica for state in reversed(TAKES_TRAFFIC) for one in known if one.replica.state is state]
         self.names = {name: parent for one in taking for name, parent in one.models.items()}
         self.adapters = frozenset(name for name, parent in self.names.items() if parent)
@@ -77,14 +84,12 @@ class Eligibility:
         named: str | None = None,
         tenant: Tenant | None = None,
     ) -> Targets:
-        """Return the replicas that may get a request now.
+        """Return the replicas that may get a request now, as candidates of the policy; raises ApiError without any.
 
         `prompt`: the request's prompt, or None.
-        `tried`: replicas that failed the request.
-        `named`: the model of a request without prompt.
-        `tenant`: the tenant that sent it, for the error.
-
-        Raises ApiError if there are none.
+        `tried`: replicas that have failed the request, and must not get it again.
+        `named`: the model that a request without a prompt names.
+        `tenant`: the tenant that sent it; the error names only models that the tenant may use.
         """
         model = (prompt.model if prompt is not None else named) or None
         targets = self.ready_for(model)
@@ -110,10 +115,14 @@ class Eligibility:
         return found
 
     def remaining(self, prompt: Prompt | None, tried: tuple[Backend, ...], named: str | None = None) -> list[Backend]:
-        """Return the replicas that a request may be retried on.
+        """Return the replicas on which a request may be retried; none if all have failed it.
 
-        Degraded replicas follow when all ready ones have failed the request. Other ranks of an engine that failed it
-        follow when every other engine has, since a failure is mostly one of the whole process.
+        Degraded replicas are returned only if all ready ones have failed the request. Replicas that are other
+        data-parallel ranks of an engine that failed it are returned only if every other engine has failed it as well,
+        since it is mostly the whole engine process that fails.
+
+        `tried`: the replicas that have failed the request.
+        `named`: the model that a request without a prompt names.
         """
         model = (prompt.model if prompt is not None else named) or None
         found = self._taking(model, tried)
@@ -139,8 +148,8 @@ class Eligibility:
     def but_full(self, targets: Targets, now: float) -> Targets:
         """Return the targets that are not marked as full now, or all of them if all are.
 
-        The result is cached for as long as the same replicas are full: building its arrays for each request to 256
-        replicas takes 1.2 ms.
+        The result is cached for as long as the same replicas are full, because building its arrays takes 1.2 ms for 256
+        replicas.
         """
         if now >= self._stays_full_until:
             self._without_full.clear()
@@ -157,12 +166,20 @@ class Eligibility:
         return found
 
     def is_unknown(self, model: str) -> bool:
-        """Return whether models are known, and no replica serves this one now or is expected to serve it again."""
+        """Return whether a client's model is unknown: no replica serves it now, or is expected to serve it again.
+
+        While no replica has reported its models, no model is unknown.
+        """
         known = model in self.names or not (model and self.names) or self.known.is_away(model)
         return not known and not self._taking(model)
 
     def _taking(self, model: str | None, tried: tuple[Backend, ...] = ()) -> list[Backend]:
-        """Return the replicas for requests in one leg; slow pools and prefillers only where there are no others."""
+        """Return the replicas that accept whole requests (in one leg), all in the best state that any of them is in.
+
+        Replicas of slow pools, and those with the role of prefiller, are returned only if there are no others.
+
+        `tried`: replicas that are left out.
+        """
         left = [one for one in self.backends.values() if one not in tried and one.serves(model)]
         if self.spills and _in_best_state(quick := [one for one in left if not one.replica.spill]):
             left = quick
@@ -170,7 +187,7 @@ class Eligibility:
         return _in_best_state(decoders) or _in_best_state(left)
 
     def slow_pool(self, prompt: Prompt | None) -> Targets | None:
-        """Return the ready replicas of slow pools that can serve a prompt; None where there are none."""
+        """Return the ready replicas of slow pools that can serve a prompt when all others are full, or None."""
         if not self.spills or prompt is None:
             return None
         model = prompt.model or None
@@ -186,7 +203,7 @@ class Eligibility:
         return found or None
 
     def sides(self, model: str | None) -> Sides | None:
-        """Return the ready replicas for each leg of a model's requests; None where no replica has a role."""
+        """Return a model's ready prefillers and decoders; None where no replica has a role."""
         found = self._sides.get(model)
         if found is None:
             ready = [one for one in self.backends.values() if one.replica.state is State.READY and one.serves(model)]
@@ -200,17 +217,18 @@ class Eligibility:
         return self.models.has_room(backend.id, prompt.tokens + (prompt.max_tokens or 1))
 
     def _least_context(self, model: str | None, prompt: Prompt) -> int:
-        """Return the least context length, in tokens, of the replicas that a prompt may be sent to.
+        """Return the context length, in tokens, that a replica needs to get this prompt.
 
-        This is the shortest context with room for prompt and answer, else the longest, whose replicas then refuse the
-        request with their own message. It does not depend on which replicas are ready: a replica with too short a
-        context would refuse for good a request that another one could answer later.
+        This is the shortest context with room for the prompt and its answer. If none has room, it is the longest, whose
+        replicas then refuse the request with a message of their own. It does not depend on which replicas are ready: a
+        replica whose context is too short would refuse for good what another one could answer later.
         """
         contexts = self.models.routes.contexts.get(model) or self.models.routes.contexts[None]
         wanted = prompt.tokens + (prompt.max_tokens or 1)
         return next((one for one in contexts if one >= wanted), contexts[-1])
 
     def _roomy(self, model: str | None, least: int) -> Targets:
+        """Return the replicas with a context of at least `least` tokens; raises ApiError if none of them is ready."""
         found = self._with_room.get((model, least))
         if found is None:
             found = self._router.targets(
@@ -227,6 +245,7 @@ class Eligibility:
 
 
 def _in_best_state(backends: list[Backend]) -> list[Backend]:
+    """Return those that are ready, else those in the next best state in which replicas get requests."""
     for state in TAKES_TRAFFIC:
         if found := [one for one in backends if one.replica.state is state]:
             return found

@@ -1,8 +1,8 @@
-"""Models that no known replica serves: the engines are asked again before a client gets 404.
+"""The refresh of the engines' model lists before a client gets 404 for a model that no replica is known to serve.
 
-Model lists are read every 10 s, and an adapter can be loaded at any time. A 404 is final to clients, so a request for a
-model that was loaded before must not get one. Requests for names that do not exist must not keep the engines busy, so
-all requests that come during a refresh share the next one, and refreshes are PAUSE_SECONDS apart.
+Model lists are read every 10 s, but a LoRA adapter can be loaded at any time. A 404 is final to clients, so a request
+for an adapter that was just loaded must not get one. Requests for names that do not exist must not keep the engines
+busy. So all requests that come during a refresh share the next one, and refreshes are PAUSE_SECONDS apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ PAUSE_SECONDS = 1.0  # between two refreshes
 
 
 class ModelRefresh:
-    """A refresh of the engines' model lists that all waiting requests share; `ask` reads the lists of all engines."""
+    """A refresh of the engines' model lists that all waiting requests share.
+
+    `ask`: reads the model lists of all engines.
+    """
 
     def __init__(self, ask: Callable[[], Awaitable[None]]):
         self._ask = ask

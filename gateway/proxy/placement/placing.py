@@ -1,4 +1,4 @@
-"""The choice of a replica for each request, made here or in the load ledger that gateways share."""
+"""The choice of a replica for each request, made in this process or in the load ledger that gateways share in Redis."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 
-Acted = Callable[[Went], None]  # called with the chosen replica of an observed request, see `Onlooker`
+Acted = Callable[[Went], None]  # a callback of an `Onlooker`, called with the chosen replica once it is chosen
 
 
 class Onlooker(Protocol):
-    """An observer of decisions."""
+    """An observer of the choices of replicas, such as the shadow policies."""
 
     def see(self, asker: Asker, evaluation: Evaluation, ways: Callable[[], Sequence[legs.Ways]]) -> Acted | None:
         """Observe a request that is about to be placed by this evaluation.
 
-        Returns a callable to be called with the choice once the request has been placed, or None.
+        Returns a callback that is to be called with the choice once the request is placed, or None.
 
-        `evaluation`: valid until the next evaluation is made or `ways` is called.
-        `ways`: returns the pairs of replicas for two legs, where replicas have roles.
+        `evaluation`: the policy's choice and its candidates; valid until `ways` is called or another one is made.
+        `ways`: returns the replicas for two legs (prefill and decode) with their costs; none where no replica has a
+            role.
         """
 
 
 class Placing:
-    """The choice of a replica for each request, by this gateway's own view or in the shared ledger."""
+    """The choice of a replica for each request, by the load that this gateway knows or by the shared ledger's."""
 
     def __init__(
         self,
@@ -63,14 +64,12 @@ class Placing:
         self.onlooker: Onlooker | None = shadows
         self.legs = LegPlacing(eligible, router, metrics)
         self.pulls = eligible.pulls = Pulls(eligible.backends, router, metrics)
-        self.shared: SharedLedger | None = None  # with Redis
-        self.queue: Any = (
-            None  # a `Queue`, whose module imports this one, where requests are admitted by class or limit
-        )
-        self._found: list[Asker] | None = None  # placed requests of the present batch; None outside of a batch
+        self.shared: SharedLedger | None = None  # the load ledger of all gateways, with Redis
+        self.queue: Any = None  # with service classes or limits: the `Queue`, whose module imports this one
+        self._found: list[Asker] | None = None  # the placed requests of a batch under way; None outside of a batch
 
     def begin_batch(self) -> None:
-        """Keep back requests that are placed from now on; `end_batch` sends them."""
+        """Keep back the requests that are placed from now on, until `end_batch` sends them."""
         self._found = []
 
     def end_batch(self) -> None:
@@ -80,7 +79,11 @@ class Placing:
             asker.run_isolated(asker.placed)
 
     def demand(self, prompt: Prompt | None, now: float, path: str = "") -> Demand:
-        """Return a request's demand, from which policies compute its costs. `path` is used only without a prompt."""
+        """Return a request's demand (the properties by which policies choose), with a random number drawn for it.
+
+        `now`: in monotonic seconds.
+        `path`: the path of a request without a prompt.
+        """
         if prompt is None:
             return Demand(tokens=0, draw=random(), writes=path not in WRITES_NOTHING)
         return demand_of(prompt, now, random())
@@ -88,11 +91,11 @@ class Placing:
     def place(self, asker: Asker) -> None:
         """Choose a replica for a request and reserve its load in one step, here or in the shared ledger.
 
-        Calls `asker.placed` or `asker.unplaced`, at once, when the shared ledger has answered, or when the request has
-        left the queue.
+        Then `asker.placed` or `asker.unplaced` is called. This happens at once, at the end of a batch, when the shared
+        ledger has answered, or when the request has left the queue.
         """
         begun, now = perf_counter(), monotonic()
-        if now > self.pulse.late_at:  # the loop was held up: account for it before judging any replica late
+        if now > self.pulse.late_at:  # the event loop was stalled: note that before any replica counts as late
             self.pulse.look(now)
         prompt = asker.prompt
         targets = self.eligible.usual.get(prompt.model or None) if prompt is not None and not asker.tried else None
@@ -145,14 +148,15 @@ class Placing:
         acted: Acted | None,
         begun: float,
     ) -> None:
-        """Have the shared ledger decide, and go on with its decision, or with the choice made here if it is late.
+        """Have the shared ledger choose among the candidates, then place the request by its decision.
 
-        The request is placed again if a replica has left before Redis answered.
+        If that comes too late, the choice made here holds. If the chosen replica has left before Redis answered, the
+        request is placed again.
         """
 
         def decided(found: tuple[Decision, ...] | None) -> None:
             asker.stages.append(("choose", perf_counter() - begun))
-            waiting, there = asker.needs_replica, False  # not waiting: the client left meanwhile
+            waiting, there = asker.needs_replica, False  # it no longer waits if the client has left meanwhile
             if waiting and plan is not None:
                 there = all(map(self._is_there, plan.among(found).chosen[:2]))
             elif waiting:
@@ -187,7 +191,7 @@ class Placing:
         now = monotonic()
         if plan is not None:
             plan = plan.among(decided)
-            # Candidates hold the overlap found by the last evaluation, and other requests were evaluated meanwhile.
+            # Candidates have the cached tokens (overlap) of the request that was evaluated last, which is another one.
             self.router.weighed(evaluation.demand, Targets([plan.chosen.prefiller, plan.chosen.decoder]), now)
         self._take(asker, evaluation, plan, acted, now, decided)
         if self._found is None:
@@ -204,7 +208,7 @@ class Placing:
         now: float,
         decided: tuple[Decision, ...] | None = None,
     ) -> None:
-        """Commit the choice made here, or what the shared ledger `decided`, and add the attempt."""
+        """Reserve load by the choice made here, or by what the shared ledger `decided`, and add the attempt."""
         if plan is not None and asker.is_forwarded:
             self.legs.take(asker, evaluation, plan, now, decided)
             return
@@ -227,10 +231,10 @@ class Placing:
 
 
 def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand:
-    """Return a prompt's demand, from which policies compute its costs.
+    """Return a prompt's demand: the properties by which policies choose a replica.
 
-    `now`: monotonic seconds.
-    `draw`: a random number in [0, 1) for policies that choose by chance.
+    `now`: in monotonic seconds.
+    `draw`: a random number in [0, 1), for policies that choose by chance.
     """
     hashes, also = prompt.hashes, prompt.also
     root = hashes[0] if hashes else 0
@@ -242,9 +246,10 @@ def demand_of(prompt: Prompt, now: float = UNTIMED, draw: float = 0.0) -> Demand
 
 
 def add_tail(placement: Placement, backend: Backend, prompt: Prompt) -> None:
-    """Add the cached part of the next block to a placement's overlap, where hits may end within a block.
+    """Add the cached part of the next block to the cached tokens (`overlap`) that a placement predicts.
 
-    The choice of the replica ignores this part, since it is less than a block.
+    Only done for a replica whose cache hits may end inside a block. The choice of the replica ignores this part, since
+    it is less than a block.
     """
     if not backend.is_finer or backend.intake is None or not prompt.token_ids or not prompt.reads_cache:
         return

@@ -1,8 +1,9 @@
-"""Prompt prefixes that a replica pulls from another replica's memory: which pairs can, the request's body, the outcome.
+"""Pulls: a replica fetches the KV cache of a prompt's beginning from another replica's memory, instead of computing it.
 
-`policies.pulls` has the cost of a pull and decides when it is worth that, and the engine's dialect writes the request
-(`EngineDialect.peer_pull`). The URL of each replica that takes part names its side channel (`#peer=HOST:PORT`); with
-fewer than two such replicas nothing here is used.
+This module finds the replicas that can do so, has the request's body written, and records the outcome. `policies.pulls`
+predicts the seconds of a pull and decides when one is worth these, and the engine's dialect writes the body
+(`EngineDialect.peer_pull`). The URL of each replica that takes part names the address at which others reach its memory
+(`#peer=HOST:PORT`). With fewer than two such replicas nothing here is used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Pulls:
-    """The replicas that can pull the cache of prompt prefixes from each other."""
+    """The replicas that can pull the KV cache of prompt prefixes from each other."""
 
     def __init__(self, backends: Mapping[str, Backend], router: Router, metrics: Metrics):
         self._backends, self._router, self._metrics = backends, router, metrics
@@ -43,13 +44,15 @@ class Pulls:
         self.any = len(self._peers) > 1
 
     def peers(self, asker: Asker) -> list[Candidate]:
-        """Return the candidates that may pull a request's prompt.
+        """Return the candidates that may pull the cache of a request's prompt from each other.
 
-        There are none for a request that stays whole, as one does that resumes a stream or is not forwarded here.
+        There are none for a request whose `stays_whole` is set, for example because it resumes a stream or because
+        another proxy forwards it.
         """
         return [] if asker.stays_whole or asker.prompt is None else self.peers_for(asker.prompt)
 
     def peers_for(self, prompt: Prompt) -> list[Candidate]:
+        """Return the candidates that may pull the cache of this prompt from each other."""
         if prompt.several or prompt.copies != 1:
             return []
         return [one.candidate for one in self._peers if self._may_take(one, prompt)]
@@ -61,7 +64,10 @@ class Pulls:
         return how is not None and prompt.path in PATHS and backend.replica.takes_rank(prompt.path)
 
     def body(self, exchange: Asker, placement: Placement) -> bytes | None:
-        """Return the body that makes a replica pull, or None to send the client's own body and pull nothing."""
+        """Return the request body that makes a replica pull, or None if it cannot pull and gets the client's body.
+
+        In the second case the placement's reserved load is raised by the tokens that have to be computed instead.
+        """
         pull = placement.pull
         assert pull is not None
         source = self._backends.get(pull.source)
@@ -74,9 +80,11 @@ class Pulls:
         return told
 
     def failed(self, exchange: Exchange, attempt: Attempt, kind: str) -> None:
-        """Handle a failure before the first byte that the pull may have caused.
+        """Handle the failure of an attempt before its first byte, if its pull may have caused the failure.
 
-        This pair of replicas is not used for pulls for a while, and the request is repeated without one.
+        The pair of replicas is then not used for pulls for a while, and the request is repeated without a pull.
+
+        `kind`: the kind of failure.
         """
         pull = attempt.placement.pull
         if pull is not None and kind in PULL_FAILED:
@@ -86,7 +94,10 @@ class Pulls:
 
 
 def ended(router: Router, metrics: Metrics, placement: Placement, cached: int) -> bool:
-    """Record that a pulling replica found `cached` prompt tokens in all; return whether the pull succeeded."""
+    """Record the outcome of a pull after a complete answer; return whether all of the pulled tokens came.
+
+    `cached`: all prompt tokens that the engine found cached, those of the pull included.
+    """
     came = router.pulled(placement, cached, monotonic())
     metrics.peer_pulls.inc(placement.candidate.replica, "complete" if came else "missed")
     return came

@@ -4,21 +4,21 @@
     shared.start()
     shared.decide(evaluation, answer)     # answer(Decision) or answer(None)
 
-The requests of one event-loop iteration are sent together, with this gateway's load on the replicas where that load has
-changed (`Ledger.moved`). One call of a script (`shared.lua`) stores the changes, decides the requests one after the
-other, and returns the other gateways' load, which is added to the loads that policies see. Heartbeats return that load
-for all replicas.
+The requests of one event-loop iteration are sent in one message, with this gateway's load on those replicas where that
+load has changed. One call of a script (`shared.lua`) stores the changes, decides the requests one after the other, and
+returns the other gateways' load on the chosen replicas, which is added to the loads that policies see. A heartbeat,
+sent every BEAT seconds, returns the other gateways' load on all replicas.
 
-Redis stores the load of each gateway under a token, a random name with a lease, and for each replica the sum over all
-gateways. Whenever it is not certain what arrived (after an error or an expired lease), a gateway gives its token up,
-which removes its load from the sums, and states all its outstanding load again under a new token. Load that Redis
-loses, or that somebody damages, is repaired by heartbeats: each restates all outstanding load of the gateway and
-compares sums with their parts.
+Redis stores each gateway's load under a token, a random name with a lease, and for each replica the sum over all
+gateways. After an error or an expired lease it is not certain what arrived. A gateway then gives its token up, which
+removes its load from the sums, and states all its outstanding load again under a new token. Load that Redis loses, or
+that somebody damages, is repaired by heartbeats: each states all outstanding load of the gateway again, and compares
+the sums with their parts.
 
-No request waits for Redis beyond a deadline: a late request is placed by the local view, and what Redis reserved for it
-is undone. While Redis cannot be reached ("away"), all decisions are made here at once.
+No request waits for Redis beyond a deadline. A late request is placed by this gateway's own view of the load, and what
+Redis reserved for it is undone. While Redis cannot be reached ("away"), all decisions are made here at once.
 
-The rule is the same in both places: the script computes the policy's own cost formula, from all gateways' load.
+Both choose by the same rule: the script computes the policy's own cost formula, but from all gateways' load.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ log = logging.getLogger("hitherto.proxy")
 _SCRIPT = Path(__file__).with_name("shared.lua").read_text()
 DEADLINE = 0.002  # seconds that a request may wait for the shared decision; it takes 0.3 ms on one machine
 TICK = 0.0005  # seconds by which a timer may be early
-TURNS = 3  # event-loop iterations granted after the deadline: the loop may have been busy while the reply came
-LEASE = 3.0  # seconds after which a silent gateway's load is removed from the sums
-GATHER = 0.005  # seconds that changes wait for a decision to be sent with: a separate message costs as much as one
-BEAT = 0.25  # seconds between heartbeats: how old the view of other gateways' load may be
+TURNS = 3  # event-loop iterations that a reply gets after the deadline: the loop may have been busy when it came
+LEASE = 3.0  # seconds after which the load of a gateway that sends nothing is removed from the sums
+GATHER = 0.005  # seconds that changes of load wait to be sent with a decision: a message of their own costs as much
+BEAT = 0.25  # seconds between heartbeats: how old the other gateways' load may be that policies see
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as away
-MOST = 64  # candidates sent per request, the cheapest by the local view
-MOST_TOGETHER = 32  # requests in one call of the script, which takes 2 ms at most while others wait
-MOST_UNSENT = 16_000  # bytes, per call and replica, of prefixes of prompts that were not sent there after all
+MOST = 64  # candidates sent per request: the cheapest by this gateway's own view
+MOST_TOGETHER = 32  # requests in one call of the script: that takes 2 ms at most, during which other gateways wait
+MOST_UNSENT = 16_000  # bytes, per call and replica, of prefixes of prompts that the replica did not get after all
 _HEADER = struct.Struct("<20d")
 _LOAD = struct.Struct("<6d")
 _STANDING = struct.Struct("<7d")
 _ANSWER = struct.Struct("<8d")
 _NO_STANDING = bytes(_STANDING.size)
 _NO_COST = "local function cost() return 0 end"
-# Lengths in blocks of the prefixes of a prompt that other gateways learn of: all up to 8, then four per octave.
+# The lengths, in blocks, of the prompt prefixes that other gateways are told of: all up to 8, then four per octave.
 _COUNTS = (1, 2, 3, *(part << octave for octave in range(20) for part in (4, 5, 6, 7)))
 _COUNT = struct.Struct("<I")
 _PACKED_COUNTS = b"".join(map(_COUNT.pack, _COUNTS))
@@ -82,7 +82,11 @@ LOG_SECONDS = 10.0  # between two equal log lines
 
 @dataclass(slots=True, eq=False)
 class _Heartbeat:
-    """A heartbeat on its way. `stated`: this gateway's outstanding load, by the replicas' shared names."""
+    """A heartbeat that is to be sent or on its way.
+
+    `done`: set once Redis has answered or the heartbeat is given up.
+    `stated`: this gateway's outstanding load as sent, by the replicas' shared names.
+    """
 
     done: asyncio.Event = field(default_factory=asyncio.Event)
     stated: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -90,7 +94,14 @@ class _Heartbeat:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A decision on its way. `answer`: its callback, None once that was called."""
+    """A request for a decision that is to be sent or on its way.
+
+    `answer`: the callback for the decision; None once it was called.
+    `chosen`: the indices of the candidates that are sent, in the evaluation's candidates.
+    `candidates`, `names`: these candidates and their shared names.
+    `overlaps`, `lowers`: the prompt tokens that each has cached, in its first and in slower tiers.
+    `packed`: for the script: the cached tokens, and the lengths and the hashes of the prompt's prefixes.
+    """
 
     answer: Answer | None
     evaluation: Evaluation
@@ -117,16 +128,18 @@ class SharedLedger:
         deadline: float = DEADLINE,
         background: Background | None = None,
     ):
-        """Create this gateway's part; it joins the shared ledger after `start`.
+        """Create this gateway's part, which joins the shared ledger after `start`.
 
         `ways`: the connections to Redis.
-        `deployment`: the name of the deployment. All its keys lie in one slot, so that one script can access them.
-        `ledger`: the gateway's own load.
+        `deployment`: the name of the deployment. All its keys are in one hash slot of Redis, so that one script can
+            access them.
+        `ledger`: this gateway's own load.
         `cost`: the policy's cost formula, or None for a policy without one, whose choices Redis only counts.
         `observe(outcome, seconds)`: called for each decision, with "shared", "late" or "away".
         `deadline`: seconds that a decision may take.
 
-        Answers that come together are given between calls of `begin_answers` and `end_answers`.
+        The callbacks for decisions that came in one message are called between `begin_answers` and `end_answers`, two
+        attributes that may be set.
         """
         self._deadline, self._cost = deadline, cost
         self.script = Script(f"local FAR = {FAR}\n{cost.lua() if cost is not None else _NO_COST}\n{_SCRIPT}")
@@ -144,7 +157,7 @@ class SharedLedger:
         self._replicas: dict[str, list[str]] = {}  # shared name -> ids of replicas
         self._unsent: dict[str, bytes] = {}  # shared name -> prefixes of prompts that were not sent there after all
         self._targets: tuple[Sequence[Candidate], list[str]] = (), []  # the latest candidates, and their shared names
-        self._due: asyncio.TimerHandle | None = None  # sends changes without a decision
+        self._due: asyncio.TimerHandle | None = None  # will send changes of load for which no decision comes
         self._pump: asyncio.Task[None] | None = None
         self._beats: asyncio.Task[None] | None = None
         self._heartbeat: _Heartbeat | None = None  # sent with the next batch
@@ -152,7 +165,7 @@ class SharedLedger:
         self._logged_at = self._away_logged_at = float("-inf")
         self._log_when_joined = True
         self.joined = False
-        # Loads repaired in Redis: parts that differed from this gateway's load, and sums that differed from their parts
+        # How many loads were repaired in Redis: parts that differed from this gateway's load, sums from their parts.
         self.repairs = {"part": 0, "sum": 0}
         self.reason = "not connected yet"
         self.begin_answers: Callable[[], None] = lambda: None
@@ -162,9 +175,10 @@ class SharedLedger:
     # --- decisions
 
     def decide(self, evaluation: Evaluation, answer: Answer) -> None:
-        """Choose one of the candidates and reserve its load in the shared ledger.
+        """Have one of the candidates chosen, and the request's load reserved on it, in the shared ledger.
 
-        `answer` is called once: with the decision, or with None, which leaves the choice made by the local view.
+        `answer`: called once, with the decision, or with None if Redis is away or late. The choice in the evaluation,
+            made by this gateway's own view, then holds.
         """
         if not self.joined:
             self._observe("away", 0.0)
@@ -173,10 +187,11 @@ class SharedLedger:
         self._ask(evaluation, answer)
 
     def decide_legs(self, first: Evaluation, second: Evaluation, answer: AnswerBoth) -> None:
-        """Choose among the candidates of a first leg, and reserve the load of both legs, in one message.
+        """Have the replica for a first leg (prefill) chosen, and the load of both legs reserved, by one message.
 
-        `second`: its one candidate will have the prompt's cache when the second leg begins.
-        `answer`: called once, with both decisions or with None, which leaves the choice made by the local view.
+        `second`: the second leg (decode). Its one candidate will have the prompt's KV cache when this leg begins.
+        `answer`: called once, with both decisions, or with None if either is missing. The choices in the evaluations,
+            made by this gateway's own view, then hold.
         """
         if not self.joined:
             self._observe("away", 0.0)
@@ -201,7 +216,10 @@ class SharedLedger:
         self._ask(second, partial(decided, 1, second), second.demand.tokens - 1)
 
     def _ask(self, evaluation: Evaluation, answer: Answer, held: int | None = None) -> None:
-        """Queue a decision. `held`: cached prompt tokens that each candidate will have; None: those it has now."""
+        """Queue a request for a decision, for the next message to Redis.
+
+        `held`: the prompt tokens that each candidate will have cached; None: those that it has cached now.
+        """
         demand, candidates, choice, *_ = evaluation
         chosen = self._among(choice, demand, candidates)
         if len(chosen) == len(candidates):
@@ -220,7 +238,10 @@ class SharedLedger:
         self._start_pump()
 
     def _names_of(self, candidates: Sequence[Candidate]) -> list[str]:
-        """Return the candidates' shared names, as the same list for the same candidates, so that it is packed once."""
+        """Return the candidates' shared names, as the same list object for the same candidates as in the last call.
+
+        Requests with the same list share its packed form in a message.
+        """
         latest, names = self._targets
         if candidates is not latest:
             names = [self._name(one.replica) for one in candidates]
@@ -230,8 +251,8 @@ class SharedLedger:
     def _among(self, choice: Choice, demand: Demand, candidates: Sequence[Candidate]) -> Sequence[int]:
         """Return the indices of the candidates among which Redis may choose.
 
-        A choice that does not minimise a cost is made here, and Redis only counts it. The script gets the cost
-        coefficients of one group of replicas, so only candidates of the group that was chosen here are sent.
+        If the policy's choice does not minimise a cost, Redis only reserves the load of that choice. The script gets
+        the cost coefficients of one group of replicas, so only candidates of the group that was chosen here are sent.
         """
         among = choice.among
         if self._cost is None or among is None:
@@ -245,19 +266,20 @@ class SharedLedger:
         return sorted(among, key=totals.__getitem__)[:MOST]
 
     def _held(self, candidates: Sequence[Candidate], overlaps: Sequence[int], tiers: bool) -> bytes:
-        """Return how many prompt tokens each candidate has cached, packed.
+        """Return how many prompt tokens each candidate has cached, packed as doubles for the script.
 
-        These are its tokens in the first tier. If any candidate has more, the tokens of all in slower tiers follow, and
-        then the worth of these (`Cost.held`).
+        These are the tokens in its first tier, GPU memory. If any candidate has more in slower tiers, two more numbers
+        of each candidate follow: the tokens in its slower tiers, and what these save (`Cost.held`).
         """
         if self._cost is None or not tiers or not any(one.lower for one in candidates):
             return struct.pack(f"<{len(overlaps)}d", *overlaps)
         return struct.pack(f"<{3 * len(overlaps)}d", *chain(*zip(*map(self._cost.held, candidates), strict=True)))
 
     def _prefixes(self, demand: Demand, overlaps: Sequence[int]) -> tuple[bytes, bytes]:
-        """Return the prompt's prefixes, as packed lengths (in blocks) and packed hashes.
+        """Return some prefixes of the prompt, as packed lengths (in blocks) and packed hashes of their last blocks.
 
-        Other gateways learn from them where the prompt went. Prefixes that every candidate has cached are left out.
+        From these other gateways learn which replica gets the prompt and will have it cached. Prefixes that every
+        candidate has cached already are left out.
         """
         hashes = demand.hashes if demand.reads_cache else ()
         blocks = len(hashes)
@@ -280,7 +302,7 @@ class SharedLedger:
         return name
 
     def _look(self) -> None:
-        """Let requests go on without late decisions, after TURNS more event-loop iterations."""
+        """Find the decisions that have not come within the deadline; they get TURNS more event-loop iterations."""
         self._watch, overdue, decisions = None, [], self._open
         loop, since = asyncio.get_running_loop(), perf_counter() - self._deadline
         while decisions and (decisions[0].answer is None or decisions[0].begun <= since + TICK):
@@ -292,6 +314,7 @@ class SharedLedger:
             loop.call_soon(self._too_late, overdue)
 
     def _too_late(self, overdue: list[_Pending], turns: int = TURNS - 1) -> None:
+        """Answer None for decisions that have not come after `turns` more event-loop iterations."""
         overdue = [pending for pending in overdue if pending.answer is not None]
         if overdue and turns:
             asyncio.get_running_loop().call_soon(self._too_late, overdue, turns - 1)
@@ -302,9 +325,10 @@ class SharedLedger:
         self.end_answers()
 
     def _decided(self, batch: Sequence[_Pending], decisions: Sequence[Decision]) -> None:
-        """Answer a batch with the decisions of Redis; there is none where the token had expired or the script failed.
+        """Pass the decisions of Redis to the callbacks of a batch, in order.
 
-        An exception in a callback concerns that request alone.
+        `decisions`: fewer than the batch has if the token had expired or the script failed; the rest get None. A
+            decision whose request went on without it is undone.
         """
         self.begin_answers()
         for pending, decision in zip(batch, chain(decisions, repeat(None))):
@@ -315,6 +339,7 @@ class SharedLedger:
         self.end_answers()
 
     def _answer(self, pending: _Pending, outcome: str, decision: Decision | None) -> None:
+        """Call a request's callback, unless it was called before; an exception in it concerns that request alone."""
         answer, pending.answer = pending.answer, None
         if answer is None:
             return
@@ -325,14 +350,17 @@ class SharedLedger:
             self._background.failed(DECISIONS, error)
 
     def _take_back(self, evaluation: Evaluation, decision: Decision) -> None:
-        """Undo a decision that came too late; its note stays true if the local choice was the same."""
+        """Undo a decision that came too late.
+
+        If the choice made here was the same, the note for other gateways that the replica gets the prompt is kept.
+        """
         went_there = decision.index == evaluation.choice.index
         self.undo(decision._replace(note=b"") if went_there else decision)
 
     def undo(self, decision: Decision) -> None:
-        """Undo a reservation, since the request went elsewhere or ended.
+        """Have the next message undo a reservation in Redis, since the request went elsewhere or has ended.
 
-        The next message removes the note for other gateways that the replica will cache the prompt.
+        It also removes the note that tells other gateways that the replica will have the prompt cached.
         """
         name = self._name(decision.replica)
         if decision.note and len(self._unsent.get(name, b"")) < MOST_UNSENT:
@@ -343,7 +371,7 @@ class SharedLedger:
     # --- messages to Redis
 
     def _moved(self, replica: str) -> None:
-        """Note that this gateway's load on a replica has changed, for the next message (`Ledger.moved`)."""
+        """Note that this gateway's load on a replica has changed, for the next message; the ledger calls this."""
         self._changed.add(replica)
         if self._due is None and self.joined:
             self._due = asyncio.get_running_loop().call_later(GATHER, self._start_pump)
@@ -356,7 +384,7 @@ class SharedLedger:
             self._pump = asyncio.get_running_loop().create_task(self._send_all())
 
     async def _send_all(self) -> None:
-        """Send all waiting decisions and changes in one message, then those that have come meanwhile."""
+        """Send all waiting requests and changes of load in one message, then those that have come meanwhile."""
         while self.joined and (self._queue or self._heartbeat or (self._changed and self._due is None)):
             batch, self._queue = self._queue, []
             heartbeat, self._heartbeat = self._heartbeat, None
@@ -384,10 +412,10 @@ class SharedLedger:
     async def _send(
         self, token: str, heartbeat: _Heartbeat | None, batch: list[_Pending]
     ) -> tuple[bool, tuple[dict[str, tuple[int, ...]], int, int], list[Decision]]:
-        """Send one message; return whether the token is alive, the heartbeat's reply, and the requests' decisions.
+        """Send one message; return whether the token's lease is alive, the heartbeat's reply, and the decisions.
 
-        Raises what the script or the connection raised. No other message is under way with this token, so once this one
-        is counted, Redis must have the load that is outstanding now.
+        Raises what the script or the connection raised. No other message with this token is under way, so once this one
+        is processed, Redis has this gateway's load as it is now.
         """
         begin = ("EVALSHA", self.script.sha, 1, self._key)
         changed, self._changed = self._changed, set()
@@ -419,9 +447,10 @@ class SharedLedger:
         return alive, beaten, decisions
 
     def _turn(self, changed: Collection[str], batch: Sequence[_Pending]) -> list[Any]:
-        """Return the arguments of the script's operation `turn` that follow the token.
+        """Return the arguments, after the token, of the script's operation `turn`: store changes and decide requests.
 
-        `changed`: ids of replicas on which this gateway's load has changed; `batch`: the requests to decide.
+        `changed`: ids of replicas on which this gateway's load has changed.
+        `batch`: the requests to decide.
         """
         replicas: dict[str, Candidate | None] = dict.fromkeys(map(self._name, changed))
         stated = b"".join([_LOAD.pack(*self._own(name)) for name in replicas])
@@ -453,14 +482,14 @@ class SharedLedger:
         )
 
     def _own(self, name: str) -> tuple[int, ...]:
-        """Return this gateway's load on the replicas with that shared name."""
+        """Return this gateway's load on the replicas that have this shared name."""
         replicas = self._replicas[name]
         if len(replicas) == 1:
             return self._ledger.outstanding_on(replicas[0])
         return tuple(map(sum, zip(*map(self._ledger.outstanding_on, replicas))))
 
     def _stated(self) -> dict[str, tuple[int, ...]]:
-        """Return all outstanding load of this gateway by shared name."""
+        """Return all outstanding load of this gateway, by the replicas' shared names."""
         found: dict[str, tuple[int, ...]] = {}
         for replica, counts in self._ledger.outstanding().items():
             name = self._name(replica)
@@ -468,7 +497,11 @@ class SharedLedger:
         return found
 
     def _compared(self, others: dict[str, tuple[int, ...]], parts: int, sums: int) -> None:
-        """Process a heartbeat's reply: other gateways' load by the replicas' shared names, and numbers of repairs."""
+        """Process a heartbeat's reply: store the other gateways' load in the ledger, and count and log repairs.
+
+        `others`: their load by the replicas' shared names.
+        `parts`, `sums`: how many loads of this gateway, and how many sums, were repaired in Redis.
+        """
         for replica in self._ledger.outstanding():
             if (counts := others.get(self._name(replica))) is not None:
                 self._ledger.others(replica, counts)
@@ -484,7 +517,7 @@ class SharedLedger:
     # --- the token
 
     def start(self) -> None:
-        """Join as soon as Redis answers, then renew the lease until `stop`."""
+        """Join the shared ledger as soon as Redis answers, then renew the lease by heartbeats until `stop`."""
         self._beats = self._background.spawn(
             HEARTBEAT, self._keep, on_failure=lambda: self._lost("its heartbeat failed")
         )
@@ -499,14 +532,14 @@ class SharedLedger:
             with contextlib.suppress(*FAILURES):
                 async with asyncio.timeout(PATIENCE):
                     await self._run("leave", self._token)
-        for task in (self._beats, self._pump):  # a message on its way would open a connection again
+        for task in (self._beats, self._pump):  # they might open a connection to Redis again
             while task is not None and not task.done():
                 task.cancel()
                 await asyncio.wait((task,), timeout=PATIENCE)
         await self._ways.aclose()
 
     async def _keep(self) -> None:
-        while not self._stopped:  # redis-py's waits may swallow a cancellation on Python 3.11
+        while not self._stopped:  # asked here, because waits in redis-py may swallow a cancellation on Python 3.11
             try:
                 async with asyncio.timeout(2 * PATIENCE):
                     await (self._beat() if self.joined else self._join())
@@ -516,9 +549,9 @@ class SharedLedger:
             await asyncio.sleep(BEAT)
 
     async def _join(self) -> None:
-        """Join under a new token with all outstanding load."""
+        """Join the shared ledger under a new token, and state all outstanding load."""
         token = os.urandom(8).hex()
-        # From here on changes wait until the token is known to be alive; earlier ones are in `_stated`.
+        # Changes from here on wait until Redis has accepted the token; earlier ones are contained in `_stated`.
         self._changed = set()
         self._former, self._token = self._token or self._former, token
         stated = {name: counts for name, counts in self._stated().items() if any(counts)}
@@ -534,7 +567,7 @@ class SharedLedger:
             self._start_pump()
 
     async def _beat(self) -> None:
-        """Send a heartbeat through the queue of changes, so that it never overlaps another update."""
+        """Send a heartbeat and wait for its end; it goes with the other messages, so that none overlaps another."""
         heartbeat = self._heartbeat = _Heartbeat()
         self._start_pump()
         await heartbeat.done.wait()
@@ -543,7 +576,10 @@ class SharedLedger:
         return await self.script(await self._ways.to(self._key), [self._key], list(arguments))
 
     def _lost(self, why: str) -> None:
-        """Give up the token: until a new one is joined, others' load is unknown, and decisions are made here."""
+        """Give up the token, for this reason, and answer the waiting requests with None.
+
+        Until the gateway has joined under a new token, the others' load is unknown, and all decisions are made here.
+        """
         now = asyncio.get_running_loop().time()
         if now - self._away_logged_at > LOG_SECONDS and (self.joined or why != self.reason):
             self._away_logged_at, self._log_when_joined = now, True
@@ -561,11 +597,15 @@ class SharedLedger:
 
 @lru_cache(1024)
 def _ends_of_prefixes(first: int, end: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Return a function that picks a prompt's last hash, twice, and its hashes after _COUNTS[first:end] blocks."""
+    """Return a function that picks from a prompt's hashes: the last one, twice, and those after so many blocks.
+
+    `first`, `end`: the part of _COUNTS that lists these numbers of blocks.
+    """
     return itemgetter(-1, -1, *[count - 1 for count in _COUNTS[first:end]])
 
 
 def _standing(candidate: Candidate) -> bytes:
+    """Return the properties of a candidate from which the script computes its cost, packed."""
     load, costs = candidate.load, candidate.costs
     return _STANDING.pack(
         costs.ttft.value, costs.step.value, load.waiting, load.kv_usage, load.capacity_tokens, load.recent, load.due
@@ -573,7 +613,11 @@ def _standing(candidate: Candidate) -> bytes:
 
 
 def _decision(pending: _Pending, reply: Sequence[float], counted: bool) -> Decision:
-    """Return the decision in a reply of Redis."""
+    """Return the decision in a reply of Redis.
+
+    `reply`: the position of the chosen candidate among those sent, its cached tokens, and the other gateways' load.
+    `counted`: whether the load reserved in Redis is still part of its sums.
+    """
     at, held, *others = map(int, reply)
     known = pending.overlaps[at]
     overlap = max(known, held)
@@ -592,7 +636,10 @@ _NOTHING_BEATEN: tuple[dict[str, tuple[int, ...]], int, int] = {}, 0, 0
 
 
 def _beaten(stated: dict[str, tuple[int, ...]], reply: Any) -> tuple[dict[str, tuple[int, ...]], int, int]:
-    """Read the reply to a heartbeat: other gateways' load by the replicas' shared names, and how much was repaired."""
+    """Return what the reply to a heartbeat says: other gateways' load by shared name, and the repaired parts and sums.
+
+    `stated`: this gateway's load as sent, which is subtracted from the sums in the reply.
+    """
     loads, parts, sums = reply
     others = {
         name: tuple(max(0, int(all_of - own)) for all_of, own in zip(_LOAD.unpack(load), mine))

@@ -1,1 +1,1 @@
-"""Rendering: a conversation's messages to text, by the model's chat template."""
+"""Rendering: turns a conversation's messages into text by the model's chat template, and the text into tokens."""

@@ -1,8 +1,8 @@
-"""Bounds on what a chat template may do while one conversation is rendered.
+"""Limits on the work and memory that a chat template may use while it renders one conversation.
 
 A template is a program from the model's folder, and short chats are rendered on the event loop, so one bad folder would
-delay the clients of all other models. Every loop iteration, call, filter and operator spends from a budget that grows
-with the conversation; an operation that could produce something large is refused before it runs.
+delay the clients of all other models. Every loop iteration, call, filter and operator reduces a budget, whose size
+grows with the conversation. An operation that could produce something large is refused before it runs.
 """
 
 from __future__ import annotations
@@ -19,65 +19,70 @@ import jinja2.runtime
 import jinja2.sandbox
 from jinja2.utils import Namespace, pass_context
 
-# Characters of a template; the longest known has 30,000.
+# The most characters of a template; the longest known one has 30,000.
 MOST_CHARS = 1 << 20
-# A rendering's initial budget in bytes read or made, and prices: STEP for a value, a call or a filter, NODE for each
-# expression in the body of a loop or a macro. The initial budget allows some 16,000 steps, which take 20 ms.
+# LEAST: the initial budget of a rendering, in bytes that may be read or made. It allows some 16,000 steps, which take
+# 20 ms. Prices: STEP for a value, a call or a filter, NODE for each expression in the body of a loop or a macro.
 LEAST, STEP, NODE = 2 << 20, 128, 8
-ARGUMENT = 8  # price of each byte of a filter's arguments, for each item of a list
-# Added to `LEAST` for each byte of the conversation, and 1 more for each of its messages: some templates go over all
-# messages once for each message.
+ARGUMENT = 8  # the price of each byte of a filter's arguments, for each item of the list that is filtered
+# For each byte of the conversation the budget grows by A_BYTE, plus 1 for each message, because some templates loop
+# over all messages once for each message.
 A_BYTE = 16
-_MOST_BITS = 4096  # bits of an integer
+_MOST_BITS = 4096  # the most bits of an integer
 _CONTAINERS = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
 _HASHED = {(nodes.Pair, "key"), (nodes.Getitem, "arg")}  # expressions whose value Python hashes
-# A width of four digits or one that an argument gives, in a pattern of `%` and in one of `str.format`.
+# Match a width of four or more digits, or one that an argument gives, in a format of `%` and in one of `str.format`.
 _WIDE = {"%": re.compile(r"[%)][-+ #0.\d]*(?:\d{4}|\*)"), "format": re.compile(r"\{[^{}]*:[^{}]*(?:\d{4}|\{)")}
-# Filters and methods that no known template uses, and that may take time that grows with the square of their subject,
-# or make a text as long as an argument says.
+# Filters and methods that are refused. No known template uses them, and they may take time that grows with the square
+# of their input, or make a text as long as an argument says.
 _REFUSED = frozenset(
     """
     encode decode translate to_bytes fromkeys format_map striptags unescape urlize pprint xmlattr center ljust rjust
     zfill expandtabs wordwrap batch slice round
     """.split()
 )
-# Other filters and methods whose result may be as large as the product of their subject and an argument.
+# Other filters and methods, whose result may be as large as the product of the sizes of their input and an argument.
 _WIDENING = frozenset("replace indent tojson strftime strftime_now".split())
-# Filters that look at a list's items, but not inside these.
+# Filters that look at a list's items, but not inside the items.
 _SHALLOW = frozenset(
     "length count first last list map select reject selectattr rejectattr default d items reverse".split()
 )
-# Methods and filters that may compare each character of their subject with each of an argument: CPython searches from
-# the end and strips this way. A comparison takes an eighth of the price of a byte.
+# Methods and filters that may compare each character of their input with each character of an argument, as CPython does
+# to search from the end and to strip. A comparison costs an eighth of the price of a byte.
 _COMPARING = frozenset("rfind rindex rsplit rpartition strip lstrip rstrip trim".split())
 # Filters that look at an item only when their result is read.
 _LAZY = frozenset("map select reject selectattr rejectattr".split())
 
 
 class TemplateError(Exception):
-    """Raised when the template refuses a conversation or fails on it."""
+    """Raised when the chat template refuses a conversation, fails on it, or exceeds its limits."""
 
 
 class _Budget:
-    """The budget of one rendering: the bytes that it may still read or make.
+    """The budget of one rendering: the number of bytes that the template may still read or make.
 
-    An operation pays by reducing the budget; with none left, TemplateError ends the rendering. A container's size
-    includes that of its items, each as often as it occurs.
+    Each operation reduces the budget by its price. When nothing is left, TemplateError ends the rendering. The size of
+    a container includes the sizes of its items; an item that occurs twice is counted twice.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self._sizes: dict[int, tuple[Any, int]] = {}  # with the container, so that its id stays its own
+        # By the id of a container: the container, which keeps the id from being reused, and its size.
+        self._sizes: dict[int, tuple[Any, int]] = {}
         self.left = LEAST
-        self._given: Mapping[str, Any] | None = given  # the template's variables; None once their share was added
+        # The template variables, by whose size the budget grows; None once it has grown.
+        self._given: Mapping[str, Any] | None = given
 
     def spend(self, cost: int) -> None:
-        """Pay for work. Raises TemplateError once the budget is exhausted."""
+        """Reduce the budget by `cost` bytes. Raises TemplateError if nothing is left."""
         self.left -= cost
         if self.left < 0:
             self._extend()
 
     def _extend(self) -> None:
-        """Add the part of the budget that depends on the conversation, which most renderings never need."""
+        """Add the part of the budget that depends on the conversation's size, if it was not added yet.
+
+        Most renderings never need it. Raises TemplateError if nothing of the budget is left.
+        """
         if self._given is not None:
             given, self._given = self._given, None
             messages = given.get("messages")
@@ -87,13 +92,16 @@ class _Budget:
             raise TemplateError("the chat template does or makes more than a conversation of this size may take")
 
     def fits(self, cost: int) -> None:
-        """Refuse an operation that would cost more than is left, without paying for it."""
+        """Raise TemplateError if an operation would cost more than is left; the budget is not reduced."""
         if cost > self.left:
             self.spend(cost)
             self.left += cost
 
     def made(self, value: Any) -> Any:
-        """Pay for a value that an operation has made, and return it. Raises TemplateError if it is too large."""
+        """Reduce the budget by the size of a value that an operation has made, and return the value.
+
+        Raises TemplateError if the value is too large for the budget, or is an integer of more than 4,096 bits.
+        """
         if type(value) is str:
             self.spend(len(value))
         elif isinstance(value, _CONTAINERS):
@@ -113,21 +121,25 @@ class _Budget:
             raise TemplateError(f"the chat template makes an integer of more than {_MOST_BITS} bits")
 
     def read(self, *values: Any) -> None:
-        """Pay for looking at all of these values."""
+        """Reduce the budget by the cost of reading these values, including all that containers among them hold."""
         self.spend(STEP + sum(map(self.size, values)))
 
     def touch(self, *values: Any) -> None:
-        """Pay for looking at these values, but not at what containers among them hold."""
+        """Reduce the budget by the cost of reading these values, without what containers among them hold."""
         self.spend(STEP + sum(map(_length, values)))
 
     def each(self, values: Iterable[Any], cost: int) -> Iterator[Any]:
-        """Pay this cost for each value as it is taken."""
+        """Yield the values, and reduce the budget by `cost` for each one as it is taken."""
         for value in values:
             self.spend(cost)
             yield value
 
     def before(self, name: str, subject: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Refuse a filter or a method whose result for `subject` and its arguments would exceed the budget."""
+        """Raise TemplateError if a filter or method could exceed the budget; called before it runs.
+
+        `name`: its name; `subject`: the value that it is applied to; `args` and `named`: its other arguments. The
+        budget is reduced for searches that compare each character of the subject with each of an argument.
+        """
         given = (*args, *named.values())
         if name in _REFUSED or (name == "sum" and any(isinstance(one, _CONTAINERS) for one in given)):  # joins lists
             raise TemplateError(f"the chat template uses {name}, which takes too long for some texts")
@@ -144,7 +156,7 @@ class _Budget:
             self.fits((self.size(subject) if isinstance(subject, (str, *_CONTAINERS)) else widest) * widest)
 
     def size(self, value: Any) -> int:
-        """Return the bytes of a value, including what it holds."""
+        """Return the size of a value in bytes, including all that a container holds."""
         if type(value) is str:
             return len(value)
         if not isinstance(value, _CONTAINERS):
@@ -160,14 +172,14 @@ class _Budget:
 
 
 def _length(value: Any) -> int:
-    """Return the bytes of a value, without what it holds."""
+    """Return the size of a value in bytes, without what a container holds."""
     if isinstance(value, (str, bytes)):
         return len(value)
     return 8 * len(value) if isinstance(value, (*_CONTAINERS, range)) else 8
 
 
 class _Context(jinja2.runtime.Context):
-    """The context of one rendering, with its budget."""
+    """Jinja's context of one rendering, with the budget of the rendering."""
 
     def __init__(self, environment: Any, parent: dict[str, Any], *given: Any, **options: Any) -> None:
         super().__init__(environment, parent, *given, **options)
@@ -211,7 +223,10 @@ def _concat(context: _Context, values: list[Any]) -> str:
 
 
 class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox whose templates raise TemplateError where they exceed a budget that depends on the conversation."""
+    """A Jinja sandbox that ends a rendering with TemplateError when it exceeds a budget of work and memory.
+
+    The budget grows with the size of the conversation.
+    """
 
     context_class = _Context
     intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
@@ -273,7 +288,10 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or test of Jinja's as one that spends from the budget for what it reads and makes."""
+    """Wrap a filter or test of Jinja's so that it reduces the budget for what it reads and makes.
+
+    `name`: the name of the filter or test.
+    """
     wants = getattr(function, "jinja_pass_arg", None)
     wants = wants and wants.name
     kind = "%" if name == "format" else name  # the method of that name formats with braces
@@ -301,7 +319,10 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count(node: nodes.Node) -> int:
-    """Insert into a template's tree what spends from the budget in a rendering; return the cost of running it once."""
+    """Change a template's syntax tree so that rendering it reduces the budget; return the cost of running it once.
+
+    Each loop, macro and block gets a step that pays for its body, and expressions are wrapped by `_paying`.
+    """
     cost = NODE
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
@@ -324,7 +345,10 @@ def _count(node: nodes.Node) -> int:
 
 
 def _paying(parent: nodes.Node, field: str, node: nodes.Node) -> nodes.Node:
-    """Return the node that replaces the expression `node`, so that a rendering spends from its budget for it."""
+    """Return the node to put in place of the expression `node`, so that evaluating it reduces the budget.
+
+    `parent` and `field`: the node, and its field, that hold the expression.
+    """
     if isinstance(node, nodes.Concat):
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "~", node.lineno)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):

@@ -1,8 +1,8 @@
-"""The day that a model's engines print, where its chat template prints the date.
+"""The date that a model's engines write into prompts, if the chat template prints the date.
 
-Engines print the day of their own time zone, which they do not report. Each date that an engine prints rules out some
-zones, and after a day only one is left. In every zone the day begins at a quarter of an hour of UTC, so an engine is
-asked again after each quarter, and its date is certain in between.
+Engines print the date of their own time zone, which they do not report. Each date that an engine prints rules out some
+time zones, and after a day only one is left. In every zone the day begins at a full quarter of an hour of UTC. So an
+engine is asked again after each quarter, and its date is certain in between.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from datetime import date, datetime
 from functools import lru_cache
 
 _EPOCH = date(1970, 1, 1).toordinal()
-_QUARTER, _A_DAY = 900, 96  # seconds; quarters
+_QUARTER, _A_DAY = 900, 96  # seconds in a quarter of an hour; quarters in a day
 MARGIN = 5  # seconds by which an engine's clock may differ from the gateway's
 ALL_ZONES = frozenset(range(-48, 57))  # in quarters of an hour from UTC: from -12:00 to +14:00
 
 
 def days_in(zones: frozenset[int], now: float) -> Sequence[date]:
-    """Return the dates that these zones may have at `now` (seconds since 1970), in ascending order."""
+    """Return the dates that clocks in these time zones may show at `now` (seconds since 1970), in ascending order.
+
+    `zones`: time zones in quarters of an hour from UTC. The clocks may be wrong by up to 5 seconds.
+    """
     return _days(zones, int((now - MARGIN) // _QUARTER), int((now + MARGIN) // _QUARTER))
 
 
@@ -30,10 +33,11 @@ def _days(zones: frozenset[int], *quarters: int) -> tuple[date, ...]:
 
 
 def zones_left(zones: frozenset[int], printed: Collection[date], since: float, until: float) -> frozenset[int]:
-    """Return those of `zones` whose date at `since` or `until` (seconds since 1970) is one of `printed`.
+    """Return those of `zones` in which it was one of the dates `printed` at the time `since` or `until`.
 
-    If none is left, because summer time began or ended or the engine's clock was set, all zones of the world are tried.
-    If no zone at all fits, nothing is known, and all zones are returned.
+    `zones`: time zones in quarters of an hour from UTC; `printed`: the dates that an engine printed between these two
+    times (seconds since 1970). If no zone is left, because summer time began or ended or the engine's clock was set,
+    all zones of the world are tried. If none of these fits either, all of them are returned.
     """
     left = frozenset(
         zone
@@ -47,12 +51,18 @@ def zones_left(zones: frozenset[int], printed: Collection[date], since: float, u
 
 
 def seconds_to_next_look(now: float) -> float:
-    """Return the seconds after which the next quarter of an hour has begun by every engine's clock."""
+    """Return the number of seconds until the next quarter of an hour has begun by every engine's clock.
+
+    `now`: seconds since 1970. Engines' clocks may be wrong by up to 5 seconds.
+    """
     return _QUARTER - (now - MARGIN) % _QUARTER
 
 
 def another_time(moment: datetime, hours: int) -> datetime:
-    """Return another time of the same day, whose hour, minute, second and microsecond all differ."""
+    """Return another time of the same day: the hour moved on by `hours`, the minute and second by multiples of it.
+
+    The microsecond is moved on by 1.
+    """
     return moment.replace(
         hour=(moment.hour + hours) % 24,
         minute=(moment.minute + 7 * hours) % 60,
@@ -62,14 +72,18 @@ def another_time(moment: datetime, hours: int) -> datetime:
 
 
 class Clock:
-    """The clock of a model's engines, as far as their time zones are known."""
+    """The date and time that a model's engines may show, given what is known of their time zones."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self.now = now
-        self.zones: frozenset[int] | None = None  # the zones that its engines may be in; None: the gateway's own
+        # The time zones that the engines may be in, in quarters of an hour from UTC; None: the gateway's own.
+        self.zones: frozenset[int] | None = None
 
     def moments(self) -> list[datetime]:
-        """Return the engines' time now, once for each date that their time zones may have."""
+        """Return the present date and time of the engines, one for each date that it may be in their time zones.
+
+        The time of day is the gateway's own.
+        """
         now = self.now()
         here = datetime.fromtimestamp(now)
         return (
@@ -77,9 +91,12 @@ class Clock:
         )
 
     def on(self, day: date) -> datetime:
-        """Return the present time of day on this date."""
+        """Return this date with the gateway's present time of day."""
         return datetime.combine(day, datetime.fromtimestamp(self.now()).time())
 
     def strftime_now(self, pattern: str) -> str:
-        """Return the time now as the template prints it, on the earliest possible date."""
+        """Return the present date and time in the format `pattern`, for a template to print.
+
+        If the engines' time zones allow several dates, the earliest one is used.
+        """
         return self.moments()[0].strftime(pattern)

@@ -1,13 +1,15 @@
-"""Compiled chat templates: per shape of conversation, the literals around its texts.
+"""Compilation of chat templates into plans, which render a conversation without running Jinja.
 
 A *shape* is everything about a request that is not text: the roles, which fields each message has, the tools, the
-template variables. When a shape has come a few times, the template is run on stand-ins (`trace`), and its output
-becomes a plan: segments of literals and places for texts, and the questions that the template asked about them. Filling
-a plan takes microseconds where Jinja takes tens to hundreds, and gives the same text, because the questions are asked
-again each time.
+template variables. Once requests of one shape have come a few times, the template is run on stand-ins: strings that
+behave like the texts and record what the template does to them (`trace`). Its output becomes the shape's *plan*. A plan
+is a list of segments, each of which is a text between literals that the template prints, and a list of the questions
+that the template asked about the texts ("is it empty?"). A plan gives the same text as Jinja for all texts that give
+the same answers, so the questions are asked again each time. Filling a plan takes microseconds, where Jinja takes tens
+to hundreds.
 
-Segments end only immediately before an added token that may be cut at (`tokenizer.safe_cuts`), so the tokens of the
-whole are the tokens of the segments, one after the other.
+Segments end only immediately before an added token before which a text may be cut (`Tokenizer.safe_cuts`), so the
+tokens of the whole text are the tokens of the segments, one after the other.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from .shape import put_in
 from .trace import MARKER, Pair, Question, Slot, Trace, Untraceable, raw_of, slots_in
 from .tracing import TracingEnvironment
 
-_RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")  # as they are, and as repr writes them
+# Matches the characters that mark texts in a traced run, as they are and as repr writes them.
+_RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")
 
 
 class Compiler:
-    """A maker of plans for one template."""
+    """Compiles one chat template to plans: for a shape of conversation, the literals around its texts."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str], clock: Clock) -> None:
-        """Compile the template for tracing.
+        """Compile the template for runs on stand-ins for the texts.
 
-        `cuts`: the added tokens before which a text may be cut. Raises Untraceable, or Jinja's error on invalid source.
+        `special_tokens`: texts by name (`bos_token`), for the template to print; `cuts`: the added tokens before which
+        a text may be cut. Raises Untraceable, or Jinja's error on invalid source.
         """
         if _RESERVED.search(source + "".join(special_tokens.values())):
             raise Untraceable("the template contains Unicode non-characters")
@@ -50,10 +54,11 @@ class Compiler:
         tools: Any,
         variables: dict[str, Any],
     ) -> Plan:
-        """Return the plan of this shape for texts that answer the template's questions as these do.
+        """Return a plan for conversations of this shape whose texts answer the template's questions as these do.
 
-        `shape` and `slots`: the shape and the texts that `shape.describe` found in the conversation. Raises
-        Untraceable, or whatever the template raises. Not thread safe, because the environment has the trace.
+        `shape`: the roles, fields and other structure of the conversation and its request; `slots`: the texts that
+        `shape.describe` found in the conversation. Raises Untraceable, or whatever the template raises. Not thread
+        safe, because the run is recorded in the environment.
         """
         if _RESERVED.search(repr((shape, tools, variables))):
             raise Untraceable("the request contains Unicode non-characters outside its texts")
@@ -78,13 +83,17 @@ class Compiler:
             else:
                 shared.append(question)
         for i, questions in asked.items():
-            # Sorted, so that equal segments of two plans are equal.
+            # Sorted, so that segments of two plans that ask the same questions are equal.
             own = tuple(sorted(map(_renumber, questions), key=repr))
             segments[i] = replace(segments[i], questions=own)
         return Plan(segments, shared)
 
     def _segments(self, pieces: list[str], trace: Trace) -> list[Segment]:
-        """Group alternating literals and marker numbers into segments; each ends at the first safe cut after a text."""
+        """Group the output of the traced template into segments.
+
+        A segment ends before the first added token after one of its texts at which a text may be cut. `pieces`: the
+        output's literals, in turn with the numbers of the markers that stand for texts.
+        """
         segments: list[Segment] = []
         current: list[Any] = [pieces[0]]
         for number, literal in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -106,7 +115,7 @@ def _segment(pieces: list[Any]) -> Segment:
 
 
 def _renumber(value: Any) -> Any:
-    """Return the same question about slot 0, which is how a segment asks its own text."""
+    """Return a question (or a part of one) with its text renumbered as slot 0, as a segment asks about its own text."""
     if isinstance(value, Slot):
         return Slot(0)
     if isinstance(value, Pair):

@@ -1,7 +1,7 @@
-"""Detection of whether a chat template takes content as text or as a list of parts.
+"""Detection of whether a chat template takes a message's content as text or as a list of parts.
 
-vLLM decides this from the template: one that loops over a message's content gets parts, any other gets text. The same
-loops are looked for here, on the same syntax tree, because the answer decides what the template prints.
+vLLM decides this from the template's source: a template that loops over a message's content gets parts, any other gets
+text. The decision changes what the template prints, so the same loops are looked for here, on the same syntax tree.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from jinja2 import nodes
 
 
 def takes_parts(tree: nodes.Template, look_into_macros: bool = True, follow_namespaces: bool = True) -> bool:
-    """Return whether the template loops over message content (vLLM's format "openai").
+    """Return whether the template loops over message content, so that it gets parts (vLLM's format "openai").
 
-    `look_into_macros`: a loop over a macro's parameter counts if some call passes a message's content in it; if False,
-    only the parameter's name counts. `follow_namespaces`: messages are recognized in a namespace too; if False, a
-    template that puts them into one gets text.
+    `look_into_macros`: whether a loop over a macro's parameter is found by looking for a call that passes a message's
+    content in it; if False, it is found only by the parameter name "content". `follow_namespaces`: whether messages are
+    recognized in a namespace, too; if False, a template that puts them into one gets text.
     """
     names = [*_aliases(tree, "messages", follow_namespaces)]
     if not follow_namespaces and any("." in name for name in names):
@@ -42,7 +42,10 @@ def takes_parts(tree: nodes.Template, look_into_macros: bool = True, follow_name
 
 
 def _aliases(tree: nodes.Template, name: str, in_namespaces: bool) -> Iterator[str]:
-    """Yield `name` and each variable set from it, filtered or sliced or not; in a namespace as `namespace.variable`."""
+    """Yield `name` and every variable that the template sets to its value, possibly filtered or sliced.
+
+    A variable in a namespace is yielded as `namespace.variable`.
+    """
     seen, queue = {name}, [name]
     while queue:
         current = queue.pop(0)
@@ -70,7 +73,10 @@ def _set_from(assign: nodes.Assign, name: str, in_namespaces: bool) -> Iterator[
 
 
 def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
-    """Return the parameters of a macro that get a message's content in some call."""
+    """Return the parameters of a macro in which some call passes a message's content.
+
+    `messages`: the names of the loop variables that stand for one message.
+    """
     names = [argument.name for argument in macro.args]
     given: list[tuple[str, nodes.Expr]] = []
     for call in tree.find_all(nodes.Call):
@@ -81,7 +87,7 @@ def _content_parameters(tree: nodes.Template, macro: nodes.Macro, messages: list
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Return whether this expression is the variable (or its `key`), possibly filtered, tested or sliced."""
+    """Return whether an expression is the variable `name`, or its item `key`, possibly filtered, tested or sliced."""
     is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     if is_slice or isinstance(node, (nodes.Filter, nodes.Test)):
         return _reads(node.node, name, key)

@@ -1,8 +1,7 @@
-"""Conversations that an engine writes by rules of its own, where other models have a Jinja template.
+"""Models whose conversations engines write by rules in their own code, not by a Jinja chat template.
 
-A `Program` is such a set of rules, one file in `programs/` for each family of models. `ProgramTemplate` gives it the
-interface of a `ChatTemplate`, so that everything after the template (known prefixes, checks, forwarded ids) is the
-same.
+A `Program` implements the rules for one family of models; each has a file in `programs/`. `ProgramTemplate` gives a
+Program the interface of a `ChatTemplate`, so that tokenizing, checking and forwarding work as with templates.
 """
 
 from __future__ import annotations
@@ -17,34 +16,35 @@ from .clock import Clock
 from .template import TemplateError
 
 Message = dict[str, Any]
-# A version of transformers that edits no conversations: a program gets them without its edits.
+# A range of transformers releases that do not edit conversations: transformers does not edit them for a program.
 _UNTOUCHED = Transformers(below=(5, 20))
 
 
-# Put between texts that the engine tokenizes separately although no special token separates them.
+# A character that is put between texts that the engine tokenizes separately although no special token separates them.
 BOUNDARY = "\ufdd0"
-# Begins the names of special tokens where no text of a request may be taken for one.
+# A character that begins the names of special tokens in formats where no text of a request may spell a special token.
 UNSPOKEN = "\ufdd1"
 
 
 class Refused(Exception):
-    """Raised for a conversation that the engine refuses, or whose rules are not certain."""
+    """Raised for a conversation that the engine refuses, or that it may write in a way that is not known here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The rules by which engines write the conversations of one family of models.
+    """The rules by which engines write the conversations of one family of models, in place of a chat template.
 
-    `prints`: all special tokens that the program may print, joined.
-    `takes_parts`: whether it gets texts as lists of parts, by the engine's quirks.
-    `write`: turns a conversation, its tools and the template variables into text, as an engine with these quirks does;
-        raises any exception where the engine refuses.
-    `as_received`: it gets a request's messages unchanged, and ignores the request's template variables, special tokens
-        and truncation.
-    `prints_date`: it gets the date from the variable `strftime_now`.
-    `raw_messages`: it gets messages unchanged, and all else as a template does.
-    `makes_tokens`: it writes all special tokens itself, whatever the request says of them.
-    `to_be_shown`: its prompts count as exact only once an engine's ids for the fixed chats equal the gateway's.
+    `prints`: all special tokens that the rules may print, joined.
+    `takes_parts`: returns whether the rules get contents as lists of parts, for an engine with these quirks.
+    `write`: turns a conversation, its tools and the template variables into text, as an engine with these quirks does.
+        Raises any exception if the engine refuses the conversation.
+    `as_received`: the rules get a request's messages unchanged, and ignore its template variables, special tokens and
+        truncation.
+    `prints_date`: the rules print the date, which they get from the variable `strftime_now`.
+    `raw_messages`: the rules get a request's messages unchanged, and everything else as a template does.
+    `makes_tokens`: the rules write all special tokens themselves, and ignore the request's `add_special_tokens`.
+    `to_be_shown`: prompts count as exact only once an engine's ids for the fixed chats (`ops.chats`) equal the
+        gateway's.
     """
 
     family: str
@@ -59,7 +59,7 @@ class Program:
 
 
 class ProgramTemplate:
-    """A program with the interface of a `ChatTemplate`."""
+    """The rules of a Program with the interface of a `ChatTemplate`."""
 
     knows_developer = True
     reads: frozenset[str] = frozenset()
@@ -81,9 +81,10 @@ class ProgramTemplate:
         variables: Mapping[str, Any],
         at: datetime | None = None,
     ) -> str:
-        """Return the text of a conversation. Raises TemplateError.
+        """Return the text that engines make of a conversation. Raises TemplateError if they refuse it.
 
-        `at`: the time that is printed, or None for the time now by the engines' clock.
+        `at`: the time that is printed; None: the present time by the engines' clock. TemplateError is also raised if it
+        is not known how an engine writes the conversation.
         """
         if not self.quirks.rules_are_known:
             raise TemplateError(f"this engine may write {self.program.family}'s conversations by other rules")

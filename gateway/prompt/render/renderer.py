@@ -1,9 +1,9 @@
-"""Messages to tokens and block hashes, by the cheapest way that is exact.
+"""Rendering a conversation to tokens and block hashes, in the cheapest way that gives the engine's tokens.
 
-There are three ways: a compiled plan with known prefixes (microseconds), plain Jinja with known prefixes, and, as the
-engine does it, plain Jinja and tokenizing everything. The first 32 requests that a compiled plan renders, and one in
-256 after that, are also done as the engine does them. If a result differs, and again when it is repeated, no compiled
-plan is used any more.
+There are three ways: a compiled plan with cached tokens of prompts seen before (microseconds); Jinja with these cached
+tokens; and, as the engine does it, Jinja and tokenizing everything. The first 32 requests that a plan renders, and one
+in 256 after that, are also rendered and tokenized as the engine does it. If the tokens differ, and differ again when
+the comparison is repeated, plans are not used any more.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ log = logging.getLogger(__name__)
 
 _FIRST_CHECKED = 32
 _CHECK_MASK = 255
-# The most that the event loop renders with Jinja and compiles: some 5 ms at worst. Compiling takes 100 us a text, and
-# 2 us or more for each value in tools, variables and messages.
+# The most texts and values of a request that the event loop renders with Jinja and compiles, which takes some 5 ms at
+# worst. Compiling takes 100 us a text, and 2 us or more for each value in tools, variables and messages.
 _BRIEF_TEXTS = 64
 _BRIEF_VALUES = 1500
-_SHORT = 256  # bytes of tools and variables that a shape holds unhashed; more are replaced by their SHA-256
-# Memory for the plans of one template and the shapes that wait for theirs: a plan of 40 messages and 20 kB of tools
-# takes 40 kB, so some 1,500 of them.
+_SHORT = 256  # the most bytes of tools and variables that a shape holds as they are; more are replaced by their SHA-256
+# Memory in bytes for the plans of one template, and for the shapes that have no plan yet. A plan of 40 messages and
+# 20 kB of tools takes 40 kB, so there is room for some 1,500 of them.
 PLANS_BYTES = 64 * 1024 * 1024
-BEGINNINGS_BYTES = 8 * 1024 * 1024  # for the beginnings of conversations that are known only in part
-# bytes; larger shapes are rendered by Jinja each time. 100 messages take 10 kB.
+BEGINNINGS_BYTES = 8 * 1024 * 1024  # memory for the rendered beginnings of conversations that are known only in part
+# Bytes; conversations with larger shapes are rendered by Jinja each time. The shape of 100 messages takes 10 kB.
 _LARGEST_SHAPE = 256 * 1024
-_MAX_WAYS = 6  # plans per shape, one for each set of answers to the template's questions
-# Compiling takes as long as 4 to 6 renderings, and most shapes of agents (who called what when)
-# come once or twice: wait until rendering has cost as much.
+_MAX_WAYS = 6  # the most plans per shape, one for each set of answers to the template's questions
+# A plan is compiled at the request of this number with the same shape. Compiling takes as long as 4 to 6 renderings,
+# and most shapes of agents' conversations come once or twice only.
 _PATIENCE = 5
-_ENTRY_BYTES = 200  # overhead of an entry: dictionary slots, tuple and size
+_ENTRY_BYTES = 200  # overhead of a cache entry: dictionary slots, tuple and size
 _EXPONENT = re.compile(rb"\de\+?\d\d")  # how orjson writes a rounded integer: 1.8446744073709552e+19
 
 
 class Renderer:
-    """One chat template with its plans. Thread safe."""
+    """One chat template with its compiled plans; renders conversations and tokenizes them. Thread safe."""
 
     def __init__(
         self, template: ChatTemplate | ProgramTemplate, tokenizer: Tokenizer, prefixes: Prefixes, cuts: frozenset[str]
@@ -75,10 +75,11 @@ class Renderer:
         self.by_plan = 0  # number of requests rendered by a plan
 
     def tokens(self, seed: int, chat: Chat, lead: bytes = b"") -> Found:
-        """Return the tokens, block hashes and length in characters of a chat.
+        """Render and tokenize a conversation; return its tokens, block hashes and length in characters.
 
-        `seed`: the hash that the chain of block hashes starts from; `lead`: special tokens (uint32) put before the
-        text. Raises ApiError, Multimodal, TemplateError, TakesLong on the event loop, or whatever the tokenizer raises.
+        `seed`: the hash that the chain of block hashes starts from; `lead`: special tokens (uint32 bytes) to put before
+        the text's tokens. Also sets `chat.roles`. Raises ApiError, Multimodal, TemplateError, TakesLong on the event
+        loop, or whatever the tokenizer raises.
         """
         if chat.at is not None:
             return self.cut_tokens(seed, self.text(chat), lead)
@@ -112,33 +113,36 @@ class Renderer:
         return self.cut_tokens(seed, text, lead)
 
     def text(self, chat: Chat, media: MediaPlacing | None = None) -> str:
-        """Return the rendered text, by plain Jinja. Raises what `tokens` raises.
+        """Return the rendered text of a conversation, using the template itself and no plan.
 
-        `media`: replaces the parts that are not text.
+        `media`: decides what replaces content parts that are not text; if it is None, such a part raises Multimodal.
+        Raises ApiError, Unroutable, TemplateError, or TakesLong on the event loop.
         """
         _weigh(chat, chat.messages if isinstance(chat.messages, list) else ())
         variables = DEFAULTS if chat.variables is None else chat.variables
         return self.template.render(self._conversation(chat, media), chat.tools, variables, chat.at)
 
     def beginning(self, *texts: str) -> str:
-        """Return the common beginning of these texts, as far as its tokens are the same in each text.
+        """Return the part from the start of these texts that is equal, and tokenized equally, in all of them.
 
-        It ends before the last added token in it before which a text may be cut (`Tokenizer.safe_cuts`).
+        It ends before the last added token, within the equal part, before which a text may be cut without changing its
+        tokens (`Tokenizer.safe_cuts`).
         """
         same = reduce(_common, texts)
         return same[: max([0, *(same.rfind(cut) for cut in self._cuts)])]
 
     def known_beginning(self, chat: Chat, known: int, rest: Sequence[Any]) -> str:
-        """Return the text of a conversation's first `known` messages, as far as later messages cannot change it.
+        """Return the rendered text of a conversation's first `known` messages that no later message can change.
 
-        `rest`: the messages after these, as received; their roles matter because some templates print all system texts
-        at the front. Raises Unknown if what an engine makes of one of the first messages is not known.
+        It may be "". `rest`: the messages after these, as received. Only their roles are used, because some templates
+        print all system texts at the front. Raises Unknown if it is not known what an engine makes of one of the first
+        messages.
         """
         roles = {one.get("role") for one in rest if isinstance(one, dict)}
         tails = _TAILS if roles.isdisjoint(_FIRST) else _LATE_TAILS
         variables = {**(chat.variables or {}), **DEFAULTS}
-        # Kept, because the conversation's next turn repeats these messages: rendering 31 messages with each tail took
-        # 5.6 ms a turn.
+        # The text is cached, because the conversation's next turn repeats these messages: rendering 31 messages with
+        # each tail took 5.6 ms a turn.
         given = chat.messages[:known], chat.tools, variables, chat.by_schema, len(tails)
         key = None if self.template.prints_date or self.template.prints_time else _digest(given)
         if key is not None and (found := self._beginnings.get(key)) is not None:
@@ -160,18 +164,22 @@ class Renderer:
         return text
 
     def before_the_date(self, chat: Chat) -> str | None:
-        """Return the text before the first uncertain date or time that the template prints, or None if it has none."""
+        """Return the rendered text before the first date or time in it that is uncertain; None: all of it is certain.
+
+        A date is uncertain while the engines' time zones allow several dates. A time of day is always uncertain.
+        """
         texts = [self.text(replace(chat, at=moment)) for moment in self._moments(chat.at)]
         return self.beginning(*texts) if any(one != texts[0] for one in texts) else None
 
     def is_certain(self) -> bool:
-        """Return whether the date and time that the template prints, if it prints any, are known now."""
+        """Return whether it is known which date and time the engines now print; True if the template prints none."""
         return not self._moments(None)
 
     def _moments(self, at: datetime | None) -> list[datetime]:
-        """Return the times that the engines may print now; [] if what they print is certain.
+        """Return the dates and times that the engines may print now; [] if what they print is certain.
 
-        `at`: a time on the day to print, if that day is known; the time of the day stays unknown.
+        `at`: a time on the day that the template prints, if that day is known, else None. The time of the day is not
+        known in either case.
         """
         if not self.template.prints_date:
             return []
@@ -182,9 +190,11 @@ class Renderer:
         return moments if len(moments) > 1 else []
 
     def cut_tokens(self, seed: int, text: str, lead: bytes) -> Found:
-        """Return tokens, block hashes and length of a rendered text, whole or cut before an added token.
+        """Return the tokens, block hashes and length in characters of a rendered text.
 
-        `seed`: the hash that the chain of block hashes starts from; `lead`: special tokens put before the text.
+        The text is cut before occurrences of an added token where that does not change its tokens, so that the tokens
+        of pieces seen before can be reused. `seed`: the hash that the chain of block hashes starts from; `lead`:
+        special tokens (uint32 bytes) to put before the text's tokens.
         """
         pieces = self._pieces(text)
         return self._prefixes.tokens(seed, bare(len(pieces)), pieces, lead)
@@ -218,11 +228,16 @@ class Renderer:
         return result
 
     def _checked(self, result: Found, plan: Plan, seed: int, slots: Sequence[Any], chat: Chat, lead: bytes) -> Found:
-        """Return a plan's result, or the engine's way's if they differ; if they differ twice, give up all plans."""
+        """Compare a plan's result with rendering and tokenizing as the engine does it; return the correct result.
+
+        `result`: what the plan gave; `slots`: the conversation's texts. If the comparison fails twice, all plans of the
+        template are given up.
+        """
         text = self.text(chat)
         if result[0] == lead + self.tokenizer.encode(text):
             return result
-        again = self._by_plan(plan, seed, slots, lead)  # the date that a template prints may just have changed
+        # The comparison is repeated, because the date that the template prints may just have changed.
+        again = self._by_plan(plan, seed, slots, lead)
         if again is not None and again[0] != lead + self.tokenizer.encode(self.text(chat)):
             self.compiled.give_up("a compiled prompt differed from the rendered one")
             log.error("the compiled chat template gave other tokens than Jinja: compiling is off from now on")
@@ -230,7 +245,11 @@ class Renderer:
         return self._prefixes.tokens(seed, bare(1), [text], lead)
 
     def _pieces(self, text: str) -> list[str]:
-        """Cut rendered text before each occurrence of its most frequent cut token, and at a program's boundaries."""
+        """Return rendered text in pieces, cut where that does not change its tokens.
+
+        It is cut before each occurrence of one added token, the most frequent one in the first text that had such a
+        token twice, and at the boundaries that a Program writes between separately tokenized texts.
+        """
         parts = text.split(BOUNDARY) if self.template.as_received else [text]
         if not self._text_cut and self._cuts:
             best = max(self._cuts, key=text.count)
@@ -244,7 +263,7 @@ class Renderer:
 
 
 class Compiled:
-    """The compiled plans of one template, by shape of conversation. Thread safe."""
+    """The compiled plans of one chat template, by shape of conversation (everything but its texts). Thread safe."""
 
     def __init__(
         self,
@@ -254,8 +273,9 @@ class Compiled:
         why_not: str = "",
         clock: Clock | None = None,
     ) -> None:
-        self.why_not = why_not  # why compiling was given up for good, or ""
-        # By shape: its plans, whose questions decide whether they apply; how often none did; the bytes of all that.
+        self.why_not = why_not  # why no plans are compiled, or ""
+        # By shape: its plans; how many requests no plan fitted since the last was compiled; the bytes of the entry. A
+        # plan fits if the conversation's texts give the expected answers to its questions.
         self._known: Generations[Any, tuple[tuple[Plan, ...], int, int]] = Generations(PLANS_BYTES, _size)
         self._lock = threading.Lock()
         if why_not:
@@ -266,12 +286,12 @@ class Compiled:
             self.why_not = f"{type(error).__name__}: {error}"
 
     def plans(self, shape: Any) -> Sequence[Plan]:
-        """Return the plans of this shape, one for each set of answers to the template's questions that has come."""
+        """Return the compiled plans of a shape, one for each set of answers to the template's questions seen so far."""
         found = self._known.get(shape)
         return () if found is None else found[0]
 
     def give_up(self, why: str) -> None:
-        """Drop all plans and compile no more."""
+        """Drop all plans and compile no more; `why`: the reason, for reports."""
         self.why_not = why
         self._known.clear()
 
@@ -283,9 +303,10 @@ class Compiled:
         tools: Any,
         variables: dict[str, Any],
     ) -> None:
-        """Note a request that no plan fitted; compile a plan at the _PATIENCE-th such request of the shape.
+        """Count a request that no plan fitted, and compile a plan at every fifth such request of the same shape.
 
-        `slots`: the texts of the conversation, in the order of `shape.describe`.
+        `shape`: everything about the request but its texts; `slots`: the texts of the conversation, in the order of
+        `shape.describe`. No plan is compiled for a shape that has six already.
         """
         size = bytes_of(shape) + _ENTRY_BYTES
         if size > _LARGEST_SHAPE:
@@ -304,10 +325,10 @@ class Compiled:
             self._known.put(shape, (plans, seen, size + sum(one.size for one in plans)))
 
 
-# Stands for a plan that can't be compiled: it fits nothing.
+# Takes the place of a plan that can't be compiled, and fits no conversation.
 _NEVER = Plan([], [("bool", ("",), (), True)])
-# Possible continuations of a conversation. The common beginning of its renderings with them does not depend on what
-# follows.
+# Possible continuations of a conversation. It is rendered with each of them, and the common beginning of the texts is
+# taken not to depend on the messages that follow.
 _TAILS: tuple[list[dict[str, Any]], ...] = (
     [],
     [{"role": "user", "content": "a"}],
@@ -323,7 +344,7 @@ DEFAULTS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_messa
 def _common(one: str, other: str) -> str:
     """Return the common beginning of two texts.
 
-    Bisection: comparing character by character took 10 ms for 100 kB.
+    Bisection is used, because comparing character by character took 10 ms for 100 kB.
     """
     low, high = 0, min(len(one), len(other))
     while low < high:
@@ -336,12 +357,15 @@ def _common(one: str, other: str) -> str:
 
 
 def _size(shape: Any, entry: tuple[Any, ...]) -> int:
-    """Return the size that is stored at the entry's end, because computing it takes long."""
+    """Return the size of a cache entry in bytes, which is stored as its last item because computing it takes long."""
     return entry[-1]
 
 
 def _weigh(chat: Chat, texts: Sequence[Any] = ()) -> None:
-    """Raise TakesLong on the event loop if rendering these texts would take too long there."""
+    """Raise TakesLong on the event loop if rendering a conversation would take too long there.
+
+    `texts`: the texts or messages of the conversation, of which only the number is used.
+    """
     if event_loop.holds and (len(texts) > _BRIEF_TEXTS or more_values(chat.body, _BRIEF_VALUES)):
         raise TakesLong
 
@@ -358,7 +382,7 @@ def _dumped(tools: Any, variables: Any) -> bytes:
 
 
 def _digest(given: Any) -> bytes | None:
-    """Return a key that is equal only for equal values, or None if numbers may have been rounded."""
+    """Return a digest of these values as a cache key, or None if a number among them may have been rounded."""
     try:
         dumped = orjson.dumps(given)
     except TypeError:  # numbers as `parse_exactly` gives them, half a surrogate pair
@@ -367,9 +391,10 @@ def _digest(given: Any) -> bytes | None:
 
 
 def _plain(messages: Any) -> tuple[tuple[str, ...], list[str]] | None:
-    """Return (roles, contents) when every message is only a known role and a text (0.12 us a message), else None.
+    """Return the roles and the contents of messages if each consists of a known role and a text only, else None.
 
-    This is a loop because `map`, `zip` and sets would take 1.6 times the instructions for 16 messages, 2.6 for two.
+    This takes 0.12 us a message. It is a loop because `map`, `zip` and sets would take 1.6 times the instructions for
+    16 messages, and 2.6 times for two.
     """
     if type(messages) is not list or not messages:
         return None

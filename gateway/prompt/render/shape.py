@@ -1,8 +1,8 @@
 """Separation of a conversation into its shape and its texts.
 
-The shape is all that a template can see of a conversation except its texts: roles, which keys each message has and in
-what order, part types, tool-call structure. The texts (contents, reasoning, tool-call names, ids and arguments) are the
-slots that a plan is filled with.
+The shape is all that a chat template can see of a conversation except its texts: roles, which keys each message has and
+in what order, part types, tool-call structure. The texts (contents, reasoning, tool-call names, ids and arguments) are
+called slots: a plan, which is the compiled form of a template for one shape, is filled with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ Visit = Callable[[Any], Any]
 
 
 def describe(conversation: list[dict[str, Any]]) -> tuple[tuple, list[Any]]:
-    """Return a conversation's shape and its texts (slots) in reading order. A plain message's shape is its role."""
+    """Return a conversation's shape (all but its texts) and its texts in reading order.
+
+    The shape has one item for each message: the role of a message that has only a role and a text, else nested tuples.
+    """
     slots: list[Any] = []
     shape = []
     for message in conversation:
@@ -29,13 +32,13 @@ def describe(conversation: list[dict[str, Any]]) -> tuple[tuple, list[Any]]:
 
 
 def put_in(conversation: list[dict[str, Any]], stand_ins: list[Any]) -> list[dict[str, Any]]:
-    """Return the conversation with its slots replaced, in the order in which `describe` found them."""
+    """Return a copy of the conversation with its texts replaced, in the order in which `describe` found them."""
     following = iter(stand_ins)
     return [_replace(message, lambda _: next(following)) for message in conversation]
 
 
 def _structure(value: Any, visit: Visit) -> Any:
-    """Return nested tuples that describe everything but the texts; `visit` gets the texts."""
+    """Return nested tuples that describe everything in a value but its texts, and call `visit` with each text."""
     if isinstance(value, dict):
         parts: list[Any] = []
         for key, item in value.items():

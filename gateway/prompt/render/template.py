@@ -1,8 +1,8 @@
-"""Chat templates, rendered as the engine renders them.
+"""Jinja chat templates, rendered as the engine renders them.
 
-vLLM hands the conversation to transformers, which runs the model's Jinja template in an immutable sandbox with a
-handful of extra names. Here a template sees the same (checked against vLLM 0.32 with transformers 5.23), and is refused
-the same: dunder attributes and changes to its inputs.
+vLLM passes the conversation to transformers, which runs the model's Jinja template in an immutable sandbox with a
+handful of extra names. Here a template gets the same names (checked against vLLM 0.32 with transformers 5.23), and the
+sandbox refuses the same operations: access to dunder attributes, and changes to the template's inputs.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from .bounds import Bounds, TemplateError
 from .clock import Clock
 from .content_format import takes_parts
 
-# Marks the end of the message to be continued; a template may strip its trailing blank.
+# Marks the end of the message to be continued. If a template strips messages, it strips the blank at the end, too.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
-REPORTED_SECONDS = 900.0  # how long the reason is reported after a rendering was ended early
+# Seconds for which the reason is reported after a rendering was stopped for taking too much work or memory.
+REPORTED_SECONDS = 900.0
 
-# A template's access to one of these keys, or to a message as a whole.
+# Matches a template's access to one of the keys of MAY_BE_UNLIKE, or to a message as a whole.
 _READ = re.compile(
     rf"""[.'"]({"|".join(MAY_BE_UNLIKE)})\b|\b(?:messages?|msg|m)(?:\[[^\]]*\])?\s*(?:\|\s*(?:tojson|items)\b|\.items\b)"""
 )
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}...{% endgeneration %}`, which marks assistant text; rendering ignores it."""
+    """The Jinja tag `{% generation %}...{% endgeneration %}`, which marks assistant text and does not change it."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -56,7 +57,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without Jinja's HTML escapes, and by default with non-ASCII characters unescaped."""
+    """Return a value as JSON without Jinja's HTML escapes, and by default with non-ASCII characters unescaped."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -69,7 +70,7 @@ _OF_THE_DAY = re.compile(r"%[-_0^#EO]*[aAwdbBhmyYGgVuUWjCxDFeZz%nt]")
 
 
 def _tells_time(tree: jinja2.nodes.Template) -> bool:
-    """Return whether the template may print a part of the time that changes within a day."""
+    """Return whether the template may print a part of the time that changes within a day, such as the hour."""
     by_name = sum(one.name == "strftime_now" for one in tree.find_all(jinja2.nodes.Name))
     asked = [one.node for one in tree.find_all(jinja2.nodes.Test) if one.name in ("defined", "undefined")]
     for call in tree.find_all(jinja2.nodes.Call):
@@ -90,10 +91,11 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox with the names that transformers gives a template."""
+    """The Jinja sandbox with the names that transformers gives to a template."""
 
     def __init__(self, clock: Clock) -> None:
-        # Without these two Jinja computes constants while it compiles, and 'a' * 10 ** 9 is one.
+        # Without `optimized=False` and `finalize` Jinja would compute constant expressions while it compiles, such as
+        # 'a' * 10 ** 9.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -106,11 +108,12 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = clock.strftime_now
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Look up an item of a dict or an attribute of a loop, as nearly all lookups do, without Jinja's general way.
+        """Return the value of `obj.attribute` in a template, by a shorter way than Jinja's for dicts and loops.
 
-        The general way takes 1.5 us each and has the same result: where a dict has no attribute of that name, it yields
-        the item; and all attributes of a loop are safe but those that begin with an underscore. A conversation of 30
-        messages with tools renders in half the time.
+        Nearly all lookups are of an item of a dict or an attribute of a loop. Jinja takes 1.5 us for each and has the
+        same result: the item, where a dict has no attribute of that name; and any attribute of a loop that does not
+        begin with an underscore, since these are safe. With the shorter way a conversation of 30 messages with tools
+        renders in half the time.
         """
         kind = type(obj)
         if kind is dict:
@@ -120,20 +123,21 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             try:
                 return getattr(obj, attribute)
             except AttributeError:
-                pass  # undefined: the general way words the error
+                pass  # undefined: Jinja's own lookup words the error
         return super().getattr(obj, attribute)
 
 
 class BoundedSandbox(Bounds, Sandbox):
-    """The sandbox in which requests are rendered, with bounds on what a template may do."""
+    """The sandbox in which requests are rendered, with limits on the work and memory that a template may use."""
 
 
 class ChatTemplate:
     """One Jinja chat template with the special tokens of its tokenizer."""
 
-    not_compiled = ""  # why it cannot be compiled, see `render.compiler`
-    as_received = False
-    _exceeds = "", 0.0  # why a rendering was last ended early, and until when that is reported
+    not_compiled = ""  # why the template is not to be compiled into plans (`render.compiler`), or ""
+    as_received = False  # whether the template gets a request's messages unchanged
+    # Why a rendering was last stopped for taking too much work or memory, and until when that is reported.
+    _exceeds = "", 0.0
 
     def __init__(
         self,
@@ -142,17 +146,18 @@ class ChatTemplate:
         quirks: VersionQuirks = NEWEST,
         clock: Clock | None = None,
     ) -> None:
-        """Compile the template. Raises TemplateError if `source` is not Jinja, or larger than any model's.
+        """Compile the template. Raises TemplateError if `source` is not valid Jinja, or has over 1,048,576 characters.
 
-        `special_tokens`: texts by name (`bos_token`), for the template to print; `clock`: the engines' clock.
+        `special_tokens`: texts by name (`bos_token`), for the template to print; `quirks`: how the engine's version
+        differs from the newest one; `clock`: the engines' clock.
         """
         self.source = source
         self.clock = clock or Clock()
         self.quirks = quirks
         self.special_tokens = dict(special_tokens)
         self.prints_date = "strftime_now" in source
-        self.prints_time = False  # prints a time that changes within a day, in some conversations
-        # vLLM looks for the quoted word, too; without it developer messages become system messages
+        self.prints_time = False  # whether it prints, in some conversations, a time that changes within a day
+        # vLLM looks for the quoted word, too. In a template without it developer messages become system messages.
         self.knows_developer = '"developer"' in source or "'developer'" in source
         found = {match[1] for match in _READ.finditer(source)}
         self.reads = frozenset(MAY_BE_UNLIKE if None in found else found)
@@ -169,7 +174,7 @@ class ChatTemplate:
 
     @property
     def exceeds(self) -> str:
-        """Why a rendering of the last REPORTED_SECONDS was ended early, or "", see `bounds`."""
+        """Why a rendering of the last 15 minutes was stopped for taking too much work or memory (`bounds`), or ""."""
         reason, until = self._exceeds
         return reason if monotonic() < until else ""
 
@@ -180,11 +185,12 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         at: datetime | None = None,
     ) -> str:
-        """Return the text of a conversation.
+        """Return the text that the template makes of a conversation.
 
-        `variables` holds `add_generation_prompt`, `continue_final_message`, `documents` and what the request's
-        `chat_template_kwargs` sets; they override the special tokens. `at`: the time that is printed, or None for the
-        time of the template's clock. Raises TemplateError, and ApiError for variables that exclude each other.
+        `variables`: the template variables, which are `add_generation_prompt`, `continue_final_message`, `documents`
+        and what the request's `chat_template_kwargs` sets; they override the special tokens. `at`: the time that is
+        printed; None: the present time by the engines' clock. Raises TemplateError, and ApiError for variables that
+        exclude each other.
         """
         values = {**self.special_tokens, "documents": None, "add_generation_prompt": False, **variables}
         if at is not None:
@@ -210,9 +216,10 @@ class ChatTemplate:
 
 
 def tag_final_message(conversation: list[dict[str, Any]], source: str) -> tuple[list[dict[str, Any]], str]:
-    """Mark the end of the message to be continued.
+    """Add a tag to the end of the last message, which is to be continued.
 
-    Returns the new conversation and the text that is continued. Raises TemplateError if there is none.
+    Returns a copy of the conversation with the tag, and the text of the last message without it. `source`: the
+    template's source. Raises TemplateError if the last message has no text, or the template reads no content.
     """
     if not conversation or conversation[-1].get("content") is None:
         raise TemplateError("continue_final_message: the final message has no content to continue")
@@ -234,10 +241,11 @@ def tag_final_message(conversation: list[dict[str, Any]], source: str) -> tuple[
 
 
 def cut_at_tag(rendered: str, final_text: str) -> str:
-    """End the rendered text where the message to be continued ends.
+    """Return the rendered text up to the tag that marks the end of the message to be continued.
 
-    If the tag has lost its trailing blank, the template strips messages: it would have stripped the blanks before the
-    tag too, so they are cut as well. Raises TemplateError if the template drops the message.
+    A template that strips messages has stripped the blank at the tag's end. Without the tag it would have stripped the
+    blanks at the end of the message, so these are cut, too. `final_text`: the message's text without the tag. Raises
+    TemplateError if the template drops the message.
     """
     bare = _CONTINUE_TAG.strip()
     at = rendered.rfind(bare)

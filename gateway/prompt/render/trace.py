@@ -1,14 +1,14 @@
-"""Traces of a chat template: one run with stand-ins for the texts, which record what the template does to them.
+"""Traces of a chat template: records of one run in which stand-ins for the texts note what the template does to them.
 
-A template is a program over the conversation. Here it runs on stand-ins that behave like the real texts and record:
-printing one leaves a *marker* in the output, and every question that the template asks about it (is it empty? does it
-contain '</think>'?) is noted with its answer. The result is a list of literal strings and markers, and a list of
+A template is a program over the conversation. Here it runs on stand-ins, which behave like the real texts. Printing a
+stand-in leaves a *marker* in the output. Every question that the template asks about a text (is it empty? does it
+contain '</think>'?) is recorded with its answer. The result is a list of literal strings and markers, and a list of
 questions.
 
-The result holds for other conversations: the template is deterministic, so another conversation of the same shape whose
-texts give the same answers takes the same path through the program and prints the same literals around its own texts.
-Whatever a stand-in can't follow (looping over its characters, using it as a key, handing it to code that reads its
-buffer) raises Untraceable, and the caller renders by plain Jinja.
+The result holds for other conversations, because the template is deterministic. Another conversation of the same shape
+whose texts give the same answers takes the same path through the program, and prints the same literals around its own
+texts. An operation that a stand-in can't record (looping over its characters, using it as a key, passing it to code
+that reads its buffer) raises Untraceable, and the caller renders by plain Jinja.
 """
 
 from __future__ import annotations
@@ -21,42 +21,45 @@ from typing import Any, NamedTuple
 
 from . import template as plain
 
-# Two code points that Unicode reserves as non-characters frame a marker: no text has them.
+# A marker is a number between two code points that Unicode reserves as non-characters, so no text has them.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 MARKER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
 
 class Slot(NamedTuple):
-    """The index-th text of the conversation."""
+    """A reference to the text of the conversation with this index."""
 
     index: int
 
 
 class Pair(NamedTuple):
-    """Two operands that are compared."""
+    """The two operands of a comparison."""
 
     left: tuple
     right: tuple
 
 
-# The origin of a text in the output: a Slot, or (method, operand, args, index), which is the result of `method(*args)`
-# on the operand, or the index-th item of that. An operand is a tuple of literals and expressions that are joined; while
-# the trace runs it is a string with markers in it, which `expand` resolves.
+# How a text in the output is computed from the conversation's texts: a Slot, or a tuple (method, operand, args, index).
+# Such a tuple stands for the result of calling `method(*args)` on the operand or, if `index` is not None, for the item
+# of the result with that index. An operand is a tuple of literals and expressions, which are joined. While the template
+# runs, it is a string with markers in it instead, which `expand` resolves.
 Expression = tuple
-# A question: (method, operand, args, answer)
+# A question that the template asked: (method, operand, args, answer)
 Question = tuple
-# A question about one text: the function to call with the text and these arguments, and the answer
+# A question about one text in executable form: the function to call with the text, its further arguments, the answer
 Check = tuple[Callable[..., Any], tuple, Any]
 
 
 class Untraceable(Exception):
-    """Raised when the template does something with a text that can't be followed."""
+    """Raised when the template does something with a text that can't be recorded."""
 
 
 class Trace:
-    """The record of one run: expressions by marker number, questions, and the texts (slots) of the conversation.
+    """The record of one run of a template on stand-ins for the conversation's texts.
 
-    A `raw` string is what the template handles: literals, and markers that stand for texts.
+    `slots`: the texts of the conversation. `expressions`: by marker number, how the marker's text is computed from
+    them. `questions`: what the template asked about the texts, with the answers. The methods' `raw` strings are what
+    the template handles: literals, and markers that stand for texts.
     """
 
     def __init__(self, slots: Sequence[Any]) -> None:
@@ -65,40 +68,44 @@ class Trace:
         self.questions: list[Question] = []
 
     def slot(self, index: int) -> Text | Json:
-        """Return a stand-in for the index-th text."""
+        """Return a stand-in for the conversation's text (or tool-call arguments) with this index."""
         raw = self._mark(Slot(index))
         value = self.slots[index]
         return Text(raw, value, self) if isinstance(value, str) else Json(raw, value, self)
 
     def derive(self, method: str, raw: str, args: tuple, value: str, index: int | None = None) -> Text:
-        """Return a stand-in for the result of `method` on `raw`, or for the result's index-th item.
+        """Return a stand-in for the result of calling `method` with `args` on the text that `raw` stands for.
 
-        `args`: the method's arguments; `value`: what the stand-in is in the traced conversation.
+        `index`: if it is not None, the stand-in is for the item of the result with this index. `value`: what the
+        stand-in stands for in the traced conversation.
         """
         return Text(self._mark((method, raw, args, index)), value, self)
 
     def lift(self, raw: str) -> str:
-        """Return a string as a stand-in if it holds markers, else unchanged."""
+        """Return a stand-in for a string that holds markers, and any other value unchanged."""
         if type(raw) is str and OPEN in raw:
             return Text(raw, self.fill(raw), self)
         return raw
 
     def fill(self, raw: str) -> str:
-        """Return what `raw` stands for in the traced conversation."""
+        """Return the text that `raw` stands for in the traced conversation."""
         return text_of(self._operand(raw), self.slots)
 
     def ask(self, method: str, raw: str, args: tuple, answer: Any) -> Any:
-        """Record the answer to a question: what `method` with `args` says of `raw`. Return the answer."""
+        """Record a question and return its answer.
+
+        The question is what `method` returns for the text that `raw` stands for, with the arguments `args`.
+        """
         self.questions.append((method, raw, args, answer))
         return answer
 
     def expand(self, number: int) -> Expression:
-        """Return an expression with the markers in its operand resolved."""
+        """Return the expression of the marker with this number, with the markers in its operand resolved."""
         expression = self.expressions[number]
         return expression if isinstance(expression, Slot) else self.expand_question(expression)
 
     def expand_question(self, question: Question) -> Question:
-        """Return a question with the markers in its operand resolved."""
+        """Return a question (or expression) with the markers in its operand replaced by their expressions."""
         method, raw, *rest = question
         return (method, self._operand(raw), *rest)
 
@@ -114,7 +121,7 @@ class Trace:
 
 
 def evaluate(expression: Expression, slots: Sequence[Any]) -> Any:
-    """Return the value of an expanded expression for these slots."""
+    """Return the value of an expression, whose markers are resolved, for the texts `slots` of a conversation."""
     if type(expression) is Slot:
         return slots[expression.index]
     method, operand, args, index = expression
@@ -123,12 +130,15 @@ def evaluate(expression: Expression, slots: Sequence[Any]) -> Any:
 
 
 def text_of(operand: tuple, slots: Sequence[Any]) -> str:
-    """Return the text of an operand for these slots."""
+    """Return the text of an operand for the texts `slots` of a conversation."""
     return "".join([piece if type(piece) is str else str(evaluate(piece, slots)) for piece in operand])
 
 
 def check_of(question: Question) -> Check:
-    """Return the check, for `hold`, of a question about a segment's own text, which is its slot 0."""
+    """Return a question in the executable form that `hold` takes.
+
+    The question must be about one text only, which it calls slot 0.
+    """
     method, operand, args, answer = question
     if operand == (Slot(0),):
         return _OWN.get(method) or getattr(str, method), args, answer
@@ -136,7 +146,7 @@ def check_of(question: Question) -> Check:
 
 
 def hold(checks: Iterable[Check], text: str) -> bool:
-    """Return whether this text gives the answers that these checks expect."""
+    """Return whether a text gives the expected answers to these questions."""
     try:
         for ask, args, answer in checks:
             if ask(text, *args) != answer:
@@ -147,7 +157,7 @@ def hold(checks: Iterable[Check], text: str) -> bool:
 
 
 def answered(question: Question, slots: Sequence[Any]) -> bool:
-    """Return whether these texts give the answer that the question expects."""
+    """Return whether the texts `slots` of a conversation give the answer that the question expects."""
     method, operand, args, answer = question
     try:
         return apply(method, _value(operand, slots), args) == answer
@@ -156,7 +166,7 @@ def answered(question: Question, slots: Sequence[Any]) -> bool:
 
 
 def slots_in(value: Any) -> set[int]:
-    """Return the slots that a question or an expression refers to."""
+    """Return the indices of the texts that a question or an expression refers to."""
     if isinstance(value, Slot):
         return {value.index}
     if not isinstance(value, tuple):
@@ -173,7 +183,10 @@ def _value(operand: tuple, slots: Sequence[Any]) -> Any:
 
 
 def apply(method: str, operand: Any, args: tuple) -> Any:
-    """Apply a question or transformation: one of `_OWN`, else the str method of that name."""
+    """Return the result of a question or transformation for this operand.
+
+    `method`: a name in `_OWN`, or the name of a method of str.
+    """
     own = _OWN.get(method)
     return own(operand, *args) if own else getattr(operand, method)(*args)
 
@@ -192,7 +205,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "clock": lambda _, clock, pattern: clock.strftime_now(pattern),
 }
 
-# Methods a template may call on a text; the result is a text, a question, or a list of texts.
+# Methods that a template may call on a stand-in. The result is a stand-in for a text, a list of such stand-ins, or a
+# recorded answer.
 _FOLLOWED = tuple(
     """
     strip lstrip rstrip upper lower title capitalize casefold swapcase replace removeprefix removesuffix startswith
@@ -209,7 +223,10 @@ _LOST = tuple(
 
 
 class Text(str):
-    """A stand-in for a text: its characters are literals and markers, `_value` is the text that they stand for."""
+    """A stand-in for a text in a traced run of a template, which records what the template does with the text.
+
+    Its characters are literals and markers; `_value` is the text that they stand for.
+    """
 
     __slots__ = ("_value", "_trace")
 
@@ -223,7 +240,10 @@ class Text(str):
         return self
 
     def __repr__(self) -> str:
-        """Follow Python's repr in a list, whose quotes and escapes depend on the text as a whole."""
+        """Return a stand-in for the text's repr, which Python uses for a list of texts.
+
+        The quotes and escapes of a repr depend on the text as a whole.
+        """
         return self._trace.derive("repr", raw_of(self), (), repr(self._value))
 
     def __add__(self, other: Any) -> Text:
@@ -302,7 +322,10 @@ for _name in _LOST:
 
 
 class Json(Mapping):
-    """A stand-in for a JSON object (tool-call arguments): it can be dumped, printed and tested, but not looked into."""
+    """A stand-in for a JSON object (the arguments of a tool call) in a traced run of a template.
+
+    A template may dump it as JSON, print it, and test its truth and length. Looking into it raises Untraceable.
+    """
 
     __slots__ = ("_raw", "_value", "_trace")
 
@@ -331,7 +354,7 @@ class Json(Mapping):
 
 
 def raw_of(text: str) -> str:
-    """Return the characters of a stand-in (or of a plain string) as a plain string."""
+    """Return the characters of a stand-in, literals and markers, as a plain string; a plain string is unchanged."""
     return str.__str__(text) if type(text) is str else "".join((text, ""))
 
 

@@ -1,8 +1,8 @@
-"""The Jinja environment in which a template runs on stand-ins.
+"""The Jinja environment in which a template runs on stand-ins, strings that record what is done to them (`trace`).
 
-It runs templates as the plain environment does, with one difference: whatever could read a stand-in's characters
-without the stand-in's methods (C code: `~`, `%`, `in`, json, joins, foreign functions) goes through a function here,
-which follows the operation or raises Untraceable.
+It runs templates as the plain environment does, with one difference. Some operations could read a stand-in's characters
+without calling its methods, because they run in C: `~`, `%`, `in`, JSON, joins, foreign functions. These go through a
+function here, which records the operation or raises Untraceable.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import jinja2.runtime
 from . import template as plain
 from .trace import MARKER, Json, Text, Trace, Untraceable, holds_stand_in, raw_of
 
-_BARE = "\ufdd2"  # frames the marker of an object in dumped JSON: its quotes have to go
+_BARE = "\ufdd2"  # stands before and after the marker of an object in dumped JSON, to find and remove the quotes there
 
-# Filters and tests that use only those operations of a stand-in that it follows, so they may get one.
+# Filters that may get a stand-in, because they use only operations that it records.
 _FILTERS = frozenset(
     """
     trim string length count default d upper lower capitalize join list first last items map select reject selectattr
     rejectattr attr reverse
     """.split()
 )
-# Those that convert their subject to text first, so that a list of parts becomes Python's repr of it.
+# Filters of these that convert their input to text first, so that a list of parts becomes its repr.
 _OF_TEXT = frozenset({"trim", "string", "upper", "lower", "capitalize"})
+# Tests that may get a stand-in.
 _TESTS = frozenset(
     """
     defined undefined none string mapping number integer float boolean true false callable eq equalto == ne != iterable
@@ -36,16 +37,18 @@ _TESTS = frozenset(
     """.split()
 )
 _SURROUNDINGS = ("_loop_vars", "_block_vars")
-_NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})  # results that vary, or that come from reading the buffer
+# Filters that no traced template may use: their results vary, or they read a string's buffer.
+_NEVER = frozenset({"random", "urlize", "pprint", "xmlattr"})
 
 
 class TracingEnvironment(plain.Sandbox):
-    """The sandbox with every operation on stand-ins recorded in `trace`.
+    """The Jinja sandbox in which every operation on stand-ins for texts is recorded in `trace`.
 
-    `trace`: the record of the run in progress; `concat`: how Jinja joins the output of each block and macro.
+    `trace`: the record of the run in progress; `concat`: the function by which Jinja joins the output of each block and
+    macro.
     """
 
-    trace = Trace([])  # empty while Jinja folds constants
+    trace = Trace([])  # without texts while no template runs
 
     def __init__(self, clock: plain.Clock) -> None:
         super().__init__(clock)
@@ -108,7 +111,7 @@ class TracingEnvironment(plain.Sandbox):
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if isinstance(args[-1] if name == "in" else None, str) and holds_stand_in(args[:-1]):
                 raise Untraceable("'in' with two texts")
-            # True of every string and every object. Of a list (of parts with texts) these tests look at the list alone.
+            # These tests are true for every string and every object. For a list of parts they do not look at the texts.
             if name in ("iterable", "sequence") and isinstance(args[-1], (Text, Json)):
                 return True
             if name not in _TESTS and name != "in" and (holds_stand_in(args) or holds_stand_in(kwargs)):
@@ -150,15 +153,16 @@ class TracingEnvironment(plain.Sandbox):
         return self.trace.derive("json", value._raw, (tuple(options.items()),), dumped)
 
     def _inner(self, marker: str) -> Text:
-        """Return the JSON form of the text that a marker stands for, without its quotes."""
+        """Return a stand-in for the JSON form, without its quotes, of the text that a marker stands for."""
         dumped = json.dumps(self.trace.fill(marker), ensure_ascii=False)[1:-1]
         return self.trace.derive("json_inner", marker, (), dumped)
 
     def _escaped(self, value: Any, options: dict[str, Any]) -> Any:
-        """Return the same structure with markers that stand for the JSON form of the texts.
+        """Return a copy of a value in which each marker is replaced by one for the JSON form of its text.
 
-        Escaping works character by character, so a text's literals may be escaped apart from what its markers stand
-        for. The marker of an object is framed by `_BARE`, by which the quotes around it are found and removed later.
+        JSON escapes character by character, so the literals in a stand-in may be escaped separately from the texts that
+        its markers stand for. `_BARE` is put before and after the marker of an object, by which the quotes around it
+        are found and removed later. `options`: the arguments of `tojson`.
         """
         if isinstance(value, Text):
             return MARKER.sub(lambda found: raw_of(self._inner(found[0])), raw_of(value))
@@ -172,7 +176,10 @@ class TracingEnvironment(plain.Sandbox):
 
 
 def _same_calling(function: Any, guarded: Any) -> Any:
-    """Copy Jinja's note of what a filter or test wants passed first (context, environment)."""
+    """Copy Jinja's marks from `function` to `guarded` and return `guarded`.
+
+    The marks say what Jinja passes to a filter or test as its first argument (the context or the environment).
+    """
     for attribute in ("jinja_pass_arg", "jinja_async_variant"):
         if hasattr(function, attribute):
             setattr(guarded, attribute, getattr(function, attribute))
@@ -180,7 +187,10 @@ def _same_calling(function: Any, guarded: Any) -> Any:
 
 
 def _rewrite(node: Any) -> Any:
-    """Replace `~`, `%` and `in` in a template's tree by the environment's filters; everything else stays."""
+    """Return a template's syntax tree with the operators `~`, `%` and `in` replaced by filters of the environment.
+
+    The tree is changed in place. Raises Untraceable for a chained comparison with `in`.
+    """
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, name, _rewrite(value))

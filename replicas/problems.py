@@ -16,12 +16,13 @@ class Problem(NamedTuple):
 def unfit(
     given: int | None, told: int | None, whole: int | None, page_size: int | None, has_events: bool
 ) -> Problem | None:
-    """Return what is wrong with the block size that the operator gave, where GPUs may share blocks, or None.
+    """Return the problem that the block size from the operator does not fit the engine, or None if it fits.
 
-    `given`: the operator's block size. `told`: the one that the engine reports; before 0.32 vLLM with decode context
-    parallelism reports one GPU's share of a block. `whole`: the size of whole blocks, None until the engine's events or
-    metrics show it; until then a multiple of `told` is accepted if the engine publishes events (`has_events`).
-    `page_size`: as for `block_size_set`. All in tokens.
+    `given`: the operator's block size. `told`: the one that the engine reports; with decode context parallelism (GPUs
+    that share each block) vLLM before 0.32 reports one GPU's share of a block. `whole`: the size of whole blocks, None
+    until the engine's events or metrics show it; until then a multiple of `told` is accepted if the engine publishes
+    events (`has_events`). `page_size`: the smallest part of a block that the engine can find in its cache. All in
+    tokens.
     """
     if not whole and has_events and given and told and given % told == 0:
         return None
@@ -44,7 +45,10 @@ def block_size_set(given: int | None, told: int | None, page_size: int | None = 
 
 
 class Remedies(NamedTuple):
-    """The remedies for one kind of engine, with the names of its own flags, each for the problem in its comment."""
+    """What an operator can do about problems with one kind of engine, in terms of that engine's flags.
+
+    Each field has the remedy for the problem in its comment.
+    """
 
     models: str  # /v1/models requires an API key
     figures: str  # /metrics has none of the engine's series

@@ -5,8 +5,8 @@ resumes, every deadline has passed at once, and answers that arrived in time lie
 measures how long engines took has to use these methods of `Pulse`: `ran` and `clock` instead of subtracting times,
 `saw` to disregard a measurement with a stall in it, and `fresh` to repeat a probe that failed right after a stall.
 
-After a stall a socket's callback may run before the timer that notes the stall, so these methods check for one
-themselves.
+After a stall a socket's callback may run before the timer that records the stall, so `clock`, `saw` and `fresh` check
+for one themselves. `ran` does not, and is for timers only.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""YAML that a person wrote: an error in it is raised as `NotYaml`, with the line."""
+"""The reading of YAML that a person wrote; an error in it is raised as `NotYaml`, with the number of its line."""
 
 from __future__ import annotations
 

@@ -15,7 +15,10 @@ from .steps import EngineRequest
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """A request inside the engine. While it decodes, its length follows from the step's number and `base`."""
+    """A request inside the engine.
+
+    While it decodes, its length is not kept up to date: it follows from the step's number and `base`.
+    """
 
     request: EngineRequest
     limit: int  # output tokens after which it ends

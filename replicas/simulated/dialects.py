@@ -83,7 +83,7 @@ class _OpenAI(Dialect):
         return {"prompt_token_ids": generation.prompt.tolist()} if self.token_ids else {}
 
     def _choice(self, generation: Generation, index: int, start: int = 0, end: int | None = None) -> dict:
-        """Return the choice of a stream with the tokens `start` to `end`, or with `end` None that of a whole answer."""
+        """Return one choice: with the tokens `start` to `end`, for a stream; or with all tokens, if `end` is None."""
         last, text = end in (None, len(generation.ids)), "".join(generation.pieces[start:end])
         return {
             "index": index,

@@ -50,7 +50,7 @@ __all__ = ["Cleared", "Counters", "Engine", "EngineRequest", "Output", "Removed"
 
 
 class Engine:
-    """One simulated engine.
+    """One simulated engine: vLLM's scheduler and prefix cache, which `step` moves on by one step.
 
     `every_token`: report each token of each request, as a server streams them; otherwise an `Output` comes only with a
     request's first token and at its end.
@@ -219,10 +219,10 @@ class Engine:
         return step
 
     def ahead(self, now: float) -> list[float]:
-        """Return the times at which the next steps end, as many as need no work; the first begins at `now`.
+        """Return the times at which the next steps end, for as many steps as only decode.
 
-        In these steps requests only decode: no block is started or filled and no request ends, so that no waiting
-        request can start. The list is empty if the next step needs work.
+        In these steps no block is started or filled and no request ends, so that no waiting request can start. The list
+        is empty if the next step has to do more. `now`: the time (seconds) at which the next step begins.
         """
         batch, durations = self.batch, self.durations
         if not self._settled or not batch.sequences or self._every_token:
@@ -298,8 +298,8 @@ class Engine:
     def _prefill(self, step: Step, budget: int, ended: list[Sequence]) -> float:
         """Continue the prompt that was begun, then admit waiting requests, within `budget` tokens.
 
-        Returns the pairs of tokens attended, for `StepTime.seconds`. Requests whose prompts are complete are added to
-        `ended`.
+        Returns the number of pairs of tokens between which attention is computed, for `StepTime.seconds`. Requests
+        whose prompts are complete are added to `ended`.
         """
         pairs = 0.0
         sequence = self._partial
@@ -432,7 +432,7 @@ class Engine:
     def _compute(self, sequence: Sequence, new: int, step: Step, ended: list[Sequence]) -> float:
         """Compute `new` tokens of a request's prompt (after a preemption: of its prompt and output).
 
-        Returns the pairs of tokens attended.
+        Returns the number of pairs of tokens between which attention is computed.
         """
         before = sequence.computed
         sequence.computed = after = before + new

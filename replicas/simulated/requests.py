@@ -42,7 +42,7 @@ class Adapter(BaseModel):
 
 @dataclass(slots=True)
 class Asked:
-    """A parsed request."""
+    """A request as parsed from the body, the same for all APIs."""
 
     prompts: list[list[int]]  # token ids
     max_tokens: int | None  # output tokens of each sequence; None: as many as fit
@@ -109,7 +109,7 @@ def _asked(body: dict, prompts: list[list[int]], limit: str, stop: Any, text: bo
 def _conversation(body: dict, tokens: Tokens, limit: str, stop: Any, translated: Callable[[dict], dict]) -> Asked:
     """Return the parsed request of a conversation; token ids in its `kv_transfer_params` replace its messages.
 
-    `translated`: returns the chat body for this body.
+    `translated(body)`: returns the chat body that vLLM makes of a body of this API.
     """
     ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
     if ids is not None:

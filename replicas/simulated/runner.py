@@ -23,9 +23,9 @@ LAG = 1.0  # s; an engine that is further behind, as after the machine slept, do
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One sequence: its request, and all of its output, which is decided beforehand (`plan`).
+    """One output sequence of a request, with all of its tokens, which `plan` decides beforehand.
 
-    `tell(generation, output)` is called whenever the engine has computed tokens of it.
+    `tell(generation, output)` is called whenever the engine has computed tokens of the sequence.
     """
 
     id: str
@@ -33,7 +33,7 @@ class Generation:
     asked: Asked
     arrived: float = field(default_factory=time.monotonic)
     adapter: str | None = None
-    weights: str | None = None  # stands for the adapter in block keys: its name and path, as in vLLM
+    weights: str | None = None  # what of the adapter goes into block keys: name and path
     ids: list[int] = field(default_factory=list)  # all output tokens
     pieces: list[str] = field(default_factory=list)  # the text of each
     reason: str | None = None  # why it ends: "stop" or "length"

@@ -399,7 +399,7 @@ class Server:
         return web.Response()
 
     async def _held(self, request: web.Request) -> web.Response:
-        """Answer with the keys of all blocks in the GPU cache, as in KV events, to check a gateway's map."""
+        """Answer with the keys of all blocks in the GPU cache, as in KV events, to check the map of a gateway."""
         return reply_json({"keys": self.runner.engine.pool.keys})
 
     async def _faults(self, request: web.Request) -> web.Response:

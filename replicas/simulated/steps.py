@@ -37,7 +37,7 @@ class EngineRequest:
 
 
 class Output(NamedTuple):
-    """The output that a request got in a step."""
+    """The output tokens that one request got in a step, or since its last `Output`."""
 
     id: Hashable  # of the request
     tokens: int  # output tokens since this request's last Output
@@ -47,7 +47,7 @@ class Output(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Consecutive blocks of a request's sequence that were filled, or copied to host memory."""
+    """The event that consecutive blocks of a request were filled (`tier` "gpu"), or copied to host memory ("cpu")."""
 
     request: EngineRequest
     start: int  # the number of the first block in the sequence
@@ -64,7 +64,7 @@ class GroupKey(NamedTuple):
 
 
 class GroupStored(NamedTuple):
-    """Those of a request's filled blocks that a further cache group keeps."""
+    """The event that a further cache group keeps some of the blocks that a request has filled."""
 
     request: EngineRequest
     start: int  # blocks `start` to `end` of the sequence were filled

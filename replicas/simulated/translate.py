@@ -8,7 +8,7 @@ UNFINISHED = ("in_progress", "incomplete")
 
 
 def responses(body: dict) -> dict:
-    """Return the chat body for a Responses body; an unfinished answer as its last item is to be continued."""
+    """Return the chat body for a Responses body. If its last item is an unfinished answer, the chat continues that."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):

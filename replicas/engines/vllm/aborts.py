@@ -36,7 +36,10 @@ def _is_aborted_message(answer: bytes) -> bool:
 
 
 def _is_cancelled(answer: bytes) -> bool:
-    """Return whether an answer of /v1/responses, whole or streamed, says "cancelled"; False if it is incomplete."""
+    """Return whether an answer of /v1/responses says "cancelled"; False if the answer cannot be read.
+
+    `answer`: a whole answer, or the end of a stream with its last event.
+    """
     # A client's metadata and tools are in the answer as well, so the text alone proves nothing.
     if _CANCELLED not in answer:
         return False

@@ -1,4 +1,4 @@
-"""The checks of `hitherto doctor` on settings, and on the services around a gateway: its Redis, pods and admin side."""
+"""The checks of `hitherto doctor` on settings, on a running gateway, and on what gateways use: Redis and pods."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from replicas.roles import BOTH
 if TYPE_CHECKING:
     from cachemap.cluster.connect import RedisUrl
 
-ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin side
-NONE_RUNS = "none runs with these settings"  # the beginning of a finding, by which `doctor` recognizes it
+ADMIN_SECONDS = 5.0  # for the answer of a gateway's admin API
+NONE_RUNS = "none runs with these settings"  # the beginning of a finding; `doctor` recognizes the finding by it
 PINGS = 20
 NEAR_SECONDS = 0.002  # the longest time that a decision waits for Redis
-# Part of a gateway's status -> the doctor's name for it, and what stays in use while its file cannot be used.
+# Part of a gateway's status -> the doctor's name for that part, and what stays in use while its file cannot be used.
 FOLLOWED = {
     "api_keys": ("api keys", "the keys read before stay good, also one that was taken out since"),
     "tls": ("tls", "the certificate read before stays in use"),
 }
-# The commands that gateways send, to be tried at a key K of the doctor's own. K expires; the last command deletes it.
+# The Redis commands that gateways send. The doctor tries them with a key K of its own, which expires; the last command
+# deletes it.
 REDIS_COMMANDS = (
     "HSET K f v; SET K 1 XX; EXPIRE K 9; PEXPIRE K 9000; PTTL K; EXISTS K; TYPE K; GETRANGE K 0 0; LRANGE K 0 0; RPUSH K v; RENAME K K; "
     "XADD K NOMKSTREAM * f v; XTRIM K MAXLEN 0; XRANGE K - +; XREAD STREAMS K 0; TIME; HGET K f; HDEL K f; HLEN K; HKEYS K; HMGET K f; "
@@ -56,14 +57,17 @@ REFUSED_BY_ENGINES = {  # reason -> what clients got from engines, and the remed
 
 
 def given_settings(config: Config) -> Iterator[Finding]:
-    """Report how many settings were given, and from which files."""
+    """Report how many settings were given, and from which files they were read."""
     given = [source for source in config.sources.values() if source != "default"]
     files = sorted({source.split(":")[0].removeprefix("file ") for source in given if source.startswith("file ")})
     yield ok(", read ".join([f"{len(given)} of {len(config.sources)} settings given", *files]))
 
 
 def unusable_files(config: Config) -> Iterator[Finding]:
-    """Yield a failure for each file that settings name and that cannot be used; `unlaunchable` judges profiles."""
+    """Yield a failure for each file that settings name and that cannot be used, except launch profiles.
+
+    `unlaunchable` checks the profiles.
+    """
     for setting, why in config.unusable.items():
         if setting not in ("profile", "pools"):
             followed = "tls" if setting.startswith("tls_") else setting
@@ -90,7 +94,7 @@ def own_redis(config: Config) -> Iterator[Finding]:
 
 
 async def trace_receiver(config: Config) -> AsyncIterator[Finding]:
-    """Check whether the receiver accepts traces, if the environment names one."""
+    """Check whether the receiver of traces accepts them, if the environment names a receiver."""
     try:
         receiver = traces.receiver()
     except ConfigError as error:
@@ -104,7 +108,7 @@ async def trace_receiver(config: Config) -> AsyncIterator[Finding]:
 
 
 def unlaunchable(config: Config) -> Iterator[Finding]:
-    """Yield what keeps engines from being launched, in the words in which the gateway's start would say it."""
+    """Yield a failure for each reason why the engines in the settings cannot be launched, as `serve` reports it."""
     try:
         launches(config.settings)
     except ConfigError as error:
@@ -112,7 +116,7 @@ def unlaunchable(config: Config) -> Iterator[Finding]:
 
 
 async def redis(config: Config) -> AsyncIterator[Finding]:
-    """Check each server of the Redis that gateways share."""
+    """Check each server of the Redis that gateways share: its version, eviction, latency and permissions."""
     if config.settings.redis_url is None:
         return
     from cachemap.cluster.connect import FAILURES, NONSENSE, describe, parse, strange
@@ -134,7 +138,11 @@ async def redis(config: Config) -> AsyncIterator[Finding]:
 
 
 async def _redis_server(part: RedisUrl, deployment: str, is_cluster: bool) -> list[Finding]:
-    """Return what is found of a server's version, eviction, latency and permissions. Raises what its client raises."""
+    """Return findings about one Redis server's version, eviction, latency and permissions.
+
+    `part`: the URL of this server alone. `deployment`: the name under which gateways share their keys. `is_cluster`:
+    whether the URL says that the server is part of a Redis Cluster. Raises what the Redis client raises.
+    """
     from cachemap.cluster.connect import OLDEST, REFUSES, connect, describe
 
     client, times, refused = connect(part), [], {}
@@ -184,7 +192,10 @@ async def _redis_server(part: RedisUrl, deployment: str, is_cluster: bool) -> li
 
 @dataclass
 class PodSearch:
-    """The pods that a cluster's API lists for `discover`; `error`: why it lists none."""
+    """The pods that a Kubernetes cluster's API lists for the setting `discover`.
+
+    `urls`: the URLs of those that are replicas. `error`: why the API could not be asked, or "".
+    """
 
     discover: Discover
     urls: list[str] = field(default_factory=list)
@@ -193,7 +204,7 @@ class PodSearch:
 
 
 async def find_pods(discover: Discover) -> PodSearch:
-    """List the pods of a cluster once."""
+    """Ask the cluster's API once for the pods that `discover` selects."""
     try:
         found, complaints = wanted(discover, await Pods(discover, place(discover), lambda _: None).list())
     except PodsError as error:
@@ -202,7 +213,7 @@ async def find_pods(discover: Discover) -> PodSearch:
 
 
 def pods(search: PodSearch) -> Iterator[Finding]:
-    """Report whether the API lists the pods, and which of them are replicas."""
+    """Report whether the cluster's API lists the pods, and how many of them are replicas."""
     roles = Counter(parse_url(url).role for url in search.urls)
     if search.error:
         yield fail(search.error, "the gateway goes on with the replicas that it knows")
@@ -218,22 +229,25 @@ def pods(search: PodSearch) -> Iterator[Finding]:
 
 @dataclass
 class Gateway:
-    """What answers at the admin side of a gateway. `is_named`: whether --admin named it, so that it has to run."""
+    """A running gateway as its admin API shows it, or why none is known to run.
+
+    `is_named`: whether the operator named the admin API with --admin, so a gateway has to run there.
+    """
 
     config: Config
-    side: str = ""  # the admin side's URL
+    side: str = ""  # the admin API's URL
     is_named: bool = False
     status: dict[str, Any] = field(default_factory=dict)  # the running gateway's status; {} if none is known to run
     withheld: Finding | None = None  # why a gateway that may run does not give its status
     other: str = ""  # why no gateway's status is known otherwise, in words
 
     def entries(self, url: str) -> list[dict[str, Any]]:
-        """Return the status's entries of the replicas behind this URL."""
+        """Return the entries in the gateway's status of the replicas behind this engine's URL."""
         return [one for one in self.status.get("replicas", ()) if one.get("url") == url]
 
 
 async def find_gateway(config: Config, side: str, is_named: bool = False) -> Gateway:
-    """Return the gateway whose admin side has this URL, as far as it shows one."""
+    """Ask the admin API at the URL `side` for a gateway's status, and return what is known of the gateway."""
     gateway = Gateway(config, side, is_named)
     try:
         gateway.status = await asyncio.to_thread(ask, side, config, "GET", "/status", seconds=ADMIN_SECONDS)
@@ -252,7 +266,10 @@ async def find_gateway(config: Config, side: str, is_named: bool = False) -> Gat
 
 
 def open_files(gateway: Gateway) -> Iterator[Finding]:
-    """Check whether a gateway, the running one or one started here, may open enough files for its connections."""
+    """Warn if a gateway may open too few files for its connections.
+
+    The limit is that of the running gateway or, if none runs, of a gateway started from here.
+    """
     if text := too_few(gateway.status.get("most_open_files") or resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
         yield warn(
             text,
@@ -262,7 +279,10 @@ def open_files(gateway: Gateway) -> Iterator[Finding]:
 
 
 def ports_taken(gateway: Gateway) -> Iterator[Finding]:
-    """Check whether a gateway could listen on its ports, unless one runs already, or has to run elsewhere."""
+    """Yield a failure for each port on which a gateway could not listen.
+
+    Nothing is checked if a gateway may be running already, or if --admin names one.
+    """
     known = gateway.status or gateway.withheld or gateway.is_named
     for setting in () if known else ("port", "admin_port"):
         names = (setting, setting.replace("port", "host"))
@@ -290,7 +310,7 @@ def running(gateway: Gateway) -> Iterator[Finding]:
 
 
 def shared_redis(gateway: Gateway) -> Iterator[Finding]:
-    """Report if the running gateway is without the map or the ledger that gateways share."""
+    """Yield a failure if the running gateway cannot use the cache map or the load ledger that gateways share."""
     told = gateway.status.get("map", {}).get("redis", {})
     ledger = "" if told.get("ledger_joined", True) else told["ledger_reason"]
     for what, why in (("map", told.get("trouble")), ("ledger", ledger)):
@@ -299,7 +319,10 @@ def shared_redis(gateway: Gateway) -> Iterator[Finding]:
 
 
 def followed_files(gateway: Gateway) -> Iterator[Finding]:
-    """Report files that the running gateway follows and cannot use, unless `unusable_files` has reported the same."""
+    """Yield a failure for each followed file (API keys, TLS) that the running gateway cannot use now.
+
+    A problem that `unusable_files` has reported is not reported again.
+    """
     for part, (subject, stays) in FOLLOWED.items():
         why = (gateway.status.get(part) or {}).get("problem")
         if why and not any(why in said for said in gateway.config.unusable.values()):
@@ -308,13 +331,16 @@ def followed_files(gateway: Gateway) -> Iterator[Finding]:
 
 
 def failures(gateway: Gateway, what: str) -> Iterator[Finding]:
-    """Report what failed in the running gateway lately; `what`: the status's name for such failures."""
+    """Yield a failure for each kind of work that failed in the running gateway lately.
+
+    `what`: the field of the gateway's status that lists such failures.
+    """
     for work, one in gateway.status.get(what, {}).items():
         yield fail(f"{work} failed {one['failures']} times, {one['seconds_ago']:.0f} s ago: {one['last']}")
 
 
 def inexact_prompts(gateway: Gateway) -> Iterator[Finding]:
-    """Report if more than 1 % of the prompts were routed without exact tokens."""
+    """Warn if more than 1 % of the running gateway's prompts were routed without exact tokens."""
     prompts = gateway.status.get("totals", {}).get("prompts", {})
     blind, total = prompts.get("load", 0) + prompts.get("text", 0), sum(prompts.values())
     if blind > 0.01 * total:
@@ -322,7 +348,7 @@ def inexact_prompts(gateway: Gateway) -> Iterator[Finding]:
 
 
 def refused_requests(gateway: Gateway) -> Iterator[Finding]:
-    """Report if engines refused more than 1 % of the requests, and the tenants whose limits refused any request."""
+    """Warn if engines refused more than 1 % of the requests, and of each tenant whose limits refused any."""
     totals = gateway.status.get("totals", {})
     for why, number in totals.get("refused_by_engines", {}).items():
         if number > 0.01 * totals["requests"]:
@@ -335,7 +361,7 @@ def refused_requests(gateway: Gateway) -> Iterator[Finding]:
 
 
 def known_to(gateway: Gateway) -> list[Address]:
-    """Return the engines of the running gateway, with their roles and the sources of events that it follows."""
+    """Return the addresses of the running gateway's engines, with their roles, transfers and KV event sources."""
     found: dict[str, Address] = {}
     for one in gateway.status.get("replicas", ()):
         source, way = one.get("event_source") if not one.get("rank") else None, one.get("transfer")

@@ -1,20 +1,20 @@
 """The gateway's metrics, and their text for Prometheus.
 
-A *series* is one metric with one combination of label values; a request touches about ten. Through prometheus_client a
-labelled increment and an observation take 3.4 us together on this project's machine (a lock, a label tuple and a child
-each); the plain attributes here take 0.4 us, and become text at a scrape. The event loop is single-threaded and is the
-only writer, so nothing is locked. A scrape runs on the event loop too and yields to other work every few milliseconds:
-with 1,024 replicas the page has 70,000 lines.
+A *series* is one metric with one combination of label values; a request changes about ten series. With
+prometheus_client, a labelled increment and an observation take 3.4 us together on this project's machine (a lock, a
+label tuple and a child object each). The plain attributes here take 0.4 us, and become text at a scrape. Nothing is
+locked, since the single-threaded event loop is the only writer. A scrape runs on the event loop too, and yields to
+other work every few milliseconds: with 1,024 replicas the page has 70,000 lines.
 
-Every series is on the page before its first event, at 0: Prometheus' `rate()` does not see a counter that appears with
-1, so the first failure of its kind would be missed. A metric therefore states the values that its labels can have.
-Which replicas and policies in shadow there are, the process says (`Metrics(known)`).
+Every series is on the page before its first event, with the value 0. Prometheus' `rate()` does not see a counter that
+appears with the value 1, so the first failure of a kind would be missed. A metric therefore states the values that its
+labels can have. Values that are known only at run time, such as the replicas' ids, come from `Metrics(known)`.
 
-Names are `hitherto_*` in base units. Labels are few and bounded: endpoints, outcomes, replicas; a removed replica's
-series are removed with it (`forget`). Nothing that a client sends ever becomes a label.
+Names are `hitherto_*` in base units. Labels have few and bounded values: endpoints, outcomes, replicas. When a replica
+is removed, its series are removed too (`forget`). Nothing that a client sends ever becomes a label.
 
-Counters and histograms are written as things happen. Values that the gateway has anyway (load, states, the map's size)
-are read at scrape time: `metrics.read_from(callable)`.
+Counters and histograms are written as things happen. Values that the gateway has anyway (load, states, the size of the
+cache map) are read at scrape time: `metrics.read_from(callable)`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ LATENCY_BUCKETS = (.005, .01, .02, .04, .06, .08, .1, .15, .2, .3, .4, .6, .8, 1
 # The gateway's own stages take microseconds; above 10 ms something is wrong.
 STAGE_BUCKETS = (5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, .25)  # fmt: skip
 
-# Times of answers by class and model: 20 buckets a decade, so each bound is 12 % above the last, which is the precision
-# of every quantile.
+# Times of answers by priority class and model. There are 20 buckets a decade, so each bound is 12 % above the one
+# before it, and every quantile is precise to 12 %.
 FIGURE_BUCKETS = tuple(float(f"{10 ** (step / 20 - 3):.3g}") for step in range(111))  # 1 ms to 316 s
 TOKEN_BUCKETS = tuple(bound for bound in FIGURE_BUCKETS if bound <= 10.0)
 
-# Delays of the event loop's timers: their resolution is a millisecond; a quarter of a second delays clients noticeably.
+# Delays of the event loop's timers, whose resolution is a millisecond. A quarter of a second delays clients noticeably.
 DELAY_BUCKETS = (.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)  # fmt: skip
 
 log = logging.getLogger("hitherto.metrics")
 
 SLICE_SECONDS = 0.002  # the longest time for which a scrape occupies the event loop
-LOOK_LINES = 64  # lines of the page between two looks at the clock
+LOOK_LINES = 64  # lines of the page that are made between two looks at the clock
 
 PLAIN = re.compile(r'[^"\\\n]*').fullmatch  # a label value that needs no escaping
 
@@ -66,14 +66,14 @@ STATUS_FAULTS = tuple(f"status {code}" for code in (401, 403, 404, 429, 500, 502
 CONNECTION_FAULTS = ("connect", "closed", "protocol", "hung", "aborted")
 ANSWER_FAULTS = ("error answer", "foreign answer")  # an error after a status 200; an answer that no engine wrote
 # Phases of a request: preparing its prompt, waiting in the gateway's queue, failed attempts, from the start of the
-# attempt that answered to its first byte (the engine's queue and prefill), and from there to the last byte.
+# successful attempt to its first byte (the engine's queue and prefill), and from there to the last byte.
 PHASES = ("prepare", "queue", "retry", "engine", "decode")
 # Why no replica resumed a stream that broke off.
 NOT_CONTINUED = (
     "n", "tools", "stored", "field", "framing", "events", "budget", "ids", "prompt", "boundary",
     "crashes", "differs", "no replica", "unlike", "replicas", "timeout", "shutting_down",
 )  # fmt: skip
-LATER: Collection[str] = ()  # the values of this label are known at run time only: `Metrics(known)`
+LATER: Collection[str] = ()  # for a label whose values are known at run time only, from `Metrics(known)`
 
 # Metrics whose values are read at a scrape: name -> (kind, help, labels). Readers return {name: number} for metrics
 # without labels, {name: {value: number}} for one label and {name: {(value, value): number}} for two.
@@ -149,7 +149,7 @@ def labels_of(key: Key) -> Labels:
 class Metric:
     """A metric: its name, its help text, and its series by the values of their labels.
 
-    `labels`: each label with the values that it can have, as far as they are known beforehand.
+    `labels`: each label with all values that it can have; LATER if these are known at run time only.
     """
 
     __slots__ = ("name", "help", "labels", "values")
@@ -172,9 +172,9 @@ class Metric:
                 del self.values[key]
 
     def keys(self, known: Mapping[str, Collection[str]]) -> Iterator[Labels]:
-        """Return the keys of all series: first those that there can be, then any others.
+        """Return the label values of all series: first every possible combination, then any other that has counts.
 
-        `known`: values of labels for which the metric itself states none.
+        `known`: by label, the present values of those labels for which the metric states none (LATER).
         """
         possible = [dict.fromkeys(values or known.get(label, ())) for label, values in self.labels.items()]
         return chain(product(*possible), [key for key in self.values if not all(map(contains, possible, key))])
@@ -193,16 +193,16 @@ class Counter(Metric):
         self.values[labels] += by
 
     def total(self, **where: str) -> float:
-        """Return the sum over all series, or over the series with these labels."""
+        """Return the sum over all series, or over those with these values of labels (`status="5xx"`)."""
         if len(where) == len(self.labels):
             return self.values.get(tuple(where[label] for label in self.labels), 0)
         places = [(self._at(label), value) for label, value in where.items()]
         return sum(number for key, number in self.values.items() if all(key[place] == value for place, value in places))
 
     def by(self, label: str, **leave_out: Collection[str]) -> dict[str, float]:
-        """Return the sum for each value of a label.
+        """Return the sum of the series for each value of a label.
 
-        `leave_out`: by label, the values whose series do not count.
+        `leave_out`: by the name of another label, the values whose series are left out of the sums.
         """
         at, sums = self._at(label), {}
         others = [(self._at(name), values) for name, values in leave_out.items()]
@@ -212,7 +212,10 @@ class Counter(Metric):
         return sums
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
-        """Yield the metric's part of the page. `known`: see `keys`."""
+        """Yield the metric's lines of the metrics page.
+
+        `known`: by label, the present values of those labels for which the metric states none (LATER).
+        """
         series = ((key, self.values.get(key, 0)) for key in self.keys(known))
         return _lines(self.name, "counter", self.help, self.labels, series)
 
@@ -231,15 +234,15 @@ class Histogram(Metric):
         self.values: dict[Labels, list[float]] = {}  # count per bucket, count above the last bound, sum
 
     def split(self, at: Iterable[float]) -> None:
-        """Add these values as bounds of buckets, so that observations above and below them are counted exactly.
+        """Add bucket bounds at these values, so that observations above and below each are counted exactly.
 
-        To be called before anything is observed.
+        Call this before anything is observed.
         """
         assert not self.values
         self.bounds = tuple(sorted({*self.bounds, *at}))
 
     def observe(self, key: Key, number: float, times: int = 1) -> None:
-        """Add one observation to a series, or so many of which this is the mean."""
+        """Add an observation to a series, or `times` observations whose mean is `number`."""
         key = (key,) if isinstance(key, str) else key
         counts = self.values.get(key) or self.values.setdefault(key, [0] * (len(self.bounds) + 2))
         counts[bisect_left(self.bounds, number)] += times
@@ -254,14 +257,18 @@ class Histogram(Metric):
         return self.values[labels_of(key)][-1] / count if count else None
 
     def quantile(self, share: float, key: Key | None = None) -> float | None:
-        """Estimate the value below which this share lies, of one series or of all together; None without data."""
+        """Estimate the value below which a share (0 to 1) of the observations lies; None if there are none.
+
+        `key`: the series; None: all series together.
+        """
         chosen = [*self.values.values()] if key is None else filter(None, [self.values.get(labels_of(key))])
         return quantile(self.bounds, [sum(column) for column in zip(*chosen, strict=True)][:-1], share)
 
     def lines(self, known: Mapping[str, Collection[str]]) -> Iterator[str]:
-        """Yield the metric's part of the page, each series in one piece, so that its lines are of one moment.
+        """Yield the metric's text for the metrics page, one piece for each series.
 
-        `known`: see `keys`.
+        All lines of a series are made at one moment, and so agree with each other. `known`: by label, the present
+        values of those labels for which the metric states none (LATER).
         """
         name, nothing = "hitherto_" + self.name, [0.0] * (len(self.bounds) + 2)
         bounds = [*map(repr, map(float, self.bounds)), "+Inf"]
@@ -275,10 +282,10 @@ class Histogram(Metric):
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
-    """Estimate the value below which this share lies, linearly within its bucket; None without data.
+    """Estimate the value below which a share (0 to 1) of the observations lies; None if there are none.
 
-    Prometheus' histogram_quantile does the same. `counts`: the number in each bucket, then the number above the last
-    bound.
+    Within a bucket the value is interpolated linearly, as by Prometheus' histogram_quantile. `bounds`: the upper bounds
+    of the buckets. `counts`: the number of observations in each bucket, then the number above the last bound.
     """
     upto = [*accumulate(counts)]
     if not upto or not upto[-1]:
@@ -292,7 +299,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> 
 
 
 class Metrics:
-    """The catalogue of all metrics of the gateway; each object has counts of its own."""
+    """The catalogue of all metrics of the gateway; each instance has its own counts."""
 
     # fmt: off
     # requests, as clients see them
@@ -403,8 +410,8 @@ class Metrics:
     def __init__(self, known: Mapping[str, Collection[str]] = {}) -> None:
         """Create the metrics with nothing counted.
 
-        `known`: for the labels `replica`, `policy`, `class`, `model` and `tenant`, a collection of the values that the
-        label has at the time of a scrape.
+        `known`: for each of the labels `replica`, `policy`, `class`, `model` and `tenant`, a collection of its values,
+        which the caller keeps up to date and each scrape reads.
         """
         self._known = dict(known)
         for name, metric in vars(Metrics).items():
@@ -412,9 +419,9 @@ class Metrics:
                 setattr(self, name, made := copy(metric))
                 made.values = metric.values.copy()
         self._readers: list[Callable[[], Reading]] = []
-        # Called before counts are read, so that counters kept in another thread deliver what is new.
+        # Called before counts are read, so that counts made in other threads can be added first.
         self.before_reading: list[Callable[[], None]] = []
-        # Called with the part of the page that could not be read; the other parts are served.
+        # Called with the name of a part of the page that could not be made, and the error; other parts are served.
         self.on_failure: Callable[[str, Exception], None] = _log_failure
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
@@ -424,20 +431,23 @@ class Metrics:
         return (value for value in vars(self).values() if isinstance(value, Metric))
 
     def know(self, label: str, values: Collection[str]) -> None:
-        """Set the collection that holds a label's values at the time of a scrape."""
+        """Set the collection from which each scrape reads a label's present values."""
         self._known[label] = values
 
     def read_from(self, reader: Callable[[], Reading]) -> None:
-        """Call `reader` at each scrape for further values; the names that it returns must be in READ."""
+        """Call `reader` at each scrape for further values.
+
+        `reader`: returns values by the names of metrics in READ.
+        """
         self._readers.append(reader)
 
     def forget(self, value: str, label: str = "replica") -> None:
-        """Drop the series of a removed replica, or of a value of another label, so that labels stay bounded."""
+        """Drop all series with this value of a label, such as a removed replica's, so that labels stay bounded."""
         for metric in self.all():
             metric.forget(label, value)
 
     def counts(self) -> dict[str, list]:
-        """Return all counts with their labels, to be passed to `add` in another process."""
+        """Return all counts with their label values as JSON data, which `add` takes in another process."""
         self._prepare_reading()
         return {metric.name: [*map(list, metric.values.items())] for metric in self.all()}
 
@@ -473,7 +483,7 @@ class Metrics:
             return b""
 
     async def exposition(self) -> tuple[bytes, str]:
-        """Return the page for GET /metrics, and its content type."""
+        """Return the body for GET /metrics in Prometheus' text format, and its content type."""
         parts, lines, begun = [self._of_process()], self._lines(), perf_counter()
         while some := "".join(islice(lines, LOOK_LINES)):
             parts.append(some.encode())
@@ -491,7 +501,10 @@ def _log_failure(part: str, error: Exception) -> None:
 
 
 def lines(reading: Reading) -> Iterator[str]:
-    """Yield the lines of the page for values that a reader returned, whose names are in READ."""
+    """Yield the lines of the metrics page for values that a reader returned (`Metrics.read_from`).
+
+    `reading`: values by the names of metrics in READ.
+    """
     for name, numbers in reading.items():
         kind, help, labels = READ[name]
         series = ((labels_of(key), number) for key, number in (numbers.items() if labels else [((), numbers)]))
@@ -501,7 +514,7 @@ def lines(reading: Reading) -> Iterator[str]:
 def _lines(
     name: str, kind: str, help: str, labels: Iterable[str], series: Iterable[tuple[Labels, float]]
 ) -> Iterator[str]:
-    """Yield the head of a counter or gauge, and a line for each combination of label values."""
+    """Yield the HELP and TYPE lines of a counter or gauge, then a line for each combination of label values."""
     name = f"hitherto_{name}_total" if kind == "counter" else f"hitherto_{name}"
     yield _head(name, kind, help)
     for values, number in series:

@@ -1,4 +1,4 @@
-"""The answer of `/readyz`, from a status: for the gateway, and for each model. Pure functions."""
+"""Pure functions that compute the answer of `/readyz`, for the gateway and for each model, from its status."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from replicas.served import may_serve
 
 
 def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
-    """Return whether the gateway, or each model in `asked`, is ready, and why not.
+    """Return whether the gateway is ready to serve the models in `asked`, and if not, why.
 
-    With no model in `asked`, the gateway is ready while it can serve any model at all.
+    `status`: the gateway's status, as GET /status shows it. `asked`: the names of models. If there are none, the
+    gateway is ready as soon as it can serve any model. The result also has the readiness of each single model.
     """
     names = asked or _known(status)
     reasons = {name: _why_not(status, name) for name in names}
@@ -22,12 +23,15 @@ def readiness(status: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]
 
 
 def _of(status: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
-    """Return the replicas that serve this model when they are ready, as far as is known."""
+    """Return the status's entries of the replicas that serve this model, ready or not, as far as is known."""
     return [one for one in status["replicas"] if _may_serve(one, model)]
 
 
 def _may_serve(replica: Mapping[str, Any], model: str) -> bool:
-    """Return whether the replica may serve the model; one that takes requests and lists no models may serve any."""
+    """Return whether the replica may serve the model.
+
+    A replica that takes requests but reports no models may serve any.
+    """
     told = replica["served_models"]
     return may_serve(model, told, replica["required_model"]) or (not told and _takes_requests(replica))
 
@@ -42,7 +46,7 @@ def _takes_requests(replica: Mapping[str, Any]) -> bool:
 
 
 def _why_not(status: Mapping[str, Any], model: str) -> str | None:
-    """Return why this model is not ready, or None. Conditions that concern other models are ignored."""
+    """Return why requests for this model cannot be served now, or None. Problems of other models are ignored."""
     if status["stopping"]:
         return str(status["why_not"])
     if any(map(_takes_requests, _of(status, model))):

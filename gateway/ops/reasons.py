@@ -1,6 +1,6 @@
 """The reasons of a routing decision, as plain data and in one sentence.
 
-`hitherto explain`, `POST /explain` and the live page all show the results of `describe` and `sentence`, so that they
+`hitherto explain`, `POST /explain` and the live page all show the results of `describe` and `sentence`, and therefore
 cannot contradict each other.
 """
 
@@ -15,13 +15,13 @@ from policies.decisions import SPILLED
 from policies.outputs import Outputs
 
 LOAD_FIELDS = ("requests", "prefill_tokens", "decoding", "context_tokens", "waiting")
-LEAST_REASON = 0.02  # share of the cost: a term that differs by less is no reason
-MANY_WAIT = 5  # requests that wait in an engine: fewer are usual between two of its steps
-MOST_NAMED = 3  # tied replicas that a sentence names
+LEAST_REASON = 0.02  # share of the cost: a term that differs by less is not named as the reason of a choice
+MANY_WAIT = 5  # requests that wait in an engine from which a sentence says so: fewer are usual between two of its steps
+MOST_NAMED = 3  # replicas of equal cost that a sentence names
 
 
 class Term(NamedTuple):
-    """The meaning of a term of a cost, and the advantage of a replica where the term is smaller."""
+    """A term of a replica's cost, in words: its meaning, and the advantage of a replica where it is smaller."""
 
     meaning: str
     advantage: str
@@ -44,14 +44,15 @@ TERMS = {
 
 
 def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation, outputs: Outputs) -> dict[str, Any]:
-    """Return one decision as plain data.
+    """Return one routing decision as plain data.
 
-    `output_tokens`: the expected length of the answer; `output_basis`: the answers from which that was learned, with
-        the mean before `max_tokens` bounded it.
-    `ttft_seconds`, `answer_seconds`: when the first and the last token from each replica are predicted.
-    `terms`: seconds that add up to `seconds`; policies that do not weigh seconds have none.
-    `tied`: whether a replica costs at most `tolerance_seconds` more than the cheapest, which the policy takes for the
-        same.
+    `evaluation`: the candidates and the policy's choice. `outputs`: the estimate of answers' lengths. The result has:
+
+    `output_tokens`: the expected length of the answer.
+    `output_basis`: the answers from which that length was learned, and the mean before `max_tokens` bounded it.
+    `ttft_seconds`, `answer_seconds`: how long the first and the last token from each replica are predicted to take.
+    `terms`, `seconds`: each replica's cost and the terms that add up to it; none for a policy that computes no costs.
+    `tied`: whether a replica costs at most `tolerance_seconds` more than the cheapest, which the policy takes as equal.
     """
     demand, candidates, choice, *_ = evaluation
     terms = choice.terms or [{}] * len(candidates)
@@ -95,12 +96,15 @@ def describe(policy: Policy, prompt: Prompt, evaluation: Evaluation, outputs: Ou
 
 
 def explained(told: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of `describe` with its sentence in front."""
+    """Return the data of a decision (`describe`) with the sentence that explains it as the first field."""
     return {"sentence": sentence(told), **told}
 
 
 def _limit(policy: Policy, totals: Sequence[float]) -> float:
-    """Return the cost up to which the policy takes replicas for equal to the cheapest; `totals`: all their costs."""
+    """Return the cost in seconds up to which the policy treats replicas as equal to the cheapest.
+
+    `totals`: the costs of all replicas in seconds; empty for a policy that computes no costs.
+    """
     if not totals:
         return 0.0
     times, plus = policy.cost.slack  # type: ignore[attr-defined]  # whoever weighs seconds has one
@@ -108,9 +112,10 @@ def _limit(policy: Policy, totals: Sequence[float]) -> float:
 
 
 def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
-    """Return when the first and the last token would come, if the replica is as quick as when it last answered.
+    """Return the seconds until the first and the last token, if the replica is as fast as when it last answered.
 
-    The policy may expect less delay (`terms`): what it learned of a replica fades while the replica is not used.
+    The policy's own costs (`terms`) may be lower for a replica that was slow: what it learned of a replica's speed
+    fades while the replica is not used.
     """
     costs, cached = candidate.costs.as_delivered(), candidate.cached
     fetch = candidate.fetch_seconds
@@ -122,7 +127,11 @@ def _predicted(demand: Demand, candidate: Candidate) -> dict[str, float]:
 
 
 def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
-    """Return where prefill and decode would run as two legs, or None if the whole request stays on the `choice`."""
+    """Return the data of a request that is split into two legs: prefill on one replica, decode on another.
+
+    Returns None without a choice of legs: one replica then computes the whole request. `held_tokens`: prompt tokens in
+    the prefill replica's cache. `moved_tokens`: prompt tokens whose KV cache is transferred.
+    """
     if chosen is None:
         return None
     return {
@@ -141,11 +150,11 @@ def legs_told(chosen: legs.LegChoice | None) -> dict[str, Any] | None:
 def sentence(told: Mapping[str, Any]) -> str:
     """Return in words where the request goes, why, and what it would have cost elsewhere.
 
-    `told`: the data of `describe` with, where they apply:
+    `told`: the data of the decision from `describe`, to which the caller may have added:
 
-    `legs`: if the request goes to two replicas, the data of `legs_told`; else `other_legs`, the cheapest pair not
-        taken.
-    `narrowed`: the field of `Evaluation`, where admission may have left replicas out.
+    `legs`: where prefill and decode run, if the request goes to two replicas (`legs_told`).
+    `other_legs`: if it goes to one replica, the cheapest pair of replicas that it could have gone to.
+    `narrowed`: admission's decision, if admission excluded replicas that could take the request.
     """
     chosen = next(one for one in told["replicas"] if one["chosen"])
     said = _in_legs(told["legs"], told["choice"]) if told.get("legs") else _whole(told, chosen)
@@ -187,7 +196,7 @@ def _whole(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _allowed(told: Mapping[str, Any]) -> str:
-    """Return a clause about which replicas these are, if admission left out others that could take the request."""
+    """Return a clause that says so if admission excluded other replicas that could take the request, else ""."""
     narrowed = told.get("narrowed", "")
     pool = " of the slow pool" if narrowed == SPILLED else ""
     return f"{pool} that admission allows to take it" if narrowed else ""
@@ -204,7 +213,10 @@ def _in_legs(apart: Mapping[str, Any], whole: str) -> str:
 
 
 def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the explanation of a choice by a policy that does not weigh seconds; `other`: the next quickest."""
+    """Return the explanation of a choice by a policy that computes no costs in seconds.
+
+    `other`: of the replicas not chosen, the one with the fastest predicted answer.
+    """
     return (
         f"{chosen['id']}, by {told['policy']} ({told['reason'] or 'no reason given'}): its answer is predicted to "
         f"take {span(chosen['answer_seconds'])} there, and {span(other['answer_seconds'])} on {other['id']}, "
@@ -213,7 +225,11 @@ def _by_rule(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[
 
 
 def _not_the_least(told: Mapping[str, Any], least: Mapping[str, Any]) -> str:
-    """Return why a replica was chosen that is not the cheapest: for a copy of a prefix, or by a shared ledger."""
+    """Return why a replica was chosen that is not the cheapest.
+
+    Either the ledger that gateways share decided, or the policy makes another copy of a popular prefix. `least`: the
+    cheapest replica.
+    """
     if told.get("shared"):
         return "by the load of all gateways, which this one sees later"
     return f"to make a copy of the prefix that {least['id']} holds: enough requests have waited for want of one"
@@ -229,12 +245,12 @@ def _price(told: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _within(told: Mapping[str, Any]) -> str:
-    """Return how far apart the costs of tied replicas may be, as a clause."""
+    """Return a clause that says by how much the costs of replicas treated as equal may differ."""
     return f" to within {span(tolerance)}" if (tolerance := told.get("tolerance_seconds")) else ""
 
 
 def _against(chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the other replica's cost, or its difference from the chosen one's where both round to the same."""
+    """Return the other replica's cost as text, or its difference from the chosen one's if both round to the same."""
     if span(other["seconds"]) != span(chosen["seconds"]):
         return span(other["seconds"])
     apart = other["seconds"] - chosen["seconds"]
@@ -242,7 +258,7 @@ def _against(chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _why(told: Mapping[str, Any], chosen: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the advantage by which the chosen replica gains most over the other."""
+    """Return in words the chosen replica's greatest advantage over the other replica."""
     gains = {term: other["terms"].get(term, 0.0) - seconds for term, seconds in chosen["terms"].items()}
     name = max(gains, key=gains.__getitem__)
     if gains[name] < LEAST_REASON * chosen["seconds"]:
@@ -261,7 +277,7 @@ def _named(ties: Sequence[Mapping[str, Any]]) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a time for people to read, with at most three digits if it is short."""
+    """Return a time as text with its unit: milliseconds below a second, with at most three digits, else seconds."""
     if seconds < 0.9995:
         return f"{1e3 * seconds:.{1 if seconds < 0.00995 else 0}f} ms"
     return f"{seconds:,.{2 if seconds < 9.995 else 0}f} s"

@@ -1,4 +1,4 @@
-"""The checks of `hitherto doctor` on engines: each alone, all that serve, and those of one model with its files."""
+"""The checks of `hitherto doctor` on engines: on each one, on all of them, and on those of one model with its files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ from replicas.tls import context_for
 ENDING = (State.LEAVING, State.DRAINING)
 NOT_IN_USE = {*State} - {*TAKES_TRAFFIC}
 KEPT_OUT = NOT_IN_USE - {State.STOPPED}  # states in which the gateway sends an engine nothing new
-# Parts of the texts of problems because of which nothing in a replica's cache can be found.
+# Parts of the texts of those problems that make a replica's whole cache unusable.
 CACHE_UNUSED = ("prefix caching is off", "its KV events cannot be matched with prompts", "KV events are not followed")
 WORDS = "river lantern copper meadow orbit velvet anchor thistle marble ember willow saddle quartz harbor nimbus tinder".split()
 
 
 @dataclass
 class Engine:
-    """One engine: what it reports (`facts`), and what a running gateway's status says of its replicas (`known`)."""
+    """One engine to check.
+
+    `facts`: what the engine reports of itself. `known`: the entries of its replicas in a running gateway's status.
+    """
 
     settings: Settings
     address: Address
@@ -51,15 +54,15 @@ class Engine:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the gateway sends the engine nothing, or has stopped using it after a drain.
+        """Whether the running gateway does not use the engine now, so that the doctor does not check it further.
 
-        The gateway remembers what was at the address before. What answers there now may be no engine, and one look
-        would misjudge it.
+        The gateway has followed the engine at this address for long. What answers there now may be no engine, and the
+        doctor, which looks only once, would misjudge it.
         """
         return any(one.get("state") in (NOT_IN_USE if one.get("managed") else KEPT_OUT) for one in self.known)
 
     async def ask(self) -> None:
-        """Let the engine report its facts."""
+        """Ask the engine what it serves and how, and set `facts`."""
         self.facts = await self.way.find(PROBE_SECONDS)
         if self.facts.serving:
             self.address = self.address._replace(source=self.way.events)
@@ -71,7 +74,7 @@ class Engine:
 
     @property
     def replicas(self) -> list[Replica]:
-        """The engine's replicas, one for each data-parallel rank, as a gateway would ask them."""
+        """The engine's replicas, one for each data-parallel rank, as a gateway would have them."""
         found = described(self.address, self.facts)
         for one in found:
             one.address, one.tls, one.key = self.way.address, self.tls, self.key
@@ -79,14 +82,14 @@ class Engine:
 
     @cached_property
     def problems(self) -> dict[str, Problem]:
-        """What hinders a gateway, as the engine reports of itself, by subject."""
+        """The problems for a gateway that show in what the engine reports of itself, by subject."""
         facts, source = self.facts, self.address.source
         more = {"name": self.way.problem, "block size": facts.unfit(self.settings.block_size, source)}
         return problems_of(facts, source, facts.events(source)) | {name: one for name, one in more.items() if one}
 
 
 def replica(engine: Engine) -> Iterator[Finding]:
-    """Report why the running gateway sends the engine nothing, or else what the engine serves."""
+    """Report why the running gateway does not use the engine, or else what the engine serves."""
     for one in engine.known:
         state, subject = one.get("state"), f"replica {one['id']}"
         if state in KEPT_OUT:
@@ -127,7 +130,7 @@ def _remedy_of_kept_out(entry: Mapping[str, Any]) -> str:
 
 
 def _remedy_of_silence(fault: str | None, port: int) -> str:
-    """Return what to do about an engine that serves nothing, by the kind of its fault."""
+    """Return what to do about an engine that serves nothing. `fault`: the kind of failure, such as "refused"."""
     return {
         "refused": f"another program may listen there, which `ss -ltnp 'sport = :{port}'` on its machine names; start the "
                    "engine on a free port, or correct its URL",
@@ -137,7 +140,10 @@ def _remedy_of_silence(fault: str | None, port: int) -> str:
 
 
 def own_words(engine: Engine) -> Iterator[Finding]:
-    """Report what hinders a gateway: what a running one says of the engine, or else what the engine says of itself."""
+    """Report the engine's problems.
+
+    They are those in a running gateway's status or, if none knows the engine, those that the engine itself shows.
+    """
     if engine.is_left_out or not (engine.known or engine.facts.serving):
         return
     for one in engine.known:
@@ -157,15 +163,16 @@ def own_words(engine: Engine) -> Iterator[Finding]:
 
 
 def _by_weight(what: str, remedy: str, subject: str) -> Finding:
-    """Return a failure for a problem because of which the cache cannot be used at all, and a warning for any other."""
+    """Return a failure if the problem makes the replica's whole cache unusable, and a warning for any other."""
     return (fail if any(one in what for one in CACHE_UNUSED) else warn)(what, remedy, subject)
 
 
 @dataclass
 class Engines:
-    """All engines that serve.
+    """All engines that serve a model.
 
-    `is_none_known`: whether no engine is named at all, and nothing that could have named one was left unread.
+    `is_none_known`: whether the settings and the running gateway name no engine at all. It is False if a file or a
+    service that could name engines could not be read.
     """
 
     settings: Settings
@@ -174,7 +181,7 @@ class Engines:
 
 
 def no_replicas(engines: Engines) -> Iterator[Finding]:
-    """Report that the settings name no replica, which is fine if engines are to be launched."""
+    """Report if no replica is known: ok if the settings launch engines, else a failure."""
     settings = engines.settings
     if engines.is_none_known and settings.launches:
         kinds = [(one.launch, one.profile) for one in (settings, *settings.pools.values())]
@@ -209,7 +216,10 @@ def models(engines: Engines) -> Iterator[Finding]:
 
 
 def duplicates(engines: Engines) -> Iterator[Finding]:
-    """Report each engine that is or may be given under several names, once, unless a running gateway knows it."""
+    """Warn of each engine that is, or may be, given under several names, since it would count as several replicas.
+
+    Engines that a running gateway knows are left out: its status reports such problems itself.
+    """
     names, reported = [one.name for one in engines.serving], {one.id for one in engines.serving if one.known}
     for one in names:
         problem, others = duplicate(one, names)
@@ -232,8 +242,8 @@ class Model:
 def by_model(serving: Iterable[Engine]) -> list[list[Engine]]:
     """Return the engines in groups that serve the same base model.
 
-    Engines that report no model join the other engines if these serve one model, since the gateway sends them its
-    requests too. Otherwise they are a group of their own.
+    Engines that report no model join the others if these all serve one model, since the gateway then sends them
+    requests for that model too. Otherwise they are a group of their own.
     """
     groups: list[tuple[set[str], list[Engine]]] = []
     for engine in sorted(serving, key=lambda one: not base_names(one.facts.models)):
@@ -247,7 +257,10 @@ def by_model(serving: Iterable[Engine]) -> list[list[Engine]]:
 
 
 def block_sizes(model: Model) -> Iterator[Finding]:
-    """Check that the replicas of a model have the same block size; `own_words` compares it with the settings."""
+    """Check that the replicas of a model have the same block size.
+
+    Whether it is the one in the settings is checked by `own_words`.
+    """
     sizes = {one.id: one.facts.block_size for one in model.engines if one.facts.block_size}
     given = model.engines[0].settings.block_size
     if any("block size" in one.problems and not one.known for one in model.engines):
@@ -273,7 +286,10 @@ def _each(told: Mapping[str, int]) -> str:
 
 
 def hash_seeds(model: Model) -> Iterator[Finding]:
-    """Check that engines which search slower tiers, possibly shared ones, hash a block alike."""
+    """Warn if engines with slower cache tiers, which may be shared, hash blocks with a seed that is random per process.
+
+    One engine then does not find what another has put into a shared tier.
+    """
     tiered = [one for one in model.engines if one.facts.scrape and one.facts.scrape.external_queries]
     random = [one.id for one in tiered if one.facts.dialect.has_random_hash_seed(one.facts.version)]
     if len(tiered) > 1 and random:
@@ -284,7 +300,7 @@ def hash_seeds(model: Model) -> Iterator[Finding]:
 
 
 def contexts(model: Model) -> Iterator[Finding]:
-    """Check that the replicas have the same context length."""
+    """Check that the replicas of a model have the same context length."""
     lengths = {one.id: one.facts.max_model_len for one in model.engines if one.facts.max_model_len}
     if not lengths:
         yield ok(f"no replica of {model.names} tells its length; prompts are not checked for it")
@@ -296,7 +312,7 @@ def contexts(model: Model) -> Iterator[Finding]:
 
 
 def roles(model: Model) -> Iterator[Finding]:
-    """Check whether prompts can be computed on one replica and answered by another, if replicas have roles."""
+    """Check, if replicas have roles, whether prompts can be prefilled on one replica and decoded on another."""
     ones = [one for engine in model.engines for one in engine.replicas]
     own = [one.role for one in ones]
     if set(own) == {BOTH}:
@@ -328,24 +344,24 @@ def roles(model: Model) -> Iterator[Finding]:
 
 
 class ModelFiles:
-    """A model's tokenizer and template, in the state in which the engines were started.
+    """The tokenizer and template files of a model, for the engines that were started from them.
 
-    `served`: the name by which the engines serve the model. `pipeline`: makes its prompts; None if it cannot be made,
-    for the reason in `unusable`.
+    `served`: the name by which the engines serve the model. `pipeline`: turns requests into tokens and block hashes as
+    a gateway does; None if it cannot be made, for the reason in `unusable`.
     """
 
     def __init__(self, settings: Settings, engines: list[Engine], is_one_of_several: bool):
         """Find and read the files.
 
-        `is_one_of_several`: whether there are several models; --model then counts only for models without a folder
-        here.
+        `engines`: the engines that serve the model. `is_one_of_several`: whether there are other models too. --model
+        then applies only if this model has no folder on this machine.
         """
         from gateway.prompt.tokens.model import ModelError
         from gateway.prompt.tokens.tokenizer import TokenizerError
 
         facts = [one.facts for one in engines]
         here = next((one.root for one in facts if folder_here(one.root)), None) if is_one_of_several else None
-        given = settings.model and (here or settings.model)  # as the gateway does with models that --model is not for
+        given = settings.model and (here or settings.model)  # as the gateway does for other models than --model
         names = [name for one in facts for name in base_names(one.models)]
         launched = [settings.profile] if settings.launch else [pool.profile for pool in settings.pools.values()]
         wanted = given or (names[0] if names else "sim" if launched[:1] == ["sim"] else None)
@@ -362,13 +378,16 @@ class ModelFiles:
             self.unusable = str(error)
 
     def follow(self, facts: Facts | None) -> None:
-        """Make prompts as engines of this version do."""
+        """Make prompts from now on as engines of the version in `facts` do; None: as the newest version does."""
         if self.pipeline is not None:
             self.pipeline.follow(facts.dialect.version_quirks(facts.version) if facts is not None else {})
 
 
 def by_files(settings: Settings, engines: list[Engine]) -> list[list[Engine]]:
-    """Return the engines of one model in groups started from the same files, as far as these are on this machine."""
+    """Return the engines of one model in groups that were started from the same files.
+
+    Engines whose files are not on this machine join the first group.
+    """
     found: dict[Path | None, list[Engine]] = {}
     for one in engines:
         found.setdefault(None if settings.model else folder_here(one.facts.root), []).append(one)
@@ -378,7 +397,7 @@ def by_files(settings: Settings, engines: list[Engine]) -> list[list[Engine]]:
 
 
 def tokenizer(files: ModelFiles) -> Iterator[Finding]:
-    """Check that the model's files are there, that its tokenizer can be read, and how fast it is."""
+    """Check that the model's files exist, and that its tokenizer can be read by the fast library."""
     if files.directory is None:
         yield fail(f"prompts would be matched as text, not as tokens: {files.unusable}", subject="model")
         return
@@ -395,7 +414,7 @@ def tokenizer(files: ModelFiles) -> Iterator[Finding]:
 
 
 def exactness(files: ModelFiles) -> Iterator[Finding]:
-    """Report what the model's files say about prompts whose tokens may not be exact."""
+    """Warn of kinds of prompts whose tokens may not be exact, as far as the model's files show that."""
     if (pipeline := files.pipeline) is None:
         return
     doubt, reading = pipeline.inexact(), pipeline.reading
@@ -412,7 +431,7 @@ def exactness(files: ModelFiles) -> Iterator[Finding]:
 
 
 def chat_template(files: ModelFiles) -> Iterator[Finding]:
-    """Check that conversations can be rendered, and that each turn's prompt extends the one before."""
+    """Check that conversations can be rendered, and that each turn's prompt extends the prompt of the turn before."""
     if files.pipeline is None or files.pipeline.tokenizer is None:
         return  # `tokenizer` has said why
     report = template_report(files.pipeline)

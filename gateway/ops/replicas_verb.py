@@ -14,11 +14,14 @@ from gateway.settings import Config, ConfigError
 from replicas.replica import parse_url
 
 COLUMNS = {"id": "id", "state": "state", "inflight": "in flight", "models": "models", "reason": "reason"}
-REMOVAL_SECONDS = 86_400.0  # the longest wait for a removal, which begins with a drain
+REMOVAL_SECONDS = 86_400.0  # the longest wait for a removal, which first drains the replica
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
-    """Run the command and return its exit code: 0 if done, 1 if the gateway refused. Raises ConfigError."""
+    """Run the command and return its exit code: 0 if done, 1 if the gateway refused.
+
+    Raises ConfigError for wrong arguments, and if no gateway answers.
+    """
     if (args.which is None) != (args.action == "list"):
         is_added = args.action == "add"
         what = "the replica's URL, as in http://gpu3:8000" if is_added else "the id that `hitherto replicas` shows"
@@ -52,7 +55,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
 
 def _id(given: str) -> str:
-    """Return the id of the replica with this URL; other text, such as the id of a rank, is returned as it is."""
+    """Return the id of the replica with this URL; text that is no URL, such as a rank's id, is returned unchanged."""
     try:
         return parse_url(given).id
     except ValueError:
@@ -60,7 +63,10 @@ def _id(given: str) -> str:
 
 
 def table(replicas: list[dict[str, Any]]) -> str:
-    """Return the replicas as a table, followed by their problems."""
+    """Return the replicas as a table in text, followed by a line for each problem.
+
+    `replicas`: their entries in a gateway's status.
+    """
     if not replicas:
         return "no replicas"
     rows = [tuple(COLUMNS.values()), *(tuple(_cell(one.get(name)) for name in COLUMNS) for one in replicas)]

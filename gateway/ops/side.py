@@ -1,4 +1,7 @@
-"""The operators' HTTP server: routes behind the guard on a port or a unix socket, errors in OpenAI's shape."""
+"""The HTTP server of the admin API: its routes, the access check, and errors in OpenAI's format.
+
+It listens on a port or on a unix socket.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ from .page import PAGE, page_file
 from .readiness import readiness
 
 log = logging.getLogger("hitherto.admin")
-SMALL_BYTES = 16 * 1024  # up to this size, answers are gzipped on the event loop, larger ones in a thread
+SMALL_BYTES = 16 * 1024  # answers up to this size are gzipped on the event loop, larger ones in a thread
 _server_log = logging.getLogger("hitherto.admin.http")  # aiohttp's own messages
 
 
 def _of_ours(record: logging.LogRecord) -> bool:
-    """Return whether a log record is of an error of the gateway's own.
+    """Return whether a log record is about an error of the gateway itself, not about a client's broken request.
 
-    A client that sends no HTTP, or a body that is not encoded as its head says, has got a 400 already; a port scanner
-    must not fill the log.
+    A client that sends no HTTP, or a body that is not encoded as its head says, has got a 400 already. Such requests,
+    as port scanners send them, must not fill the log.
     """
     foreign = (http.HttpProcessingError, web.RequestPayloadError)
     return not (record.exc_info and isinstance(record.exc_info[1], foreign))
@@ -49,7 +52,10 @@ def error(status: int, message: str, code: str | None) -> web.Response:
 
 
 def metrics_page(request: web.Request, page: bytes, content_type: str) -> web.Response:
-    """Return the answer to GET /metrics, gzipped in a thread if the client accepts that (a tenth of the bytes)."""
+    """Return the answer to GET /metrics with the text `page`.
+
+    It is gzipped, to a tenth of its size, if the client accepts that; a large page is compressed in a thread.
+    """
     response = web.Response(body=page, headers={"Content-Type": content_type}, zlib_executor_size=SMALL_BYTES)
     response.headers["Vary"] = "Accept-Encoding"
     if re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", request.headers.get("Accept-Encoding", ""), re.I):
@@ -61,7 +67,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return the handler's response, or its failure as a JSON error."""
+    """Return the handler's response, or a JSON error for the exception that it raises."""
     try:
         return await handler(request)
     except Refusal as refusal:
@@ -89,10 +95,10 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 class Side(ABC):
-    """The base of the admin servers of one gateway and of a supervisor of several workers.
+    """The base class of the admin API's server, for one gateway or for the supervisor of several workers.
 
-    A subclass supplies `_status` and a handler for each other route, by the route's name. `start` or `start_at` opens
-    the server, `stop` closes it.
+    A subclass defines `_status` and a handler for each other route, such as `metrics` for /metrics. `start` (a port) or
+    `start_at` (a unix socket) opens the server, `stop` closes it. `guard`: checks who may use it.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -100,7 +106,7 @@ class Side(ABC):
 
     @abstractmethod
     async def _status(self) -> dict[str, Any]:
-        """Return the state of the gateway, or of all workers, as JSON data."""
+        """Return the status of the gateway, or of all workers together, as JSON data."""
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -138,7 +144,10 @@ class Side(ABC):
         return web.Response(text="ok\n")
 
     async def readyz(self, request: web.Request) -> web.Response:
-        """Answer 200 or 503; the reason is shown only with the admin token."""
+        """Answer 200 if the gateway, or each model named by ?model=, is ready, else 503.
+
+        The reason is shown only to requests with the admin token.
+        """
         asked = request.query.getall("model", [])
         if "" in asked:
             raise ApiError(400, "model= names no model: /readyz?model=NAME, or /readyz for the gateway", param="model")
@@ -155,7 +164,7 @@ class Side(ABC):
 
     @web.middleware
     async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check each request with the guard, and add the headers common to all answers."""
+        """Answer a request if the guard allows it, and add the headers that all answers have."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
             self.guard.check(request)
@@ -168,7 +177,10 @@ class Side(ABC):
         return response
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port, which the system chooses if `port` is 0. Raises ConfigError if it is taken."""
+        """Listen on this address and return the port. Raises ConfigError if the port is taken.
+
+        `port`: 0 for any free port.
+        """
         await self._set_up()
         try:
             await web.TCPSite(self.runner, host, port, reuse_address=True).start()
@@ -179,7 +191,7 @@ class Side(ABC):
         return self.runner.addresses[0][1]
 
     async def start_at(self, path: Path) -> None:
-        """Listen on a unix socket. Its folder's permissions decide who may connect."""
+        """Listen on a unix socket at `path`. The permissions of its folder decide who may connect."""
         await self._set_up()
         await web.UnixSite(self.runner, path).start()
 

@@ -1,8 +1,8 @@
 """Traces by OpenTelemetry's SDK: sampling, ids, and the export of spans.
 
-This module is imported only where traces are on (`traces`). A request's trace begins with `Spans.begin`: its ids and
-whether it is sampled must be known before anything is sent, since the replica is sent them. Its spans are made when the
-request is over, from recorded times, and go to the SDK's batch processor, whose thread sends them.
+This module is imported only if traces are on (see `receiver` in `traces.py`). A request's trace begins with
+`Spans.begin`, before anything is sent to a replica: the trace's ids, and whether it is sampled, are sent along. The
+spans are made when the request has ended, from recorded times. The SDK's batch processor sends them in its thread.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ from .. import __version__
 log = logging.getLogger("hitherto.traces")
 
 FLUSH_SECONDS = 2.0  # for sending the last spans when the gateway stops; a worker is killed after 3
-QUIET_SECONDS = 60.0  # between two logs of the same message
-RANDOM = 0x02  # Trace Context level 2: the trace id is random, which other samplers may rely on
+QUIET_SECONDS = 60.0  # between two log lines with the same message
+RANDOM = 0x02  # a flag of Trace Context level 2: the trace id is random, which other samplers may rely on
 Attributes = Mapping[str, Any]
 Moment = tuple[str, float, Attributes]  # name, monotonic seconds, attributes
 
 
 class Trace:
-    """The trace of one request: its root span, the client's parent span, and the ids sent to replicas."""
+    """The trace of one request.
+
+    `root`: the ids of the request's own span. `parent`: those of the client's span above it, or None. `sampled`:
+    whether spans are exported.
+    """
 
     __slots__ = ("sampled", "root", "parent", "attributes", "_ids", "_zero")
 
@@ -52,7 +56,7 @@ class Trace:
         return f"{self.root.trace_id:032x}"
 
     def child(self) -> SpanContext:
-        """Return a new span below the root."""
+        """Return the ids of a new span below the request's own span."""
         root = self.root
         return SpanContext(root.trace_id, self._ids.generate_span_id(), False, root.trace_flags, root.trace_state)
 
@@ -62,12 +66,12 @@ class Trace:
 
 
 def traceparent(of: SpanContext) -> bytes:
-    """Return the header's value that names this span as the parent (W3C Trace Context)."""
+    """Return the value of a `traceparent` header that names this span as the parent (W3C Trace Context)."""
     return b"00-%032x-%016x-%02x" % (of.trace_id, of.span_id, of.trace_flags)
 
 
 class Spans:
-    """The SDK, set up by its environment variables.
+    """The maker and exporter of spans: OpenTelemetry's SDK, configured by its own environment variables.
 
     These are OTEL_EXPORTER_OTLP_*, OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
     """
@@ -85,7 +89,10 @@ class Spans:
         self._batches = BatchSpanProcessor(OTLPSpanExporter())
 
     def begin(self, name: str, attributes: Attributes, headers: Mapping[str, list[str]]) -> Trace:
-        """Start the trace of a request. `headers`: the request's traceparent and tracestate."""
+        """Start the trace of a request, and decide whether it is sampled.
+
+        `name`, `attributes`: of the request's span. `headers`: the client's `traceparent` and `tracestate`, by name.
+        """
         context = self._propagator.extract(headers) if len(headers.get("traceparent", ())) == 1 else None
         parent = get_current_span(context).get_span_context() if context is not None else None
         if parent is None or not parent.is_valid:
@@ -112,10 +119,10 @@ class Spans:
     ) -> None:
         """Export one span of a sampled trace: the request's own (SERVER), or that of an attempt below it (CLIENT).
 
-        `begun`, `ended`: monotonic seconds. `moments`: events within the span. `error`: None if it went well, else the
-        reason, which may be "".
+        `context`: the span's ids. `begun`, `ended`: monotonic seconds. `moments`: events within the span. `error`: None
+        for a success, else the reason of the failure, which may be "".
 
-        The span is built directly instead of by a Tracer: two spans take 24 us, not 72.
+        The span is built directly and not by a Tracer, which makes two spans take 24 us instead of 72 us.
         """
         ours = context is trace.root
         span = ReadableSpan(
@@ -135,7 +142,10 @@ class Spans:
         self._batches.on_end(span)
 
     def close(self) -> None:
-        """Send the spans that are left, in at most FLUSH_SECONDS: neither SDK nor exporter keeps to a limit."""
+        """Send the spans that are left, and return after FLUSH_SECONDS at most.
+
+        The limit is enforced here, since neither the SDK nor the exporter keeps to one.
+        """
         closing = threading.Thread(target=self._batches.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(FLUSH_SECONDS)
@@ -144,7 +154,10 @@ class Spans:
 
 
 class _Seldom(logging.Handler):
-    """A handler that logs each message of the SDK once in QUIET_SECONDS, as it repeats one for every lost batch."""
+    """A logging handler that passes on each message of the SDK once in QUIET_SECONDS.
+
+    The SDK repeats its message for every batch of spans that it could not send.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +176,7 @@ class _Seldom(logging.Handler):
 
 
 class _Kept(logging.Handler):
-    """A handler that collects the SDK's messages."""
+    """A logging handler that collects the SDK's messages in `said`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +193,10 @@ def _hear(handler: logging.Handler) -> None:
 
 
 def refusal(seconds: float) -> str:
-    """Send an empty export to the receiver, and return the exporter's error, or "". Blocks up to `seconds`."""
+    """Send an export without spans to the receiver, and return the exporter's error, or "" if it was accepted.
+
+    Blocks for up to `seconds`.
+    """
     _hear(kept := _Kept())
     exporter = OTLPSpanExporter(timeout=seconds)
     taken = exporter.export(()) is SpanExportResult.SUCCESS

@@ -1,7 +1,7 @@
-"""The settings of traces, from OpenTelemetry's standard environment variables alone.
+"""The settings of traces, which come from OpenTelemetry's standard environment variables alone.
 
-Traces are off unless OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT names a receiver. Nothing of
-OpenTelemetry is imported before that is known: it takes 0.1 s and 3 MB.
+Traces are off unless OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT names a receiver. OpenTelemetry
+is imported only if traces are on, since the import takes 0.1 s and 3 MB.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ PROTOCOL = "http/protobuf"
 
 
 def receiver(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the URL to which spans are posted, or None. Raises ConfigError for settings that cannot be met."""
+    """Return the URL to which spans are posted, or None if traces are off.
+
+    Raises ConfigError for settings that are not supported, or if the packages that send spans are not installed.
+    """
 
     def said(name: str) -> str:
-        """Return the variable for traces, or else that for all signals; by the specification, empty counts as unset."""
+        """Return the value of a setting: the variable for traces, or else the one for all signals, or else "".
+
+        An empty variable counts as unset, as OpenTelemetry's specification says.
+        """
         return environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}", "") or environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")
 
     exporter = environ.get("OTEL_TRACES_EXPORTER", "") or "otlp"
@@ -48,7 +54,7 @@ def receiver(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def start() -> Spans | None:
-    """Return the exporter of spans, or None if there are no traces. Raises ConfigError."""
+    """Return the exporter of spans, or None if traces are off. Raises ConfigError for settings that cannot be used."""
     if receiver() is None:
         return None
     from .spans import Spans

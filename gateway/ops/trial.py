@@ -1,8 +1,8 @@
-"""The trials of `hitherto doctor`: short new prompts, sent to replicas, and checks of what must follow from them.
+"""The trials of `hitherto doctor`: it sends short new prompts to replicas and checks what they do with them.
 
-An engine must make the same tokens as the gateway, publish the blocks it stored as KV events that the gateway can
-place, and find the blocks again when the prompt is sent once more. Where replicas have roles, one prompt is prefilled
-on one replica and decoded on another, for each kind of pair.
+An engine must make the same tokens as the gateway. It must publish the blocks that it stored as KV events that the
+gateway can match with prompts. And it must find the blocks again when the prompt is sent once more. If replicas have
+roles, one prompt is also prefilled on one replica and decoded on another, for each kind of pair.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from replicas.roles import BOTH, DECODERS, PREFILLERS
 from replicas.served import base_names
 
 COMPLETIONS = "/v1/completions"
-# Endpoints that compute a prompt, and the field that holds it: for models that generate, embed or score.
+# Endpoints that compute a prompt, for models that generate, embed or score, and the field that has the prompt.
 ASKED_AT = {COMPLETIONS: "prompt", "/v1/embeddings": "input", "/classify": "input", "/pooling": "input"}
-# Tokens looked up in slower tiers from which these should have sent events: they store pieces of at most 256 tokens
+# Tokens looked up in slower tiers after which the tiers should have sent events: their pieces have 256 tokens at most
 UNTOLD_TOKENS = 1024
 WIDER = 8  # most GPUs that share a block: vLLM before 0.32 reports the size of one GPU's part, and events whole blocks
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
-JOIN_SECONDS = 1.0  # a publisher without replay sends nothing before its first event
-ANSWER_SECONDS = 15.0  # a loaded engine may queue the trial; with a longer time a full fleet takes minutes to check
+JOIN_SECONDS = 1.0  # to wait for a connection: a publisher without replay sends nothing before its first event
+ANSWER_SECONDS = 15.0  # a loaded engine may queue the trial; with more time, many full engines take minutes to check
 LOG = "the engine's own log says more"
 OTHER_TOKENS = (
     "the engine uses another tokenizer or chat template, or flags that change its chats (--chat-template, "
@@ -50,12 +50,15 @@ OTHER_TOKENS = (
 
 
 def new_prompt(block_size: int) -> str:
-    """Return a new random prompt of three full blocks and a bit, as each word has at least one token."""
+    """Return a new random prompt that fills at least three blocks of `block_size` tokens.
+
+    It has a word for each token, and each word has at least one.
+    """
     return secrets.token_hex(8) + " " + " ".join(secrets.choice(WORDS) for _ in range(3 * block_size + 8))
 
 
 class Trial:
-    """One replica to try, with its engine, and the files by which the gateway makes tokens of its model."""
+    """One replica to try, with its engine, and the model's files from which the gateway makes tokens."""
 
     def __init__(self, engine: Engine, replica: Replica, files: ModelFiles):
         self.engine, self.replica, self.files = engine, replica, files
@@ -78,13 +81,13 @@ class Trial:
 
     @property
     def may_be_wider(self) -> bool:
-        """Whether blocks may have several times the reported tokens, and the context has room for some such blocks."""
+        """Whether blocks may be several times larger than reported, and a prompt of such blocks fits the context."""
         replica = self.replica
         told = replica.scrape.attention_block_size if replica.scrape is not None else None
         return not told and (replica.max_model_len or 0) > 8 * WIDER * self.block_size
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON reply. Raises Refused and its kinds."""
+        """Post a request to the replica and return its JSON answer. Raises Refused, or a subclass, if none comes."""
         try:
             url, deadline = self.replica.url + path, aiohttp.ClientTimeout(ANSWER_SECONDS)
             async with self.engine.way.session.post(
@@ -105,7 +108,10 @@ class Trial:
         return reply
 
     async def ask(self, text: str) -> tuple[str, dict[str, Any]]:
-        """Have the engine compute this prompt, and return the endpoint that took it, and the reply."""
+        """Let the engine compute this prompt; return the path of the endpoint that took it, and the JSON answer.
+
+        Raises Refused.
+        """
         missing = []
         for path, prompt in ASKED_AT.items():
             more = {"max_tokens": 1, "temperature": 0} if path == COMPLETIONS else {}
@@ -116,35 +122,41 @@ class Trial:
         raise missing[0]
 
     def learn(self, told: Blocks) -> bool:
-        """Apply the block format that events showed, and return whether a gateway would learn something new from it."""
+        """Use the block format that KV events show from now on; return whether it differs from the one before."""
         known, self.told = (self.block_size, self.replica.looks_ahead), told
         return self.replica.store_as(told.size, told.ahead, told.parts) and known != (self.block_size, told.ahead)
 
     def hashes(self, text: str) -> Sequence[int]:
-        """Return the hashes of this prompt's blocks, which do not depend on the endpoint."""
+        """Return the hashes of this prompt's blocks, as the gateway computes them.
+
+        They do not depend on the endpoint that the prompt is sent to.
+        """
         assert self.pipeline is not None
         self.pipeline.block_size, self.pipeline.looks_ahead = self.block_size, self.replica.looks_ahead
         return self.pipeline.prepare(COMPLETIONS, json.dumps({"prompt": text}).encode()).hashes
 
 
 class Refused(Exception):
-    """A replica did not answer a trial usefully."""
+    """Raised if a replica gave no usable answer to a trial's request."""
 
 
 class NotServed(Refused):
-    """The replica has no such endpoint, or no such model."""
+    """Raised if the replica does not have the endpoint, or the model (status 404)."""
 
 
 class Locked(Refused):
-    """A replica requires an API key, which the doctor does not have."""
+    """Raised if the replica requires an API key that the doctor does not have (status 401 or 403)."""
 
 
 class Busy(Refused):
-    """A replica did not answer in time: it may have too much to do."""
+    """Raised if the replica did not answer within ANSWER_SECONDS; it may have too much to do."""
 
 
 async def try_replica(trial: Trial) -> AsyncIterator[Finding]:
-    """Compare the replica's tokens, then have it compute a prompt twice, and watch its events and its cache."""
+    """Try one replica: compare its tokens with the gateway's, then send it a new prompt twice.
+
+    The prompt's blocks have to arrive as KV events after the first time, and to be found in the cache the second time.
+    """
     try:
         async for finding in _trial(trial):
             yield finding
@@ -153,7 +165,11 @@ async def try_replica(trial: Trial) -> AsyncIterator[Finding]:
 
 
 def _not_tried(trial: Trial, error: Exception, said: str, remedy: str = LOG) -> Finding:
-    """Return a failure of this replica with its remedy, but a warning if it wants a key or has too much to do."""
+    """Return the finding that the replica could not be tried because of `error`.
+
+    It is a warning if the replica wants a key or has too much to do, else a failure. `said`: the finding's text.
+    `remedy`: what to do about a failure.
+    """
     remedies = {Locked: trial.remedies.models, Busy: "run the doctor again when the engine has less to do"}
     return (warn if type(error) in remedies else fail)(said, remedies.get(type(error), remedy))
 
@@ -179,7 +195,7 @@ async def _trial(trial: Trial) -> AsyncIterator[Finding]:
 
 
 async def _same_tokens(trial: Trial) -> Finding:
-    """Compare the engine's tokens of fixed texts and chats with the gateway's, as a gateway does that adopts it."""
+    """Compare the engine's tokens of fixed texts and chats with the gateway's, as a gateway does with a new replica."""
     subject, pipeline = f"tokens {trial.id}", trial.pipeline
     assert pipeline is not None
     found = await TokenizerComparison(lambda: pipeline, is_single=True).compare_once(trial.replica)
@@ -196,7 +212,11 @@ async def _same_tokens(trial: Trial) -> Finding:
 
 
 async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncIterator[Finding]:
-    """Send the prompt while listening; its blocks must arrive, and be the ones that the gateway would look for."""
+    """Send the prompt while listening to KV events, and check that the events have the prompt's blocks.
+
+    They must be the blocks that the gateway would look up for this prompt. If the events show another block format than
+    the engine reports, the check is repeated with that format.
+    """
     subject, cachemap, replica = f"events {trial.id}", CacheMap(64 * 2**20), trial.replica
     slot = cachemap.attach(trial.id, replica.num_blocks, True)
     intake = EventIntake(
@@ -214,7 +234,7 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
             return
         hashes = trial.hashes(text)
 
-        # If a prompt ends with a block, cache groups with sliding windows may lack the last block of a full hit.
+        # If a prompt ends at the end of a block, a cache group with a sliding window may lack the prompt's last block.
         def found() -> bool:
             return cachemap.match(hashes, 0.0).confirmed[slot] >= len(hashes) - bool(cachemap.groups(slot))
 
@@ -277,9 +297,9 @@ def _cached_tokens(trial: Trial, path: str, reply: dict[str, Any]) -> Finding:
 
 
 async def _until(true: Callable[[], bool], seconds: float) -> bool:
-    """Return whether `true()` became true within this many seconds in which the event loop ran.
+    """Wait until `true()` is true, for up to `seconds`, and return whether it became true.
 
-    Time in which the loop is stalled does not count, since no events are read then.
+    Time in which the event loop is stalled does not count, since no events are read then.
     """
 
     async def become() -> None:
@@ -294,7 +314,10 @@ async def _until(true: Callable[[], bool], seconds: float) -> bool:
 
 
 class Pair:
-    """A prefiller and a decoder between which the gateway would split a request into two legs (prompt and answer)."""
+    """Two replicas between which a gateway would split a request: one computes the prompt, the other the answer.
+
+    `first`: the replica that prefills. `second`: the replica that decodes. `transfer`: how the KV cache moves.
+    """
 
     def __init__(self, first: Trial, second: Trial, transfer: Transfer):
         self.id, self.first, self.second, self.transfer = first.id, first, second, transfer
@@ -303,11 +326,11 @@ class Pair:
 
 
 def pairs(trials: Sequence[Trial]) -> Iterator[Pair]:
-    """Yield a pair of each kind of prefiller and each kind of decoder of one model.
+    """Yield one pair for each kind of prefill replica and each kind of decode replica of one model.
 
-    Replicas of one role are of one kind if their engine, traits and KV transfer are the same: pairs of the same two
-    kinds fail alike, except for addresses and networks. Left out are transfers in which the two legs meet while both
-    run, or which a proxy in front of the decoder starts.
+    Replicas with the same role, engine, traits and KV transfer are of one kind. Pairs of the same two kinds fail alike,
+    except for faults of addresses and networks. Two sorts of transfers are left out: those for which both requests must
+    run at the same time, and those that a proxy in front of the decode replica starts.
     """
 
     def kind(one: Replica) -> tuple[Any, ...]:
@@ -328,7 +351,7 @@ def pairs(trials: Sequence[Trial]) -> Iterator[Pair]:
 
 
 async def try_transfer(pair: Pair) -> AsyncIterator[Finding]:
-    """Have a prompt prefilled on one replica and decoded on the other, by the gateway's two legs."""
+    """Let one replica prefill a prompt and the other decode its answer, with the two requests that a gateway sends."""
     first, second, transfer = pair.first, pair.second, pair.transfer
     try:
         parameters = await _first_leg(pair, first)
@@ -348,8 +371,8 @@ async def try_transfer(pair: Pair) -> AsyncIterator[Finding]:
         said = f"{second.id}{where} did not answer the second leg: {error}"
         yield _not_tried(second, error, said, f"see the log of {second.id}{reach}")
         return
-    # An engine without a connector computes the prompt again and answers all the same. Engines that can fetch can also
-    # keep, so a first leg sent to the second replica shows whether it has a connector.
+    # An engine without a KV connector computes the prompt again and answers all the same. An engine that can fetch KV
+    # cache can also keep it for others, so a first leg sent to the second replica shows whether it has a connector.
     kept: Any = True
     if isinstance(transfer, type(second.replica.dialect.transfer)):
         with contextlib.suppress(Refused, ValueError):
@@ -362,7 +385,10 @@ async def try_transfer(pair: Pair) -> AsyncIterator[Finding]:
 
 
 async def _first_leg(pair: Pair, trial: Trial) -> Any:
-    """Return the parameters of the transfer from the answer to a first leg. Raises Refused and ValueError."""
+    """Let a replica prefill the pair's prompt, and return the KV transfer parameters in its answer.
+
+    They are empty or None if the replica keeps nothing for another one. Raises Refused and ValueError.
+    """
     leg = pair.transfer.first_body(COMPLETIONS, pair.body)
     assert leg is not None
     return pair.transfer.parameters(orjson.dumps(await trial.post(COMPLETIONS, orjson.loads(leg))))

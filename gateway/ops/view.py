@@ -1,7 +1,7 @@
 """The gateway's state for people and for Prometheus, collected from all parts of the gateway.
 
-`View.status()` is shown by the live page, `GET /status` and `/readyz`; `View.reading()` returns what a scrape shows
-besides the counters. Both only read. Tokens and blocks are counts, times are seconds.
+The live page, `GET /status` and `/readyz` show the result of `View.status()`. `View.reading()` returns the values that
+a Prometheus scrape shows besides the counters. Both only read. Tokens and blocks are counts, times are seconds.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _EVENT_COUNTS = {
     "event_gaps": "gaps",
     "event_batches_replayed": "replayed",
 }
-# Attributes of a replica that its entry in a status has as they are.
+# Attributes of a replica that are copied unchanged into its entry in a status.
 _COPIED = ("id", "rank", "role", "spill", "url", "reason", "managed", "pid", "restarts", "version", "required_model",
            "num_blocks", "max_model_len", "tokenizer", "takes_ids")  # fmt: skip
-# Counters of tokens, of which a status has the sums.
+# Counters of tokens whose sums are in a status.
 _TOKENS = ("prompt_tokens", "predicted_cached_tokens", "reported_prompt_tokens", "reported_cached_tokens")
-MOST_REFUSED = 10  # tenants listed in a status
+MOST_REFUSED = 10  # entries in a status of tenants whose limits refused requests
 _SCRAPED = {
     "replica_waiting_requests": "waiting",
     "replica_running_requests": "running",
@@ -56,10 +56,11 @@ _SCRAPED = {
 
 
 class View:
-    """The state of one gateway. Set `draining` when the gateway stops taking new work.
+    """The state of one gateway. Set `draining` when the gateway stops taking new requests.
 
-    `slots`: by replica id, its slot (number) in the map. `intakes`: by replica id, its EventIntake, for replicas with
-    events. Both, like `replicas`, are the gateway's own dicts and may change at any time.
+    `slots`: by replica id, the number of its column in the cache map. `intakes`: by replica id, the EventIntake that
+    follows its KV events, for replicas that publish any. These two and `replicas` are the gateway's own dicts, and may
+    change at any time.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class View:
         self.started = time.monotonic()
         self.draining = False
         self.models: Models | None = None  # what is known of each model
-        # Names of the models that a replica reported last, also while it is down.
+        # Returns the names of the models that a replica reported last, also while it is down.
         self.served_by: Callable[[str], frozenset[str]] = lambda id: frozenset()
         self.expected_back: Callable[[], Mapping[str, float]] = dict  # model -> seconds since a pod that served it went
         self.gone: Callable[[], Iterable[str]] = tuple  # models that no replica has served since a pod of them went
@@ -95,7 +96,7 @@ class View:
         self.shared: Any = None  # SharedMap, where several gateways share one map
 
     def why_not_ready(self) -> str | None:
-        """Return what is missing and what to do, or None if requests can be served."""
+        """Return in words why no request can be served now, or None if requests can be served."""
         if self.draining:
             return "the gateway is stopping and finishes what it has"
         if self.models is not None and (missing := self.models.waiting_for):
@@ -110,7 +111,7 @@ class View:
         return f"no replica is ready: {'; '.join(states)}"
 
     def status(self) -> dict[str, Any]:
-        """Return the state as JSON data, for `GET /status`."""
+        """Return the gateway's state as JSON data, for `GET /status`."""
         metrics, why_not, stats = self.metrics, self.why_not_ready(), self.cachemap.stats()
         numbers, keys = counted_of(metrics, self.replicas), None
         if self.keys is not None and self.metering is not None:
@@ -145,7 +146,7 @@ class View:
         }
 
     def _unserved(self) -> list[str]:
-        """Return the models that clients may ask for and that no replica can answer now."""
+        """Return the known models that no replica can answer for now."""
         known = {*self.gone(), *self.expected_back()}
         for replica in self.replicas.values():
             known |= {*self.served_by(replica.id), *replica.models}
@@ -183,7 +184,7 @@ class View:
         }
 
     def _of_template(self, replica: Replica) -> list[str]:
-        """Return the problems with the files of the replica's model, and with its template."""
+        """Return the problems with the files of the replica's model, and with its chat template, in words."""
         member = self.models.members.get(replica.id) if self.models is not None else None
         if member is None:
             return []
@@ -194,11 +195,11 @@ class View:
         return [f"some of its chats are matched as text: {why}"] if why else []
 
     def _intake(self, replica: Replica) -> Any:
-        """Return the replica's intake of events, or None if the events came from an engine that is gone."""
+        """Return the intake that follows the replica's KV events, or None if it has none or its engine is gone."""
         return self.intakes.get(replica.id) if replica.state in ENGINE_THERE else None
 
     def reading(self) -> Reading:
-        """Return the values that are read at each scrape; to be passed to `Metrics.read_from`."""
+        """Return the values that Prometheus' scrapes show besides the counters; meant for `Metrics.read_from`."""
         ids, stats = list(self.replicas), self.cachemap.stats()
         loads = {id: self._load(id) for id in ids}
         lags = {id: getattr(self.intakes.get(id), "lag_seconds", None) for id in ids}
@@ -261,7 +262,10 @@ class View:
         return by_slot.get(self.slots.get(id, -1), 0)
 
     def _load(self, id: str) -> Load:
-        """Return the load of this gateway alone; readers of several gateways' figures add them up."""
+        """Return the load that this gateway alone has on the replica.
+
+        Whoever shows the figures of several gateways adds them up.
+        """
         return Load(*self.ledger.own(id))
 
 
@@ -273,7 +277,10 @@ def _why_no_events(replica: Replica) -> str:
 
 
 def _spaces(spaces: Sequence[ModelSpace]) -> list[dict[str, Any]]:
-    """Return the models with their files, block sizes and numbers of variants."""
+    """Return an entry for each space (format of a model's prompts) that has replicas.
+
+    It has the model's names, files, block size in tokens, and its number of variants (spaces of the same model).
+    """
     return [
         {
             "models": sorted(space.names),
@@ -292,9 +299,10 @@ def _spaces(spaces: Sequence[ModelSpace]) -> list[dict[str, Any]]:
 def counted(
     metrics: Metrics, shadows: Sequence[str], replicas: Sequence[Mapping[str, Any]], waiting: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the counted part of a status, of one process or of several together.
+    """Return the fields of a status that come from counters, of one gateway process or of several together.
 
-    `replicas`: the status's entries of replicas; `waiting`: by class, the number of requests that wait now.
+    `shadows`: the policies compared in shadow mode. `replicas`: the replicas' entries in the status. `waiting`: by
+    priority class, the number of requests that wait now.
     """
     return {
         "totals": {
@@ -318,13 +326,16 @@ def counted(
 
 
 def _refused_tenants(metrics: Metrics) -> list[dict[str, Any]]:
-    """Return the tenants whose limits refused most requests since the start, most first."""
+    """Return the tenants and limits that refused most requests since the start, most first."""
     refused = sorted(metrics.tenant_refusals.values.items(), key=lambda one: (-one[1], one[0]))[:MOST_REFUSED]
     return [{"tenant": tenant, "limit": WORDS[kind], "requests": number} for (tenant, kind), number in refused]
 
 
 def _legs(metrics: Metrics) -> dict[str, Any]:
-    """Return how many requests could be split into two legs and were (`apart`) or not (`whole`), and how legs ended."""
+    """Return how many requests that could be split into two legs (prefill, decode) were split, and how legs ended.
+
+    `apart`: the number that were split. `whole`: the number that were not.
+    """
     ended: dict[str, dict[str, float]] = {str(leg.value): {} for leg in Leg}
     for (leg, outcome), number in metrics.legs.values.items():
         ended[leg][outcome] = number
@@ -332,9 +343,9 @@ def _legs(metrics: Metrics) -> dict[str, Any]:
 
 
 def _admission(metrics: Metrics, waiting: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return by class the decisions, the reasons of refusals, and predictions compared with results.
+    """Return for each priority class admission's decisions, and predicted compared with real times to first token.
 
-    `waiting`: by class, the number of requests that wait now; `queued` counts all that ever did.
+    `waiting`: by class, the number of requests that wait now. In the result, `queued` counts all that ever waited.
     """
     found: dict[str, dict[str, Any]] = {}
     for (decision, name, reason), number in metrics.admission.values.items():
@@ -358,9 +369,9 @@ def _admission(metrics: Metrics, waiting: Mapping[str, int]) -> list[dict[str, A
 
 
 def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the counted part of each replica's status.
+    """Return, by replica, the fields of its entry in a status that come from counters.
 
-    It is returned for all replicas at once, since each call goes through the series of all of them.
+    Ask for all replicas at once, since each call goes through the series of all replicas.
     """
     sums = {name: getattr(metrics, name).by("replica") for name in _TOKENS}
     sums["requests"] = metrics.replica_requests.by("replica")
@@ -376,7 +387,10 @@ def counted_of(metrics: Metrics, replicas: Iterable[str]) -> dict[str, dict[str,
 
 
 def _seen(replica: Replica, intake: Any, block_size: int | None) -> list[str]:
-    """Return the problems that traffic, events and the given `block_size` show, besides those the engine reports."""
+    """Return in words the problems of a replica that show in traffic, KV events or the operator's `block_size`.
+
+    Problems that the engine itself reports (`Replica.problems`) are not among them.
+    """
     found = [*(intake.problems if intake else ()), *replica.unlike]
     if problem := replica.unfit(block_size):
         found.append(str(problem))

@@ -7,7 +7,7 @@ from importlib import resources
 
 from aiohttp import web
 
-PAGE = "page"  # the folder of its files, in the paths of the admin side as well
+PAGE = "page"  # the folder of the live page's files, also in the paths of the admin API
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 # The browser loads and runs nothing but these files, whatever may get into the page.
@@ -20,7 +20,7 @@ HEADERS = {
 
 
 def page_file(name: str) -> web.Response:
-    """Return one of the page's files. Raises HTTPNotFound."""
+    """Return the answer with one of the live page's files. Raises HTTPNotFound if there is no such file."""
     found = _files().get(name)
     if found is None:
         raise web.HTTPNotFound

@@ -1,1 +1,1 @@
-"""The gateway's record of its last 15 minutes, for the live page: bounded memory, no cost to requests."""
+"""The gateway's record of its last 15 minutes, for the live page, in bounded memory and at no cost to requests."""

@@ -1,7 +1,7 @@
-"""A sample of decisions as they are made, with their reasons.
+"""Samples routing decisions as they are made, with their reasons, for the live page.
 
-`arm` installs the sampler as the observer of decisions, and the sampler removes itself after the next decision. So a
-few decisions a second are explained, however many are made, and the others cost nothing more.
+`arm` installs the sampler as the observer of decisions, and the sampler removes itself after the next decision. A few
+decisions a second are thus explained, however many are made, and the others take no more time than without a sampler.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ log = logging.getLogger("hitherto.admin")
 
 SPAN = 900.0  # seconds that samples are kept
 MOST_DECISIONS = 120
-MOST_BLOCKS = 2048  # blocks kept per prompt, for the tree of prefixes
-MOST_BYTES = 4 * 2**20  # most bytes of all samples together
-LEAST_PAUSE, SHARE = 0.5, 0.005  # seconds between two samples, and the share of the event loop that they may take
+MOST_BLOCKS = 2048  # block hashes kept per prompt, for the tree of prefixes
+MOST_BYTES = 4 * 2**20  # the most bytes of all samples together
+LEAST_PAUSE, SHARE = 0.5, 0.005  # least seconds between two samples, and the most of the event loop's time for them
 TEXT_CHARS, TEXT_BYTES = 2000, 256 * 2**10  # characters kept of a prompt's text; the largest body parsed for them
 
 
 class Sample(NamedTuple):
-    """The prefix of one prompt: `hashes` of its first blocks, of `block_size` tokens each. `at`: monotonic seconds."""
+    """The prefix of one sampled prompt.
+
+    `at`: when it was sampled, in monotonic seconds. `space`: the number of its model's prompt format. `hashes`: the
+    hashes of its first blocks, which have `block_size` tokens each. `text`: the beginning of its text, or "".
+    """
 
     at: float
     space: int
@@ -48,12 +52,12 @@ class Sample(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The approximate size in bytes."""
+        """The approximate memory that the sample takes, in bytes."""
         return 300 + 8 * len(self.hashes) + 4 * len(self.text) + 4 * len(self.model)
 
 
 class Sampler:
-    """The sampler of one gateway's decisions. `texts`: whether the beginnings of prompts are kept."""
+    """The sampler of one gateway's routing decisions. `texts`: whether the beginnings of prompts' texts are kept."""
 
     def __init__(self, placing: Placing, texts: bool = False) -> None:
         self._placing, self._texts = placing, texts
@@ -63,7 +67,7 @@ class Sampler:
         self._next = 0.0
 
     def arm(self, now: float) -> None:
-        """Observe the next decision, if the last sample was taken long enough ago."""
+        """Observe the next decision, if the last sample was taken long enough ago. `now`: monotonic seconds."""
         if now >= self._next:
             self._placing.onlooker = self
 
@@ -71,7 +75,11 @@ class Sampler:
         self._placing.onlooker = self._placing.shadows
 
     def see(self, asker: Asker, evaluation: Evaluation, ways: Callable[[], Sequence[Ways]]) -> Acted | None:
-        """Sample this decision, as the observer of decisions (`placing.Onlooker`)."""
+        """Sample this decision; called as the observer of decisions (`placing.Onlooker`).
+
+        Also passes the decision on to the policies in shadow mode. Returns what is to be called once the request has
+        been placed, or None.
+        """
         self.disarm()
         begun, told = perf_counter(), None
         try:
@@ -87,7 +95,8 @@ class Sampler:
         prompt = asker.prompt or unread(asker.request.path, asker.model)
         demand, candidates = evaluation.demand, evaluation.candidates
         choice = placing.router.policy.choose(demand, candidates, explain=True)
-        # The choice made stays, whether admission narrowed it or a draw decided.
+        # The choice that was made is described, not the one computed here again: admission may have excluded replicas,
+        # or a draw between equal ones may have decided.
         told = describe(
             placing.router.policy,
             prompt,
@@ -135,7 +144,7 @@ class Sampler:
             self._add(prompt, text)
 
     def recent(self, now: float) -> list[Sample]:
-        """Return the samples that are not too old, the oldest first. `now`: monotonic seconds."""
+        """Return the samples of the last SPAN seconds, the oldest first. `now`: monotonic seconds."""
         self._drop(now)
         return [*self.samples]
 
@@ -153,7 +162,7 @@ class Sampler:
 
 
 def text_in(body: bytes) -> str:
-    """Return the first characters of a prompt's text, as far as its body shows them; "" for a large body."""
+    """Return the first TEXT_CHARS characters of the prompt in a request body; "" for a large or unreadable body."""
     if not 0 < len(body) <= TEXT_BYTES:
         return ""
     try:
@@ -166,7 +175,7 @@ def text_in(body: bytes) -> str:
 
 
 def _collect(of: Any, parts: list[str]) -> None:
-    """Collect the texts of a body in order, only from the fields in which APIs have them."""
+    """Append to `parts` the texts in a parsed body, in order, from the fields in which APIs have prompts."""
     if isinstance(of, str):
         parts.append(of)
     elif isinstance(of, list):

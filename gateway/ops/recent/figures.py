@@ -1,8 +1,9 @@
-"""The growth of the counters in the last 15 minutes, in slots of 5 s for the gateway and of 20 s for each replica.
+"""The growth of the metrics' counters in the last 15 minutes, by time slot, for the live page.
 
-Requests pay nothing for it: once a second the counters are looked at, and their growth since the last look is added to
-the present slot. Slots begin at whole multiples of the wall clock, so that the slots of several workers can be added
-up. They take 102 kB for the gateway, and 26 kB for each replica.
+A slot is 5 s long for the whole gateway, and 20 s for each replica. Requests do no work for it: once a second the
+counters are looked at, and their growth since the last look is added to the present slot. Slots begin at whole
+multiples of their length on the wall clock, so that the slots of several workers can be added up. They take 102 kB for
+the gateway, and 26 kB for each replica.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from ..metrics import Metrics, quantile
 SLOT, SLOTS = 5, 180  # seconds of a slot, and how many slots: 15 minutes
 REPLICA_SLOT, REPLICA_SLOTS = 20, 45  # the same for the slots of each replica
 MINUTE = 60  # seconds: the window shown first
-PIECE = 64  # series added between two yields
-POINT = 3  # slots per point of a curve
+PIECE = 64  # series of metrics that are added between two yields
+POINT = 3  # slots that are combined to a point of a curve
 ERRORS = ("5xx", "cut")
-# Reasons of refusals that the page has a line for, and the column of each. 401: a key unknown to the gateway.
+# The reasons of refusals that the page shows on a line of their own, and each one's column. 401: an unknown API key.
 REJECTED = {"engines_full": "full", "engines_unauthorized": "unauthorized", "401": "keyless"}
 
 _BOUNDS = Metrics.ttft_seconds.bounds  # the bounds of all three histograms that are read
 _BUCKETS = len(_BOUNDS) + 2  # with the count above the last bound, and the sum
 TTFT, E2E = slice(0, _BUCKETS), slice(_BUCKETS, 2 * _BUCKETS)
-# Columns with sums over a slot, then columns with the greatest value within it. The last five of the sums are of the
-# complete answers of a replica.
+# Columns with sums over a slot, then columns with the greatest value within it. The last four sums are of the complete
+# answers of a replica.
 _REQUESTS = ("requests", "errors", "aborted", "rejected", "refused", *REJECTED.values())
 _TOKENS = ("prompt", "predicted", "reported_prompt", "reported_cached")
 SUMS = (*_REQUESTS, *_TOKENS, "answered", "answer_seconds", "decode_seconds", "decode_tokens")
@@ -39,9 +40,10 @@ AT = {name: 2 * _BUCKETS + place for place, name in enumerate((*SUMS, *PEAKS))}
 WIDTH = 2 * _BUCKETS + len(AT)
 _ADDED = 2 * _BUCKETS + len(SUMS)  # columns that are added up; the others are peaks
 
-# Metrics, and the column to which their growth is added; None: `_columns` says to which. Those that begin with
-# `replica_` are of replicas (the TTFT without the gateway's queue and failed attempts elsewhere), those of tokens of
-# the gateway and of replicas. The first label of a replica's metric is the replica's id.
+# By metric, the column to which its growth is added; None: it depends on the labels (`_columns`). Metrics that begin
+# with `replica_` are added to the replica's rows; their TTFT is without the gateway's queue and failed attempts at
+# other replicas. Others that end with `_tokens` are added to the rows of both the gateway and the replica, the rest to
+# the gateway's. The first label of a replica's metric is the replica's id.
 _COLUMN: dict[str, int | slice | None] = {
     "prompt_tokens": AT["prompt"],
     "predicted_cached_tokens": AT["predicted"],
@@ -63,7 +65,10 @@ Row = Sequence[float]
 
 
 def _columns(name: str, labels: tuple[str, ...]) -> list[int | slice]:
-    """Return the columns for the growth of a series, for metrics of which its labels decide that."""
+    """Return the columns to which the growth of a series is added, if the values of its labels decide that.
+
+    `name`: the metric. `labels`: the values of the series' labels.
+    """
     if name == "admission":
         return [AT["refused"]] if labels[0] == REFUSED else []
     if name == "rejections":
@@ -75,14 +80,14 @@ def _columns(name: str, labels: tuple[str, ...]) -> list[int | slice]:
 
 
 class Slots:
-    """A ring of rows of figures, one for each of the last `count` slots of `seconds`."""
+    """A ring of rows of figures, one row for each of the last `count` time slots of `seconds`."""
 
     def __init__(self, seconds: int, count: int) -> None:
         self.seconds, self.count = seconds, count
         self.rows, self.numbers = np.zeros((count, WIDTH)), np.full(count, -1)
 
     def row(self, now: float) -> np.ndarray:
-        """Return the row of the slot at this time, which is empty if the slot has just begun."""
+        """Return the row of the time slot that contains `now`; the row is all zeros if the slot has just begun."""
         number = int(now // self.seconds)
         at = number % self.count
         if self.numbers[at] < number:
@@ -91,18 +96,18 @@ class Slots:
         return found
 
     def last(self, now: float, seconds: int) -> np.ndarray:
-        """Return which rows, as booleans, are of slots of the last `seconds`."""
+        """Return a boolean for each row: whether its time slot is within the last `seconds`."""
         found: np.ndarray = self.numbers > int(now // self.seconds) - seconds // self.seconds
         return found
 
     def sum(self, now: float, seconds: int) -> np.ndarray:
-        """Return the sum of the rows of the last `seconds`."""
+        """Return the sum of the rows whose time slots are within the last `seconds`."""
         found: np.ndarray = self.rows[self.last(now, seconds)].sum(axis=0)
         return found
 
 
 class Figures:
-    """The slots of one process. Call `look` once a second with the wall clock's time."""
+    """The figures of one process by time slot. Call `look` once a second with the wall clock's time."""
 
     def __init__(self, metrics: Metrics, now: float) -> None:
         self._metrics = metrics
@@ -111,15 +116,19 @@ class Figures:
         self.since = self._now = now
 
     def look(self, now: float, inflight: int, queued: int, waiting: int) -> None:
-        """Add what the counters grew by since the last look.
+        """Add the growth of the counters since the last look to the present time slot.
 
-        `inflight`, `queued`, `waiting`: requests sent and not ended, in the gateway's queue, and in engines' queues.
+        `now`: the wall clock, in seconds. `inflight`, `queued`, `waiting`: the number of requests that are sent and not
+        ended, that wait in the gateway's queue, and that wait in engines' queues.
         """
         for _ in self.pieces(now, inflight, queued, waiting):
             pass
 
     def pieces(self, now: float, inflight: int, queued: int, waiting: int) -> Iterator[None]:
-        """Do as `look`, but yield after every PIECE series, as 1,024 busy replicas take 20 to 40 ms in all."""
+        """Do the work of `look` in pieces, with a yield after every PIECE series.
+
+        In all it takes 20 to 40 ms with 1,024 busy replicas, so the caller lets the event loop run in between.
+        """
         self._now, done = now, 0
         row = self._slots.row(now)
         for name, gains in self._gains.items():
@@ -141,7 +150,7 @@ class Figures:
         self._replicas.pop(replica, None)
 
     def kept(self) -> dict[str, Any]:
-        """Return the data for `told`, perhaps in another process: slots by number, sums by replica."""
+        """Return the figures as JSON data, for `told`, perhaps in another process: rows by slot, sums by replica."""
         now, slots = self._now, self._slots
         known = slots.last(now, SLOT * SLOTS) & slots.rows.any(axis=1)
         rows = zip(slots.numbers[known].tolist(), slots.rows[known].tolist(), strict=True)
@@ -154,7 +163,10 @@ class Figures:
         }
 
     def written(self, seconds: int) -> dict[str, tuple[float, float]]:
-        """Return by replica how many tokens after the first ones it wrote in the last `seconds`, and their time."""
+        """Return by replica the output tokens of the last `seconds`, and the seconds that writing them took.
+
+        The first token of each answer is not among them.
+        """
         sums = {id: one.sum(self._now, seconds) for id, one in self._replicas.items()}
         return {id: (float(row[AT["decode_tokens"]]), float(row[AT["decode_seconds"]])) for id, row in sums.items()}
 
@@ -163,7 +175,7 @@ class Figures:
 
 
 def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the data that several workers kept."""
+    """Add up the figures of several workers (`Figures.kept`), and return them in the same form."""
     return {
         "since": min(one["since"] for one in several),
         "slot": max(one["slot"] for one in several),
@@ -182,10 +194,10 @@ def _added(each: Iterable[Mapping[str, Row]]) -> dict[str, Row]:
 
 
 def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return what is shown of the data that `kept` returned, at the wall clock's time `now`.
+    """Return the figures that the live page shows. `kept`: the data from `Figures.kept`.
 
-    These are figures of the last minute and of the whole window, for the gateway and each replica, and curves. None
-    stands for a figure of which nothing was observed.
+    They are the figures of the last minute and of the whole 15 minutes, for the gateway and for each replica, and
+    curves over time. None stands for a figure without observations. `now`: the wall clock, in seconds.
     """
     rows = np.zeros((SLOTS, WIDTH))
     for slot, row in kept["rows"].items():

@@ -1,7 +1,7 @@
-"""The journal of the fleet and the gateway: states, drains, replicas added and removed, events, repairs, failures.
+"""The journal of recent events: replicas' changes of state, replicas added and removed, repairs and failures.
 
-Changes of state are reported to the journal; everything else is found once a second by comparing state and counters
-with the last look at them. So nothing is recorded twice, and requests pay for none of it.
+Replicas' changes of state are reported to the journal. Everything else is found once a second, by comparing state and
+counters with the last look at them, so that requests do no work for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from replicas.lifecycle import State
 
 MOST_ENTRIES, MOST_CHARS = 300, 400
-AGAIN_SECONDS = 60.0  # within which the repetition of an entry is counted, not recorded again
+AGAIN_SECONDS = 60.0  # an event that comes again within this time is counted on its entry, not recorded again
 
 GOOD, WARN, BAD, PLAIN = "good", "warn", "bad", "plain"
 LEVELS = {State.READY: GOOD, State.DEGRADED: WARN, State.LEAVING: WARN, State.DRAINING: WARN, State.FAILED: BAD}
@@ -22,7 +22,10 @@ FAILURES = (State.FAILED, State.DEGRADED)
 
 @dataclass(slots=True)
 class Entry:
-    """An event. `at`, `since`: when it happened last and first, in seconds of the wall clock; `times`: how often."""
+    """An entry of the journal: an event that happened once or several times.
+
+    `at`, `since`: when it happened last and first, in seconds of the wall clock. `times`: how often it happened.
+    """
 
     number: int
     at: float
@@ -36,10 +39,10 @@ class Entry:
 
 @dataclass(slots=True)
 class Failure:
-    """The last thing that went wrong with a replica, at the wall clock's time `at`.
+    """The last failure of a replica, at the wall clock's time `at`.
 
-    `why_down`: why the replica itself is down, which is shown before the requests that fail because of it; "" if only a
-    request failed.
+    `why`: the failure in words. `why_down`: why the replica itself is down, which stands before the requests that fail
+    because of that; "" if only a request failed.
     """
 
     at: float
@@ -56,7 +59,10 @@ class Journal:
         self._number = 0
 
     def note(self, now: float, kind: str, text: str, replica: str = "", level: str = PLAIN, times: int = 1) -> bool:
-        """Record an event, and return whether it is news, not a repetition within AGAIN_SECONDS."""
+        """Record an event; return False if it only repeats an entry of the last AGAIN_SECONDS.
+
+        `now`: the wall clock, in seconds. `times`: how often the event happened.
+        """
         text = text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 1] + "…"
         for known in reversed(self.entries):
             if now - known.at > AGAIN_SECONDS:
@@ -71,7 +77,7 @@ class Journal:
         return True
 
     def failed(self, now: float, replica: str, why: str, of_request: bool = False) -> None:
-        """Record a failure of a replica or, with `of_request`, of a request there."""
+        """Record a failure of a replica or, with `of_request`, of a request that was sent to it."""
         why = why.partition("; asked again")[0]  # true only until the replica is back
         known = self.failures.get(replica)
         if not of_request:

@@ -1,7 +1,7 @@
-"""The replicas that write slower than the others of their model, judged by the answers that they delivered.
+"""Finds the replicas that take longer per output token than the others of their model, by their answers.
 
-Routing learns of such a replica within a few answers and then avoids it, but tries it again every few seconds. So a
-small share of requests keeps taking many times as long, and no mean over the fleet shows that.
+Routing learns of such a replica within a few answers and then avoids it, but tries it again every few seconds. A small
+share of requests therefore keeps taking many times as long, and no mean over all replicas shows that.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-TIMES = 3.0  # a replica is slow if it takes so many times as long: more than different batch sizes explain
+TIMES = 3.0  # a replica is slow if it takes this many times as long, which is more than batch sizes explain
 LEAST_TOKENS = 64.0  # tokens that a replica must write within a window: with fewer, one odd answer would decide
 
 
 class Slow(NamedTuple):
-    """A replica that is slow: how many times as long as the others it takes per token, and since when.
+    """A replica that is slow: how many times as long as the others it takes per output token, and since when.
 
-    `each`, `others`: seconds per token of this replica and of the others; `since`: the wall clock's time.
+    `each`, `others`: seconds per token of this replica, and the median of the others. `since`: the wall clock, in
+    seconds.
     """
 
     times: float
@@ -26,7 +27,7 @@ class Slow(NamedTuple):
 
 
 class Pace:
-    """The comparison of replicas: call `look` with what each one wrote; `slow` has those that are slow now."""
+    """The comparison of replicas' speeds. `look` compares them; `slow` has the replicas that are slow now, by id."""
 
     def __init__(self) -> None:
         self.slow: dict[str, Slow] = {}
@@ -36,9 +37,10 @@ class Pace:
     ) -> list[str]:
         """Compare the replicas of each group with each other, and return those that were slow and no longer are.
 
-        `windows`: by replica the tokens that it wrote and the seconds that they took, the shortest window first. Each
-        replica is judged by the first window in which it wrote enough; a replica that wrote too little in all of them
-        keeps its last verdict while it is in a group.
+        `now`: the wall clock, in seconds. `groups`: the ids of replicas that serve the same models. `windows`: for
+        several windows of time, the shortest first, each replica's output tokens and the seconds that they took. A
+        replica is judged by the first window in which it wrote enough. If it wrote too little in all of them, its last
+        verdict stays.
         """
         found: dict[str, Slow] = {}
         recovered = []
@@ -61,7 +63,7 @@ class Pace:
 
 
 def _judged(id: str, windows: Collection[Mapping[str, tuple[float, float]]]) -> float | None:
-    """Return how many seconds a replica takes per token, or None if it wrote too little to tell."""
+    """Return how many seconds a replica takes per output token, or None if it wrote too little to tell."""
     for window in windows:
         tokens, seconds = window.get(id, (0.0, 0.0))
         if tokens >= LEAST_TOKENS and seconds > 0:
@@ -70,7 +72,10 @@ def _judged(id: str, windows: Collection[Mapping[str, tuple[float, float]]]) -> 
 
 
 def status(slow: Slow | None, now: float) -> dict[str, Any] | None:
-    """Return the entry of a replica's status about its slowness, with a sentence to follow the replica's name."""
+    """Return the field about slowness of a replica's entry in a status; None if it is not slow.
+
+    Its `text` is a sentence whose subject is the replica's name. `now`: the wall clock, in seconds.
+    """
     if slow is None:
         return None
     seconds = max(0.0, now - slow.since)

@@ -1,4 +1,4 @@
-"""The tree of the prefixes that most of the sampled prompts share, with the replicas that hold each prefix now."""
+"""The tree of the prefixes that most sampled prompts share, with the replicas that have each prefix in cache now."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Holders = Callable[[int, Sequence[int]], list[str]]
 
 
 class Group(NamedTuple):
-    """A group of samples that share all blocks up to block `end`.
+    """A group of sampled prompts that share their first `end` blocks; it becomes a node of the tree.
 
-    `path`: the ids of the tree's nodes above this group; `text_from`: characters of the samples' text that belong to
-    these.
+    `path`: the ids of the nodes above that node. `text_from`: the number of characters of the prompts' text that these
+    nodes show already.
     """
 
     samples: list[Sample]
@@ -31,10 +31,11 @@ class Group(NamedTuple):
 
 
 def tree(samples: Iterable[Sample], holders: Holders) -> dict[str, Any]:
-    """Return the nodes, the most shared prefix first, parents before their children.
+    """Return the tree of shared prefixes: its nodes, the most shared prefix first, parents before their children.
 
-    `holders`: returns which replicas of a space (one model's tokens and blocks) hold all these blocks. A node's `path`
-    has the ids of the nodes above it, its `tokens` count from the prompt's start, and its `share` is of all samples.
+    `holders`: returns the ids of the replicas of a space (a model's prompt format) that have all given blocks in cache.
+    A node's `path` has the ids of the nodes above it. Its `tokens` count from the start of the prompt, and its `share`
+    is the share of all samples that have the prefix.
     """
     samples = list(samples)
     nodes, order = [], count()
@@ -90,9 +91,9 @@ def _apart(samples: Iterable[Sample], at: int) -> list[list[Sample]]:
 
 
 def _common(several: Sequence[Any]) -> int:
-    """Return the length of the beginning that all of these sequences share.
+    """Return the length of the longest beginning that all of these sequences share.
 
-    It is what the least and the greatest of them share.
+    The least and the greatest of them share no more than all do, so only these two are compared.
     """
     low, high = min(several), max(several)
     return next((at for at, (one, other) in enumerate(zip(low, high)) if one != other), len(low))

@@ -1,7 +1,7 @@
-"""The last 15 minutes of one gateway: figures, sampled decisions, hot prefixes, a journal.
+"""The record of a gateway's last 15 minutes: figures, sampled decisions, shared prefixes and a journal of events.
 
-`follow` looks once a second at the state of the gateway. `kept` returns what a process has recorded, and `told` what is
-shown of these records, for one gateway or for several workers together.
+`Recent.follow` looks once a second at the state of the gateway. `Recent.kept` returns the record of one process. `told`
+makes the answer of `GET /recent` from such a record, and `merged` makes one record from those of several workers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ ARM_SECONDS, LOOK_SECONDS = 0.5, 1.0
 TREE_SECONDS = 4.0  # between two computations of the tree of prefixes
 WELL, BEGINNING = ("live", "ready", "joined"), ("connecting",)  # states of event streams, the gateway and Redis
 MOST_SHOWN = 60  # decisions, and entries of the journal
-SAME_SECONDS = 20.0  # within which equal entries of several workers count as one event: they may start as far apart
+SAME_SECONDS = 20.0  # equal entries of several workers within this time are one event: workers start as far apart
 PACE_SECONDS = (60, 300)  # windows for comparing replicas: the second one if too little was written in the first
 log = logging.getLogger("hitherto.replicas")
 
 
 class Recent:
-    """The record of one process."""
+    """The record of one gateway process's last 15 minutes."""
 
     def __init__(self, view: View, placing: Placing, texts: bool = False) -> None:
-        """Create an empty record. `texts`: whether the beginnings of prompts are kept and shown."""
+        """Create an empty record. `texts`: whether the beginnings of prompts' texts are kept and shown."""
         self._view, self._placing, self.texts = view, placing, texts
         self.journal, self.sampler = Journal(), Sampler(placing, texts)
         self.figures = Figures(view.metrics, time())
@@ -58,7 +58,7 @@ class Recent:
         self._tree: tuple[float, dict[str, Any]] = (float("-inf"), {})
 
     async def follow(self) -> None:
-        """Look at the gateway once a second until cancelled."""
+        """Record changes in the gateway once a second, until cancelled."""
         due = 0.0
         while True:
             begun = monotonic()
@@ -74,7 +74,7 @@ class Recent:
             pass
 
     def _pieces(self, now: float) -> Iterator[None]:
-        """Look at the gateway once; at each yield the event loop may run other work."""
+        """Record what has changed in the gateway since the last look; at each yield other work may run."""
         view = self._view
         loads = [view.ledger.own(id)[0] for id in view.replicas]
         waiting = sum(one.scrape.waiting or 0 for one in view.replicas.values() if one.scrape)
@@ -89,7 +89,7 @@ class Recent:
     # --- what happened
 
     def replica_changed(self, replica: Replica, old: State, new: State) -> None:
-        """Record a replica's change of state; to be called by `Fleet.on_change`."""
+        """Record a replica's change of state from `old` to `new`; called through `Fleet.on_change`."""
         now = time()
         self._meet(now, replica.id)
         self.journal.note(now, "state", f"{old} → {new}: {replica.reason}", replica.id, LEVELS.get(new, PLAIN))
@@ -97,7 +97,7 @@ class Recent:
             self.journal.failed(now, replica.id, replica.reason)
 
     def control_changed(self, event: Mapping[str, Any]) -> None:
-        """Record a step of the overload control; to be called by `OverloadControl.on_change`."""
+        """Record a step of overload control; called through `OverloadControl.on_change`."""
         self.journal.note(event["at"], "control", event["text"], level=WARN if event["taken"] else GOOD)
 
     def _meet(self, now: float, replica: str) -> None:
@@ -168,7 +168,10 @@ class Recent:
         self._words = {key: state for key, (state, _) in said.items()}
 
     def _said(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """Return by subject a state, and the text to record when that state changes."""
+        """Return the present states of event streams, the gateway and Redis.
+
+        For each (kind, replica's id or ""): the state, and the text to record when the state changes.
+        """
         view = self._view
         said = {("events", id): (one.state, f"{one.state}: {one.reason}") for id, one in [*view.intakes.items()]}
         why_not = view.why_not_ready()
@@ -185,7 +188,7 @@ class Recent:
     # --- what is kept and shown
 
     def kept(self) -> dict[str, Any]:
-        """Return the record as JSON data, for `told` or `merged`."""
+        """Return the record of this process as JSON data, for `told` or `merged`."""
         return {
             "figures": self.figures.kept(),
             "decisions": [*self.sampler.decisions][: -MOST_SHOWN - 1 : -1],
@@ -207,25 +210,27 @@ class Recent:
 
 
 def holders(backends: Iterable[Any], space: int, held: Sequence[int], blocks: int) -> list[str]:
-    """Return the ids of the replicas of a space that hold at least `blocks` blocks.
+    """Return the ids of the replicas of a space (a model's prompt format) that have at least `blocks` blocks cached.
 
-    `held`: by slot of the prefix map, how many blocks its replica holds. The space (one model's tokens and blocks) is
-    compared because two models with one tokenizer have the same hashes. Replicas whose engine is gone are left out: the
-    map keeps their blocks in case the engine was only out of reach, but nobody can use them now.
+    `held`: by a replica's slot (its column in the cache map), how many of the prompt's first blocks it has. Replicas of
+    other spaces are left out, because two models with one tokenizer have the same block hashes. Replicas whose engine
+    is gone are left out too: the map keeps their blocks in case the engine was only unreachable, but nobody can use
+    them now.
     """
     there = (one for one in backends if one.candidate.space == space and one.replica.state in ENGINE_THERE)
     return [one.id for one in there if held[one.slot] >= blocks]
 
 
 def told(kept: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return the answer of `GET /recent`. `now`: seconds of the wall clock."""
+    """Return the answer of `GET /recent` from a record (`Recent.kept`). `now`: the wall clock, in seconds."""
     return {"now": now, **kept, "figures": figures.told(kept["figures"], now)}
 
 
 def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the records of several workers, at least one.
+    """Merge the records of several workers (at least one) into one record.
 
-    The prefixes are those of the worker that has sampled most prompts: a worker gets any of the clients' connections.
+    The prefixes are those of the worker that has sampled most prompts. They stand for all workers, since each gets a
+    random part of the clients' connections.
     """
     decisions = sorted((one for kept in several for one in kept["decisions"]), key=lambda one: -one["at"])
     failures = sorted((one for kept in several for one in kept["failures"].items()), key=lambda item: item[1]["at"])
@@ -240,9 +245,9 @@ def merged(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _merged_journals(several: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the journals of several workers, each of which has an entry of the same event at a replica.
+    """Merge the journals of several workers, the newest entry first.
 
-    Such entries become one, counted as often as the worker counted it that saw it most.
+    Each worker records the same event at a replica. Such entries become one, with the highest of the workers' counts.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in (entry for journal in several for entry in journal):

@@ -368,7 +368,7 @@ class Fleet:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Call `on_changed` once at the end of a `with` block if replicas changed in it, such as 128 ranks."""
+        """Call `on_changed` once at the end of a `with` block for all changes in it, such as those of 128 ranks."""
         self._changing += 1
         try:
             yield

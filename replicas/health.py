@@ -7,8 +7,8 @@ Rules, in this order, each with its verdict in capitals:
 
   0. Two probes in a row were turned away (connection refused, or /health says 503) while requests are on open
      connections to the engine: LEAVING. The engine finishes these requests and takes no new ones. Such a probe does
-     not count as silence for rule 2, unless rule 6 had already made the engine LEAVING: vLLM 0.32 has then ended its
-     core and closed its port, and only waits for idle connections.
+     not count as silence for rule 2. It does count if rule 6 had already made the engine LEAVING: vLLM 0.32 has then
+     ended its core and closed its port, and only waits for idle connections.
   1. Two connection refusals in a row (from probes or traffic) mean that no process listens: LOST.
   2. For `lost_after` seconds all probes, at least `fall` of them, failed and no request was answered: LOST (hung).
      (Two failed probes with a long time without probes in between show nothing.)

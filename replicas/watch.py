@@ -100,7 +100,7 @@ class Watch:
         self._was_refused = self._tells_start = False
         # models, root and version of the engine at its last report, kept after the engine is gone
         self._known: tuple[dict[str, str | None], str | None, str | None] = {}, None, None
-        self._must_prove = False  # something that is no engine answered there; see `_unproven`
+        self._must_prove = False  # something that is no engine answered: what answers next has to list a model
         self._has_figures = False  # /metrics reported the number of running requests
         self._named_pid: int | None = None
         self._mark = ""  # distinguishes this incarnation from one at another address with the same start time

@@ -27,9 +27,9 @@ class Sources(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The facts that an engine reports at other paths than /v1/models and /metrics; None where it does not.
+    """The facts that a dialect reads in an engine's answers to a full probe; None where the engine does not report one.
 
-    They take precedence over the same figures in /metrics.
+    They take precedence over the figures that `replicas.metrics` reads in /metrics.
     """
 
     version: str | None = None

@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import count
 
-KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN = 100, 500, 300  # lines kept per process of an engine; characters
+# Lines that are kept of each process of an engine; the characters of a line that are kept, and that are shown.
+KEPT_LINES, LONGEST_LINE, LONGEST_SHOWN = 100, 500, 300
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ACCESS = re.compile(r'"[A-Z]+ \S+ HTTP/\d\.\d" \d+')

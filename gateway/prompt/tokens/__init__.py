@@ -1,1 +1,1 @@
-"""Text to token ids, as the model's tokenizer makes them, and known prefixes."""
+"""Tokenizing: turns text into the token ids that the model's engines make, and caches those of prompts seen before."""

@@ -1,8 +1,8 @@
 """Comparison of the gateway's tokenizer with an engine's, by fixed texts that both tokenize.
 
-The engine is asked for the ids of each text, without and with the special tokens that a tokenizer adds. The texts hold
-what tokenizers treat differently: scripts, digits, leading and repeated blanks, line ends, contractions, composed and
-decomposed letters, and the model's own special tokens with text before, after and between them.
+The engine is asked for the token ids of each text, without and with the special tokens that its tokenizer adds. The
+texts hold what tokenizers treat differently: scripts, digits, leading and repeated blanks, line ends, contractions,
+composed and decomposed letters, and the model's own special tokens with text before, after and between them.
 """
 
 from __future__ import annotations
@@ -29,40 +29,49 @@ _TEXTS = (
     "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2581 \u00a0 \u200b \ufeff \x7f",
     "{\"key\": [1, 2.5, null, true], \"s\": \"a\\n\\u00e9\"} <tag attr='v'/> $x^2 + y_1$ \u201cquoted\u201d \u2014 \u2026",
 )  # fmt: skip
-_MOST_TOKENS = 10  # special tokens that get a separate text
-_MOST_STRANGE, _LONGEST = 64, 64  # mentioned tokens that are none here, eight per text; characters of one
+_MOST_TOKENS = 10  # the most special tokens that get a separate text
+# The most texts that the model's files call tokens although the gateway has no such token, and characters of one.
+_MOST_STRANGE, _LONGEST = 64, 64
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Differences(NamedTuple):
-    """The differences found between the tokens of engines and of the gateway, with reasons."""
+    """The differences that were found between the engines' tokens and the gateway's.
 
-    texts: Mapping[str, str] = _NONE  # by model: all prompts differ
-    chats: Mapping[str, str] = _NONE  # by model: conversations differ
-    bodies: Mapping[frozenset[str], str] = MappingProxyType({})  # by features: bodies that have all of them differ
-    doubted: Collection[frozenset[str]] = ()  # features of bodies that are exact, but not refused by their token count
-    shown: bool = False  # an engine produced the gateway's ids for all fixed chats
-    zones: frozenset[int] | None = None  # time zones of engines' dates, see `render.clock`; None: none was asked
+    The values of `texts`, `chats` and `bodies` are the reasons, in words.
+    """
+
+    texts: Mapping[str, str] = _NONE  # by model name: why all prompts differ
+    chats: Mapping[str, str] = _NONE  # by model name: why conversations differ
+    # By a set of features (`prompt.features`): why bodies that have all of these features differ.
+    bodies: Mapping[frozenset[str], str] = MappingProxyType({})
+    # Sets of features: a body that has all features of a set is still treated as exact, but the gateway does not refuse
+    # it for its token count.
+    doubted: Collection[frozenset[str]] = ()
+    shown: bool = False  # an engine has produced the gateway's ids for all fixed chats (`ops.chats`)
+    # The time zones in which the engines' dates may be, in quarters of an hour from UTC; None: no engine was asked.
+    zones: frozenset[int] | None = None
     days: str = ""  # why the engines' date is uncertain, or ""
 
 
 class Answer(NamedTuple):
-    """An engine's token ids for a text."""
+    """An engine's token ids for one of the fixed texts."""
 
     text: str
-    special: bool  # with the special tokens that its tokenizer adds
+    special: bool  # whether the ids include the special tokens that the engine's tokenizer adds
     ids: Sequence[int]
 
 
 def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str], mentioned: Iterable[str] = ()) -> list[str]:
-    """Return the texts to compare.
+    """Return the texts of which the engine's and the gateway's token ids are compared.
 
-    `named`: the special tokens that a template may print. `mentioned`: whatever the model's files call a token: what is
-    no token to the gateway may be one to the engine, which no ordinary text would show.
+    `named`: the special tokens that a template may print, by name. `mentioned`: all texts that the model's files call a
+    token. Some of these may be tokens for the engine but not for the gateway, which no ordinary text would show.
     """
-    # Without the prefix that no text has, a token's name is ordinary text.
+    # The character UNSPOKEN at the start of a name keeps texts from spelling the token; without it the name is an
+    # ordinary text.
     added = [token["content"].removeprefix(UNSPOKEN) for token in tokenizer.added_tokens]
     some = added[:: max(1, len(added) // (_MOST_TOKENS // 2))]
     tokens = list(dict.fromkeys([*named.values(), *some, *added[-1:]]))[:_MOST_TOKENS]
@@ -77,7 +86,10 @@ def fixed_texts(tokenizer: Tokenizer, named: Mapping[str, str], mentioned: Itera
 
 
 def difference(tokenizer: Tokenizer, answers: Iterable[Answer]) -> str:
-    """Describe the first text for which the gateway and the engine make different ids; return "" if there is none."""
+    """Return a description of the first text whose token ids differ between the gateway and the engine, or "".
+
+    `answers`: the engine's ids of the fixed texts.
+    """
     for text, special, theirs in answers:
         ours = memoryview(tokenizer.encode(text, special)).cast("I").tolist()
         if ours != list(theirs):

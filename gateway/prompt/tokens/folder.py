@@ -1,4 +1,7 @@
-"""The files of a model's folder, which somebody else names and fills: read within limits, and never waited for."""
+"""Reading the files of a model's folder, with limits on their size and number.
+
+Somebody else fills the folder, so only regular files are opened: a pipe, for example, would make the reader wait.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,21 @@ from typing import Any
 
 from ...files import regular
 
-# Bytes of one file. The largest known tokenizers have 40 MB, the largest known files of any other kind 10 MB.
+# The most bytes of one file. The largest known tokenizers have 40 MB, the largest known other files 10 MB.
 _MOST = 16 * 2**20
 _MOST_OF = dict.fromkeys(("tokenizer.json", "tekken.json", "tiktoken.model"), 128 * 2**20)
-MOST_FILES = 100  # that match one pattern
+MOST_FILES = 100  # the most files that may match one pattern
 
 
 class ModelError(Exception):
-    """Raised when the model's files can't be found or read; the message names the remedy."""
+    """Raised when a model's files can't be found, read or used; the message says why."""
 
 
 def pieces(path: Path) -> Iterator[bytes]:
-    """Yield the contents of a regular file, 1 MiB at a time. Raises OSError, also for a file above its limit."""
+    """Yield the contents of a regular file, 1 MiB at a time.
+
+    Raises OSError if the file cannot be read or exceeds its size limit (128 MiB for a tokenizer, else 16 MiB).
+    """
     left = most = _MOST_OF.get(path.name, _MOST)
     with open(path, "rb", opener=regular) as file:
         while piece := file.read(2**20):
@@ -42,7 +48,7 @@ def read(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file with the line ends that Python reads. Raises ModelError."""
+    """Return the text of a UTF-8 file, with every kind of line end replaced by a newline. Raises ModelError."""
     try:
         return read(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
@@ -50,7 +56,10 @@ def read_text(path: Path) -> str:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} where there is no file or it holds something else. Raises ModelError."""
+    """Return the object in a JSON file, or {} if there is no such file or it holds another JSON value.
+
+    Raises ModelError if the file cannot be read or is not JSON.
+    """
     if not path.is_file():
         return {}
     try:
@@ -61,7 +70,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def matching(directory: Path, pattern: str) -> list[Path]:
-    """Return the folder's files with such names, in their order. Raises ModelError for more than MOST_FILES."""
+    """Return the paths in a folder that match a glob pattern, sorted. Raises ModelError for more than MOST_FILES."""
     found = sorted(islice(directory.glob(pattern), MOST_FILES + 1))
     if len(found) > MOST_FILES:
         raise ModelError(f"{directory} has more than {MOST_FILES} files {pattern}")
@@ -70,7 +79,10 @@ def matching(directory: Path, pattern: str) -> list[Path]:
 
 @contextmanager
 def using(*paths: Path) -> Iterator[None]:
-    """Raise ModelError, which names these files, if what they hold is not what the code inside expects of them."""
+    """Return a context manager that turns any exception of its body into a ModelError that names these files.
+
+    For code that expects a certain form of what was read from the files. MemoryError is raised unchanged.
+    """
     try:
         yield
     except (ModelError, MemoryError):

@@ -1,4 +1,7 @@
-"""The kinds of tokenizer files that the gateway reads; the first kind that a model's folder has is used."""
+"""The kinds of tokenizer files that the gateway can read: tekken.json, tokenizer.json and tiktoken.model.
+
+The first of these kinds that a model's folder has is used.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ from .reading import Readings
 
 
 class Kind(NamedTuple):
-    """One kind of tokenizer files.
+    """One kind of tokenizer files, as functions of a model's folder.
 
-    `finds`: whether a folder's engine reads its files as this kind; may raise `tekken_files.Unreadable`.
-    `readings`: reads a folder's files, given tokenizer_config.json and config.json.
-    `sorts_tools`: whether the folder's template gets tools with their keys in alphabetical order.
-    `program`: the rules for the folder's conversations; None where a template or the architecture gives them.
+    `finds`: returns whether engines read the folder's files as this kind; may raise `tekken_files.Unreadable`.
+    `readings`: reads the files, given the folder and the contents of tokenizer_config.json and config.json, and returns
+        the ways in which an engine may interpret them.
+    `sorts_tools`: returns whether the template gets tools with their keys in alphabetical order.
+    `program`: returns the rules that write the model's conversations; None: a template or the model's architecture
+        determines how they are written.
     """
 
     finds: Callable[[Path], bool]

@@ -1,4 +1,4 @@
-"""Discovery of a model's tokenizer files, and what the prompt pipeline needs of them."""
+"""Finding a model's folder, and reading from it what the gateway needs to make the model's prompts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FILES = """
     chat_template.jinja chat_template.json config.json params.json processor_config.json preprocessor_config.json
     additional_chat_templates/*.jinja
 """.split()
-# Architectures whose conversations vLLM writes by rules of its own, whatever template the model has, where these rules
-# are not implemented here (`render.programs` has the others).
+# Architectures whose conversations vLLM writes by rules in its own code, whatever template the model has, and whose
+# rules are not implemented here. `render.programs` implements those of other architectures.
 WRITTEN_BY_UNKNOWN_RULES = frozenset(
     """
     KimiK3ForConditionalGeneration MoonshotKimiaForCausalLM InklingForCausalLM
@@ -35,10 +35,10 @@ WRITTEN_BY_UNKNOWN_RULES = frozenset(
 
 
 def find_model(name_or_dir: str | Path) -> Path:
-    """Return the model's folder. Raises ModelError.
+    """Return the folder with a model's files. Raises ModelError.
 
-    If `name_or_dir` is a directory, it is returned; else a snapshot in the Hugging Face cache, or a download of the
-    small tokenizer files (never weights).
+    If `name_or_dir` is a directory, it is returned. Else it is the model's name on the Hugging Face hub: its snapshot
+    in the local cache is returned or, if there is none, its small tokenizer files are downloaded (never weights).
     """
     try:
         path = Path(name_or_dir).expanduser()
@@ -74,16 +74,18 @@ def find_model(name_or_dir: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The parts of a model directory that determine its prompts."""
+    """What was read from a model's folder to make its prompts."""
 
     directory: Path
-    templates: dict[str, str]  # "default", "tool_use", ...; with a program only the one that replaces the model's own
-    config: dict[str, Any]  # tokenizer_config.json
-    settings: dict[str, Any]  # config.json
-    no_template: str = ""  # why there is no template to use, though the folder may have one
-    no_tokenizer: str = ""  # why the gateway cannot make this model's tokens
-    kind: Kind | None = None  # the kind of its tokenizer files; None where `no_tokenizer` says why there is none
-    program: Program | None = None  # the rules for its conversations, in place of a template
+    # The chat templates by name: "default", "tool_use", ... If there is a `program`, it holds at most the template that
+    # was given in place of the model's own.
+    templates: dict[str, str]
+    config: dict[str, Any]  # the content of tokenizer_config.json
+    settings: dict[str, Any]  # the content of config.json
+    no_template: str = ""  # why no template can be used, even if the folder has one; or ""
+    no_tokenizer: str = ""  # why the gateway cannot make this model's tokens, or ""
+    kind: Kind | None = None  # the kind of the tokenizer files; None: `no_tokenizer` says why there is none
+    program: Program | None = None  # the rules that write the model's conversations in place of a template
 
     @functools.cached_property
     def takes_media(self) -> bool:
@@ -95,16 +97,17 @@ class LoadedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """Context length in tokens, from config.json."""
+        """The model's context length in tokens according to config.json, or None."""
         inner = self.settings.get("text_config")
         value = (inner if isinstance(inner, dict) else self.settings).get("max_position_embeddings")
         return value if isinstance(value, int) else None
 
 
 def contents(directory: Path, chat_template: str | Path | None = None) -> int:
-    """Return a digest of all files that `load_model` and the tokenizer may read.
+    """Return a digest of all files that determine a model's prompts, to detect when one of them changes.
 
-    It changes when one of them does. Raises OSError for an error that may pass, and ModelError for too many files.
+    `chat_template`: a file that replaces the model's own template. Raises OSError for a read error that may be
+    temporary, and ModelError for too many files.
     """
     digest = xxh3_64()
     found = {path for pattern in _FILES for path in matching(directory, pattern)}
@@ -123,7 +126,10 @@ def contents(directory: Path, chat_template: str | Path | None = None) -> int:
 
 
 def load_model(directory: Path, chat_template: str | Path | None = None) -> LoadedModel:
-    """Read a model directory; `chat_template` (a file) replaces the model's own. Raises ModelError."""
+    """Read a model's folder and return what determines its prompts. Raises ModelError.
+
+    `chat_template`: a file that replaces the model's own template.
+    """
     for path in (path for pattern in _FILES for path in matching(directory, pattern)):
         if not path.is_file():
             raise ModelError(f"can't read {path}: it is no regular file")
@@ -162,10 +168,11 @@ def load_model(directory: Path, chat_template: str | Path | None = None) -> Load
 
 
 def _templates(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, str], str]:
-    """Return the model's templates as vLLM finds them, and why its choice is uncertain, or "".
+    """Return the model's chat templates by name, as vLLM finds them, and why vLLM's choice is uncertain, or "".
 
-    Separate template files replace all templates in tokenizer_config.json. chat_template.json is read only by a
-    processor, where the model has one, and then serves requests without tools.
+    `config`: the content of tokenizer_config.json; `settings`: the content of config.json. Separate template files
+    replace all templates in tokenizer_config.json. The template in chat_template.json is used only if the engine loads
+    a processor (for images or sound) for the model, and then for requests without tools.
     """
     files = {path.stem: path for path in matching(directory, "additional_chat_templates/*.jinja")}
     if (directory / "chat_template.jinja").is_file():

@@ -1,4 +1,4 @@
-"""Model families whose conversations engines write by rules of their own, one file for each."""
+"""Model families whose conversations engines write by rules in their own code, not by a template; a file for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..program import Program
 from . import deepseek_v4, deepseek_v32, deepseek_v41, harmony
 
-# By the architecture that a model's config.json names.
+# The rules by the architecture that a model's config.json names.
 _PROGRAMS = {
     "DeepseekV32ForCausalLM": deepseek_v32.PROGRAM,
     "DeepseekV4ForCausalLM": deepseek_v4.PROGRAM,
@@ -18,5 +18,8 @@ _PROGRAMS = {
 
 
 def program_for(architectures: Iterable[str]) -> Program | None:
-    """Return the rules for a model of these architectures, or None where it has a template or they are not known."""
+    """Return the rules that write the conversations of a model of these architectures.
+
+    Returns None if such a model has a chat template, or if its rules are not known.
+    """
     return next((_PROGRAMS[one] for one in architectures if one in _PROGRAMS), None)

@@ -1,4 +1,4 @@
-"""The common parts of DeepSeek's conversations from V3.2 on: special tokens, tool calls in DSML, and JSON."""
+"""Parts of the DeepSeek conversation formats that V3.2 and later share: special tokens, tool calls in DSML, JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def as_json(value: Any) -> str:
 
 
 def schemas(tools: Iterable[Mapping[str, Any]]) -> str:
-    """Return one line of JSON for each tool's function."""
+    """Return the functions of these tools as JSON, one in each line."""
     return "\n".join(as_json(tool["function"]) for tool in tools)
 
 
 def calls(given: Iterable[Mapping[str, Any]], block: str, gap: str = "") -> str:
-    """Return the text of an assistant's tool calls, in a block with tags of the name `block`.
+    """Return the text of an assistant's tool calls, between an opening and a closing tag of the name `block`.
 
-    `gap`: the text between the mark that begins each tag and the tag's name.
+    `gap`: the text between the mark DSML, which begins each tag, and the tag's name.
     """
     mark = DSML + gap
     written = "\n".join(_call(one["function"], mark) for one in given)
@@ -43,5 +43,5 @@ def _parameter(name: str, value: Any, mark: str) -> str:
 
 
 def last_said_by_user(talk: list[dict[str, Any]]) -> int:
-    """Return the index of the last message of a user or developer, or -1."""
+    """Return the index of the last message with the role user or developer, or -1 if there is none."""
     return next((i for i in reversed(range(len(talk))) if talk[i]["role"] in ("user", "developer")), -1)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: the rules of its `encoding_dsv32`, as vLLM 0.28 to 0.32 apply them."""
+"""The conversation format of DeepSeek-V3.2: the rules of its `encoding_dsv32`, as vLLM 0.28 to 0.32 apply them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ Here are the functions available in JSONSchema format:
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
-    """Return the text that engines make of a conversation. Raises Refused."""
+    """Return the text that engines make of a conversation. Raises Refused.
+
+    `talk`: the messages; `tools`: the tools as a template gets them; `variables`: the template variables; `quirks`: how
+    the engine's version differs from the newest one.
+    """
     thinks = bool(variables.get("thinking") or variables.get("enable_thinking"))
     if tools:
         talk = [{"role": "system", "tools": tools}, *talk]
@@ -48,9 +52,10 @@ def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[s
 
 
 def _without_old_reasoning(talk: list[Message]) -> list[Message]:
-    """Drop reasoning before the last message of a user. Raises Refused.
+    """Return the messages without the reasoning before the last user or developer message. Raises Refused.
 
-    Of other roles than user, system, tool and assistant the engine drops whole messages, and then fails on the gap.
+    The engine drops whole earlier messages of other roles than user, system, tool and assistant, and then fails because
+    they are missing.
     """
     last = last_said_by_user(talk)
     if any(one["role"] not in ("user", "system", "tool", "assistant") for one in talk[:last]):
@@ -85,9 +90,10 @@ def _told_tools(message: Message) -> str:
 
 
 def _said(message: Message, thought: bool) -> str:
-    """Return the text of an assistant's message.
+    """Return the text of an assistant's message. Raises Refused.
 
-    `thought`: it comes after the last message of a user, in a conversation with thinking on.
+    `thought`: the message comes after the last user message of a conversation with thinking on, so its reasoning is
+    written.
     """
     asked, reasoning = message.get("tool_calls"), message.get("reasoning")
     if thought and not (reasoning or asked):
@@ -97,7 +103,10 @@ def _said(message: Message, thought: bool) -> str:
 
 
 def _result(talk: Sequence[Message], i: int, last: int, thinks: bool) -> str:
-    """Return the text of one tool result; the first result of a turn's calls opens the block, the last closes it."""
+    """Return the text of the tool result with the index `i`. Raises Refused for a result without a call.
+
+    The result of the first call of a turn opens the block of results, and that of the last call closes it.
+    """
     asked = next((j for j in reversed(range(i)) if talk[j]["role"] != "tool"), -1)
     wanted = len(talk[asked].get("tool_calls") or ()) if asked >= 0 and talk[asked]["role"] == "assistant" else 0
     number = i - asked

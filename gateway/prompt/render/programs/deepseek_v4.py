@@ -1,6 +1,6 @@
-"""DeepSeek-V4: the rules of its encoder, as vLLM 0.28 and 0.32 apply them.
+"""The conversation format of DeepSeek-V4: the rules of its encoder, as vLLM 0.28 and 0.32 apply them.
 
-The rules of the releases between those two are not known, so conversations for them are refused.
+The rules of the releases between these two are not known, so Refused is raised for them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ TASKS = {name: f"<\uff5c{name}\uff5c>" for name in ("action", "query", "authorit
 
 # The model's instructions on tools and on thinking effort, a part of the format that it was trained on.
 def _tools_head(gap: str, block: str) -> str:
-    """Return the instructions before the schemas of tools.
+    """Return the instructions on tools that come before the tools' schemas.
 
-    `gap`: the text between the mark that begins each tag and the tag's name; `block`: the tag of a block of tool calls.
+    `gap`: the text between the mark DSML, which begins each tag, and the tag's name; `block`: the name of the tag
+    around a block of tool calls.
     """
     return f"""## Tools
 
@@ -61,14 +62,15 @@ _KEPT = frozenset(("user", "system", "tool", "latest_reminder", "direct_search_r
 
 
 class Rules(NamedTuple):
-    """The rules in which the encoders of V4 and V4.1, and those of their releases, differ.
+    """The rules in which DeepSeek-V4 and V4.1 differ, and in which vLLM's releases differ for each of them.
 
-    `effort`: returns the text for the value of `reasoning_effort`; may raise Refused.
-    `is_answered`: whether the message of a conversation with this index is followed by an answer.
-    `last_turn`: returns the index of the last message that begins a turn, or -1.
-    `tools_first`: tools are told in a message of their own, also where there is a system message.
-    `system`: the token before system messages and before the text of the effort.
-    `block`, `gap`: the tag of a block of tool calls, and the text between the mark of each tag and the tag's name.
+    `effort`: returns the text for a value of `reasoning_effort`; may raise Refused.
+    `is_answered`: whether the assistant answers the message with this index of a conversation.
+    `last_turn`: returns the index of the last message of a conversation that begins a turn, or -1.
+    `tools_first`: the tools are written in a message of their own, even if there is a system message.
+    `system`: the token before system messages, and before the text of the reasoning effort.
+    `block`: the name of the tag around a block of tool calls.
+    `gap`: the text between the mark DSML, which begins each tag, and the tag's name.
     """
 
     effort: Callable[[Any], str]
@@ -81,7 +83,11 @@ class Rules(NamedTuple):
 
 
 def encode(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], rules: Rules) -> str:
-    """Return the text of a conversation by these rules. Raises Refused."""
+    """Return the text of a conversation by the rules of DeepSeek-V4 or V4.1. Raises Refused.
+
+    `talk`: the messages; `tools`: the tools as a template gets them; `variables`: the template variables; `rules`: the
+    rules in which the versions differ.
+    """
     asked = [bool(variables[name]) for name in ("thinking", "enable_thinking") if name in variables]
     effort = variables.get("reasoning_effort")
     thinks = effort != "none" and (any(asked) or not asked)
@@ -98,7 +104,11 @@ def encode(talk: list[Message], tools: list[Message] | None, variables: Mapping[
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
-    """Return the text that engines make of a conversation. Raises Refused."""
+    """Return the text that engines make of a conversation with DeepSeek-V4. Raises Refused.
+
+    `talk`: the messages; `tools`: the tools as a template gets them; `variables`: the template variables; `quirks`: how
+    the engine's version differs from the newest one.
+    """
     newer = quirks.deepseek_v4
     if newer is None:
         raise Refused("this release may write DeepSeek-V4's conversations in another way")
@@ -116,7 +126,10 @@ def _effort(effort: Any) -> str:
 
 
 def _with_tools(talk: list[Message], tools: list[Message] | None, tools_first: bool) -> list[Message]:
-    """Add the tools to the first system message, or in a new first message if there is none or if `tools_first`."""
+    """Return the messages with the tools added to the first system message.
+
+    With `tools_first`, or if there is no system message, the tools get a new message at the front.
+    """
     if not tools:
         return talk
     first = next((i for i, one in enumerate(talk) if one["role"] == "system"), None)
@@ -134,9 +147,9 @@ def _flat(content: Any) -> Any:
 
 
 def _with_results_of_tools(talk: list[Message]) -> list[Message]:
-    """Merge consecutive messages of users and tools into one user message with `parts`.
+    """Return the messages with consecutive user and tool messages merged into one user message with `parts`.
 
-    Parts keep their order, except that tool results follow the order of their calls.
+    The parts keep the order of the messages, except that tool results are put into the order of their calls.
     """
     merged: list[Message] = []
     for message in talk:
@@ -171,7 +184,10 @@ def _sort_results(talk: list[Message]) -> None:
 
 
 def _without_old_reasoning(talk: list[Message], last: int) -> list[Message]:
-    """Drop reasoning, and messages of roles that are not kept, before the message with the index `last`."""
+    """Return the messages without the reasoning of those before the index `last`.
+
+    Messages before `last` of other roles than assistant and those of `_KEPT` are dropped as a whole.
+    """
     return [
         {key: value for key, value in one.items() if key != "reasoning"}
         if i < last and one["role"] == "assistant"

@@ -1,7 +1,7 @@
-"""DeepSeek-V4.1: the rules of its encoder, as vLLM 0.32 and 0.33 apply them.
+"""The conversation format of DeepSeek-V4.1: the rules of its encoder, as vLLM 0.32 and 0.33 apply them.
 
-They differ from V4's rules: a token precedes system messages, which may stand anywhere, efforts are numbers, and the
-names of tags have blanks in them.
+They differ from the rules of V4. A token precedes system messages, which may stand anywhere, reasoning efforts are
+numbers, and a blank precedes the names of tags.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _OTHERS = ("content_blocks", "wo_eos", "response_format", "tools")
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
-    """Return the text that engines make of a conversation. Raises Refused."""
+    """Return the text that engines make of a conversation with DeepSeek-V4.1. Raises Refused.
+
+    `talk`: the messages as received; `tools`: the tools as a template gets them; `variables`: the template variables;
+    `quirks`: how the engine's version differs from the newest one.
+    """
     if quirks.deepseek_v4 is not True:
         raise Refused("this release may not know DeepSeek-V4.1")
 

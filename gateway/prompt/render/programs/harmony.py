@@ -1,8 +1,8 @@
-"""gpt-oss: the Harmony format, as vLLM 0.28 and 0.32 write it.
+"""Harmony, the conversation format of gpt-oss, as vLLM 0.28 and 0.32 write it.
 
-Harmony encodes the parts of a message one by one, and no part of a text is ever a special token: a text that spells one
-is cut after that `<|`, where a token of the vocabulary ends in any case, and its parts are encoded separately. Tools
-whose schemas need more than the rules below are refused.
+Harmony tokenizes the parts of a message one by one, and never finds a special token in a text. So a text that spells a
+special token is cut after its `<|`, where a token of the vocabulary ends in any case, and the pieces are tokenized
+separately. Refused is raised for tools whose schemas need other rules than those implemented here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _NUMBERS = ("number", "integer")
 
 
 class _Said(NamedTuple):
-    """One message in Harmony's form; `to`: whom it is addressed to, "" for nobody in particular."""
+    """One message in Harmony's form.
+
+    `author`: its role or the name of a tool; `to`: the recipient that its header names, or "".
+    """
 
     author: str
     text: str
@@ -40,8 +43,12 @@ class _Said(NamedTuple):
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
-    """Return the text that engines make of a conversation. Raises Refused."""
-    # A leading system message holds the instructions.
+    """Return the text that engines make of a conversation with gpt-oss. Raises Refused.
+
+    `talk`: the messages as received; `tools`: the tools as a template gets them; `variables`: the reasoning effort and
+    the function `strftime_now`; `quirks`: how the engine's version differs from the newest one.
+    """
+    # A system or developer message at the front holds the instructions.
     is_told = talk[0].get("role") in ("system", "developer")
     instructions, rest = (_flat(talk[0].get("content")), talk[1:]) if is_told else (None, talk)
     today = variables["strftime_now"]("%Y-%m-%d")
@@ -53,9 +60,10 @@ def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[s
 
 
 def _written(one: _Said, newer: bool | None) -> str:
-    """Return the text of a message.
+    """Return the text of a message. Raises Refused.
 
-    `newer`: a tool result names its recipient after the channel; None: the position is not known. Raises Refused.
+    `newer`: whether the header of a tool result names the recipient after the channel, or before it; None: the position
+    is not known.
     """
     author, channel, end = one.author, one.channel, "<|end|>"
     if _SPECIAL.search(author + one.to):
@@ -134,12 +142,12 @@ def _texts(content: Any) -> list[str]:
 
 
 def _joined(texts: Sequence[str]) -> str:
-    """Join parts that are encoded one by one."""
+    """Return texts joined by a character that makes the tokenizer encode them separately."""
     return BOUNDARY.join(filter(None, texts))
 
 
 def _flat(content: Any) -> str | None:
-    """Return parts as one text, or None if there is no content."""
+    """Return a message's content as one text, or None if there is none. Raises Refused for parts that are not text."""
     return "".join(_texts(content)) if content is not None and content != [] else None
 
 
@@ -221,7 +229,7 @@ def _default(schema: Mapping[str, Any]) -> str:
 
 
 def _must_be_plain(value: Any) -> None:
-    """Raise Refused for numbers that Harmony may write differently from Python."""
+    """Raise Refused if a JSON value holds a number that Harmony may write differently from Python."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             _must_be_plain(one)

@@ -1,8 +1,9 @@
-"""Mistral's own format: conversations as mistral-common 1.13 writes them for a `tekken.json` of version 3 to 15.
+"""Mistral's own conversation format, as mistral-common 1.13 writes it for a `tekken.json` of version 3 to 15.
 
-mistral-common encodes texts one by one between special tokens, and no part of a text is ever a special token. So the
-tokenizer made from `tekken.json` gives special tokens names that no text contains (`spelled`). Consecutive messages of
-one role become one message, and each version has its own rules for where tools, results and system messages go.
+mistral-common tokenizes texts one by one and puts special tokens between them, and never finds a special token in a
+text. So the tokenizer that the gateway makes from `tekken.json` gives special tokens names that no text contains
+(`spelled`). Consecutive messages of one role become one message, and each version has its own rules for the places of
+tools, tool results and system messages.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _NO_ID = "null"
 
 
 def spelled(token: str) -> str:
-    """Return the name of a special token in the tokenizer made from `tekken.json`."""
+    """Return the name that a special token has in the tokenizer that the gateway makes from `tekken.json`."""
     return UNSPOKEN + token
 
 
 @dataclass(frozen=True)
 class Thought:
-    """A part of a message that is reasoning."""
+    """A part of a message that is reasoning; `closed`: the token that ends the reasoning follows."""
 
     text: str
     closed: bool = True
@@ -37,7 +38,11 @@ class Thought:
 
 @dataclass(frozen=True)
 class Turn:
-    """One message, or several consecutive ones of one role merged."""
+    """One message of a conversation, or several consecutive messages of one role that were merged.
+
+    `calls`: the tool calls of an assistant; `call_id`: the id of the call that a tool result answers; `unfinished`: the
+    message is to be continued, so no end token follows.
+    """
 
     role: str
     content: str | tuple[str | Thought, ...]
@@ -48,9 +53,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one version of the format.
+    """The rules of one version of Mistral's conversation format.
 
-    `efforts`: the reasoning efforts that a model of version 15 lets a request choose, the default first.
+    `efforts`: the reasoning efforts that a model of version 15 lets a request choose from, the default first; (): none.
     """
 
     version: int
@@ -59,7 +64,11 @@ class Rules:
     def write(
         self, talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks
     ) -> str:
-        """Return the text that engines make of a conversation. Raises Refused."""
+        """Return the text that engines make of a conversation with this version of the format. Raises Refused.
+
+        `talk`: the messages as received; `tools`: the tools as a template gets them; `variables`: the template
+        variables; `quirks`: how the engine's version differs from the newest one.
+        """
         turns = [_turn(message, quirks) for message in talk]
         if variables.get("continue_final_message"):
             turns[-1] = replace(turns[-1], unfinished=True)
@@ -80,7 +89,7 @@ class Rules:
     # --- sequences of messages
 
     def _merged(self, turns: Sequence[Turn]) -> Iterator[Turn]:
-        asked: list[str] = []  # ids of the calls whose results come next
+        asked: list[str] = []  # the ids of the tool calls whose results have not come yet
         for role, group in groupby(turns, key=lambda one: one.role):
             run = list(group)
             if role == "tool":
@@ -103,7 +112,7 @@ class Rules:
         return sorted(told, key=lambda one: (order.get(one.call_id or _NO_ID, len(order)), given[one.call_id]))
 
     def _joined(self, run: Iterable[Turn]) -> str | tuple[str | Thought, ...]:
-        """Merge the contents of messages into one; adjacent texts become one text."""
+        """Return the contents of several messages merged into one; adjacent texts become one text."""
         parts: list[str | Thought] = []
         text: list[str] = []
         for one in run:
@@ -206,9 +215,9 @@ class Rules:
 
 
 def program(version: int, efforts: tuple[str, ...] = ()) -> Program:
-    """Return the rules for a `tekken.json` of this version.
+    """Return the rules that write conversations for a model whose `tekken.json` has this version.
 
-    `efforts`: the reasoning efforts that a request may choose, the default first; (): none.
+    `efforts`: the reasoning efforts that a request may choose from, the default first; (): none.
     """
     rules = Rules(version, efforts)
     named = ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",

@@ -1,1 +1,1 @@
-"""Loads: conversations from texts, traces and generators, and their start times."""
+"""Loads: conversations made from texts, traces, files or generators, and the times at which they begin."""

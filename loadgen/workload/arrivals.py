@@ -1,8 +1,8 @@
 """Start times of conversations, in seconds from the start of the run; pure functions without a clock.
 
-Open loop: the schedule is fixed before the first request is sent and never waits for an answer, so a slow server meets
-the load that independent clients would send. `drive` measures how much later than due the generator sends: if that is
-much, the figures describe the generator (coordinated omission) and not the server.
+The schedule is an open loop: it is fixed before the first request is sent and never waits for an answer, so a slow
+server meets the load that independent clients would send. `drive` measures how much later than due the generator sends.
+If that is much, the figures describe the generator (coordinated omission) and not the server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """A rate that changes from `start` to `end` over the requests of a run, linearly or exponentially."""
+    """A request rate that changes from `start` to `end` (per second) over a run, linearly or exponentially."""
 
     start: float
     end: float
@@ -27,10 +27,11 @@ class Ramp:
 
 
 def gap(rate: float, burstiness: float, rng: random.Random) -> float:
-    """Return the seconds to the next of `rate` events per second, gamma-distributed with shape `burstiness`.
+    """Draw the seconds until the next event, if there are `rate` events per second on average.
 
-    As in `vllm bench serve`, burstiness 1 is a Poisson process; smaller values give bursts, larger ones more regular
-    gaps, infinity equal gaps. With an infinite rate all gaps are 0.
+    The gaps are gamma-distributed with shape `burstiness`. As in `vllm bench serve`, burstiness 1 is a Poisson process;
+    smaller values give bursts, larger ones more regular gaps, infinity equal gaps. With an infinite rate the result is
+    0.
     """
     if math.isinf(rate):
         return 0.0
@@ -42,10 +43,11 @@ def gap(rate: float, burstiness: float, rng: random.Random) -> float:
 def conversation_starts(
     turns: list[int], request_rate: float, rng: random.Random, burstiness: float = 1.0, ramp: Ramp | None = None
 ) -> list[float]:
-    """Return start times (seconds) for conversations with the given numbers of turns.
+    """Return start times (seconds) for conversations with the given numbers of turns; the first begins at 0.
 
-    `request_rate` counts requests, as in `vllm bench serve`. Later turns wait for replies, so what arrives at random
-    are conversations, at request_rate / mean turns. `ramp`: a changing rate to use instead.
+    `request_rate`: requests per second, as in `vllm bench serve`. Later turns wait for replies, so only the starts of
+    conversations are drawn at random, `request_rate` / mean turns of them per second. `ramp`: a changing request rate
+    to use instead.
     """
     at, starts, all_turns = 0.0, [], sum(turns)
     for index in range(len(turns)):

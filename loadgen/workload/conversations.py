@@ -1,9 +1,9 @@
 """The content of a load: conversations, each a list of turns.
 
 A turn has the messages that it adds to its conversation; the prompt of its request is all messages so far. A message
-has text, or spans: numbers of tokens in place of text, where a trace or a generator has none. Spans become token ids or
-words (`synthetic`) just before a request is sent; a simulation needs no words. All randomness comes from the seed, so
-every target gets the same requests.
+has text or, where a trace or a generator has none, spans: lengths in tokens with ids that say what is shared. Spans
+become token ids or words (`synthetic`) just before a request is sent; a simulation needs no words. All randomness comes
+from the seed, so every target gets the same requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from loadgen.options import BadInput
 Message = dict[str, object]  # an OpenAI message; "content" may also be a tuple of Spans
 
 
-FILES = "a trace, a file of conversations or a text"  # the kinds of files, for messages
+FILES = "a trace, a file of conversations or a text"  # the kinds of files, for error messages
 
 
 class BadWorkload(BadInput):
@@ -25,9 +25,10 @@ class BadWorkload(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of `length` tokens without text: each id names a block of `block` tokens, the last id the rest.
+    """A part of a prompt without text: `length` tokens in blocks of `block` tokens, each named by an id.
 
-    Blocks with equal ids have equal tokens everywhere; blocks with different ids share none.
+    The last block has the rest of the tokens. Blocks with equal ids have equal tokens in all prompts; blocks with
+    different ids share none.
     """
 
     ids: Sequence[int]
@@ -36,7 +37,7 @@ class Span:
 
 
 def span(name: int, length: int) -> Span:
-    """Return a span of one block of `length` tokens with the id `name`: a system prompt, a document, a reply."""
+    """Return a span that is one block of `length` tokens with the id `name`, such as a system prompt or a reply."""
     return Span((name,), length, max(1, length))
 
 
@@ -46,16 +47,16 @@ class Turn:
 
     messages: list[Message]
     max_tokens: int  # tokens of the reply, which is always that long
-    reply: Message | None = None  # the reply in the file
+    reply: Message | None = None  # the reply in the load's file; None: only the engine's
     think: float = 0.0  # seconds between the previous reply and this turn
     forks: tuple[Conversation, ...] = ()  # conversations that continue from this turn's reply, independently
-    # In a simulation: the `max_tokens` that the client sends, a bound on the reply and not its length; None: not sent
+    # In a simulation: the `max_tokens` that the client sends, which bounds the reply's length; None: not sent
     limit: int | None = None
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation; `requests` includes those of its forks."""
+    """A conversation and the conversations that fork off from it, whose requests `requests` includes."""
 
     id: str
     turns: list[Turn]
@@ -72,7 +73,7 @@ class Workload:
 
     conversations: list[Conversation]
     starts: list[float]  # seconds from the beginning of the run, one for each conversation, ascending
-    notes: list[str] = field(default_factory=list)  # on its file: what was left out, and why
+    notes: list[str] = field(default_factory=list)  # for the user, on the file: what was left out, and why
 
     @property
     def requests(self) -> int:
@@ -81,7 +82,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The load that a schedule offers, whatever the server does."""
+    """The load that start times offer to a server, however fast the server answers."""
 
     rate: float | None  # requests per second; None: all begin at once, or closed loop
     seconds: float  # from the first start to the last
@@ -90,7 +91,10 @@ class Offer:
 
 
 def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Offer:
-    """Return the load that these start times offer; a single start has no rate, which is computed from the gaps."""
+    """Return the load that these start times offer.
+
+    The rate is computed from the gaps between the starts, so a single start has none.
+    """
     requests = sum(conversation.requests for conversation in conversations)
     long = starts[-1] - starts[0] if starts else 0.0
     thinks = [pause for conversation in conversations for pause in _pauses(conversation, True)]
@@ -105,14 +109,17 @@ def offer(conversations: Sequence[Conversation], starts: Sequence[float]) -> Off
 def at_rate(work: Workload, rate: float) -> Workload:
     """Return the same load with its start times scaled so that it offers `rate` requests per second.
 
-    The conversations must not all begin at once.
+    The load must offer a rate, so its conversations must not all begin at once.
     """
     factor = offer(work.conversations, work.starts).rate / rate
     return replace(work, starts=[start * factor for start in work.starts])
 
 
 def _pauses(conversation: Conversation, first: bool) -> Iterator[float]:
-    """Yield the seconds between a reply and each request that waits for it."""
+    """Yield the seconds between a reply and each request that waits for it: later turns and forks.
+
+    `first`: the conversation's first turn waits for no reply.
+    """
     for turn in conversation.turns:
         if not first:
             yield turn.think
@@ -122,12 +129,12 @@ def _pauses(conversation: Conversation, first: bool) -> Iterator[float]:
 
 
 def is_text(conversations: Sequence[Conversation]) -> bool:
-    """Return whether the prompts are texts, the same with every seed, instead of names for random tokens."""
+    """Return whether the prompts are texts, which another seed does not change, and not spans of made-up tokens."""
     return isinstance(conversations[0].turns[0].messages[-1].get("content"), str)
 
 
 def spans_of(messages: Sequence[Message]) -> Iterator[Span]:
-    """Yield the spans of messages in order; text is skipped."""
+    """Yield the spans (tokens without text) of the messages in order; messages with text are skipped."""
     for message in messages:
         if isinstance(content := message.get("content"), tuple):
             yield from content

@@ -1,8 +1,7 @@
 """The loads by name, the flags that each takes, and their start times.
 
-A load is a function, called as load(rng, requests, **flags), that returns a Workload; its attribute `takes` has its
-flags with their defaults, and other flags are refused. Loads and flags are named as in `vllm bench serve`, as far as it
-has them.
+A load is a function, called as load(rng, requests, **flags), that returns a Workload. Its attribute `takes` has its
+flags with their defaults; other flags are refused. Loads and flags that `vllm bench serve` has too bear the same names.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from loadgen.workload.files import Reader
 from loadgen.workload.generators import shaped
 from loadgen.workload.synthetic import VOCABULARY
 
-REQUESTS, RATE = 200, 4.0  # defaults without flags or a trace
+REQUESTS, RATE = 200, 4.0  # number, and rate per second, of the requests where neither flags nor a trace give them
 _NEEDED = object()  # the default of a flag that must be given
 
 
@@ -52,7 +51,10 @@ def _reader(shape: SimpleNamespace) -> Reader:
 def _trace(
     read: Callable[[Reader, SimpleNamespace], Iterator[traces.Timed]], **units: float
 ) -> Callable[..., Workload]:
-    """Return the load that replays a trace; `read`: reads its format; `units`: flags of the format, with defaults."""
+    """Return the load that replays a trace of some format.
+
+    `read`: yields the trace's requests with their times; `units`: the flags of this format alone, with their defaults.
+    """
 
     @shaped(dataset_path=_NEEDED, **units, output_len=None, bad_lines="stop", trace_start=0.0, trace_seconds=math.inf, trace_speed=1.0,
             trace_jitter=0.0)  # fmt: skip
@@ -80,7 +82,7 @@ def _made(generator: Callable[..., list[Conversation]]) -> Callable[..., Workloa
     return load
 
 
-_FILES = dict.fromkeys(("conversations", "sharegpt", "custom"), _conversations)  # each entry of a file shows its form
+_FILES = dict.fromkeys(("conversations", "sharegpt", "custom"), _conversations)  # each entry shows its form
 _TEXTS: dict[str, Callable[..., Workload]] = {"multi-turn": _multi_turn, **_FILES}
 _TRACES: dict[str, Callable[..., Workload]] = {
     "mooncake": _hash_trace(512, 1e-3),
@@ -105,7 +107,7 @@ def add_seeds(parser: argparse.ArgumentParser) -> None:
 
 
 def of_seeds(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the flags once per seed, each time with another `seed`."""
+    """Return a copy of the flags for each of the `seeds` seeds, in which `seed` is that seed."""
     return [argparse.Namespace(**{**vars(args), "seed": args.seed + number}) for number in range(args.seeds)]
 
 
@@ -173,7 +175,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
 
 
 def dataset(args: argparse.Namespace) -> str:
-    """Return the load's name, guessed from the file's content if no flag gives it. Raises BadOption, BadWorkload."""
+    """Return the load's name, guessed from the file's content if no flag gives it. Raises BadWorkload."""
     if args.dataset_name is None:
         with _naming_the_flag(args):
             return (args.dataset_path and traces.guess(args.dataset_path)) or "multi-turn"
@@ -182,7 +184,7 @@ def dataset(args: argparse.Namespace) -> str:
 
 @contextmanager
 def _naming_the_flag(args: argparse.Namespace) -> Iterator[None]:
-    """Prefix an error about the file with the flag that named it."""
+    """Prefix the message of a BadWorkload in the block with the flag that named the file."""
     try:
         yield
     except BadWorkload as error:
@@ -190,7 +192,7 @@ def _naming_the_flag(args: argparse.Namespace) -> Iterator[None]:
 
 
 def shape(args: argparse.Namespace) -> dict[str, object]:
-    """Return the flags that were given and shape the load. Raises BadOption if the load does not take one of them."""
+    """Return those given flags that shape the load, by name. Raises BadOption if the load does not take one of them."""
     name = dataset(args)
     takes = _TAKES[name]
     given = {key: value for key in _SHAPE if (value := getattr(args, key)) is not None}
@@ -207,7 +209,7 @@ def shape(args: argparse.Namespace) -> dict[str, object]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check before a run which flags exclude each other. Raises BadOption, BadWorkload."""
+    """Check, before anything is sent, that no given flags exclude each other. Raises BadOption, BadWorkload."""
     name = dataset(args)
     shape(args), _ramp(args)
     refuse(
@@ -220,12 +222,12 @@ def check(args: argparse.Namespace) -> None:
 
 
 def completions(args: argparse.Namespace) -> bool:
-    """Return whether to use /v1/completions: by the flag, else where prompts are exact token ids, not text."""
+    """Return whether requests go to /v1/completions: as --backend says, else if the load has no text but token ids."""
     return dataset(args) not in _TEXTS if args.backend is None else args.backend != "openai-chat"
 
 
 def has_times(args: argparse.Namespace) -> bool:
-    """Return whether the load is a trace with its own times."""
+    """Return whether the load is a trace, which has times of its own."""
     return dataset(args) in _TRACES
 
 
@@ -235,29 +237,32 @@ def is_a_file(args: argparse.Namespace) -> bool:
 
 
 def salt(args: argparse.Namespace) -> int:
-    """Return a salt for made-up tokens, different for each seed, load and file, so that no other run cached them."""
+    """Return a salt (seed) for made-up tokens, which differs by seed, load and file name.
+
+    With another salt, prompts have other tokens, which no earlier run has left in an engine's cache.
+    """
     return args.seed << 32 | zlib.crc32(
         f"{dataset(args)} {args.dataset_path.name if args.dataset_path else ''}".encode()
     )
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """Return the whole load. Raises BadOption, BadWorkload."""
+    """Return the whole load that the flags describe: conversations and start times. Raises BadOption, BadWorkload."""
     rng = random.Random(args.seed)
     name, given = dataset(args), shape(args)
     with _naming_the_flag(args):
         load = DATASETS[name](rng, args.num_prompts, **given)
     if not load.starts or args.users or args.request_rate or args.ramp_up_strategy:
         turns = [conversation.requests for conversation in load.conversations]
-        rate = math.inf if args.users else args.request_rate or RATE  # users begin at once
+        rate = math.inf if args.users else args.request_rate or RATE  # in a closed loop all users begin at once
         load.starts = conversation_starts(turns, rate, rng, args.burstiness, _ramp(args))
     return load
 
 
 def drawn_for(args: argparse.Namespace) -> dict[str, object] | None:
-    """Return the rate and the arrival process for which the start times are drawn.
+    """Return the request rate for which the start times are drawn, and in words how gaps between them vary.
 
-    Returns None without a rate: with the times of a trace, with users, or with a ramp.
+    Returns None if they are not drawn for one rate: with the times of a trace, with --users, or with a ramp.
     """
     drawn = args.request_rate or not has_times(args)
     if not drawn or args.users or args.ramp_up_strategy:
@@ -277,7 +282,7 @@ def _ramp(args: argparse.Namespace) -> Ramp | None:
 
 
 def describe(args: argparse.Namespace, load: Workload) -> dict[str, object]:
-    """Return all settings of the load, defaults included, for the report."""
+    """Return all settings of the load for the report, defaults included, with the load's size."""
     name = dataset(args)
     names = ("num_prompts", "request_rate", "burstiness", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "users",
              "max_concurrency", "seed", "replies")  # fmt: skip

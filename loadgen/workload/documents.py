@@ -1,7 +1,7 @@
-"""Texts for conversations that need no download: the documentation in Python's standard library, or a user's file.
+"""Texts to talk about that need no download: the documentation in Python's standard library, or a user's file.
 
-Docstrings are read from the source files with `ast`, so no module is imported, and the same Python always gives the
-same text.
+Docstrings of the standard library are read from the source files with `ast`. So no module is imported, and the same
+Python always gives the same text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODULES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text for a conversation."""
+    """A text that a conversation is about."""
 
     title: str
     text: str
@@ -39,7 +39,7 @@ class Document:
 
 
 def documents(path: Path | None, number: int, length: int) -> list[Document]:
-    """Return up to `number` documents of about `length` characters, from a file or the standard library.
+    """Return up to `number` documents of about `length` characters, from the file `path` or the standard library.
 
     Raises BadWorkload.
     """
@@ -49,7 +49,7 @@ def documents(path: Path | None, number: int, length: int) -> list[Document]:
 def stdlib_documents(count: int, length: int) -> list[Document]:
     """Return the documentation of the first `count` usable modules of MODULES, up to `length` characters of each.
 
-    Raises BadWorkload where this Python has too few docstrings (its sources were removed).
+    Raises BadWorkload if no module is usable, as in a Python whose sources or docstrings were removed.
     """
     documents = list(islice(filter(None, (_module_document(module, length) for module in MODULES)), count))
     if not documents:

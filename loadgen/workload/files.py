@@ -1,4 +1,4 @@
-"""Reading of files that have an entry per line or in one JSON array, with the place of each error.
+"""Read files of entries, one per line or all in one JSON array, and report the place of each bad entry.
 
 A bad entry ends the reading or is skipped; in both cases its place and the reason are reported.
 """
@@ -17,7 +17,7 @@ import orjson
 from loadgen.workload.conversations import FILES, BadWorkload
 from replicas.pipes import refuse_pipe
 
-_UNREADABLE = (OSError, EOFError, zlib.error)  # the latter two: a truncated or damaged .gz
+_UNREADABLE = (OSError, EOFError, zlib.error)  # the last two come from a truncated or damaged .gz
 _EXAMPLES = 5  # skipped entries shown with their reasons
 _CHUNK = 1 << 20
 
@@ -28,28 +28,31 @@ class BadLine(ValueError):
 
 @dataclass(slots=True)
 class Reader:
-    """A reader of one file (.gz too)."""
+    """A reader of one file of entries (.gz too); it raises BadWorkload for a bad entry unless it `skip`s them."""
 
     path: Path
-    skip: bool = False  # leave bad entries out, and count them, instead of raising BadWorkload
+    skip: bool = False  # leave bad entries out and count them
     bad: int = 0  # entries left out so far
-    good: int = 0
-    examples: list[str] = field(default_factory=list)  # of bad entries: place and reason
+    good: int = 0  # entries read so far
+    examples: list[str] = field(default_factory=list)  # place and reason of the first few bad entries
 
     def rows(self, parse: Callable[[bytes, int], object]) -> Iterator:
-        """Yield `parse(line, number)` of each line that is not blank, leaving out results that are None."""
+        """Yield `parse(line, number)` for each line that is not blank, except results that are None.
+
+        `parse` raises BadLine for a bad line; the line's number counts from 1.
+        """
         return self._parsed("line", lambda file: map(bytes.strip, file), parse)
 
     def entries(self, parse: Callable[[object, int], object]) -> Iterator:
-        """Yield the parsed entries of a file with one JSON value per line, as `rows` does."""
+        """Yield `parse(value, line number)` for each line of a file with one JSON value per line, except None."""
         return self.rows(lambda line, number: parse(_json(line), number))
 
     def array(self, parse: Callable[[object, int], object]) -> Iterator:
-        """Yield the parsed items of one JSON array, as `rows` does."""
+        """Yield `parse(item, number)` for each item of the one JSON array in the file, except None."""
         return self._parsed("entry", _items, parse)
 
     def first_line(self) -> bytes:
-        """Return the first line that is not blank, to recognize the format before reading the file."""
+        """Return the first line that is not blank, by which the format is recognized. Raises BadWorkload."""
         try:
             refuse_pipe(self.path)
             with self._open() as file:

@@ -1,10 +1,10 @@
 """Generated loads: which prefixes are shared, how often, and how conversations proceed.
 
-Each load imitates one class of users. Its messages are spans (tokens without text, see `conversations`), so that
-sharing is exact to the token: spans of one name have equal tokens. A load is called as `chat(rng, requests, turns=3)`;
-its keyword arguments are the flags of the same names, and its attribute `takes` has their defaults. Lengths are tokens.
-`range_ratio` r draws each length uniformly from (1 - r) to (1 + r) times the given one, and `zipf` s makes the k-th
-most popular item 1/k^s as popular as the first (0: all equally). The result of a tool is sent as a user's message,
+Each load imitates one class of users. Its messages are spans (`conversations.Span`: tokens without text), so prompts
+share exactly the tokens that they should: spans of one name have equal tokens. A load is called as `chat(rng, requests,
+turns=3)`. Its keyword arguments are the flags of the same names, and its attribute `takes` has their defaults. Lengths
+are tokens. `range_ratio` r draws each length uniformly from (1 - r) to (1 + r) times the given one. `zipf` s makes the
+k-th most popular item 1/k^s as popular as the first (0: all equally). The result of a tool is sent as a user's message,
 which every chat template accepts.
 """
 
@@ -22,8 +22,8 @@ from loadgen.workload.conversations import Conversation, Message, Span, Turn, sp
 def shaped(**takes: object) -> Callable[[Callable], Callable]:
     """Return a decorator that turns a function of (rng, requests, shape) into one of (rng, requests, **flags).
 
-    `takes`: the flags with their defaults, also an attribute of the new function, which raises TypeError for others.
-    `shape` gets all flags as its attributes.
+    `takes`: the flags with their defaults; the new function has them as an attribute and raises TypeError for others.
+    The attributes of `shape` are the values of all flags.
     """
 
     def decorate(make: Callable) -> Callable:
@@ -43,7 +43,7 @@ def say(role: str, *spans: Span) -> Message:
 
 
 class _Maker:
-    """The random draws that the loads below share: spans with new names, varying lengths and popular choices."""
+    """The random draws that all loads share: spans with new names, lengths, popular choices, and conversations."""
 
     def __init__(self, rng: random.Random, shape: SimpleNamespace):
         self.rng, self.shape, self.names = rng, shape, count()
@@ -56,13 +56,13 @@ class _Maker:
         return span(next(self.names), self.length(mean) if mean else 0)
 
     def prefixes(self) -> Callable[[], Span]:
-        """Return a function that draws one of `num_prefixes` spans by popularity."""
+        """Return a function that draws one of `num_prefixes` spans, such as system prompts, by popularity (`zipf`)."""
         spans = [self.span(self.shape.prefix_len) for _ in range(self.shape.num_prefixes)]
         weights = list(accumulate(1 / rank**self.shape.zipf for rank in range(1, len(spans) + 1)))
         return lambda: self.rng.choices(spans, cum_weights=weights)[0]
 
     def tailed(self, mean: float) -> float:
-        """Draw from a log-normal distribution of this mean and sigma `output_sigma`, cut at 16 times the mean."""
+        """Draw from a log-normal distribution with this mean and sigma `output_sigma`, cut off at 16 times the mean."""
         sigma = self.shape.output_sigma
         return min(16 * mean, mean * math.exp(self.rng.gauss(-sigma * sigma / 2, sigma))) if mean else 0.0
 
@@ -81,7 +81,10 @@ class _Maker:
         return made
 
     def turns(self, requests: int) -> Iterator[int]:
-        """Yield numbers of turns, each from half to one and a half times the mean, that add up to `requests`."""
+        """Yield the number of turns of one conversation after the other, until they add up to `requests`.
+
+        Each is drawn from half to one and a half times the mean, the flag `turns`.
+        """
         mean = self.shape.turns
         while requests > 0:
             length = min(requests, self.rng.randint(max(1, mean // 2), mean + mean // 2))
@@ -123,8 +126,8 @@ def chat(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conv
 def rag(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conversation]:
     """Generate questions, each preceded by passages from a collection.
 
-    Passages are in the order of their retrieval, so two prompts share their beginning: the instructions (200 tokens)
-    and the best passages as far as these are the same.
+    Passages are in the order of their retrieval, so two prompts share the instructions (200 tokens), and then the
+    passages up to the first that differs.
     """
     make = _Maker(rng, shape)
     instructions, passage = span(next(make.names), 200), make.prefixes()
@@ -143,11 +146,11 @@ def rag(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conve
 @shaped(num_prefixes=4, prefix_len=3000, turns=10, suffix_len=300, output_len=80, think_time=1.0, forks=3, zipf=1.0,
         range_ratio=0.5)  # fmt: skip
 def agents(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[Conversation]:
-    """Generate agents that call a tool, read its result, and so on; every other one forks once.
+    """Generate agents that call a tool, read its result, and so on; half of them start sub-agents once.
 
     Lengths: `prefix_len` of the instructions and tools of one kind of agent, `suffix_len` of a task or a tool's result,
-    `output_len` of a call. `think_time`: mean seconds that a tool takes. A fork starts `forks` sub-agents at once,
-    which continue the conversation so far.
+    `output_len` of a call. `think_time`: mean seconds that a tool takes. `forks`: the number of sub-agents, which start
+    at once and each continue the conversation so far.
     """
     make = _Maker(rng, shape)
     kind = make.prefixes()
@@ -174,8 +177,9 @@ def rollouts(rng: random.Random, requests: int, shape: SimpleNamespace) -> list[
 
     Lengths: `prefix_len` of instructions and tools, `suffix_len` of a task or a tool's result. Replies have log-normal
     lengths with mean `output_len` and `output_sigma` as the standard deviation of the logarithm, at most 16 times the
-    mean. The pauses for a tool are drawn likewise, with a mean of `think_time` seconds. The samples of a task are
-    adjacent, so that with `--users` they begin together. With `best_of` 1 the trajectories are those of coding agents.
+    mean. The pauses for a tool are drawn likewise, with a mean of `think_time` seconds. The trajectories of one task
+    follow each other in the list, so that with `--users` they begin together. With `best_of` 1 the load is that of
+    coding agents.
     """
     make = _Maker(rng, shape)
     kind = make.prefixes()

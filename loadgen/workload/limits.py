@@ -1,7 +1,7 @@
 """The `max_tokens` that simulated clients send, which is all that a gateway knows of a reply's length beforehand.
 
-A load generator asks for replies of known length and sends that length, which no real client can. A routing policy that
-read this length in a simulation would be credited with knowledge that no gateway has.
+A load generator knows the length of each reply and sends that as `max_tokens`, which no real client can. A routing
+policy that read it in a simulation would profit from knowledge that no gateway has.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from loadgen.workload.conversations import Conversation, Turn
 
 CLIENTS = ("mixed", "exact", "none")
-ROUND = 4096  # `max_tokens` of clients that want no reply cut off; doubled while any reply is longer
-_LEAST = 64  # least `max_tokens` of clients that know the length of their replies roughly
+ROUND = 4096  # `max_tokens` of clients that want no reply cut off; doubled until no reply is longer
+_LEAST = 64  # least `max_tokens` of clients that know roughly how long their replies are
 
 
 def set_limits(conversations: Sequence[Conversation], clients: str, seed: int) -> None:
-    """Set the `limit` (`max_tokens` that is sent) of every turn; a conversation with its forks is one client.
+    """Set the `limit` of every turn: the `max_tokens` that its client sends.
+
+    A conversation with its forks is one client.
 
     `clients`: "exact" (each reply's length), "none" (not sent) or "mixed". In a mix, a third of the clients sends none,
-    a third a round number above all replies, and a third the next power of two above the longest reply of its own
-    conversation, like a client that knows its kind of replies.
+    a third a round number that no reply exceeds, and a third the next power of two that the longest reply of its own
+    conversation does not exceed, like a client that knows its kind of replies.
     """
-    rng = random.Random(f"max_tokens {seed}")  # a generator of its own, so that the load does not depend on `clients`
+    rng = random.Random(f"max_tokens {seed}")  # of its own, so that the load is the same for all `clients`
     top = _above(max((turn.max_tokens for turn in _turns(conversations)), default=1), ROUND)
     for conversation in conversations:
         kind = rng.randrange(3)
@@ -44,7 +46,7 @@ def _turns(conversations: Iterable[Conversation]) -> Iterator[Turn]:
 
 
 def _above(length: int, least: int) -> int:
-    """Double `least` until it is at least `length`."""
+    """Return `least`, doubled until it is at least `length`."""
     while least < length:
         least *= 2
     return least

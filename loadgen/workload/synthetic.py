@@ -1,12 +1,14 @@
-"""Made-up tokens for spans (`conversations`): token ids, or words for targets that take text.
+"""Make up tokens for spans (parts of a prompt without text): token ids, or words for targets that take text.
 
-A span is a sequence of blocks, each named by an id. Token j of a block is a hash of (salt, id, j), so nothing is
-stored, any block can be made alone, and equal ids give equal tokens in every process. A block's first token is its id
-modulo the vocabulary, so two blocks whose ids differ by less than the vocabulary differ from the first token on, others
-within a token or two. Prompts thus share KV blocks of 16 tokens exactly as far as they share ids.
+A span (`conversations.Span`) is a sequence of blocks, each named by an id. Token j of a block is a hash of (salt, id,
+j), so nothing is stored, any block can be made alone, and equal ids give equal tokens in every process. A block's first
+token is its id modulo the vocabulary. Two blocks whose ids differ by less than the vocabulary therefore differ from the
+first token on, others within a token or two. Prompts thus share KV blocks of 16 tokens exactly as far as they share
+ids.
 
-Token ids have exact lengths. Text has not: a word with a blank before it is one token in common vocabularies, but a
-chat template adds tokens, so lengths are off by a few tokens per message and shared prefixes by less than a block.
+Prompts of token ids have exact lengths, prompts of text have not. A word with a blank before it is one token in common
+vocabularies, but a chat template adds tokens. Lengths are therefore off by a few tokens per message, and shared
+prefixes by less than a block.
 """
 
 from __future__ import annotations
@@ -17,17 +19,18 @@ import numpy as np
 
 from loadgen.workload.conversations import Message, Span
 
-VOCABULARY = 32_000  # smaller ids are in the vocabulary of every model since Llama 2
-_RESERVED = 1_000  # smaller ids are bytes and special tokens in most vocabularies
+VOCABULARY = 32_000  # ids below this are in the vocabulary of every model since Llama 2
+_RESERVED = 1_000  # ids below this are bytes and special tokens in most vocabularies
 _MASK = (1 << 64) - 1
 # odd, so that multiplication modulo 2**64 maps no two ids or places to the same value
 _ID, _PLACE, _SALT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 
 
 def token_ids(spans: Iterable[Span], salt: int = 0, vocabulary: int = VOCABULARY) -> np.ndarray:
-    """Return the tokens of the spans as one array (uint32).
+    """Return the token ids of the spans as one array (uint32).
 
-    Another salt gives other tokens with the same sharing. 12,000 tokens in 24 blocks take 0.15 ms.
+    `vocabulary`: ids are below this. Another `salt` gives other tokens, of which prompts share the same parts. 12,000
+    tokens in 24 blocks take 0.15 ms.
     """
     ids, lengths = [], []
     for span in spans:
@@ -51,12 +54,12 @@ def token_ids(spans: Iterable[Span], salt: int = 0, vocabulary: int = VOCABULARY
 
 
 def text(spans: Iterable[Span], salt: int = 0) -> str:
-    """Return the tokens of the spans as words, one per token; 12,000 take 0.4 ms."""
+    """Return the spans as text with one word per token; 12,000 words take 0.4 ms."""
     return " ".join(_WORDS[token_ids(spans, salt) % len(_WORDS)].tolist())
 
 
 def in_words(message: Message, salt: int) -> Message:
-    """Return a message whose content is text: its spans become words."""
+    """Return the message with its spans as words; a message with text is returned as it is."""
     spans = message.get("content")
     return {**message, "content": text(spans, salt)} if isinstance(spans, tuple) else message
 

@@ -1,7 +1,7 @@
 """Loads of real text: each conversation asks about one document.
 
-Lengths are given in tokens, but texts are cut in characters, CHARS_PER_TOKEN for a token: the generator works with any
-server and has no tokenizer. The report shows the lengths that the server counted.
+Lengths are given in tokens, but texts are cut in characters, with CHARS_PER_TOKEN for a token. The generator has no
+tokenizer, as it works with any server. The report shows the lengths that the server counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from loadgen.workload.documents import Document
 
 CHARS_PER_TOKEN = 4
 
-# Preamble and questions are long and varied enough to resemble a support assistant's.
+# The system prompt and the questions are as long and varied as those of a support assistant.
 _GUIDE = (
     "You are a patient guide to the text below. Answer from the text alone. Quote names exactly as they are "
     "written there. When the text does not hold the answer, say so plainly and name the section that comes "
@@ -35,10 +35,10 @@ _QUESTIONS = (
 def multi_turn(
     documents: list[Document], requests: int, turns: int, think: float, output_tokens: int, rng: random.Random
 ) -> list[Conversation]:
-    """Return conversations of about `turns` turns about one document each; documents are used evenly.
+    """Return conversations about one document each, with `requests` turns in all; documents are used equally often.
 
     The number of turns is drawn from half to one and a half times `turns`, the length of a reply from half to one and a
-    half times `output_tokens`; think times are exponential with mean `think` seconds.
+    half times `output_tokens`. The seconds between a reply and the next turn are exponential with mean `think`.
     """
     order: list[int] = []
     conversations, left = [], requests

@@ -1,8 +1,8 @@
 """Readers of request files: public traces, which have times, and conversations, which have texts.
 
-Traces have lengths and, by `hash_ids`, shared prefixes, but no words. Each line becomes a request of one span (tokens
-without text, see `conversations`), which takes 1.1 kB for Mooncake's traces, so that a million lines fit in memory;
-token ids or words are made when a request is due.
+Traces have lengths and, by `hash_ids`, shared prefixes, but no words. Each line becomes a request of one span
+(`conversations.Span`: tokens without text). A request of Mooncake's traces takes 1.1 kB, so a million lines fit in
+memory. Token ids or words are made when a request is due.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loadgen.workload.conversations import FILES, BadWorkload, Conversation, Mes
 from loadgen.workload.files import BadLine, Reader
 from loadgen.workload.texts import CHARS_PER_TOKEN
 
-_NOBODY_ELSES = 1 << 63  # plus a line's number: the name of tokens for which the trace has no hash id
+_NOBODY_ELSES = 1 << 63  # added to a line's number, it names tokens for which the trace has no hash id
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
 _FORMS = '{"messages": [...]} with OpenAI messages, {"conversations": [...]} or {"prompt": "..."}'
@@ -31,7 +31,10 @@ Timed = tuple[float, Conversation]  # seconds on the trace's own clock
 
 
 def guess(path: Path) -> str | None:
-    """Return the format of a file by its first line, as `datasets` names it; None for a text. Raises BadWorkload."""
+    """Return the name in `datasets` of a file's format, guessed from its first line; None for a text.
+
+    Raises BadWorkload if the file cannot be read.
+    """
     first = Reader(path).first_line()
     try:
         item = orjson.loads(first)
@@ -46,10 +49,7 @@ def guess(path: Path) -> str | None:
 
 
 def _is_array(first: bytes) -> bool:
-    """Return whether the file that begins with this line is one JSON array of conversations.
-
-    Otherwise each line is a conversation.
-    """
+    """Return whether a file that begins with this line is one JSON array of conversations, not one per line."""
     try:
         item = orjson.loads(first)
     except orjson.JSONDecodeError:
@@ -58,11 +58,12 @@ def _is_array(first: bytes) -> bool:
 
 
 def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) -> Iterator[Timed]:
-    """Read JSONL with `timestamp` (in units of `unit` seconds), `input_length`, `output_length` and `hash_ids`.
+    """Yield the requests, with their times, of JSONL lines with hash ids, as in Mooncake's and Bailian's traces.
 
-    Each hash id stands for `block` tokens, as in Mooncake's and Bailian's traces. A partial last block may have a hash
-    id or none; blocks without one are not shared. Requests of one chat (`chat_id`, `parent_chat_id`) become
-    conversations that have the chat id of its first request. `output_len`: of all replies, instead of the trace's.
+    A line has `timestamp` (in units of `unit` seconds), `input_length`, `output_length` and `hash_ids`, each of which
+    stands for `block` tokens. A partial last block may have a hash id or none; blocks without one are not shared.
+    Each request becomes a conversation of one turn; those of one chat (`chat_id`, `parent_chat_id`) all have the chat
+    id of its first request. `output_len`: tokens of every reply, instead of the trace's.
     """
     roots: dict[str, str] = {}
 
@@ -85,7 +86,7 @@ def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
     elif not isinstance(ids, list) or len(ids) not in (whole, whole + bool(rest)):
         there = f"{len(ids)} entries" if isinstance(ids, list) else "no list"
         raise BadLine(f'"hash_ids" has {there}, but {length} tokens are {whole + bool(rest)} blocks of {block}')
-    alone = range(len(ids), -(-length // block))  # blocks without an id get names of their own
+    alone = range(len(ids), -(-length // block))  # blocks without an id get names that no other request has
     names = [_NOBODY_ELSES + (number << 20) + place for place in alone]
     try:
         return array("I" if max(ids, default=0) < 1 << 32 and not names else "Q", [*ids, *names])
@@ -94,9 +95,9 @@ def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
 
 
 def azure_trace(reader: Reader, output_len: int | None) -> Iterator[Timed]:
-    """Read CSV with TIMESTAMP, ContextTokens and GeneratedTokens; its requests share no tokens.
+    """Yield the requests, with their times, of CSV lines with TIMESTAMP, ContextTokens and GeneratedTokens.
 
-    `output_len`: tokens of all replies, instead of the trace's.
+    The requests share no tokens. `output_len`: tokens of every reply, instead of the trace's.
     """
     columns: list[int] = []
 
@@ -138,10 +139,11 @@ def replay(
     speed: float = 1.0,
     jitter: float = 0.0,
 ) -> Workload:
-    """Return the requests of a trace at their own times: `seconds` of it from `start` on, `speed` times as fast.
+    """Return the requests of a trace at their own times: `seconds` of it from second `start` on, `speed` times as fast.
 
-    Each request is moved by up to `jitter` seconds of the trace, for traces with a coarse clock. Reading stops at the
-    first line after those seconds, so lines must be in order of time. Raises BadWorkload when no request is left.
+    Each request is delayed by up to `jitter` seconds of the trace, at random, for traces with a coarse clock. Reading
+    stops at the first line after the wanted part, so lines must be in order of time. `requests`: how many to take at
+    most. Raises BadWorkload if there is no request in that part.
     """
     first, taken = None, []
     for at, conversation in timed:
@@ -181,11 +183,12 @@ def conversation_file(
 ) -> list[Conversation]:
     """Read conversations from a file (.gz too) with one per line, or all in one JSON array.
 
-    `_conversation` describes the forms of a conversation. Every assistant message ends a turn, to which the messages
-    before it belong; a conversation that ends with the user gets one more turn. `tools` of a line go into its requests.
-    Replies are as long as those of the file unless `output_tokens` is given. With `shuffle` the order is drawn from
-    `rng`. If `requests` needs more conversations than there are, they are repeated; no more are kept in memory than
-    needed. Raises BadWorkload with the place of an error.
+    A conversation may have OpenAI's form, ShareGPT's, or a single prompt (`_conversation`). Every assistant message
+    ends a turn, to which the messages before it belong; a conversation that ends with the user gets one more turn.
+    `tools` of an entry go into its requests. Replies are as long as those of the file unless `output_tokens` is given.
+    `think`: mean seconds between a reply and the next turn. With `shuffle` the order is drawn from `rng`. If
+    `requests` needs more conversations than there are, they are repeated; no more are kept in memory than needed.
+    Raises BadWorkload with the place of an error.
     """
     reader = reader or Reader(path)
     read = reader.array if _is_array(reader.first_line()) else reader.entries
@@ -209,7 +212,7 @@ def conversation_file(
 
 
 def _enough(found: Iterator[Conversation], requests: int | None, rng: random.Random | None) -> list[Conversation]:
-    """Return enough conversations for `requests` turns: the first ones, or with `rng` a uniform sample, shuffled."""
+    """Return enough conversations for `requests` turns (None: all): the first ones, or with `rng` a random sample."""
     held: list[Conversation] = []
     turns = 0
     for number, conversation in enumerate(found):
@@ -226,11 +229,11 @@ def _enough(found: Iterator[Conversation], requests: int | None, rng: random.Ran
 
 
 def _conversation(item: object, number: int, output_tokens: int | None) -> Conversation:
-    """Read one entry. Raises BadLine.
+    """Return the conversation in one entry of a file; `number`: the entry's, from 1. Raises BadLine.
 
-    Its form is one of: OpenAI messages, `{"messages": [...]}` or `[...]`, with optional `id` and `tools`; ShareGPT's
-    `{"conversations": [{"from": "human", "value": ...}, ...]}`, of which all turns are used, not only the first pair;
-    or `{"prompt": "...", "output_tokens": 10}` as in `vllm bench serve`, 256 tokens by default.
+    The entry has one of three forms. OpenAI messages: `{"messages": [...]}` with optional `id` and `tools`, or `[...]`.
+    ShareGPT's: `{"conversations": [{"from": "human", "value": ...}, ...]}`, of which all turns are used, not only the
+    first pair. Or one prompt: `{"prompt": "...", "output_tokens": 10}` as in `vllm bench serve`, 256 tokens by default.
     """
     if isinstance(item, list):
         item = {"messages": item}

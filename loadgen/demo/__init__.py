@@ -1,1 +1,1 @@
-"""`loadgen demo`: two policies compared live, on engines that it starts."""
+"""`loadgen demo`: compare two routing policies live, on engines that the command starts."""

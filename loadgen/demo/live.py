@@ -1,4 +1,4 @@
-"""What the demo shows before and after each round; `report.progress` has the view of a round."""
+"""What the demo shows before and after each round; during a round it shows the live view of `report.progress`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def starting(console: Console, policy: str, engines: int) -> Iterator[Callable[[
 
 
 def result(policy: str, report: Mapping[str, object]) -> Text:
-    """Return the summary line of a finished round."""
+    """Return the summary line of a finished round: requests answered, hit rate and TTFT under this policy."""
     rate, ttft = report["cache"]["hit_rate"], report["ttft_ms"] or {}
     text = Text.assemble(("✓ ", "green"), (f"{policy:<12}", "bold"))
     text.append(f" {report['completed']} answered in {report['duration_s']:.0f} s")

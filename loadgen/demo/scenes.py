@@ -1,10 +1,10 @@
 """The scenes of `loadgen demo`: engines, texts, cache sizes, and a load that suits them.
 
-SIMULATED: four engines with the step times of an 8B model on one GPU, at SPEED times Dynamo's figures, sized so that
-two cores carry engines, gateway and generator for about 40 s a round: 10 requests/s of 4,000 tokens with 40-token
-replies. In virtual time (`loadgen simulate`, 240 requests) round_robin and least_time have hit rates of 0.35 and 0.90
-(0.90 is the most possible) and a TTFT p50 of 224 and 105 ms, and neither builds up queues, which would only measure
-saturation.
+SIMULATED: four engines with the step times of an 8B model on one GPU, at SPEED times the speed of Dynamo's figures. The
+load is 10 requests/s of 4,000 tokens with 40-token replies, so that two cores carry engines, gateway and generator for
+about 40 s a round. In virtual time (`loadgen simulate`, 240 requests) round_robin and least_time have hit rates of 0.35
+and 0.90 (0.90 is the most possible) and a TTFT p50 of 224 and 105 ms. Neither builds up queues; with queues the demo
+would only measure saturation.
 
 `real`: two vLLM processes on the CPU with a random model of two layers. They prefill 5,300 tokens in 0.26 s, so 4
 requests/s would keep two cores half busy if nothing were cached.
@@ -21,7 +21,7 @@ from loadgen.demo.tiny_model import KV_BYTES_PER_TOKEN, tiny_model
 from loadgen.options import BadInput, Failed
 
 SPEED = 0.5
-NEEDED_BYTES = 4 << 30  # two engines take 1.3 GB each, gateway and generator the rest
+NEEDED_BYTES = 4 << 30  # of memory: two vLLM engines take 1.3 GB each, gateway and generator the rest
 REAL_LENGTH = 8192  # tokens of the longest prompt and its reply
 
 
@@ -35,7 +35,7 @@ class Scene:
 
     engines: int
     about: str  # what is real and what is not
-    profile: str  # launch profile, YAML; {blocks} and {bytes} are the size of an engine's cache
+    profile: str  # launch profile, YAML; {blocks} and {bytes} stand for the size of an engine's KV cache
     texts: int
     text_chars: int  # characters of each
     chars_per_token: float
@@ -44,13 +44,13 @@ class Scene:
     block: int  # tokens of a KV block
     ready_seconds: float = 90.0
     model: Path | None = None
-    folder: Path | None = None  # where the profile is kept; None: in a temporary folder
+    folder: Path | None = None  # where the profile stays after the demo; None: in a temporary folder, not at all
 
     turns: int = 4
     think: float = 1.0
     reply_tokens: int = 40
-    pressure: float = 1.5  # size of all caches over that of all texts: together they hold them, a single one does not
-    running: int = 4  # conversations that an engine's cache has room for at least
+    pressure: float = 1.5  # size of all KV caches over that of all texts: they hold all, each alone does not
+    running: int = 4  # conversations for which an engine's KV cache has room at least
     talk_tokens: int = 500  # tokens of each conversation in addition to its text
 
     def launch_profile(self, num_blocks: int) -> str:
@@ -83,9 +83,9 @@ start_timeout_s: 300
 
 
 def real(environment: Path) -> Scene:
-    """Return the scene with two vLLM engines from `environment`; the tiny model is made on first use.
+    """Return the scene with two vLLM engines; the tiny model is made on first use. Raises BadInput and NoEngines.
 
-    Raises BadInput and NoEngines.
+    `environment`: folder of a Python environment with vLLM's CPU build.
     """
     executable = environment.expanduser().resolve() / "bin" / "vllm"
     if not executable.is_file():
@@ -114,7 +114,10 @@ def cache_folder() -> Path:
 
 
 def kept_model(folder: Path) -> Path:
-    """Return the tiny model in the user's cache folder, built on first use and put there by an atomic rename."""
+    """Return the folder of the tiny model in the cache folder; on first use the model is built.
+
+    It is built elsewhere and put in place by an atomic rename, so that another process never finds half a model.
+    """
     target = folder / "models" / "tiny-llama"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +126,7 @@ def kept_model(folder: Path) -> Path:
             try:
                 built.rename(target)
             except OSError:
-                if not target.is_dir():  # otherwise another process was first
+                if not target.is_dir():  # if it is one, another process has put the model there
                     raise
     return target
 

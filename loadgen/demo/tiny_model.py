@@ -1,7 +1,7 @@
-"""Tiny models that a real vLLM loads within a second: random weights, real tokenizer.
+"""Make tiny models that a real vLLM loads within a second: random weights and a real tokenizer.
 
-Weights are normal with a deviation (0.15) large enough that attention affects the output. The output then depends on
-the whole prompt, so that a wrong cache block shows in the text.
+The weights are drawn from a normal distribution whose deviation (0.15) is large enough for attention to affect the
+output. The output then depends on the whole prompt, so that a wrong KV cache block shows in the text.
 """
 
 import json
@@ -31,11 +31,11 @@ COPIED = (
 
 
 def tiny_model(folder: Path, tokenizer: Path | None = None, seed: int = 0, windows: tuple[int, ...] = ()) -> Path:
-    """Write a Llama of 2 layers to `folder`, which is created, and return the folder.
+    """Write a Llama model of 2 layers with random weights to `folder`, which is created, and return the folder.
 
-    `tokenizer`: folder of a real tokenizer, whose vocabulary is used; None trains a small one with a ChatML template (1
-    s). `windows`: the sliding window of each layer in tokens, 0 for full attention; the model then has as many layers,
-    and all windows that are not 0 must be equal.
+    `tokenizer`: folder of a tokenizer to copy; None trains a small one with a ChatML template, which takes 1 s. `seed`:
+    of the weights. `windows`: the sliding window of each layer in tokens, 0 for full attention. The model then has as
+    many layers, and all windows that are not 0 must be equal.
     """
     layers = len(windows) or LAYERS
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def _weights(vocabulary: int, layers: int, random: np.random.Generator) -> dict[
 
 
 def save(path: Path, weights: dict[str, np.ndarray]) -> None:
-    """Write a safetensors file: the length of the header, a JSON header, and the arrays."""
+    """Write arrays by name to a safetensors file: the length of the header, a JSON header, and the arrays as F32."""
     header, arrays, at = {}, [], 0
     for name, weight in weights.items():
         array = np.ascontiguousarray(weight, np.float32)
@@ -100,7 +100,10 @@ def save(path: Path, weights: dict[str, np.ndarray]) -> None:
 
 
 def _train_tokenizer(folder: Path) -> None:
-    """Train a byte-level BPE on this interpreter's own sources, which are on every machine and close to English."""
+    """Train a byte-level BPE tokenizer and write its files to `folder`.
+
+    The texts are the sources of Python's standard library, which are on every machine and close to English.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -117,6 +120,6 @@ def _train_tokenizer(folder: Path) -> None:
 
 
 def _special_id(tokenizer: Tokenizer, said: str | dict | None) -> int | None:
-    """Return the id of a special token that tokenizer_config.json gives as text or as an object."""
+    """Return the id of a special token, or None; `said`: what tokenizer_config.json has for it, a text or an object."""
     text = said.get("content") if isinstance(said, dict) else said
     return tokenizer.token_to_id(text) if text else None

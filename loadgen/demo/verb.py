@@ -1,7 +1,8 @@
-"""`loadgen demo` (`make demo`, `make demo-vllm`): the same conversations under two policies.
+"""`loadgen demo` (`make demo`, `make demo-vllm`): play the same conversations under two routing policies.
 
 Gateway, tokens, block hashes, KV events and HTTP are real; the engines are simulated, or real with `--vllm` (`scenes`).
-The caches together hold all texts and a single one does not, so that routing matters.
+The KV caches of all engines together hold all texts of the conversations, and that of one engine does not, so that
+routing matters.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Plan:
-    """The texts of a demo, and the cache size of its engines."""
+    """The texts of a demo, and the KV cache size of its engines."""
 
     scene: Scene
     documents: list[Document]
-    num_blocks: int  # per engine
+    num_blocks: int  # KV blocks of each engine
 
     @property
     def tokens(self) -> int:
@@ -74,10 +75,13 @@ class Plan:
 
 
 def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
-    """Return the demo's texts, cut from the file `path` if given, and a cache size to suit. Raises BadWorkload."""
+    """Return the demo's texts and a KV cache size that suits them. Raises BadWorkload.
+
+    `path`: a file to cut the texts from; None: the standard library's documentation.
+    """
     length = scene.text_chars
     try:
-        if path is not None:  # a short file is cut into shorter texts, so that there are still several
+        if path is not None:  # texts of a short file are shorter, so that there are still several
             try:
                 refuse_pipe(path)
             except OSError as error:
@@ -88,7 +92,7 @@ def plan(path: Path | None, scene: Scene = SIMULATED) -> Plan:
         raise BadWorkload(f"--file {error}" if path is not None else str(error)) from None
     tokens = sum(len(document.text) for document in texts) / scene.chars_per_token
     longest = max(len(document.text) for document in texts) / scene.chars_per_token
-    least = scene.running * (longest + scene.talk_tokens)  # required by the running conversations
+    least = scene.running * (longest + scene.talk_tokens)  # tokens that the running conversations need
     return Plan(scene, texts, math.ceil(max(scene.pressure * tokens / scene.engines, least) / scene.block))
 
 
@@ -127,9 +131,9 @@ async def demo_verb(args: argparse.Namespace, console: Console) -> int:
 async def play(
     console: Console, planned: Plan, requests: int, seed: int, policy: str, profile: Path, which: str
 ) -> Report:
-    """Play one round, the load under one policy, on fresh engines and return its report.
+    """Play one round, which is the load under one policy on fresh engines, and return its report.
 
-    `profile`: launch profile of the engines; `which`: the round's number in words, for the live view.
+    `profile`: file with the launch profile of the engines; `which`: the round, as in "1 of 2", for the live view.
     """
     scene = planned.scene
     with live.starting(console, policy, scene.engines) as on_progress:
@@ -208,7 +212,7 @@ def next_steps(console: Console, scene: Scene) -> None:
 
 
 def command(name: str) -> str:
-    """Return how to call a command from here: by its bare name if that finds this installation, else by its path."""
+    """Return what to type to run a command: its bare name if that finds this installation's command, else its path."""
     here = Path(sys.executable).with_name(name)
     found = shutil.which(name)
     if (found and Path(found).resolve() == here.resolve()) or not here.exists():

@@ -68,7 +68,7 @@ FOLLOW_RECENT, FOLLOW_PODS = "recent figures", "pods of the cluster"
 class Gateway:
     """One gateway, which serves between `await start()` and `await stop()`.
 
-    A worker process (one of several gateways on one port) has a gateway too; it calls `listen` and `begin` in place of
+    A worker process (one of several gateways on one port) has a gateway too, but calls `listen` and `begin` instead of
     `start`.
     """
 
@@ -195,9 +195,10 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     def _own_policies(self) -> FaultRecord:
-        """Return a record that counts failures of policies from users' files, in effect or in shadow mode.
+        """Return a record that counts the failures of routing policies that come from users' own files.
 
-        Each of these policies is set to report its failures to the record.
+        These are the policy in effect, and those in shadow mode, whose choices are only compared. Each is set to report
+        its failures to the record.
         """
         record, shadows = FaultRecord(), self.proxy.placing.shadows
         in_shadow = shadows.policies.items() if shadows is not None else ()
@@ -516,7 +517,7 @@ class Gateway:
             "prompt_memo_bytes": sum(one.prefixes.bytes for one in self.models.pipelines if one.prefixes is not None),
         }
 
-    # --- what the admin side asks
+    # --- for the admin API
 
     def status(self) -> dict[str, Any]:
         return self.view.status()

@@ -55,7 +55,7 @@ SUBJECTS = {
 
 
 class Parser(cli_errors.PlainParser):
-    """A parser for one verb, which raises ConfigError for wrong arguments."""
+    """An argument parser for one command, which raises ConfigError for wrong arguments."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -67,7 +67,10 @@ class Parser(cli_errors.PlainParser):
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field of the schema; a flag not given sets nothing, so files and environment apply."""
+    """Add a flag to the parser for each field of the settings' schema.
+
+    A flag that is not given has no default value, so the setting comes from the file or the environment.
+    """
     group = parser
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS,
                         help="YAML file with settings (default: ./hitherto.yaml if there is one)")  # fmt: skip

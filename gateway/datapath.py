@@ -52,7 +52,7 @@ BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 32, 16 * 2**20, 64 * 2**20
 def proxy(
     settings: Settings, spans: Spans | None, *, cachemap: CacheMap, ledger: Ledger, costs: CostGroup, **rooms: Any
 ) -> Proxy:
-    """Make the proxy.
+    """Make the proxy, which handles clients' requests.
 
     `spans`: where traces are collected, None without tracing. `rooms`: the parts that the caller has made, by the name
     of `Proxy`'s parameter.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 LOOK_SECONDS = 0.5  # between two checks of watched files
-MOST_BYTES = 64 * 2**20  # most bytes of a file that is read whole: as many as the admin side accepts in a body
+MOST_BYTES = 64 * 2**20  # the largest file in bytes that is read whole; the admin API's limit of a body is the same
 
 # Errors that may pass within a second: no free descriptors or memory, or a network mount that does not answer.
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
@@ -112,7 +112,7 @@ def open_to_append(path: Path, more_flags: int = 0) -> int:
 def check_appendable(path: Path) -> None:
     """Check that the file at `path` could be appended to, without creating it. Raises OSError if it could not.
 
-    A pipe is not opened: when it is closed again, its reader would see the end of its input.
+    A pipe is not opened, because closing it again would tell its reader that the input has ended.
     """
     if path.exists() and not path.is_fifo():
         return os.close(open_to_append(path))

@@ -93,7 +93,9 @@ class ModelFiles:
         return source
 
     def new_pipeline(self, directory: Path | None, name: str | None = None) -> Pipeline:
-        """Make a pipeline from the model's files in `directory`; without a directory, the pipeline has no tokenizer.
+        """Make a pipeline, which turns requests into token ids and block hashes, from the model's files in `directory`.
+
+        Without a directory, the pipeline has no tokenizer, and prompts are matched as text.
 
         `name`: the model's name in error messages; None: the name of the operator's model. Raises ConfigError for a
         model that cannot be used.
@@ -110,8 +112,8 @@ class ModelFiles:
     async def load(self, source: Source, name: str | None) -> Pipeline:
         """Load a pipeline from these files in a thread.
 
-        Raises ConfigError if the files can never be used. Other errors of any type may pass. `name`: the model's name
-        in error messages.
+        Raises ConfigError if the files can never be used. Any other exception means a problem that may go away by
+        itself. `name`: the model's name in error messages.
         """
         return await _in_thread(self.loading, source.directory, "", self.new_pipeline, source.directory, name)
 

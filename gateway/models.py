@@ -198,9 +198,10 @@ class Models:
         return PromptFormat(None if member.set_apart else member.source, size, quirks, replica.looks_ahead)
 
     def _space_for(self, member: Member, format: PromptFormat, names: set[str]) -> ModelSpace:
-        """Move a replica to a space with this format, and return that space.
+        """Move a replica to a space (replicas with one format of prompts) that has this format; return the space.
 
-        The space is an existing one, one that no other replica uses and that gets this format, or a new one.
+        The space is an existing one, or one that no other replica uses and that now gets this format, or a new one.
+        `names`: the names by which the replica serves its model.
         """
         old = member.space
         alike = [one for one in self.spaces if one.format == format and one.members]
@@ -225,7 +226,10 @@ class Models:
         return space
 
     def _retune(self, space: ModelSpace, format: PromptFormat) -> None:
-        """Change the format of a space whose present format no replica needs any more."""
+        """Change the format of a space whose present format no replica needs any more.
+
+        If the model's files differ, the new ones are loaded in the background; until then prompts are matched as text.
+        """
         old = space.format
         space.follow(format)
         if old.source != format.source:
@@ -267,7 +271,10 @@ class Models:
             space.comparison.forget(member.replica.engine)
 
     def _drop_empty(self) -> None:
-        """Drop spaces without replicas, but keep the last space: replicas that come back use it again."""
+        """Drop the spaces (formats of prompts) without replicas, but keep one if all are without.
+
+        Replicas that come back use that one again.
+        """
         for space in [one for one in self.spaces if not one.members]:
             if len(self.spaces) > 1:
                 self.spaces.remove(space)

@@ -25,9 +25,10 @@ from .threads import FolderThreads
 
 
 class PromptFormat(NamedTuple):
-    """A format of prompts: the model's files, the block size in tokens, and quirks of the engine's version.
+    """A format of prompts: the model's files, the block size in tokens, and the quirks of the engine's version.
 
-    Without files (`source` None) there is no tokenizer, and prompts are matched as text.
+    Quirks are ways in which older versions of the engine make prompts differently. Without files (`source` None) there
+    is no tokenizer, and prompts are matched as text.
     """
 
     source: Source | None
@@ -98,7 +99,7 @@ class ModelSpace:
         self.members: dict[str, Member] = {}
         self.loading: asyncio.Task[None] | None = None
         self.problem = ""  # why the files cannot be used
-        self.may_pass = False  # the same files may be usable later
+        self.may_pass = False  # whether the problem may go away although the files stay the same
         self.use(pipeline)
         self.comparison = TokenizerComparison(lambda: self.pipeline, lambda: judged(self), threads)
 

@@ -57,9 +57,10 @@ class FolderThreads:
         self._late: dict[frozenset[str], str] = {}  # why it failed, by the folder and the engine
 
     async def run(self, folder: object, engine: str, function: Callable[..., T], *args: Any) -> T:
-        """Return what `function` returns for `args`. Raises what it raises, or SlowFolder.
+        """Call `function` with `args` in a thread, and return its result.
 
-        `engine`: the engine that names the folder, "" where it does not matter.
+        `folder`: the folder that the function works on. `engine`: the engine that names the folder, "" if it does not
+        matter. Raises what the function raises, and SlowFolder if it takes too long or its folder or engine is blocked.
         """
         names = frozenset(filter(None, (str(folder), engine)))
         async with self._gate:

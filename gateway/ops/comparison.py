@@ -62,7 +62,7 @@ class ComparedEngine:
     found: str = "not compared yet"  # the result, in words
     said: str = ""  # `found`, and what was observed since
     how: str = ""  # how it reads the tokenizer's files; "" if not known
-    differs: str = ""  # how its tokens of texts differ from the gateway's; "" if not known to
+    differs: str = ""  # how its tokens of texts differ from the gateway's; "" if no difference is known
     unproven: str = ""  # why it does not report its tokens of texts, if that makes all of its prompts inexact
     chats: str = ""  # how its tokens of chats differ from the gateway's, or why nothing shows that they are equal
     unasked: bool = False  # whether it has answered none of the chats so far

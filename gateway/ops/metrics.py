@@ -142,7 +142,7 @@ Key = str | Labels  # names a series: the values of its labels, or the value of 
 
 
 def labels_of(key: Key) -> Labels:
-    """Return the values of a series' labels in their order."""
+    """Return the label values of a series as a tuple; `key`: that tuple, or the value of its only label."""
     return (key,) if isinstance(key, str) else key
 
 

@@ -38,7 +38,7 @@ COMPLETIONS = "/v1/completions"
 ASKED_AT = {COMPLETIONS: "prompt", "/v1/embeddings": "input", "/classify": "input", "/pooling": "input"}
 # Tokens looked up in slower tiers after which the tiers should have sent events: their pieces have 256 tokens at most
 UNTOLD_TOKENS = 1024
-WIDER = 8  # most GPUs that share a block: vLLM before 0.32 reports the size of one GPU's part, and events whole blocks
+WIDER = 8  # the most GPUs that share a block: vLLM before 0.32 reports the size of one GPU's part, its events the whole
 EVENT_SECONDS = 5.0  # vLLM publishes with the step that stores the blocks: tens of milliseconds
 JOIN_SECONDS = 1.0  # to wait for a connection: a publisher without replay sends nothing before its first event
 ANSWER_SECONDS = 15.0  # a loaded engine may queue the trial; with more time, many full engines take minutes to check
@@ -52,7 +52,7 @@ OTHER_TOKENS = (
 def new_prompt(block_size: int) -> str:
     """Return a new random prompt that fills at least three blocks of `block_size` tokens.
 
-    It has a word for each token, and each word has at least one.
+    It has a word for each token that is needed, and each word has at least one token.
     """
     return secrets.token_hex(8) + " " + " ".join(secrets.choice(WORDS) for _ in range(3 * block_size + 8))
 
@@ -274,7 +274,8 @@ async def _blocks_arrive(trial: Trial, source: EventSource, text: str) -> AsyncI
 
 
 def _silent(trial: Trial, source: EventSource) -> Finding:
-    # The engine does not report on which node a rank is; it only shows that nothing publishes where the other ranks do.
+    # No engine reports on which node a rank runs. That it runs on another node shows only in that nothing is published
+    # for the rank where the other ranks publish.
     elsewhere = ("; ranks on another node than the server that answers for them are not supported, their caches can only be "
                  f"guessed: {trial.remedies.nodes}" if trial.replica.rank else "")  # fmt: skip
     return fail(f"silent: the engine stored new blocks, but nothing came from {source.endpoint} within {EVENT_SECONDS:g} s",

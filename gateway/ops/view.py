@@ -146,7 +146,7 @@ class View:
         }
 
     def _unserved(self) -> list[str]:
-        """Return the known models that no replica can answer for now."""
+        """Return the models that replicas serve, served or have to serve, but that none can answer for now."""
         known = {*self.gone(), *self.expected_back()}
         for replica in self.replicas.values():
             known |= {*self.served_by(replica.id), *replica.models}

@@ -105,9 +105,10 @@ def _is_unserved(exchange: Exchange) -> bool:
 
 
 class Settled:
-    """A handler of requests' ends, which books a tenant's request.
+    """A callable for the end of each request, which books the request on its tenant's limits.
 
-    It replaces the tokens that the request claimed in advance by those that it cost, and counts both in the metrics.
+    It replaces the tokens that the request claimed in advance by those that it cost. It also counts the request and its
+    tokens in the tenant's metrics.
     """
 
     def __init__(self, metering: Metering, metrics: Metrics, names: Container[str]):

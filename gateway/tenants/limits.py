@@ -68,16 +68,16 @@ class Claim(NamedTuple):
 
 
 def window(kind: str, now: float) -> int:
-    """Return the number of this kind of limit's window that contains `now` (seconds since 1970).
+    """Return the number of the time window that contains `now` (seconds since 1970), for this kind of limit.
 
-    Windows are minutes, days or months, numbered in the order of time.
+    A kind's windows are minutes, days or months, numbered in the order of time.
     """
     return _windows(int(now // MINUTE_SECONDS))[kind]
 
 
 @lru_cache(4)
 def _windows(minute: int) -> dict[str, int]:
-    """Return for each kind of limit the number of the window that contains this minute (minutes since 1970)."""
+    """Return, by kind of limit, the number of the time window that contains this minute (minutes since 1970)."""
     at = datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC)
     day, month = minute * MINUTE_SECONDS // DAY_SECONDS, 12 * at.year + at.month - 1
     return {RUNNING: 0, REQUESTS: minute, INPUT: minute, OUTPUT: minute, DAY: day, MONTH: month}
@@ -115,7 +115,7 @@ def claims(limits: Limits, tokens: int, now: float, kinds: Collection[str] = tup
 
 
 def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int = 1) -> Claim | None:
-    """Return the first claim that would exceed its limit, or None.
+    """Return the first claim (addition to a limit's count) that would exceed its limit, or None.
 
     `count`: returns the present count of a claim's limit in its window. `share`: each limit is split into this many
     equal parts, of which this gateway may use one.
@@ -124,7 +124,7 @@ def refused(wanted: Sequence[Claim], count: Callable[[Claim], int], share: int =
 
 
 def part(claim: Claim, share: int) -> int:
-    """Return the part of the claim's limit that this gateway may use, at least 1, of `share` equal parts."""
+    """Return how much of the claim's limit this gateway may use, at least 1: one of `share` equal parts."""
     return max(1, claim.limit // share)
 
 

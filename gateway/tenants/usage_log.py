@@ -38,7 +38,7 @@ LONGEST_NAME = 200  # characters of a model's name, a path and a request's id, w
 
 
 class UsageLog:
-    """A handler of requests' ends that writes a line to the usage log for each.
+    """The usage log as a callable for the end of each request, which writes a line about the request.
 
     While the file cannot be written, lines are lost, but requests go on.
     """
@@ -73,8 +73,8 @@ class UsageLog:
     def tell_lost(self) -> None:
         """Report the number of lines lost since the last call to `dropped`; call it in the event loop's thread.
 
-        Each request's end reports lost lines too. So this is to be called before the counter of dropped lines is read,
-        and when the gateway stops.
+        The end of each request reports lost lines too. Call this before the counter of dropped lines is read, and when
+        the gateway stops.
         """
         if (lost := self._lost) != self._told:
             self._dropped(lost - self._told)

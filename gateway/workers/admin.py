@@ -45,11 +45,11 @@ CHANGE_SECONDS = 86_400.0
 
 
 class WorkersAdmin(Side):
-    """The admin API for the workers in `places`.
+    """The admin API for all workers of one machine.
 
-    `launched`: the engines that the supervisor started. `kept`: the file of the replicas that operators added, or None.
-    `background`: the supervisor's own background work. `shadows`: the policies compared in shadow mode. `guard`: checks
-    who may use the admin API.
+    `places`: the workers by number. `launched`: the engines that the supervisor started. `kept`: the file of the
+    replicas that operators added, or None. `background`: the supervisor's own background work. `shadows`: the policies
+    compared in shadow mode. `guard`: checks who may use the admin API.
     """
 
     def __init__(

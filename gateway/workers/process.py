@@ -30,9 +30,9 @@ OWN_HEADERS = frozenset(
     "connection keep-alive te trailer transfer-encoding upgrade expect content-length date server".split()
 )
 GONE = (aiohttp.ClientError, OSError, TimeoutError)  # failures of a request to a worker that has ended or is stuck
-OPEN = (
-    b"open\n"  # what a worker writes once it accepts connections; else FAILED, and a JSON string: why it cannot start
-)
+# The line that a worker writes once it accepts connections. If it cannot start, it writes FAILED and the reason as a
+# JSON string.
+OPEN = b"open\n"
 FAILED = b"failed "
 PACKAGES = Path(__file__).parents[2]  # the folder that has the package `gateway`
 START_SECONDS = 180.0  # for a worker's start: it may load a tokenizer on a busy machine

@@ -47,13 +47,13 @@ LONGEST_SOCKET = 107  # bytes of a unix socket's path
 
 
 class Workers:
-    """All workers with their engines, Redis and admin side, from `start` to `stop`."""
+    """The supervisor's service: all workers with their engines, Redis and admin API, from `start` to `stop`."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
         traces.receiver()  # reports wrong settings of traces before anything is started
         self._secrets = read_secrets(settings)
-        self._headers = {**bearer(self._secrets.admin_token), "Host": "localhost"}  # for workers' admin sides
+        self._headers = {**bearer(self._secrets.admin_token), "Host": "localhost"}  # for the workers' admin APIs
         self._launches = launches(settings)
         self.places = Places(settings.workers)
         self._background = Background()

@@ -32,7 +32,7 @@ SPAN = 900.0  # seconds that samples are kept
 MOST_DECISIONS = 120
 MOST_BLOCKS = 2048  # block hashes kept per prompt, for the tree of prefixes
 MOST_BYTES = 4 * 2**20  # the most bytes of all samples together
-LEAST_PAUSE, SHARE = 0.5, 0.005  # least seconds between two samples, and the most of the event loop's time for them
+LEAST_PAUSE, SHARE = 0.5, 0.005  # least seconds between two samples, and the most of the event loop's time
 TEXT_CHARS, TEXT_BYTES = 2000, 256 * 2**10  # characters kept of a prompt's text; the largest body parsed for them
 
 

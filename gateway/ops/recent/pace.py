@@ -72,7 +72,7 @@ def _judged(id: str, windows: Collection[Mapping[str, tuple[float, float]]]) -> 
 
 
 def status(slow: Slow | None, now: float) -> dict[str, Any] | None:
-    """Return the field about slowness of a replica's entry in a status; None if it is not slow.
+    """Return what a replica's entry in a status says about its slowness, or None if it is not slow.
 
     Its `text` is a sentence whose subject is the replica's name. `now`: the wall clock, in seconds.
     """

@@ -1,14 +1,15 @@
-"""Prompts in segments, and known prefixes: the tokens and block hashes of conversations seen before.
+"""A cache of the tokens and block hashes of prompt prefixes seen before.
 
-A prompt comes as the segments of a plan (`render.compiler` makes plans) with a text for each. Segments are cut only
-where `tokenizer.safe_cuts` allows, so their tokens, one after the other, are the prompt's tokens. The parts of a
-segment that the template always prints are its literals.
+A prompt comes as the segments of a plan, the compiled form of a chat template (`render.compiler`), with a text for each
+segment. The parts of a segment that the template always prints are its literals. Segments are cut only where that does
+not change the tokens (`Tokenizer.safe_cuts`), so the tokens of a prompt are the tokens of its segments, one after the
+other.
 
-Segments form a tree: a node is a segment after a certain parent, with its own tokens and the hashes of the blocks that
-these tokens complete. A node's key is (parent, SHA-256 of the literals around its text, text or, if that is long, its
-SHA-256), all of which the dictionary compares for equality. Every part of the key is content, never a number that a
-template assigned. So a known prefix gives exactly what tokenizing it again would, also where several templates, or a
-template compiled again for another version of the engine, share one memo.
+The cached segments form a tree. A node is a segment after a certain parent node, with the segment's tokens and the
+hashes of the blocks that these tokens complete. Its key has three parts, which the dictionary compares for equality:
+the parent, the SHA-256 of the literals around the segment's text, and the text or, if that is long, its SHA-256. None
+of them depends on which template or plan the segment came from. So a cached prefix gives exactly what tokenizing it
+again would, even if several templates share the cache, or one that was compiled again for another engine version.
 """
 
 from __future__ import annotations
@@ -27,22 +28,29 @@ from cachemap import hash_blocks
 from ..render.trace import Check, Question, answered, check_of, hold, text_of
 from .tokenizer import Tokenizer
 
-_SEGMENT_BYTES = 120  # a segment without what it refers to
-_NODE_BYTES = 500  # a node, its key, its serial and its place in the dictionary
+_SEGMENT_BYTES = 120  # memory of a segment without the objects that it refers to
+_NODE_BYTES = 500  # memory of a node, its key, its serial and its place in the dictionary
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-# Texts of this length or more are keyed by their SHA-256, or those of long prompts would take half of the memo and
-# more: Python needs two to four times their bytes where one character is outside Latin 1. 420 kB cost 0.3 ms, not 0.1.
+# Texts of this length or more are keyed by their SHA-256. Otherwise the texts of long prompts would take half of the
+# cache's memory or more, because Python needs two to four bytes for each character of a text if one of them is outside
+# Latin 1. Looking up a text of 420 kB takes 0.3 ms in this way, instead of 0.1 ms.
 _LONG = 16_384  # characters
 
-Key = tuple[int, bytes, str | bytes]  # parent's serial, digest of the literals, text
-# A node: serial (never used twice); tokens; hashes of the blocks that these complete (uint64: Python ints would take
-# five times the space, each in a cache line of its own); bytes of the prompt's tokens up to the node's end; the last of
-# these tokens that fill no block; the prompt's characters up to there; digest of the questions that the text answered
-# as its segment expects. A plain tuple of plain things: the garbage collector stops tracking it, so a memo of a million
-# nodes costs nothing at each full collection.
+Key = tuple[int, bytes, str | bytes]  # the parent's serial, the digest of the literals, the text or its SHA-256
+# A node of the tree of segments, as a tuple of:
+# - its serial, which is never used twice;
+# - the segment's tokens (uint32 bytes);
+# - the hashes of the blocks that these tokens complete (uint64 bytes: Python ints would take five times the space, each
+#   in a cache line of its own);
+# - the length in bytes of the prompt's tokens up to the segment's end;
+# - the last of these tokens that fill no block;
+# - the number of the prompt's characters up to there;
+# - the digest of the template's questions to which the text has given the answers that its segment expects.
+# The garbage collector stops tracking a plain tuple of plain objects, so a cache of a million nodes costs nothing at
+# each full collection.
 Node = tuple[int, bytes, bytes, int, bytes, int, bytes]
 _ASKED = 6
 _HASH_BYTES = 8
@@ -50,17 +58,17 @@ _HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Literals and texts that are tokenized together.
+    """A part of a prompt that is tokenized as a whole: texts of the conversation with the literals around them.
 
-    Mostly a segment is one text between the literals `before` and `after`: the text of the conversation with number
-    `slot` or, where `slot` is -1, the value of the one expression in `pieces`. A segment without a text has only
-    `before`. Any other segment has no literals: its text is joined from `pieces`.
+    Most segments have one text between the literals `before` and `after`. It is the conversation's text with the index
+    `slot` or, if `slot` is -1, the value of the one expression in `pieces`. A segment without a text has only `before`.
+    A segment with several texts has no `before` and `after`: its text is joined from `pieces`.
 
     `questions`: what the template asked about this segment's text alone, with the expected answers.
     `checks`: the questions in executable form.
-    `literals`, `asks`: digests of the literals and of the questions, b"" where there are none, by which known prefixes
-        are found. They depend on content alone, so one memo can serve any number of templates and versions: segments
-        whose digests and texts are equal print the same, whoever compiled them.
+    `literals`, `asks`: digests of the literals and of the questions, b"" where there are none, by which cached prefixes
+        are found. They depend on content alone, so one cache can serve any number of templates and engine versions:
+        segments whose digests and texts are equal print the same, whichever template they come from.
     """
 
     slot: int
@@ -80,7 +88,7 @@ class Segment:
         object.__setattr__(self, "checks", tuple(map(check_of, self.questions)))
 
     def text(self, slots: Sequence[Any]) -> str:
-        """Return this segment's text, without literals; `slots`: the texts of a conversation."""
+        """Return this segment's text without its literals; `slots`: all texts of the conversation."""
         if self.pieces:
             return text_of(self.pieces, slots)
         return slots[self.slot] if self.slot >= 0 else ""
@@ -88,13 +96,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The segments of all conversations of one shape, with the `literals` and `asks` of all segments in order."""
+    """The compiled form of a chat template for conversations of one shape, which differ only in their texts.
+
+    `literals`, `asks`: the digests of the same names of all segments, in order.
+    """
 
     segments: list[Segment]
-    questions: list[Question]  # those that depend on more than one segment
+    questions: list[Question]  # the template's questions about the texts of more than one segment
     literals: tuple[bytes, ...] = field(init=False)
     asks: tuple[bytes, ...] = field(init=False)
-    # Reads the texts from the slots and a final "", where each segment has a slot or no text at all
+    # Returns the segments' texts, given the conversation's texts and ""; None: each segment's `text` has to be called.
     _take: Callable[[Sequence[Any]], tuple] | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,14 +116,14 @@ class Plan:
         object.__setattr__(self, "_take", itemgetter(*(one.slot for one in segments)) if simple else None)
 
     def texts(self, slots: Sequence[Any]) -> Sequence[str]:
-        """Return each segment's text, without literals; `slots`: the texts of a conversation."""
+        """Return the text of each segment without its literals; `slots`: all texts of the conversation."""
         if self._take is not None:
             return self._take((*slots, ""))
         return [segment.text(slots) for segment in self.segments]
 
     @property
     def size(self) -> int:
-        """Memory in bytes."""
+        """The memory that the plan takes, in bytes."""
         parts = [
             (one.before, one.after, one.pieces, one.questions, one.literals, one.asks, *one.checks)
             for one in self.segments
@@ -129,52 +140,57 @@ class Found(NamedTuple):
 
 
 class Mismatch(Exception):
-    """Raised when a text does not answer a segment's questions as expected, so the plan does not fit."""
+    """Raised when a text gives another answer to a template's question than its plan expects, so the plan is wrong."""
 
 
 class Generations(Generic[K, V]):
-    """A cache in two generations: entries in use stay in the young one, the others age and are dropped.
+    """A cache in two generations: entries in use are copied to the young one, and unused entries are dropped.
 
-    When the young generation has half of the budget, it becomes the old one, and the previous old one is dropped.
+    When the young generation reaches half of the memory budget, it becomes the old one, and the previous old one is
+    dropped.
 
-    Thread safe: a race between two threads costs an entry or the count of its bytes until the next generation. Readers
-    that cannot afford a call look at `young` and `old` themselves, in this order, and `keep` what they find in `old`.
+    Thread safe: in a race between two threads an entry may be lost, or its bytes miscounted until the next generation.
+    Readers for which a method call takes too long look into `young` and then `old` themselves, and call `keep` for what
+    they find in `old`.
     """
 
     __slots__ = ("young", "old", "young_bytes", "_old_bytes", "_gone", "_gone_bytes", "_half", "_size")
 
     def __init__(self, budget_bytes: int, size: Callable[[K, V], int]) -> None:
-        """Create an empty cache. `size`: the bytes of an entry, its place in the dictionary included."""
+        """Create an empty cache with a memory budget in bytes.
+
+        `size`: a function that returns the bytes that an entry takes, with its place in the dictionary.
+        """
         self._half, self._size = budget_bytes // 2, size
         self.clear()
 
     def clear(self) -> None:
         self.young: dict[K, V] = {}
         self.old: dict[K, V] = {}
-        self._gone: dict[K, V] = {}  # dropped and not yet freed, see `_free`
+        self._gone: dict[K, V] = {}  # the dropped generation, whose entries `_free` frees gradually
         self.young_bytes = self._old_bytes = self._gone_bytes = 0
 
     @property
     def bytes(self) -> int:
-        """The memory of all entries; an entry in both generations counts twice."""
+        """The memory of all entries in bytes; an entry in both generations is counted twice."""
         return self.young_bytes + self._old_bytes + self._gone_bytes
 
     def bound(self, budget_bytes: int) -> None:
-        """Keep within this many bytes from the next generation on."""
+        """Set the memory budget in bytes, which is kept to from the next generation on."""
         self._half = budget_bytes // 2
 
     def __len__(self) -> int:
-        return len(self.young) + len(self.old)  # an entry in both generations counts twice
+        return len(self.young) + len(self.old)  # an entry in both generations is counted twice
 
     def get(self, key: K) -> V | None:
-        """Return an entry, which keeps it in use, or None."""
+        """Return the entry of this key, or None; an entry of the old generation is copied to the young one."""
         found = self.young.get(key)
         if found is None and (found := self.old.get(key)) is not None:
             self.keep(key, found)
         return found
 
     def put(self, key: K, value: V) -> None:
-        """Store an entry, unless it would take a quarter of the budget."""
+        """Store an entry in place of an earlier one of its key, unless it takes more than a quarter of the budget."""
         self.pop(key)
         if 2 * self._size(key, value) <= self._half:
             self.keep(key, value)
@@ -188,12 +204,12 @@ class Generations(Generic[K, V]):
             self._old_bytes -= self._size(key, found)
 
     def keep(self, key: K, value: V) -> None:
-        """Store an entry that is not in the young generation."""
+        """Store an entry in the young generation, in which its key must not be."""
         self.young[key] = value
         self.grow(self._size(key, value))
 
     def grow(self, size: int) -> None:
-        """Count `size` more bytes in the young generation, and start a new one if it is full."""
+        """Add `size` bytes to the size of the young generation, and start a new generation if it is full."""
         self.young_bytes += size
         if self._gone:
             self._free(2 * size)
@@ -202,10 +218,10 @@ class Generations(Generic[K, V]):
             self._gone_bytes, self._old_bytes, self.young_bytes = self._old_bytes, self.young_bytes, 0
 
     def _free(self, least: int) -> None:
-        """Free at least this many bytes of the dropped generation.
+        """Free at least this many bytes of the dropped generation, or all that is left of it.
 
-        Dropping all 150,000 nodes of known prefixes at once would take 40 ms, in which no request is answered. At twice
-        the bytes that come in, the dropped generation is gone before the next one is dropped.
+        Freeing all 150,000 entries of a large cache at once would take 40 ms, in which no request is answered. `grow`
+        asks for twice the bytes that are added, so the dropped generation is gone before the next one is dropped.
         """
         gone = self._gone
         while gone and least > 0:
@@ -220,7 +236,10 @@ class Generations(Generic[K, V]):
 
 
 class Prefixes:
-    """A memo of prompts' tokens and block hashes, by segment. Thread safe: races only cost a segment's reuse."""
+    """A cache of the tokens and block hashes of prompts, by segment, for one tokenizer and block size.
+
+    Thread safe: in a race between two threads a segment may have to be tokenized again.
+    """
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, budget_bytes: int) -> None:
         self._tokenizer = tokenizer
@@ -231,22 +250,23 @@ class Prefixes:
 
     @property
     def bytes(self) -> int:
-        """The memory in bytes of the prompts seen before."""
+        """The memory in bytes that the cached prompts take."""
         return self._nodes.bytes
 
     def bound(self, budget_bytes: int) -> None:
-        """Keep within this many bytes from the next generation on."""
+        """Set the memory budget in bytes, which is kept to from the cache's next generation on."""
         self._nodes.bound(budget_bytes)
 
     def tokens(self, seed: int, plan: Plan, texts: Sequence[str], lead: bytes = b"") -> Found:
-        """Return the tokens and hashes of a prompt whose segments have these texts. Raises Mismatch.
+        """Return the tokens and block hashes of a prompt, and store those of its segments that are new.
 
-        `seed`: the hash that the chain of block hashes starts from; `lead`: special tokens (always the same) before the
-        text.
+        `seed`: the hash that the chain of block hashes starts from. `plan` and `texts`: the segments and the text of
+        each. `lead`: special tokens (uint32 bytes) to put before the text, the same in every call with a `lead`. Raises
+        Mismatch, and what the tokenizer raises.
         """
         nodes = self._nodes
         young, old = nodes.young.get, nodes.old.get
-        # Negative, and so no node's serial, which are positive.
+        # The parent of the first segment. It is negative, so it is no node's serial.
         parent = -1 - seed if not lead else -1 - (1 << 64) - seed
         found, packed = [lead], []
         end, tail, chars = len(lead), lead, 0
@@ -290,7 +310,7 @@ class Prefixes:
                 key = (parent, segment.literals, text if len(text) < _LONG else digest(text))
             parent = next(self._serials)
             mine = new[done:full].tobytes()
-            # Read again: another thread may have changed the generations meanwhile.
+            # `nodes.young` is read for each segment, because another thread may have started a new generation.
             nodes.young[key] = (parent, ids, mine, end, data[full * width : end - start], chars, segment.asks)
             size += _NODE_BYTES + getsizeof(key[2])
             done = full
@@ -298,7 +318,7 @@ class Prefixes:
         return Found(b"".join((*found, *tokens)), hashes, chars)
 
     def resize(self, block_size: int) -> None:
-        """Set another block size, which voids the hashes of all nodes."""
+        """Set another block size in tokens, and empty the cache, because the block hashes depend on the size."""
         self._block_size, self._width = block_size, 4 * block_size
         self.forget()
 
@@ -311,12 +331,15 @@ def _size(key: Key, node: Node) -> int:
 
 
 def fits(plan: Plan, slots: Sequence[Any]) -> bool:
-    """Return whether these texts answer the plan's questions as those did from which the plan was made."""
+    """Return whether the texts `slots` of a conversation give the answers that the plan's questions expect.
+
+    Only the questions about several segments are asked here; those about one segment are asked by `Prefixes.tokens`.
+    """
     return all(answered(question, slots) for question in plan.questions)
 
 
 def bare(texts: int) -> Plan:
-    """Return a plan for this many texts that are rendered already: without literals and questions."""
+    """Return a plan for a prompt that is already rendered, as this many texts: it has no literals and questions."""
     return Plan([_BARE] * texts, [])
 
 
@@ -329,7 +352,7 @@ def digest(text: str) -> bytes:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the memory of nested tuples and lists of plain values; shared values count each time."""
+    """Return the memory in bytes of nested tuples and lists; a value that occurs several times is counted each time."""
     if isinstance(value, (tuple, list)):
         return getsizeof(value) + sum(map(bytes_of, value))
     return getsizeof(value) if isinstance(value, (str, bytes)) else 32

@@ -1,4 +1,4 @@
-"""Tokenizers that come as a list of ranked tokens (`tekken.json`, `tiktoken.model`), made into a tokenizer.json."""
+"""Conversion of tokenizers that are lists of ranked tokens (`tekken.json`, `tiktoken.model`) to a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reading import Reading
 
 
 class RankedReadings:
-    """The only way of reading such files here, with the interface of `reading.Readings`."""
+    """The only interpretation of a list of ranked tokens known here, with the interface of `reading.Readings`."""
 
     mentioned: Sequence[str] = ()
 
@@ -26,12 +26,15 @@ class RankedReadings:
         named: Mapping[str, str] | None = None,
         longest_run: int = 0,
     ) -> None:
-        """Read the files by `make`, which returns the tokenizer.json made of them. Raises what `make` raises.
+        """Read the files by calling `make`. Raises what `make` raises.
 
-        `unknown`: why an engine may read the files otherwise; the other arguments are those of `Reading`.
+        `how`: the name of this interpretation, for messages; `make`: returns the tokenizer.json that is made of the
+        files; `unknown`: why an engine may interpret the files differently; `named`: the special tokens that a template
+        may print, by name; `longest_run`: a run of more blanks, or of more other characters, has unknown tokens (0: no
+        limit).
         """
         self.unknown = unknown
-        content = cache(make)  # some 25 MB, made again when it is needed after `let_go`
+        content = cache(make)  # some 25 MB, dropped by `let_go` and made again when it is needed
         self.let_go = content.cache_clear
         rebuilt = sha256(content().encode()).digest()
         self._reading = Reading(how, rebuilt, dict(named or {}), False, content, longest_run)
@@ -51,10 +54,11 @@ def tokenizer_json(
     first_id: int = 0,
     post_processor: dict[str, Any] | None = None,
 ) -> str:
-    """Return the tokenizer.json that makes the same ids as a list of ranked tokens.
+    """Return the content of a tokenizer.json that makes the same ids as a list of ranked tokens.
 
-    `pattern`: the regular expression that matches one word; `special`: the ids of the special tokens, of which
-    `in_vocabulary` are in the vocabulary as well; `first_id`: the id of the token with rank 0.
+    `ranks`: the rank of each token, by the token's bytes; `pattern`: the regular expression that matches one word;
+    `special`: the ids of the special tokens by name; `in_vocabulary`: those of them that are in the vocabulary, too;
+    `first_id`: the id of the token with rank 0; `post_processor`: the part of tokenizer.json that adds special tokens.
     """
     symbols = {rank: "".join(map(_SYMBOLS.__getitem__, token)) for token, rank in ranks.items()}
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -72,7 +76,10 @@ def tokenizer_json(
 
 
 def _merges(ranks: Mapping[bytes, int], symbols: Mapping[int, str]) -> list[list[str]]:
-    """Return every pair of tokens that make a token, ordered by its rank, so that merges are chosen as in tiktoken."""
+    """Return every pair of tokens that together are a token, ordered by the rank of that token.
+
+    In this order merges are chosen as in tiktoken. `symbols`: how a byte-level vocabulary writes each token, by rank.
+    """
     rank_of, merges = ranks.get, []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [
@@ -84,7 +91,7 @@ def _merges(ranks: Mapping[bytes, int], symbols: Mapping[int, str]) -> list[list
     return merges
 
 
-# How a byte-level vocabulary writes each byte.
+# The bytes that a byte-level vocabulary writes as the character of the same number, then how it writes all bytes.
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 _SYMBOLS = {**{byte: chr(byte) for byte in _PRINTED}, **{byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}}

@@ -1,15 +1,15 @@
-"""A model's tokenizer files as the engine reads them.
+"""Interpretation of a model's tokenizer files as the engine interprets them.
 
-vLLM does not use `tokenizer.json` as it is in the folder. transformers 5 loads it through a class, and several classes
-keep only its vocabulary, its merges and its post-processor and build everything else themselves: LlamaTokenizer splits
-at `▁` whatever the file says. In either case tokens are added that only `tokenizer_config.json`,
-`special_tokens_map.json` or `added_tokens.json` name. A `Reading` is the outcome: a complete tokenizer and the special
-tokens that a template may print.
+vLLM does not use `tokenizer.json` as it is in the folder. transformers 5 loads it through a tokenizer class. Several
+classes keep only its vocabulary, its merges and its post-processor, and build everything else themselves; for example,
+LlamaTokenizer splits at `▁` whatever the file says. All classes add tokens that only `tokenizer_config.json`,
+`special_tokens_map.json` or `added_tokens.json` name. A `Reading` is the outcome: a complete tokenizer, and the special
+tokens that a chat template may print.
 
-The class depends on the release of transformers, which an engine does not report. So there may be several readings, and
-the files alone do not always decide between them; an engine's answers to `/tokenize` do (`Pipeline.judge`). Read in the
-sources of transformers 5.5 to 5.23 and compared with 5.19 and 5.23 on folders of each shape
-(tests/gateway/prompt/tokens/test_reading.py).
+Which class is used depends on the release of transformers, which an engine does not report. So there may be several
+readings, and the files alone do not always decide between them. An engine's answers to `/tokenize` do
+(`Pipeline.judge`). The rules were read in the sources of transformers 5.5 to 5.23, and compared with 5.19 and 5.23 on
+folders of each sort (tests/gateway/prompt/tokens/test_reading.py).
 """
 
 from __future__ import annotations
@@ -28,55 +28,62 @@ from tokenizers import AddedToken, Tokenizer
 from ..quirks import Transformers
 from .folder import ModelError, json_object, read_text, using
 
-# The attributes that every tokenizer class has, in transformers' order.
+# The names of the special tokens that every tokenizer class has, in transformers' order.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 AS_IT_IS = "tokenizer.json as it is"
-_BYTE_LEVEL_LLAMA = (5, 22)  # since this release LlamaTokenizer is rejected for a tokenizer.json with ByteLevel
+# Since this release transformers does not use LlamaTokenizer for a tokenizer.json that contains "ByteLevel".
+_BYTE_LEVEL_LLAMA = (5, 22)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way of reading a model's tokenizer files."""
+    """One interpretation of a model's tokenizer files that an engine may make."""
 
-    how: str  # for messages: AS_IT_IS, or the class that rebuilds it
-    rebuilt: bytes  # SHA-256 of the replacement for tokenizer.json; empty: there is none
-    special_tokens: dict[str, str]  # named tokens that a template may print
-    splits_special_tokens: bool  # special tokens inside a text are ordinary text
+    how: str  # its name, for messages: AS_IT_IS, or a text that says how the tokenizer is rebuilt
+    rebuilt: bytes  # the SHA-256 of the content that replaces tokenizer.json; empty: the file is used as it is
+    special_tokens: dict[str, str]  # the special tokens that a template may print, by name
+    splits_special_tokens: bool  # special tokens inside a text are treated as ordinary text
+    # Returns the content that replaces tokenizer.json.
     make: Callable[[], str | None] = field(compare=False, repr=False)
-    longest_run: int = 0  # a run of more blanks, or more other characters, has unknown tokens; 0: no limit
+    # A run of more blanks than this, or of more other characters, has tokens that are not known here; 0: no limit.
+    longest_run: int = 0
 
     @property
     def content(self) -> str | None:
-        """The replacement for the content of tokenizer.json, or None where none is needed.
+        """The content that replaces that of tokenizer.json, or None if the file is used as it is.
 
-        It has megabytes, so a Reading does not keep it, and each access may make it again.
+        The content has megabytes, so a Reading does not keep it, and each access may make it again.
         """
         return self.make() if self.rebuilt else None
 
 
 class Readings:
-    """The ways in which an engine may read one model's files."""
+    """The interpretations (Readings) that engines may make of one model's tokenizer files.
+
+    `before` is the one of transformers before 5.22, `since` the one of 5.22 and later.
+    """
 
     def __init__(self, directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> None:
-        """Read the files. Raises ModelError.
+        """Read the files of the folder, which must have a tokenizer.json. Raises ModelError.
 
-        `config` is tokenizer_config.json, `settings` config.json; tokenizer.json must exist.
+        `config`: the content of tokenizer_config.json; `settings`: the content of config.json.
         """
         self._directory, self._config = directory, config
-        # Kept until `let_go`: the parsed files, some 10 times the size of tokenizer.json, and what was made of them.
+        # Both keep their results until `let_go` is called: the parsed files, which take some 10 times the size of
+        # tokenizer.json, and the contents made of them.
         self._files, self._content = cache(self._read), cache(self._make)
         byte_level = '"ByteLevel"' in read_text(directory / "tokenizer.json")
         with using(directory / "config.json", directory / "tokenizer_config.json"):
             told = config.get("tokenizer_class") or settings.get("tokenizer_class")
-            # The tokenizer class that the files name, without "Fast" at its end, or "".
+            # The name of the tokenizer class in the files, without "Fast" at its end, or "".
             self._told = told.removesuffix("Fast") if isinstance(told, str) else ""
             before, since = (_class_name(settings, self._told, byte_level, newer) for newer in (False, True))
-            # Why the engine may read the files in a way that is not implemented here, or "".
+            # Why the engine may interpret the files in a way that is not implemented here, or "".
             self.unknown = _unknown(directory, config, settings, before, since)
-        self.before = self.reading(before)  # by the rules of transformers before 5.22
+        self.before = self.reading(before)
         self.since = self.before if since == before else self.reading(since)
         with using(*_named_in(directory)):
-            # Everything that the files call a token, whether it is read as one or not.
+            # All texts that the files call a token, whether or not a Reading has them as tokens.
             self.mentioned = [
                 *_mentioned([value for key, value in config.items() if key.endswith(_MENTIONING)]),
                 *_mentioned(json_object(directory / "special_tokens_map.json")),
@@ -84,26 +91,35 @@ class Readings:
             ]
 
     def likeliest(self, transformers: Transformers) -> tuple[Reading, str]:
-        """Return the reading of an engine with this version of transformers, and why it is uncertain, or ""."""
+        """Return the Reading that an engine most likely makes, and why that is uncertain, or "".
+
+        `transformers`: the releases of transformers that the engine may run with.
+        """
         newer = transformers.has(_BYTE_LEVEL_LLAMA)
         if self.before is self.since or newer is not None:
             return self.since if newer else self.before, self.unknown
         return self.since, self.unknown or f"{transformers} has {self.since.how} or {self.before.how}"
 
     def all(self) -> Iterator[Reading]:
-        """Yield every possible reading, made one by one: each takes up to a second and the memory of tokenizer.json."""
+        """Yield every Reading that an engine may make, made one by one, and some of them twice.
+
+        Each takes up to a second to make, and the memory of tokenizer.json.
+        """
         yield self.since
         yield self.before
         for name in dict.fromkeys((self._told, "")):
             yield self.reading(name)
 
     def let_go(self) -> None:
-        """Free the parsed files; they are read again when needed."""
+        """Free the memory of the parsed files; they are read again when they are needed."""
         self._files.cache_clear()
         self._content.cache_clear()
 
     def reading(self, name: str) -> Reading:
-        """Return the reading by the transformers class of this name; "": by one that uses tokenizer.json as it is."""
+        """Return the Reading that the tokenizer class of this name in transformers makes. Raises ModelError.
+
+        `name`: the class; "": a class that uses tokenizer.json as it is.
+        """
         with using(self._directory / "tokenizer.json", *_named_in(self._directory)):
             content = self._content(name)
             named = self._files().names(_defaults(name))
@@ -138,13 +154,14 @@ def _defaults(name: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Class:
-    """A tokenizer class of transformers 5 that builds its pipeline itself, not from tokenizer.json."""
+    """A tokenizer class of transformers 5 that does not use the normalizer and pre-tokenizer in tokenizer.json."""
 
-    defaults: dict[str, str]  # named tokens where the files name none
-    pipeline: Callable[[dict[str, Any]], dict[str, Any]]  # tokenizer_config -> normalizer, pre_tokenizer
-    model: dict[str, Any] = field(default_factory=dict)  # options of the BPE model
-    adds_all_special: bool = False  # it registers its special tokens again at the end
-    adds_nothing: bool = False  # it replaces the post-processor by one that adds nothing
+    defaults: dict[str, str]  # its special tokens by name, used where the files name none
+    # Returns the normalizer and the pre-tokenizer, given the content of tokenizer_config.json.
+    pipeline: Callable[[dict[str, Any]], dict[str, Any]]
+    model: dict[str, Any] = field(default_factory=dict)  # its options of the BPE model
+    adds_all_special: bool = False  # it adds its special tokens once more, after all others
+    adds_nothing: bool = False  # it replaces the post-processor by one that adds no tokens
 
 
 def _unknown(directory: Path, config: dict[str, Any], settings: dict[str, Any], *names: str) -> str:
@@ -164,10 +181,11 @@ def _unknown(directory: Path, config: dict[str, Any], settings: dict[str, Any], 
 
 
 def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bool) -> str:
-    """Return the class that AutoTokenizer takes, "" for one that uses tokenizer.json as it is.
+    """Return the name of the tokenizer class that AutoTokenizer uses, "" for one that uses tokenizer.json as it is.
 
-    `settings`: config.json; `told`: the class that the files name, or ""; `byte_level`: tokenizer.json contains
-    "ByteLevel", for which the rules since 5.22 (`newer`) reject LlamaTokenizer.
+    `settings`: the content of config.json; `told`: the class that the files name, or ""; `byte_level`: whether
+    tokenizer.json contains "ByteLevel"; `newer`: apply the rules of transformers 5.22 and later, which do not use
+    LlamaTokenizer for such a tokenizer.json.
     """
     kind = settings.get("model_type")
     if kind in _TAKEN_AS_THEY_ARE or kind in _GENERIC_TYPES or kind in (_GENERIC_SINCE if newer else _GENERIC_BEFORE):
@@ -179,8 +197,8 @@ def _class_name(settings: dict[str, Any], told: str, byte_level: bool, newer: bo
     return name if name in _CLASSES or name in _REBUILT_OTHERWISE else ""
 
 
-# Model types that transformers registers with a class that uses tokenizer.json as it is; then those registered so only
-# before 5.22, and only since.
+# Model types for which transformers registers a class that uses tokenizer.json as it is: in all releases, only before
+# 5.22, and only since 5.22.
 _GENERIC_TYPES = frozenset(
     """
     EvollaModel arctic aria bigbird_pegasus camembertv2-base canary chatlm cohere_asr ernie4_5 ernie4_5_moe flex_olmo
@@ -200,15 +218,15 @@ _GENERIC_SINCE = frozenset(
     """
     beam gradium_phonon_tts internlm3 iquestcoder minicpm_ocr mistral_large4 nemo_speechlm pocket_tts""".split()
 )
-# Model types for which transformers uses the registered class, because their files are known to name a wrong one.
+# Model types whose files are known to name a wrong class, so transformers uses the class that it registers for them.
 _CLASS_IS_WRONG = frozenset(
     {"hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"}
 )
-# Model types whose files transformers may hand to mistral-common where there is a tekken.json.
+# Model types whose tokenizer transformers may read with mistral-common if there is a tekken.json.
 _MISTRAL_TYPES = frozenset(
     "ministral ministral3 mistral mistral3 mistral_large4 mixtral pixtral voxtral voxtral_realtime".split()
 )
-# Model types for which vLLM itself takes the class that uses tokenizer.json as it is.
+# Model types for which vLLM itself chooses the class that uses tokenizer.json as it is.
 _TAKEN_AS_THEY_ARE = frozenset(
     "deepseek_v32 deepseek_v4 internlm2 step3_vl step3p7 step5 step5_vl unlimited-ocr unlimited_ocr".split()
 )
@@ -234,7 +252,7 @@ _CLASS_OF_TYPE = {
     }.items()
     for kind in kinds.split()
 }
-# Classes that also rebuild the tokenizer and are not implemented here, mostly those of encoders.
+# Classes that also set their own normalizer and pre-tokenizer but are not implemented here, mostly those of encoders.
 _REBUILT_OTHERWISE = frozenset(
     f"{name}Tokenizer"
     for name in """
@@ -255,7 +273,11 @@ def _metaspace(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _byte_level(normalizer: Any, pattern: str = "") -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the pipeline of a byte-level class; `pattern`: how it splits words, "": as ByteLevel does by itself."""
+    """Return `_Class.pipeline` for a class with a byte-level vocabulary.
+
+    `normalizer`: its normalizer, as in tokenizer.json; `pattern`: the regular expression that matches one word, "":
+    that of ByteLevel itself.
+    """
 
     def pipeline(config: dict[str, Any]) -> dict[str, Any]:
         space = bool(config.get("add_prefix_space"))
@@ -293,7 +315,7 @@ _CLASSES = {
     "GPT2Tokenizer": _Class(_END, _byte_level(None)),
     "GPTNeoXTokenizer": _Class({**_END, "pad_token": "<|padding|>"}, _byte_level(_NFC), adds_nothing=True),
 }  # fmt: skip
-# Default named tokens of classes that are not implemented above. Models of the remaining classes have no chat
+# Default special tokens, by name, of classes that are not in _CLASSES. Models of the remaining classes have no chat
 # templates.
 _NAMED_OTHERWISE = {
     "CohereTokenizer": {"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>",
@@ -312,14 +334,19 @@ _EXTRA, _OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 
 
 class _Files:
-    """The files of one folder, with the tokens they name as transformers merges them."""
+    """The tokenizer files of one folder, with the tokens that they name merged as transformers merges them.
+
+    `extra`: tokens without a name of their own; `decoder`: added tokens by id; `named`: the special tokens that every
+    class has, by name; `specific`: special tokens that only this model has, by name.
+    """
 
     def __init__(
         self, directory: Path, told: dict[str, Any], tokenizer: dict[str, Any], own: dict[int, AddedToken]
     ) -> None:
-        """Merge the tokens.
+        """Merge the tokens that the files name.
 
-        `told`: a copy of tokenizer_config.json; `own`: the added tokens of `tokenizer` (tokenizer.json) by id.
+        `told`: a copy of the content of tokenizer_config.json, which is changed; `tokenizer`: the content of
+        tokenizer.json; `own`: the added tokens of tokenizer.json by id.
         """
         self.tokenizer, self.own = tokenizer, own
         if _OLDER_EXTRA in told and not told.get(_EXTRA):
@@ -340,7 +367,6 @@ class _Files:
         if _OLDER_EXTRA in told and _EXTRA not in told:
             told[_EXTRA] = told.pop(_OLDER_EXTRA)
         self.extra = [_token(one) for one in told.get(_EXTRA) or []]
-        # The added tokens by id.
         self.decoder = (
             self._older_tokens(directory, told)
             if is_older
@@ -348,7 +374,7 @@ class _Files:
         )
         known = {token.content: token for token in self.decoder.values()}
         named = {key: _token(told[key]) for key in NAMED if key in told}
-        # None stands for a token that the files say does not exist.
+        # A value of None means that the files say that there is no such token.
         self.named = {key: known.get(str(one), one) if one is not None else None for key, one in named.items()}
         others = {key: _typed(value) for key, value in (*told.items(), *specific.items())}
         self.specific = {
@@ -358,7 +384,10 @@ class _Files:
         }
 
     def _older_tokens(self, directory: Path, told: dict[str, Any]) -> dict[int, AddedToken]:
-        """Read added_tokens.json and tokenizer.json's own list, where there is no added_tokens_decoder."""
+        """Return the added tokens of added_tokens.json and tokenizer.json by id.
+
+        Used where tokenizer_config.json has no added_tokens_decoder. `told`: the content of tokenizer_config.json.
+        """
         special = {str(_token(told[key])) for key in NAMED if told.get(key)} | set(map(str, self.extra))
         found = {}
         for text, id in json_object(directory / "added_tokens.json").items():
@@ -368,7 +397,10 @@ class _Files:
         return found | self.own
 
     def names(self, defaults: dict[str, str]) -> dict[str, Any]:
-        """Return the named tokens (`bos_token` and others) of the files, or of `defaults` where the files name none."""
+        """Return the special tokens by name (`bos_token` and others).
+
+        `defaults`: the tokens of those names for which the files have none.
+        """
         padding = self.tokenizer.get("padding") or {}
         found = {"pad_token": padding.get("pad_token")} | defaults | self.named
         return {
@@ -379,7 +411,7 @@ class _Files:
 
 
 def _is_of_model(key: str) -> bool:
-    """Return whether a field names a token that only this model has."""
+    """Return whether a field of tokenizer_config.json gives a special token that only this model has."""
     return key.endswith("_token") and key not in NAMED
 
 
@@ -393,7 +425,11 @@ def _as_it_is(files: _Files, names: dict[str, Any]) -> str | None:
 
 
 def _rebuilt(files: _Files, config: dict[str, Any], kind: _Class, names: dict[str, Any]) -> str | None:
-    """Return the tokenizer.json that the class `kind` builds, or None where it makes the same ids as the folder's."""
+    """Return the content of the tokenizer.json that a tokenizer class builds, or None if it makes no other ids.
+
+    None means that the folder's tokenizer.json makes the same ids. `config`: the content of tokenizer_config.json;
+    `names`: the special tokens by name.
+    """
     old = files.tokenizer["model"]
     vocabulary = old["vocab"]
     if isinstance(vocabulary, list):
@@ -418,7 +454,10 @@ def _rebuilt(files: _Files, config: dict[str, Any], kind: _Class, names: dict[st
 
 
 def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken]) -> list[AddedToken]:
-    """Return the tokens that transformers adds to a tokenizer which has the tokens `there`, in its order."""
+    """Return the tokens that transformers adds to a tokenizer, in the order in which it adds them.
+
+    `names`: the special tokens by name; `there`: the added tokens that the tokenizer has already, by id.
+    """
     same = {repr(token) for token in there.values()}
     wanted: list[Any] = [token for _, token in sorted(files.decoder.items()) if repr(token) not in same]
     texts = {token.content for token in there.values()} | {token.content for token in wanted}
@@ -433,7 +472,11 @@ def _missing(files: _Files, names: dict[str, Any], there: dict[int, AddedToken])
 
 
 def _ids_as_added(files: _Files, vocabulary: dict[str, int]) -> bool:
-    """Return whether only tokenizer.json's own tokens are added, and adding them gives each its id in that file."""
+    """Return whether adding the tokens to the vocabulary gives each of them the id that it has in tokenizer.json.
+
+    False if the tokens to add are not those of tokenizer.json. `vocabulary`: the ids of the model's own tokens, by
+    text.
+    """
     if files.decoder.keys() != files.own.keys():
         return False
     size, highest = len(vocabulary), -1
@@ -446,13 +489,16 @@ def _ids_as_added(files: _Files, vocabulary: dict[str, int]) -> bool:
 
 
 def _settings(tokenizer: dict[str, Any]) -> Any:
-    """Return the settings on which a tokenizer's ids depend, besides its tokens: equal settings make equal ids."""
+    """Return the settings of a tokenizer.json on which its ids depend, for comparison with another one.
+
+    Two tokenizers with the same tokens and equal settings make the same ids.
+    """
     model, post_processor = tokenizer["model"], tokenizer.get("post_processor")
     steps = [_plain(tokenizer.get(name)) for name in ("normalizer", "pre_tokenizer")]
-    # A byte-level vocabulary covers every text, so no token is unknown.
+    # A byte-level vocabulary covers every text, so the unknown token is never used.
     unknown = None if "ByteLevel" in json.dumps(steps) else (model.get("unk_token"), bool(model.get("fuse_unk")))
     options = "byte_fallback ignore_merges continuing_subword_prefix end_of_word_suffix dropout".split()
-    # As a post-processor ByteLevel only moves offsets.
+    # As a post-processor, ByteLevel only changes offsets.
     adds = None if post_processor is None or post_processor.get("type") == "ByteLevel" else post_processor
     return model.get("type"), steps, unknown, [model.get(name) or "" for name in options], adds
 
@@ -477,17 +523,17 @@ def _special(token: Any) -> Any:
 
 
 def _named_in(directory: Path) -> tuple[Path, Path]:
-    """Return the files that name a model's special tokens."""
+    """Return the paths of the files that name a model's special tokens."""
     return directory / "tokenizer_config.json", directory / "special_tokens_map.json"
 
 
 def _token(value: Any) -> Any:
-    """Return a token written in JSON: a text, or an object with its properties."""
+    """Return a token from its JSON value: a text unchanged, or an object as the AddedToken with its properties."""
     return _added(value) if isinstance(value, dict) and isinstance(value.get("content"), str) else value
 
 
 def _mentioned(value: Any) -> Iterator[str]:
-    """Yield every text in a part of a file that lists or names tokens."""
+    """Yield the text of every token in a part of a JSON file that lists or names tokens."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -498,5 +544,8 @@ def _mentioned(value: Any) -> Iterator[str]:
 
 
 def _typed(value: Any) -> Any:
-    """Return a named token that only this model has; an object counts only if it says that it is a token."""
+    """Return the value of a field that may be a special token of this model only.
+
+    An object becomes an AddedToken if its `__type` says that it is one, else it is returned unchanged.
+    """
     return _token(value) if isinstance(value, dict) and value.get("__type") == "AddedToken" else value

@@ -1,8 +1,8 @@
-"""Models in Mistral's own format: `tekken.json`, which engines read with mistral-common.
+"""Reading the tokenizer of models in Mistral's own format: `tekken.json`, which engines read with mistral-common.
 
-In this format no part of a text is ever a special token, so special tokens get names that no text contains
-(`UNSPOKEN`). The rules by which mistral-common writes conversations depend on its version, which an engine does not
-report. So no prompt counts as exact until an engine has made the gateway's tokens of fixed texts and chats.
+In this format no special token is ever found in a text, so special tokens get names that no text contains (`UNSPOKEN`).
+The rules by which mistral-common writes conversations depend on its version, which an engine does not report. So no
+prompt is treated as exact until an engine's tokens of fixed texts and chats have equalled the gateway's.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from .folder import ModelError, read, using
 from .ranked import RankedReadings, tokenizer_json
 
 FILE = "tekken.json"
-# The special tokens of a file that names none, by id.
+# The special tokens of a tekken.json that names none, in the order of their ids.
 _UNNAMED = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-_NAMES_NEEDED_ABOVE = 7  # versions above this one must name their special tokens
+_NAMES_NEEDED_ABOVE = 7  # a tekken.json of a later version must name its special tokens
 
 
 class Unreadable(Exception):
-    """Raised for a folder that engines read with mistral-common and the gateway cannot read; the text says why."""
+    """Raised for a folder that engines read with mistral-common but that the gateway cannot read; the text says why."""
 
 
 def is_used(directory: Path) -> bool:
-    """Return whether vLLM reads this folder with mistral-common. Raises Unreadable if its files cannot be read here.
+    """Return whether vLLM reads the tokenizer of this folder with mistral-common.
 
-    vLLM does so if the folder also holds the model in Mistral's own format. In a folder without weights, as
-    `find_model` fetches it, params.json decides.
+    vLLM does so if the folder also holds the model's weights in Mistral's own format. In a folder without weights, as
+    `find_model` downloads it, the presence of params.json decides. Raises Unreadable if vLLM does so but the gateway
+    cannot read the files.
     """
 
     def has(*patterns: str) -> bool:
@@ -57,7 +58,7 @@ def is_used(directory: Path) -> bool:
 
 
 def program(directory: Path) -> Program:
-    """Return the rules by which engines write this model's conversations."""
+    """Return the rules by which engines write the conversations of the model in this folder."""
     told, _ = _parsed(directory)
     builder = told.get("model_settings_builder")
     effort = builder.get("reasoning_effort") if isinstance(builder, dict) else None
@@ -66,7 +67,10 @@ def program(directory: Path) -> Program:
 
 
 def readings(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> RankedReadings:
-    """Read the file. Raises ModelError."""
+    """Return the tokenizer that is made of the folder's tekken.json. Raises ModelError.
+
+    `config` and `settings` are not used.
+    """
 
     def make() -> str:
         told, special = _parsed(directory)
@@ -90,7 +94,10 @@ def readings(directory: Path, config: dict[str, Any], settings: dict[str, Any]) 
 
 
 def _parsed(directory: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the file's content and the ids of its special tokens. Raises an error for a file that cannot be used."""
+    """Return the content of tekken.json and the ids of its special tokens by name.
+
+    Raises ModelError, or any other error that its content leads to, for a file that cannot be used.
+    """
     told = orjson.loads(read(directory / FILE))
     if _version(told) not in mistral.VERSIONS:
         raise ValueError(f"its version is {told['config']['version']}, which is not known here")

@@ -1,7 +1,7 @@
-"""Tokenizers that come as `tiktoken.model`, with a program in the model's folder that reads it (Kimi K2).
+"""Reading tokenizers that come as `tiktoken.model`, with a Python program in the folder that reads it (Kimi K2).
 
-The program is not run; its text is analysed. A program may do anything, so no prompt counts as exact until an engine
-has made the gateway's tokens of fixed texts.
+The gateway does not run the program but analyses its source. The program may do more than the analysis finds, so no
+prompt is treated as exact until an engine's tokens of fixed texts have equalled the gateway's.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 from .folder import ModelError, matching, read, read_text, using
 from .ranked import RankedReadings, tokenizer_json
 
-# The program encodes longer runs of blanks, or of other characters, in parts, and so a text longer than LONGEST_TEXT.
+# The program tokenizes longer runs of blanks or of other characters in parts, and also texts longer than LONGEST_TEXT.
+# Both are in characters.
 LONGEST_RUN = 25_000
 LONGEST_TEXT = 400_000
-_RESERVED = 256 + 2  # special tokens after the vocabulary, named or not
+_RESERVED = 256 + 2  # the number of special tokens after the vocabulary, with and without names
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def can_be_read(directory: Path) -> bool:
-    """Return whether the folder has a tiktoken.model, and a program in which the word pattern can be found."""
+    """Return whether the folder has a tiktoken.model, and a program in whose source the word pattern can be found."""
     try:
         return (directory / "tiktoken.model").is_file() and bool(_word_pattern(directory))
     except (ModelError, SyntaxError, ValueError):
@@ -30,7 +31,10 @@ def can_be_read(directory: Path) -> bool:
 
 
 def readings(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> RankedReadings:
-    """Read the files; `config` is tokenizer_config.json. Raises ModelError."""
+    """Return the tokenizer that is made of the folder's tiktoken.model. Raises ModelError.
+
+    `config`: the content of tokenizer_config.json, which names the special tokens; `settings` is not used.
+    """
 
     def make() -> str:
         with using(directory / "tiktoken.model"):
@@ -48,7 +52,7 @@ def readings(directory: Path, config: dict[str, Any], settings: dict[str, Any]) 
 
 
 def sorts_tools(directory: Path) -> bool:
-    """Return whether tools reach the template with their keys in alphabetical order."""
+    """Return whether the folder's program sorts the keys of tools alphabetically before the template gets them."""
     return "deep_sort_dict(tools)" in _program(directory)
 
 
@@ -64,9 +68,10 @@ def _program(directory: Path) -> str:
 
 
 def _word_pattern(directory: Path) -> str:
-    """Return the program's pattern of words, or "" where there is none.
+    """Return the regular expression by which the folder's program splits a text into words, or "" if none is found.
 
-    The pattern is what the program assigns to `pat_str`: a string, or a list of strings joined by another string.
+    It is what the program assigns to `pat_str`: a string, or a list of strings joined by another string. Raises
+    SyntaxError or ModelError for a program that cannot be read.
     """
     for node in ast.walk(ast.parse(_program(directory))):
         if isinstance(node, ast.Assign) and [getattr(one, "id", "") for one in node.targets] == ["pat_str"]:

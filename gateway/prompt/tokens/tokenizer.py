@@ -1,8 +1,8 @@
-"""Text to token ids, as the engine makes them.
+"""Tokenizing texts into the token ids that the engine makes.
 
-fastokens reads the same `tokenizer.json` and gives the same ids as `tokenizers`, 40 to 200 times faster (8 kB of prose:
-12 us against 2.5 ms); where it can't load a file, `tokenizers` does the work. Ids travel as uint32 little-endian bytes:
-no Python int is made per token.
+The library fastokens reads the same `tokenizer.json` and gives the same ids as the library `tokenizers`, 40 to 200
+times faster (8 kB of prose: 12 us against 2.5 ms). Where it can't load a file, `tokenizers` is used. Token ids are
+passed around as uint32 little-endian bytes, so that no Python int is made for each token.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from .tiktoken_files import LONGEST_TEXT
 
 log = logging.getLogger(__name__)
 
-# Otherwise `tokenizers` hands each text to a thread pool of its own, with a thread per core in each process.
+# Otherwise `tokenizers` passes each text to a thread pool of its own, with a thread for each core in every process.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Bytes of new text that the event loop may tokenize: some 5 ms for any text. At worst (random letters, one letter
-# over and over, rare Chinese) fastokens takes 0.2 us a byte, and `tokenizers` 1 us (a quiet 2-core cloud machine).
+# The most bytes of new text that the event loop may tokenize, which takes some 5 ms for any text. At worst (random
+# letters, one letter over and over, rare Chinese) fastokens takes 0.2 us a byte, and `tokenizers` 1 us (a quiet 2-core
+# cloud machine).
 _BRIEF = {"fastokens": 24 * 1024, "tokenizers": 5 * 1024}
-_CHAR_BYTES = 3  # nearly no text has more, and such text takes little work
-# A text of more characters per token of the context is counted before it is tokenized: prose and code have 3 to 5.
+_CHAR_BYTES = 3  # nearly no text has more bytes per character, and those that do take little work
+# If a text has more characters than this for each token of the context length, it is checked slice by slice before it
+# is tokenized. Prose and code have 3 to 5 characters per token.
 _UNLIKELY = 6
-# Texts are counted in slices of this many characters; the two sides of a cut may have up to _CUT_TOKENS more tokens
-# than the uncut text.
+# The number of characters of such a slice. The slices on both sides of a cut may have up to _CUT_TOKENS more tokens
+# together than the uncut text.
 _SLICE = 16 * 1024
 _CUT_TOKENS = 64
 
@@ -49,13 +51,13 @@ class TokenizerError(ModelError):
 
 
 class UnlikeEngine(Exception):
-    """Raised for a text that the engine may tokenize differently."""
+    """Raised for a text that the engine may tokenize differently from the gateway; the text of the error says why."""
 
 
 class TooLong(Exception):
-    """Raised for a text that is certain to have more tokens than the context.
+    """Raised for a text that is certain to have more tokens than the context length.
 
-    `tokens`: a lower bound of its tokens.
+    `tokens`: a lower bound on the number of its tokens.
     """
 
     def __init__(self, chars: int, tokens: int) -> None:
@@ -64,13 +66,13 @@ class TooLong(Exception):
 
 
 class Tokenizer:
-    """One model's tokenizer. Encoding is thread safe (both backends are, and neither is changed here)."""
+    """One model's tokenizer. Encoding is thread safe: both backends are, and neither is changed after loading."""
 
     def __init__(self, model_dir: Path, backend: str = "fastokens", reading: Reading | None = None) -> None:
-        """Load the tokenizer of the model in `model_dir`. Raises TokenizerError.
+        """Load the tokenizer of the model in the folder `model_dir`. Raises TokenizerError.
 
-        `backend`: "fastokens" or "tokenizers"; `reading`: how the engine reads the files (None: tokenizer.json as it
-        is).
+        `backend`: the library to use, "fastokens" or "tokenizers". `reading`: how the engine interprets the folder's
+        tokenizer files; None: it uses tokenizer.json as it is.
         """
         path = model_dir / "tokenizer.json"
         content = reading.content if reading else None
@@ -114,19 +116,24 @@ class Tokenizer:
         self.bound(None)
 
     def bound(self, tokens: int | None) -> None:
-        """Refuse texts that are certain to exceed this many tokens, before most of the work (None: refuse none)."""
+        """Set the number of tokens above which texts are refused with TooLong (None: no text is refused).
+
+        Such a text is refused before most of the work, once it is certain that it has more tokens.
+        """
         self._context = tokens or sys.maxsize
         self._unchecked = _BRIEF[self.backend] // _CHAR_BYTES
 
     def _check(self, texts: list[str], chars: int) -> None:
-        """Check texts that are not short. Raises TooLong, UnlikeEngine, or TakesLong on the event loop.
+        """Raise an error for texts that are not to be tokenized here; for short texts this check is not needed.
 
-        `chars`: the characters of all texts together.
+        `chars`: the number of characters of all texts together. Raises TooLong, UnlikeEngine, or TakesLong on the event
+        loop.
         """
         self._weigh(texts)
         if self._run is not None and any(len(one) >= LONGEST_TEXT or self._run.search(one) for one in texts):
             raise UnlikeEngine("the engine tokenizes such a long text, or so long a run without blanks, in parts")
-        # Not with added tokens that absorb adjacent blanks: any number of these is one token, so slices give no bound.
+        # If added tokens absorb adjacent blanks, any number of blanks is one token, so the tokens of slices do not
+        # bound the tokens of the text.
         if chars // _UNLIKELY > self._context and not self._takes_blanks:
             self._count(texts, chars)
 
@@ -140,7 +147,11 @@ class Tokenizer:
             raise TakesLong
 
     def _count(self, texts: list[str], chars: int) -> None:
-        """Raise TooLong as soon as it is certain, so that a text that is too long costs no more than one that fits."""
+        """Raise TooLong as soon as it is certain that the texts have more tokens together than the context length.
+
+        The texts are tokenized slice by slice, so one that is too long takes no more work than one that fits. `chars`:
+        the number of characters of all texts together.
+        """
         tokens = 0
         for text in texts:
             for at in range(0, len(text), _SLICE):
@@ -149,21 +160,21 @@ class Tokenizer:
                     raise TooLong(chars, tokens)
 
     def encode(self, text: str, special: bool = False) -> bytes:
-        """Return the token ids of `text` as uint32 LE bytes.
+        """Return the token ids of `text` as uint32 little-endian bytes.
 
-        `special`: add what the post-processor adds (BOS, EOS). Raises TooLong, UnlikeEngine, or TakesLong on the event
-        loop.
+        `special`: include the special tokens that the tokenizer adds before and after a text (BOS, EOS). Raises
+        TooLong, UnlikeEngine, or TakesLong on the event loop.
         """
         if len(text) > self._unchecked:
             self._check([text], len(text))
         return self._ids([text], special)[0]
 
     def _ids(self, texts: list[str], special: bool) -> list[bytes]:
-        """Return the ids of each text, one backend call per text.
+        """Return the token ids of each text, with one backend call for each text.
 
-        The batch call of either backend wakes a thread pool, which costs more than the texts of a turn (three of 340
-        characters: 30 us of CPU against 8). `encode` of `tokenizers` holds the interpreter until it is done, 0.4 s for
-        380 kB.
+        A batch call with several texts wakes a thread pool of the backend, which costs more than tokenizing the new
+        texts of a turn: 30 us of CPU time against 8 for three texts of 340 characters. The method `encode` of
+        `tokenizers` is not used, because it holds the interpreter until it is done, 0.4 s for 380 kB.
         """
         if self._fast is not None:
             encode = self._fast.encode_batch_flat
@@ -172,16 +183,20 @@ class Tokenizer:
         return [_pack(encode([text], add_special_tokens=special)[0].ids) for text in texts]
 
     def encode_many(self, texts: list[str]) -> list[bytes]:
-        """Return the ids of each text, without special tokens. Raises what `encode` raises, for all texts together."""
+        """Return the token ids of texts that are parts of one prompt, without special tokens around them.
+
+        Raises what `encode` raises; TooLong refers to all texts together.
+        """
         if (chars := sum(map(len, texts))) > self._unchecked:
             self._check(texts, chars)
         return self._ids(texts, False)
 
     def encode_each(self, texts: list[str], special: bool) -> list[bytes]:
-        """Return the ids of texts that are separate prompts. Raises what `encode` raises.
+        """Return the token ids of texts that are separate prompts.
 
-        TooLong is raised for a single prompt, not for all together, and UnlikeEngine also for a text that could spell a
-        special token's internal name.
+        `special`: include the special tokens that the tokenizer adds around a text. Raises what `encode` raises.
+        TooLong refers to a single prompt. UnlikeEngine is also raised for a text that could spell the internal name of
+        a special token.
         """
         if self._unspoken and any(UNSPOKEN in one for one in texts):
             raise UnlikeEngine("a text with Unicode non-characters")
@@ -190,30 +205,30 @@ class Tokenizer:
         return [self.encode(text, special) for text in texts]
 
     def added_around(self) -> tuple[int, int]:
-        """Return how many special tokens the post-processor adds before and after a text."""
+        """Return the numbers of special tokens that the tokenizer adds before and after a text."""
         bare, dressed = self.encode("x"), self.encode("x", special=True)
         before = dressed.find(bare) // 4
         return before, len(dressed) // 4 - before - len(bare) // 4
 
     def leading(self) -> bytes:
-        """Return the special tokens that the post-processor adds before a text, as uint32 LE bytes."""
+        """Return the special tokens that the tokenizer adds before a text, as uint32 little-endian bytes."""
         return self.encode("x", special=True)[: 4 * self.added_around()[0]]
 
     def safe_cuts(self) -> frozenset[str]:
-        """Return the added tokens before which a text may be cut.
+        """Return the added tokens before which a text may be cut without changing its tokens.
 
-        Cutting there is exact: ids(a + b) == ids(a) + ids(b) where b starts with one of them.
+        For each token t of them, ids(a + b) == ids(a) + ids(b) for any text a and any text b that starts with t.
 
-        Added tokens are matched first, on the raw text, and what lies between two of them is normalized, split and
-        merged by itself. So a cut is exact if the token after it is matched there in any case, and no match reaches
-        across the cut. That holds for a token that
+        A tokenizer first finds added tokens in the raw text. Then it normalizes, splits and merges each text between
+        two of them separately. So a cut changes no tokens if the added token after it is found there in any case, and
+        no added token is found across the cut. That holds for a token that
         - takes no blanks from its left (lstrip),
         - is matched on raw text (not `normalized`, unless the normalizer changes nothing),
         - is matched whatever its neighbours (not single_word),
         - cannot be the inside or the end of a longer match,
         - starts with no blank, which a token before it would take (rstrip), and, if there are single_word tokens, with
           no letter, digit or underscore, which would prevent one before it from matching.
-        If encoding samples contradicts this, no token is returned.
+        The rule is tested on sample texts. If a test fails, no token is returned.
         """
         added = [
             {**token, "normalized": token["normalized"] and self._normalizes}
@@ -224,7 +239,10 @@ class Tokenizer:
         return cuts if self._cuts_hold(sorted(cuts)) else frozenset()
 
     def _cuts_hold(self, cuts: list[str]) -> bool:
-        """Test the rule of `safe_cuts` on texts made to break it, with up to 32 of the tokens, spread over all."""
+        """Return whether cutting before these tokens leaves the tokens of sample texts unchanged.
+
+        The samples are made to break the rule of `safe_cuts`. Up to 32 of the tokens are tested, spread over all.
+        """
         for token in cuts[:: len(cuts) // 32 + 1]:
             for left in ("", "a", "a ", "a\n\n", "\u00e9 ", token[:-1], "'", "12", "\u4f60", token):
                 for right in ("", "b", " b", "\nb", "'s", token[1:], "3"):
@@ -243,9 +261,9 @@ def _changes_nothing(normalizer: dict[str, Any] | None) -> bool:
 
 
 def _standing_alone(added: list[dict[str, Any]]) -> frozenset[str]:
-    """Return those added tokens that fulfil the conditions of `Tokenizer.safe_cuts`.
+    """Return those added tokens that fulfil the conditions of `Tokenizer.safe_cuts`, before which texts may be cut.
 
-    With the 800 tokens of DeepSeek this takes 20 ms; comparing each with each would take 30 s.
+    With the 800 tokens of DeepSeek this takes 20 ms; comparing each token with each would take 30 s.
     """
     texts = [token["content"] for token in added]
     words = any(token["single_word"] for token in added)
@@ -258,12 +276,12 @@ def _standing_alone(added: list[dict[str, Any]]) -> frozenset[str]:
             return False
         if any(one.startswith(text) for one in fickle):
             return False
-        # The end of one token is the start of this one, or this one lies inside another.
+        # False if this token lies inside another one, or if the end of another one is the start of this one.
         return text not in insides and not any(text[:end] in tails for end in range(1, len(text) + 1))
 
     return frozenset(filter(stands_alone, texts))
 
 
 def _pack(ids: list[int]) -> bytes:
-    """Return ids as uint32 LE bytes ("I" is 4 bytes and little endian on every platform vLLM runs on)."""
+    """Return token ids as uint32 little-endian bytes, which "I" gives on every platform that vLLM runs on."""
     return array("I", ids).tobytes()

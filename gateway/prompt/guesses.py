@@ -76,7 +76,7 @@ def written(said: Any) -> bytes:
 def _dumped(said: Any) -> bytes:
     try:
         return orjson.dumps(said)
-    except TypeError:  # half a surrogate pair, integers of more than 64 bits, 255 levels
+    except TypeError:  # orjson refuses half a surrogate pair, integers of more than 64 bits, and 255 levels
         return json.dumps(said).encode()
 
 

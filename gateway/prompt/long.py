@@ -36,7 +36,7 @@ class LongPrompts:
         self._free = OFFLOAD_THREADS
         self._larger = False  # a body above LARGE is being prepared
         self._numbers = count()
-        # Heaps of bodies up to LARGE, and above.
+        # The bodies that wait for a thread, as two heaps: those up to LARGE, and those above.
         self._waiting: tuple[list[Waiting], list[Waiting]] = [], []
 
     def submit(self, size: int, work: Callable[[], T]) -> asyncio.Future[T]:

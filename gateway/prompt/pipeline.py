@@ -54,8 +54,8 @@ from .tokens.tokenizer import TooLong
 # (offload.py). Prose never seen before costs about 9 us per kB on a 2-core cloud machine with Qwen3's template and
 # tokenizer (tokens 3.7, hashes 2, JSON 0.7). Most of a long conversation was seen before, and 32 kB of it take 115 us.
 OFFLOAD_BYTES = 40 * 1024
-# Threads for long prompts. Each has a tokenizer cache of 30 MB and competes with the event loop for the interpreter;
-# there are two because a prompt of a million tokens takes 50 ms, or seconds without fastokens.
+# The number of threads for long prompts. Each has a tokenizer cache of 30 MB, and competes with the event loop for the
+# interpreter. There is more than one because a prompt of a million tokens takes 50 ms, or seconds without fastokens.
 OFFLOAD_THREADS = 2
 # How long a thread may hold the interpreter when the event loop waits for it (Python's default: 5 ms). The longest
 # uninterrupted step in preparing 100,000 tokens is reading the JSON, which takes 0.4 ms.
@@ -366,7 +366,8 @@ class Pipeline(ModelReader):
             except Unknown as earlier:  # for example images
                 known = min(earlier.known, known - 1)
         if not exact:
-            # A copy: raised itself it would form a cycle with this frame, which keeps the body until a collection.
+            # A copy is raised. `unknown` itself would form a reference cycle with this frame, which would keep the body
+            # in memory until the next garbage collection.
             raise type(unknown)(*unknown.args)
         prompt.note = f"exact up to message {known}, by text from there on: {_said(unknown)}"[:_LONGEST_NOTE]
         prompt.declined = True
@@ -463,7 +464,7 @@ class Pipeline(ModelReader):
             wanted = 16 if prompt.path == COMPLETIONS else int(self._quirks.leaves_one)
         return wanted if self._quirks.truncates_to_output else min(1, wanted)
 
-    # --- what is matched as text
+    # --- requests whose tokens are not known
 
     def _as_text(self, prompt: Prompt, request: dict[str, Any], why: str) -> Prompt:
         refuse_deep_arguments(request)

@@ -12,7 +12,7 @@ from typing import Literal
 Mode = Literal["exact", "media", "engine", "partly", "text", "load"]
 # The modes in which some block hashes are computed from text and so differ from the engine's.
 GUESSED = frozenset(("partly", "text"))
-LONGEST_RESPONSE_ID = 200  # characters of a stored response's id
+LONGEST_RESPONSE_ID = 200  # the most characters of a stored response's id
 
 # The API paths. Their bodies name the prompt, the output limit and the parameter at fault differently.
 CHAT = "/v1/chat/completions"
@@ -73,7 +73,7 @@ class Prompt:
     token_ids: bytes = b""  # uint32 little endian, 4 * tokens bytes
     hashes: Sequence[int] = ()  # one per full block, as array("Q"): a list takes five times the space
     max_tokens: int | None = None
-    capped: bool = False  # the gateway set `max_tokens`
+    capped: bool = False  # the gateway has set `max_tokens` in the request
     n: int = 1  # number of choices that the client asked for
     cut: bool = False  # the client asked for truncation, and it has shortened the prompt
     several: bool = False  # there are several prompts or choices, so `usage` is not that of one sequence

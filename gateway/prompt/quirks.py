@@ -55,19 +55,26 @@ class VersionQuirks:
     # Request fields that change a prompt or its blocks in a way that is not implemented here.
     unfollowed: frozenset[str] = frozenset()
     arguments_are_objects: bool = True  # 0.29: tool-call arguments that are other JSON become {}
-    looks_into_macros: bool = True  # 0.30: parts for a template that loops over content in a macro's parameter
+    # 0.30: content is passed as parts also to a template that loops over it in a macro's parameter
+    looks_into_macros: bool = True
     asks_template: bool = True  # 0.31: /v1/messages probes the model's own template, and reads `thinking`
     drops_attribution: bool = True  # 0.32: Claude Code's attribution line is also dropped from system texts of chats
-    truncates_to_output: bool = False  # until 0.31: -1 leaves room for max_tokens, since then for one token
+    # until 0.31: `truncate_prompt_tokens` of -1 leaves room for max_tokens, since then for one token
+    truncates_to_output: bool = False
     # False: the engine's rules may differ from those implemented here in two respects: for models whose conversations
     # are written without a template (`render.programs`), and for tools and tool results.
     rules_are_known: bool = True
-    harmony_recipient_last: bool | None = True  # True: as in 0.32 (oss-harmony); False: as in 0.28; None: not known
-    deepseek_v4: bool | None = True  # True: its rules as in 0.32; False: as in 0.28; None: not known
-    shows_custom_tools: bool | None = True  # 0.32: in /v1/responses, as functions of one text; None: not known
+    # gpt-oss: whether the header of a tool result names the recipient last, as in 0.32 (oss-harmony), or earlier, as in
+    # 0.28; None: not known
+    harmony_recipient_last: bool | None = True
+    # DeepSeek-V4: whether its conversations are written as in 0.32 (True) or as in 0.28 (False); None: not known
+    deepseek_v4: bool | None = True
+    # 0.32: the model sees `custom` tools of /v1/responses, as functions that take one text; None: not known
+    shows_custom_tools: bool | None = True
     # 0.33: a message with nothing but tool results does not begin a turn; before, it did, as in DeepSeek-V4
     deepseek_v41_results_continue: bool = True
-    follows_namespaces: bool = True  # 0.33: parts for a template that loops over messages kept in a namespace
+    # 0.33: content is passed as parts also to a template that loops over the content of messages in a namespace
+    follows_namespaces: bool = True
     # 0.33: truncation to the context length leaves one token of output also for a chat without an output limit
     leaves_one: bool = True
     # until 0.31: forwarded token ids are used even where `echo` or media need the messages

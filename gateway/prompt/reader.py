@@ -86,7 +86,8 @@ class ModelReader:
         self.served_name, self.directory = served_name, model_dir
         self._block_size = block_size
         self.looks_ahead = 0  # the number of tokens after a block that the engines include in the block's hash
-        self._seeds: dict[str | None, int] = {}  # the seeds of hash chains without a salt, by adapter
+        # By LoRA adapter: the hash from which the chain of block hashes starts for requests without a `cache_salt`.
+        self._seeds: dict[str | None, int] = {}
         self._files: LoadedModel | None = None
         self.config: dict[str, Any] = {}  # the model's config.json
         self.tokenizer: Tokenizer | None = None

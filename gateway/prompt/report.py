@@ -30,9 +30,9 @@ class Turn:
     An engine can reuse its cache for these tokens.
     """
 
-    what: str  # the sort: "plain", "with reasoning", "with tools"
-    kept: int  # leading tokens that both prompts have
-    total: int  # tokens of the first turn's prompt
+    what: str  # the sort of conversation: "plain", "with reasoning" or "with tools"
+    kept: int  # number of leading tokens that are equal in both prompts
+    total: int  # number of tokens of the first turn's prompt
 
     @property
     def extends(self) -> bool:
@@ -81,7 +81,7 @@ def _probes() -> list[tuple[str, list[Any], list[Any], list[Any] | None]]:
     thinking = [system, ask, {**called, "reasoning": "I will look it up."}, result]
     return [
         ("plain", [system, ask], [system, ask, answer, again], None),
-        # reasoning is kept while tools are called and dropped (if it is) when the user speaks again
+        # Templates that drop old reasoning keep it while tools are called and drop it at the user's next message.
         ("with reasoning", thinking, [*thinking, answer, again], [_TOOL]),
         ("with tools", [system, ask], [system, ask, called, result], [_TOOL]),
     ]

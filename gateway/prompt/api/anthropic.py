@@ -70,7 +70,7 @@ def _wants_system_first(source: str) -> bool:
     env = Bounds(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
     try:
         env.from_string(source).render({"messages": _INLINE_SYSTEM, "add_generation_prompt": False})
-    except Exception:  # vLLM catches Jinja's errors only, and does not start after any other
+    except Exception:  # vLLM catches Jinja's errors only; after any other error it does not start
         return True
     return False
 

@@ -28,7 +28,7 @@ _MEDIA_KEYS = frozenset(
     image_url image_pil image_embeds input_image audio_url audio_embeds input_audio video_url video_embeds prompt_embeds
     """.split()
 )
-# Keys of a part that mean something to vLLM; any other reaches a template that takes parts.
+# Keys of a content part that mean something to vLLM. Any other key is passed on to a template that takes parts.
 _PART_KEYS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | frozenset(
     "type text refusal thinking closed name uuid data file prompt_cache_breakpoint".split()
 )
@@ -230,7 +230,7 @@ def _message(
         raise bad(f"{where}.content must be a string or a list of parts", f"{where}.content")
     if role == "system" and quirks.drops_attribution:
         parts = _drop_billing_header(parts)
-    # An empty text is dropped too; an empty text part is an object and stays.
+    # Besides None, an empty text is dropped; a text part with an empty text stays, because it is an object.
     parts = [p for p in (_part(part, as_parts, where, media) for part in parts) if p]
     if media is not None and not as_parts:
         parts.sort(key=lambda part: not isinstance(part, Placeholder))

@@ -25,9 +25,9 @@ _FIELD = re.compile(
     rb"""((?:;[ \t]*filename=(?:"[^"\\]*"|[\w.-]+))?(?:;[ \t]*filename\*=[^\s;"\\]+)?)[ \t]*""",
     re.IGNORECASE,
 )
-_MOST_PARTS = 2048  # engines refuse forms of more than 1,000 fields and 1,000 files
-_HEADER_BYTES = 4096  # bytes of a part's header
-_LONGEST = 1024  # bytes of a model's name; no model has a longer one
+_MOST_PARTS = 2048  # parts of a form; engines refuse forms of more than 1,000 fields and 1,000 files
+_HEADER_BYTES = 4096  # the most bytes of a part's header
+_LONGEST = 1024  # the most bytes of a model's name; no model has a longer one
 
 
 _ABSENT, _NULL = msgspec.Raw(b""), b"null"

@@ -56,7 +56,7 @@ _LONGEST_NUMBER = 100  # characters of an integer that is written as a string; 6
 # request together, while vLLM checks `n` alone and accepts 1,024 prompts. vLLM ignores `best_of` (0.28 and 0.32 tried).
 MOST_SEQUENCES = 16_384
 UNKNOWN_CONTEXT = 1_000_000  # tokens; used in place of a context length that is not known
-# Characters of a session name that are kept; a longer one is replaced by its SHA-256.
+# The most characters of a session name; a longer name is replaced by its SHA-256.
 _LONG_SESSION = 256
 # Fields that engines read as integers and the gateway only forwards.
 _INTEGERS = frozenset({

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-MOST_OBJECTS = 250_000  # objects, lists and names of members
-MOST_STRINGS = 400_000  # names of members and values
+# The limits for one body.
+MOST_OBJECTS = 250_000  # objects, lists and names of members together
+MOST_STRINGS = 400_000  # strings, both names of members and values
 MOST_VALUES = 500_000  # values of lists and objects; one more is allowed for each token of the context length
 _PIECE = 256 * 1024
 _VALUES = (b",", b"[", b"{")

@@ -20,7 +20,7 @@ Places = npt.NDArray[np.int64]
 Runs = Sequence[tuple[int, int]]
 
 
-# Returns the tokens of an image from its width and height in pixels, or None where the engine refuses it.
+# Returns the tokens of an image, given its width and height in pixels, or None if the engine refuses the image.
 Expansion = Callable[[int, int], Runs | None]
 # Applies an engine's last changes to the tokens around images. The arguments are a prompt's token ids, the positions of
 # the images' first tokens, and the images' numbers of tokens. Returns the changed ids and positions, or None if the
@@ -47,7 +47,7 @@ class Files(NamedTuple):
     """The files of a model's folder that concern images, parsed; {} for a file that is missing."""
 
     settings: dict[str, Any]  # config.json
-    images: dict[str, Any]  # the image processor's settings
+    images: dict[str, Any]  # the image processor's settings, from preprocessor_config.json or processor_config.json
     processor: dict[str, Any]  # processor_config.json
     tokenizer: dict[str, Any]  # tokenizer_config.json
 

@@ -17,9 +17,9 @@ from ..tokens.tokenizer import Tokenizer
 from .families import Family, Files, Ids, Places, ids_of, integer
 
 _PROCESSORS = frozenset({None, "Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil"})
-_TOKENS = 256  # of an image, where the files give no number
-# The markers of an image and the token between them: the key of each in tokenizer_config.json, the key of its id in
-# config.json, and the default id.
+_TOKENS = 256  # the number of tokens of an image, if the files give none
+# The token that begins an image, the token that is repeated, and the token that ends the image. For each: its key in
+# tokenizer_config.json, the key of its id in config.json, and its default id.
 _MARKERS = (
     ("boi_token", "boi_token_index", 255_999),
     ("image_token", "image_token_index", 262_144),
@@ -90,7 +90,7 @@ def _pairs(ids: Ids, first: int, second: int) -> Places:
     at = np.flatnonzero((ids[:-1] == first) & (ids[1:] == second))
     if first != second or len(at) < 2:
         return at
-    # In a run of equal tokens a pair begins at every second one.
+    # In a run of equal tokens a pair begins at every second token.
     begins = np.flatnonzero(np.diff(at, prepend=-2) != 1)
     number = np.arange(len(at)) - np.repeat(begins, np.diff(begins, append=len(at)))
     return at[number % 2 == 0]

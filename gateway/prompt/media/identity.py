@@ -18,11 +18,11 @@ from xxhash import xxh3_128_digest
 from ..tokens.prefixes import Generations
 from .images import HEAD_BYTES, TURNING, Image, Unreadable, read
 
-FRAMED, PLAIN = "framed", "plain"  # the rules of 0.32 and of 0.28
+FRAMED, PLAIN = "framed", "plain"  # how vLLM 0.32 and vLLM 0.28 join the parts of a name before hashing
 # Characters of base64 that are decoded at a time, which takes 0.3 ms; other threads can run in between.
 _PIECE = HEAD_BYTES // 3 * 4
 _OVERLAP = max(map(len, TURNING))
-KNOWN_BYTES = 2 * 1024 * 1024  # for the names of some 8,000 images
+KNOWN_BYTES = 2 * 1024 * 1024  # the memory for cached names: room for some 8,000 images
 _ENTRY_BYTES = 250
 _WHITE = 255  # vLLM's default background behind transparent pixels
 _LEAF, _MAPPING, _SEQUENCE = b"\3", b"\2", b"\1"

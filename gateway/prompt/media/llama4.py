@@ -26,7 +26,8 @@ _VISION_TILE = 448  # default of a tile's side in the vision part of config.json
 _PATCH_ID = 200_092
 _MOST_OF_TILES = 256  # no model has nearly as many tiles; the number of grids to choose from grows with it
 _NAMES = ("<|image_start|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>")
-# The names of these tokens in processor_config.json. vLLM writes some of them as named here, whatever that file says.
+# The keys of these tokens in processor_config.json, and the values that are supported. vLLM writes some of the tokens
+# under these names, whatever that file says.
 _RENAMED = {
     "fake_image_token": "<|image|>",
     "image_token": "<|image|>",
@@ -36,7 +37,7 @@ _RENAMED = {
     "tile_x_separator_token": "<|tile_x_separator|>",
     "tile_y_separator_token": "<|tile_y_separator|>",
 }
-_KNOWN_SIZES = 1024  # image sizes whose tiles are cached; choosing them takes 15 us
+_KNOWN_SIZES = 1024  # the number of image sizes whose tiles are cached; choosing the tiles takes 15 us
 
 
 def family(files: Files, tokenizer: Tokenizer) -> Family | None:
@@ -53,7 +54,7 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
     if tile is None or patch is None or tile % patch or type(shuffle) not in (float, int) or not 0 < shuffle <= 1:
         return None
     largest, size = images.get("resize_to_max_canvas", False), images.get("size", {"height": _TILE, "width": _TILE})
-    # The processor's output must have the size that the model takes.
+    # The image processor's output must have the size that the model expects.
     if size != {"height": tile, "width": tile} or most is None or most > _MOST_OF_TILES or type(largest) is not bool:
         return None
     patches = (tile // patch) ** 2 // round(1 / shuffle**2)  # tokens of a tile

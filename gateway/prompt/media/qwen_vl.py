@@ -13,7 +13,7 @@ from .families import Family, Files, Runs, integer
 
 _TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 _PROCESSORS = frozenset({None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"})
-_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280  # the processor's defaults
+_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280  # the image processor's defaults
 _MOST_RATIO = 200  # the largest ratio of an image's sides; the processor refuses narrower images
 
 
@@ -27,7 +27,7 @@ def family(files: Files, tokenizer: Tokenizer) -> Family | None:
     patch, merge = integer(processor, "patch_size", 14), integer(processor, "merge_size", 2)
     if type(token) is not int or patch is None or merge is None or processor.get("do_resize", True) is not True:
         return None
-    # The processor's output must have the patches that the model takes.
+    # The image processor's output must have patches of the size that the model expects.
     if vision.get("patch_size", patch) != patch or vision.get("spatial_merge_size", merge) != merge:
         return None
     size = processor.get("size")

@@ -30,7 +30,8 @@ ARGUMENT = 8  # the price of each byte of a filter's arguments, for each item of
 A_BYTE = 16
 _MOST_BITS = 4096  # the most bits of an integer
 _CONTAINERS = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
-_HASHED = {(nodes.Pair, "key"), (nodes.Getitem, "arg")}  # expressions whose value Python hashes
+# The expressions whose value Python hashes, as the type of the node that holds them and its field.
+_HASHED = {(nodes.Pair, "key"), (nodes.Getitem, "arg")}
 # Match a width of four or more digits, or one that an argument gives, in a format of `%` and in one of `str.format`.
 _WIDE = {"%": re.compile(r"[%)][-+ #0.\d]*(?:\d{4}|\*)"), "format": re.compile(r"\{[^{}]*:[^{}]*(?:\d{4}|\{)")}
 # Filters and methods that are refused. No known template uses them, and they may take time that grows with the square
@@ -233,7 +234,7 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        # Jinja would compute constants while it compiles.
+        # Otherwise Jinja would compute constant expressions while it compiles, without a budget.
         self.optimized, self.finalize = False, _looked_at
         self.globals["namespace"] = _Namespace
         self.globals.pop("lipsum", None)
@@ -242,7 +243,7 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name, function in self.tests.items():
             if name in ("in", "upper", "lower") or function.__module__ == "_operator":
                 self.tests[name] = _bounded(name, function)
-        # Names that no template can spell.
+        # Filters that the changed syntax trees call; no template can spell their names.
         self.filters.update({"~": _concat, " looked at": _looked_at, " made": _made, " step": _step})
 
     def _generate(self, source: nodes.Template, *given: Any, **options: Any) -> str:
@@ -306,7 +307,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         given = (*args, *kwargs.values())
         if given:
             budget.read(*given)
-        # An argument may be the path of an attribute, which is followed for each item.
+        # An argument may be the path of an attribute, which Jinja looks up in each item.
         cost = STEP + ARGUMENT * sum(map(_length, given))
         if name in _LAZY and value:
             value = budget.each(value, cost)

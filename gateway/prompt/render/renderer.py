@@ -72,7 +72,7 @@ class Renderer:
         self._text_cut = ""
         self._beginnings: Generations[bytes, tuple[str, int]] = Generations(BEGINNINGS_BYTES, _size)
         self._runs = 0
-        self.by_plan = 0  # number of requests rendered by a plan
+        self.by_plan = 0  # the number of requests that a plan has rendered
 
     def tokens(self, seed: int, chat: Chat, lead: bytes = b"") -> Found:
         """Render and tokenize a conversation; return its tokens, block hashes and length in characters.
@@ -101,7 +101,7 @@ class Renderer:
                 runs = self._runs + 1
                 if runs <= _FIRST_CHECKED or not runs & _CHECK_MASK:
                     result = self._checked(result, plan, seed, slots, chat, lead)
-                self._runs = runs  # last, so that a check that raised TakesLong here is done again in a thread
+                self._runs = runs  # set last, so that a comparison that raised TakesLong is repeated in a thread
                 return result
         _weigh(chat, slots)
         if talk is None:

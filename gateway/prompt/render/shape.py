@@ -44,7 +44,7 @@ def _structure(value: Any, visit: Visit) -> Any:
         for key, item in value.items():
             if _is_slot(key, item):
                 visit(item)
-                parts += (key, str if type(item) is str else dict)  # a type, which no other value here is
+                parts += (key, str if type(item) is str else dict)  # a type stands for a text; no other value is a type
             else:
                 parts += (key, _structure(item, visit))
         return tuple(parts)

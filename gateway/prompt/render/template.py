@@ -132,7 +132,7 @@ class BoundedSandbox(Bounds, Sandbox):
 
 
 class ChatTemplate:
-    """One Jinja chat template with the special tokens of its tokenizer."""
+    """One Jinja chat template, with the special tokens of the model's tokenizer that it may print."""
 
     not_compiled = ""  # why the template is not to be compiled into plans (`render.compiler`), or ""
     as_received = False  # whether the template gets a request's messages unchanged

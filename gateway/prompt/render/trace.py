@@ -177,7 +177,7 @@ def slots_in(value: Any) -> set[int]:
 def _value(operand: tuple, slots: Sequence[Any]) -> Any:
     if type(operand) is Pair:
         return _value(operand.left, slots), _value(operand.right, slots)
-    if len(operand) == 1 and type(operand[0]) is not str:  # not joined, so that an object stays one
+    if len(operand) == 1 and type(operand[0]) is not str:  # no text to join, so a JSON object stays an object
         return evaluate(operand[0], slots)
     return text_of(operand, slots)
 
@@ -295,7 +295,7 @@ def _follow(name: str) -> Callable[..., Any]:
 def _compare(name: str) -> Callable[..., Any]:
     def method(self: Text, other: Any) -> Any:
         if not isinstance(other, str):
-            return getattr(str, name)("", other)  # NotImplemented, whatever the text
+            return getattr(str, name)("", other)  # NotImplemented, as for every text
         if isinstance(other, Text):
             if name not in ("__eq__", "__ne__"):
                 raise Untraceable("ordering of two texts")

@@ -80,8 +80,8 @@ class TracingEnvironment(plain.Sandbox):
     # calls
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        # Jinja passes the variables of the surrounding loop and block to every call, for functions that take the
-        # context.
+        # Jinja adds the variables of the surrounding loop and block to the arguments of every call, for functions that
+        # take the context.
         named = [given for name, given in kwargs.items() if name not in _SURROUNDINGS]
         if holds_stand_in(args) or holds_stand_in(named):
             owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "a function")

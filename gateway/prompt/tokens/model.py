@@ -44,7 +44,7 @@ def find_model(name_or_dir: str | Path) -> Path:
         path = Path(name_or_dir).expanduser()
         if path.is_dir():
             return path
-    except (OSError, RuntimeError) as error:  # no such user, or a path that cannot be looked at
+    except (OSError, RuntimeError) as error:  # no such user in `~user`, or a path that cannot be looked at
         raise ModelError(f"no directory {name_or_dir}: {error}") from error
     name = str(name_or_dir)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -132,7 +132,7 @@ class Plan:
 
 
 class Found(NamedTuple):
-    """The tokens (uint32 LE), block hashes (uint64) and number of characters of a prompt."""
+    """A prompt's token ids (uint32 little-endian bytes), block hashes (uint64) and number of characters."""
 
     tokens: bytes
     hashes: array[int]
@@ -301,7 +301,7 @@ class Prefixes:
         new = array("Q", hash_blocks(data, self._block_size, hashes[-1] if hashes else seed))
         hashes += new
         width, start, begin, done, parent = self._width, end - len(tail), end, 0, 0
-        size = 0  # the sum of `_size`
+        size = 0  # the memory of the new nodes, as `_size` computes it, without their tokens and hashes
         for segment, text, print_, ids in zip(segments, texts, rendered, tokens):
             end += len(ids)
             chars += len(print_)

@@ -504,7 +504,7 @@ def _settings(tokenizer: dict[str, Any]) -> Any:
 
 
 def _plain(step: Any) -> Any:
-    """Return a normalizer or pre-tokenizer without the settings that change no ids."""
+    """Return a normalizer or pre-tokenizer of a tokenizer.json without the settings that do not change token ids."""
     if not isinstance(step, dict):
         return step
     inner = step.get("normalizers", step.get("pretokenizers"))

@@ -92,7 +92,7 @@ class Tokenizer:
                 fast.no_padding()
                 fast.encode(_WARM_UP)  # the first call compiles its patterns: 40 to 170 ms
                 self._fast = fast
-            except Exception as error:  # an optional speed-up: after any failure go on without it
+            except Exception as error:  # fastokens is only faster: after any failure `tokenizers` is used
                 log.warning("fastokens can't load %s (%s): using tokenizers, about 100 times slower", path, str(error))
                 self.backend = "tokenizers"
         if self._fast is None:
@@ -138,7 +138,7 @@ class Tokenizer:
             self._count(texts, chars)
 
     def _weigh(self, texts: list[str]) -> None:
-        """Raise TakesLong on the event loop if these texts would take too long there."""
+        """Raise TakesLong if this is the event loop's thread and tokenizing these texts would block it too long."""
         if (
             event_loop.holds
             and sum(len(one) if one.isascii() else len(one.encode("utf-8", "replace")) for one in texts)

@@ -1,4 +1,4 @@
-"""`python -m gateway` is `hitherto`."""
+"""The entry point of `python -m gateway`, which is the same as the command `hitherto`."""
 
 import sys
 

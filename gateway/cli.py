@@ -1,8 +1,8 @@
 """The command line, `hitherto serve | config | key | replica | explain | plan | doctor ...`.
 
 Flags are made from the schema in `gateway.settings`. A setting therefore has one name, one help text and one check,
-whether it comes from a file, the environment or the command line. Each verb imports what it needs when it runs, which
-lets `hitherto config` answer in a fraction of a second.
+whether it comes from a file, the environment or the command line. Each command imports what it needs when it runs, so
+`hitherto config` answers in a fraction of a second.
 
 Exit codes: 0 success, 1 a failure or a problem found, 2 wrong flags or configuration.
 """

@@ -1,4 +1,4 @@
-"""Constructors of the parts of the data path, from the settings."""
+"""Functions that make, from the settings, the parts that requests pass through: proxy, limits, shared state, logs."""
 
 from __future__ import annotations
 

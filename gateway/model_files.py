@@ -1,7 +1,7 @@
 """The files of each model: their folder, a digest of their contents, and the pipelines made from them.
 
-Threads of their own (`FolderThreads`) search, read and load the files. The exception are the files of the model that
-the operator names, which are read once before anything is served.
+The files are searched, read and loaded in threads of their own (`FolderThreads`). Only the files of the model that the
+operator names are read without a thread, once, before anything is served.
 """
 
 from __future__ import annotations

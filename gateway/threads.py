@@ -60,7 +60,8 @@ class FolderThreads:
         """Call `function` with `args` in a thread, and return its result.
 
         `folder`: the folder that the function works on. `engine`: the engine that names the folder, "" if it does not
-        matter. Raises what the function raises, and SlowFolder if it takes too long or its folder or engine is blocked.
+        matter. Raises what the function raises. Raises SlowFolder if the function takes too long, or at once if earlier
+        work for the same folder or engine still hangs.
         """
         names = frozenset(filter(None, (str(folder), engine)))
         async with self._gate:

@@ -1,1 +1,1 @@
-"""The operator's side: health, metrics, traces, logs, the live page, JSON API, doctor and explain."""
+"""What operators use: health checks, metrics, traces, logs, the live page, the admin API, doctor and explain."""

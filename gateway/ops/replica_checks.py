@@ -54,10 +54,11 @@ class Engine:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the running gateway does not use the engine now, so that the doctor does not check it further.
+        """Whether the doctor does not check the engine itself, because the running gateway does not use it now.
 
-        The gateway has followed the engine at this address for long. What answers there now may be no engine, and the
-        doctor, which looks only once, would misjudge it.
+        The gateway has followed the engine at this address for some time. What answers there now may be no engine, and
+        the doctor, which looks only once, would misjudge it. An engine that an operator has drained is checked, unless
+        the gateway launched it.
         """
         return any(one.get("state") in (NOT_IN_USE if one.get("managed") else KEPT_OUT) for one in self.known)
 

@@ -1,7 +1,7 @@
 """The journal of recent events: replicas' changes of state, replicas added and removed, repairs and failures.
 
 Replicas' changes of state are reported to the journal. Everything else is found once a second, by comparing state and
-counters with the last look at them, so that requests do no work for it.
+counters with the last look at them. Each change is thus recorded once, and requests do no work for it.
 """
 
 from __future__ import annotations

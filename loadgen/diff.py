@@ -60,9 +60,10 @@ def reports_of(figures: Mapping[str, object]) -> Reports:
 
 
 def pairs(args: argparse.Namespace, old: Reports, new: Reports) -> Iterator[tuple[str, Report, Report]]:
-    """Yield the name and both reports of each target that both files have.
+    """Yield (name, old report, new report) for each target, policy or rate that both files have.
 
-    Where each file has one report, the two are compared whatever their names. Raises BadInput if nothing is common.
+    If each file has one report, the two are compared whatever their names. Raises BadInput if the files have no name in
+    common.
     """
     if len(old) == len(new) == 1:
         (before, was), (after, now) = *old.items(), *new.items()

@@ -127,7 +127,7 @@ class Client(client.Client):
     async def complete(
         self, prompt: list[int] | str, tokens: int = 1, seen: Callable[[Reply], None] | None = None
     ) -> Reply:
-        """Return a completion of exactly `tokens` tokens. Raises CalibrationError.
+        """Request a completion of exactly `tokens` tokens and return it. Raises CalibrationError.
 
         `prompt`: token ids, for the completions API, or the text of a chat message; `seen`: called at each chunk.
         """

@@ -83,6 +83,7 @@ def sizes(most: int, factor: int = 2) -> list[int]:
 
 
 def _questions(limits: Limits) -> Iterator[Question]:
+    """Yield the questions of a round, as far as the engine's limits admit them, however long each takes."""
     longest, cache = limits.longest, limits.num_blocks * limits.block_size // 2
     for size in sizes(longest):
         yield Question(NEW, size)
@@ -251,7 +252,10 @@ class Meter:
         return (await _together(self.client.complete(self.client.ids(SMALLEST), steps, at_tenth), other()))[0]
 
     def _cached(self, reply: Reply, at_most: int) -> int:
-        """Return how many prompt tokens the engine had cached, by its report or else the full blocks of `at_most`."""
+        """Return how many prompt tokens the engine had cached.
+
+        If the engine does not report it, the full KV blocks of `at_most` tokens are assumed.
+        """
         cached, block = reply.record.cached_tokens, self.limits.block_size
         return cached if cached is not None else at_most // block * block
 
@@ -321,9 +325,9 @@ def most_at_once(replies: list[Reply]) -> int:
 
 
 def changed(seen: list[Sample], before: Fit, after: Fit) -> float:
-    """Return by what share of its measured times the most changed region differs between two fits.
+    """Return how much the times that two fits predict differ in the region that changed most.
 
-    A region's change is the median over its samples.
+    The result is a share of the measured times, the median over the region's samples.
     """
     shares: dict[str, list[float]] = {}
     for one in seen:

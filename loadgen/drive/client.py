@@ -192,6 +192,7 @@ class Client:
         return head.encode("latin-1") + body
 
     async def _exchange(self, request: bytes, reply: Reply) -> None:
+        """Send `request` on a reused or a new connection, and wait until the reply is complete or has failed."""
         record = reply.record
         record.sent = perf_counter()
         connection: Connection | None = None

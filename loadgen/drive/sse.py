@@ -98,6 +98,7 @@ class Reply:
         self._message(payload, now)
 
     def _message(self, payload: bytes, now: float) -> None:
+        """Record what one JSON message has: an error, or output and usage. It is an event's data or a whole reply."""
         record = self.record
         try:
             message = orjson.loads(payload)
@@ -113,6 +114,7 @@ class Reply:
             record.detail = f"not an OpenAI reply: {payload[:_MAX_DETAIL].decode('utf-8', 'replace')}"
 
     def _choice(self, choice: dict, now: float) -> None:
+        """Record the text of a choice, and when it came if it has output of any kind."""
         record = self.record
         part = choice.get("delta") or choice.get("message") or choice
         text = part.get("content") or choice.get("text")

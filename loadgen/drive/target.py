@@ -108,7 +108,7 @@ async def model_of(client: Client, asked: str | None) -> str:
 
 
 def asking(args: argparse.Namespace, model: str) -> Asking:
-    """Return what the flags say all requests of this load to `model` have in common: endpoint, body fields, tokens."""
+    """Return the form that the flags give to this load's requests to `model`: endpoint, body fields, made-up tokens."""
     completions = datasets.completions(args)
     endpoint = args.endpoint or (COMPLETIONS if completions else CHAT)
     ignore_eos = args.ignore_eos if args.ignore_eos is not None else datasets.has_times(args)

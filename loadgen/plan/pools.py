@@ -45,7 +45,10 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """How a pool of `replicas` serves a load; a prefill pool sets `ttft` and `wait`, a decode pool the fields below."""
+    """How a pool of `replicas` serves a load.
+
+    A prefill pool sets `ttft` and `wait`, a decode pool `streams`, `room` and `step`; both set the other fields.
+    """
 
     replicas: int
     limits: tuple[str, ...]  # names of the limits that it exceeds; empty if it suffices

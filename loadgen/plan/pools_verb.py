@@ -175,6 +175,10 @@ def size_pools(given: Given, main: Transfer) -> tuple[Sizing, Sizing]:
 
 
 def pool_answers(given: Given, main: Transfer, prefill: Sizing, decode: Sizing) -> list[str]:
+    """Return sentences on the pools that serve the load, and why smaller ones would not, or why none does.
+
+    `main`: the cost of moving the KV cache of one prompt of the load.
+    """
     args, pools = given.args, {"prefill": prefill, "decode": decode}
     load = f"{args.rate:g} requests a second of {args.prompt_tokens:,} + {args.output_tokens:,} tokens"
     limits = f"{show.limits(given.slo or {})} for {percent(args.attainment)} of them"
@@ -192,6 +196,7 @@ def pool_answers(given: Given, main: Transfer, prefill: Sizing, decode: Sizing) 
 
 
 def _why(pool: Pool, given: Given, main: Transfer) -> str:
+    """Return in words why a pool does not suffice: a phrase for each limit that it exceeds."""
     room = f"{pool.streams:,.1f} streams each" if pool.streams else ""
     said = {
         "TPOT": f"a decode step of {_ms(pool.step)} with {room} is above TPOT",

@@ -290,6 +290,7 @@ def tokens_of(args: argparse.Namespace, profile: Profile, found: dict | None) ->
 
 
 def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
+    """Return the answer for one cache size in a sentence: the fewest replicas that keep the SLO, or that none do."""
     limits = show.limits(fleet.slo)
     if size.kept is None:
         best = size.found
@@ -307,9 +308,9 @@ def answer(args: argparse.Namespace, fleet: Fleet, size: Size) -> str:
 
 
 def behind(point: Point, fleet: Fleet) -> str:
-    """Return in words that requests pile up, where enough of them are within the SLO and the fleet is yet too small.
+    """Return a phrase if a fleet is too small only because requests pile up, else "".
 
-    In all other cases the result is "".
+    Enough of its requests are within the SLO then.
     """
     if point.kept or point.share < fleet.attainment:
         return ""

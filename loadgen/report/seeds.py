@@ -38,7 +38,7 @@ def _mean(values: Sequence[object]) -> object:
 
 
 def label(name: str, seed: int, seeds: int) -> str:
-    """Return the name under which files have a target's requests with one seed; with a single seed, just `name`."""
+    """Return the name of a target's requests with seed `seed` in report files, or `name` alone if `seeds` is 1."""
     return name if seeds == 1 else f"{name}, seed {seed}"
 
 

@@ -7,7 +7,10 @@ _MOST = 12  # digits at most; differences beyond them are rounding errors of flo
 
 
 def share(part: float | None, whole: float | None) -> float | None:
-    """Return `part / whole` with 4 digits, or as many as it takes to differ from 0 and 1; None without a `whole`."""
+    """Return `part / whole` with 4 digits, or as many as it takes to differ from 0 and 1.
+
+    Returns None if `whole` is 0 or None.
+    """
     if not whole:
         return None
     exact = part / whole

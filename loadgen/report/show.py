@@ -188,8 +188,8 @@ def compared(reports: Reports, rows: Sequence[Row] | None = None, most: int = _S
 def _look(row: Row, report: Report, best: float | None, reports: Reports) -> str:
     """Return the look of a cell: "best" for the row's best figure, "worse" if worse than the first target's, else "".
 
-    `best`: the row's best figure. A figure is only best if it beats another target's by more than noise, and only worse
-    if it is so by more than noise.
+    `best`: the row's best figure. A figure gets "best" only if it beats some other target's by more than noise, and
+    "worse" only if it is worse by more than noise.
     """
     (first, *_), verdict = reports.values(), noise.Verdict
     beats_one = any(noise.judged(row, report, other) is verdict.BETTER for other in reports.values())
@@ -237,7 +237,10 @@ def path_of(*path: str) -> Callable[[Report], float | None]:
 
 
 def latency(one: Latency, name: str) -> Row:
-    """Return the comparison's row for one figure of a latency, which `name` names: "mean" or a percentile as "p99"."""
+    """Return the row of the comparison table for one figure of a latency.
+
+    `name`: the figure, "mean" or a percentile such as "p99".
+    """
     same = noise.SAME_TAIL if name.startswith("p") and float(name[1:]) >= 90 else noise.SAME
     read = path_of(f"{one.key}_ms", name)
     return Row(f"{one.name} {name}", read, milliseconds, min, lambda value, report: same * value)

@@ -158,10 +158,11 @@ def summarise(
 
 
 def cache_figures(records: Sequence[Record]) -> dict[str, object]:
-    """Return how many prompt tokens the records have, and how many were cached by engines' report and by prediction.
+    """Return how many prompt tokens the requests had, and how many of them were cached.
 
-    The prediction is the gateway's. Each hit rate covers the requests whose replies have its figure. `prefill_tokens`:
-    the prompt tokens that engines had to compute, in requests whose cached tokens were reported.
+    There are two counts of cached tokens, with a hit rate each: those that engines reported, and those that a gateway
+    predicted. A hit rate covers the requests whose replies have its count. `prefill_tokens`: the prompt tokens that
+    engines had to compute, in requests whose cached tokens were reported.
     """
     told = [one for one in records if one.prompt_tokens is not None]
     reported = [(one.prompt_tokens, one.cached_tokens) for one in told if one.cached_tokens is not None]
@@ -225,7 +226,10 @@ def fair_share(report: Report) -> float | None:
 
 
 def exit_code(reports: Iterable[Report], whole: bool) -> int:
-    """Return the exit code: 130 unless the `whole` load was sent, 1 if a target answered no request, else 0."""
+    """Return the exit code: 130 if the user stopped the command, 1 if a target answered no request, else 0.
+
+    `whole`: there is a report for every target and every seed; if not, the user stopped the command.
+    """
     reports = list(reports)
     if not whole or any(report["interrupted"] for report in reports):
         return INTERRUPTED

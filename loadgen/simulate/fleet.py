@@ -172,6 +172,10 @@ class Fleet:
         self._dispatch(live)
 
     def _sent(self, live: Live, placed: Placement | Legs | None) -> None:
+        """Send a request to where it was placed, or let its prefill leg wait in the shared prefill queue.
+
+        `placed` is None if no replica could take the request, which then ends with an error.
+        """
         record = live.record
         if placed is None:
             answered = ("http_502", "no replica is left to try"), ("http_503", "no replica is ready")
@@ -221,6 +225,7 @@ class Fleet:
             action(*args)
 
     def _arrived(self, index: int, incarnation: int, asked: EngineRequest) -> None:
+        """Queue a request at the engine of replica `index`, unless the replica was lost since `incarnation`."""
         replica = self.replicas[index]
         if replica.incarnation != incarnation:
             return  # the replica was lost in the meantime, and the request was sent elsewhere
@@ -262,7 +267,7 @@ class Fleet:
     def _pulled(
         self, index: int, incarnation: int, asked: EngineRequest, left: tuple[int, int, int, int], began: bool
     ) -> None:
-        """Queue the request, after putting the blocks that `_pull` fetched into memory unless their source was lost.
+        """Put the KV blocks fetched from another replica into memory, unless that was lost, and queue the request.
 
         `left`: the source's index and incarnation (which changes when it is lost), and the range of the blocks it sent;
         `began`: whether there was a transfer.
@@ -316,6 +321,7 @@ class Fleet:
             self.at(replica.wakes, self._wake, index, replica, replica.turn)
 
     def _wake(self, index: int, replica: Replica, turn: int) -> None:
+        """End the engine's planned steps, handle their outputs and begin the next step, unless this wake-up is void."""
         if turn != replica.turn:
             return  # this wake-up is void: a request arrived in the meantime, or the replica was lost
         step = replica.wake()
@@ -327,6 +333,7 @@ class Fleet:
         self._go_on(index, replica)
 
     def _output(self, index: int, output: Output) -> None:
+        """Handle one output of a step: the end of a prefill leg, a first token, or the end of a request."""
         live = self._live[index][output.id]
         record, legs = live.record, live.legs
         if legs is not None and legs.kept_at is None:

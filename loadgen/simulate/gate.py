@@ -71,6 +71,7 @@ class Gate:
             self._judge(queued, now)
 
     def _judge(self, queued: QueuedRequest, now: float) -> None:
+        """Decide whether a request is sent now, stays queued or is refused, and send or refuse it."""
         request, gateway = queued.payload, self._gateway
         evaluation = gateway.evaluate(request.turn, request.session, now)
         if evaluation is None:
@@ -134,6 +135,10 @@ class Gate:
 
 
 def _seen(answers: Sequence[tuple[float, float]], since: float, limit: float | None) -> Seen | None:
+    """Return the number of answers from time `since` on, their high percentiles and how many exceed `limit` seconds.
+
+    `answers`: (when, seconds). Returns None if there are none.
+    """
     ordered = sorted([seconds for when, seconds in answers if when >= since])
     if not ordered:
         return None

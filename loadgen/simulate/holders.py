@@ -86,6 +86,7 @@ class Holders:
         return False
 
     def _confirmed(self, hashes: list[int]) -> list[int]:
+        """Return for each replica how many of the prompt's leading blocks KV events have confirmed."""
         lengths = self._none.copy()
         # the holders of each leading block, a bit per replica, up to the first block that no replica holds
         masks = list(iter(map(self._holders.get, hashes).__next__, None))
@@ -145,6 +146,7 @@ class Holders:
             self._models[replica].learn(predicted, reported)
 
     def store(self, replica: int, blocks: list[int], tier: str = "gpu") -> None:
+        """Add blocks that a replica has stored in a tier, by its KV event; a block stored again has one more copy."""
         if tier != "gpu":
             if tier not in self._lower:
                 self._lower[tier] = [set() for _ in self._none]
@@ -163,6 +165,7 @@ class Holders:
                 holders[block] = having | bit
 
     def remove(self, replica: int, blocks: list[int], tier: str = "gpu") -> None:
+        """Remove blocks, or one copy of each, that a replica has dropped from a tier, by its KV event."""
         if tier != "gpu":
             if tier in self._lower:
                 self._lower[tier][replica].difference_update(blocks)

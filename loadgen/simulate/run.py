@@ -87,6 +87,11 @@ class _Player:
     def _send(
         self, conversation: Conversation, number: int, said: Said, due: float, then: Callable[[], None] | None
     ) -> None:
+        """Send turn `number` of a conversation now, and let the conversation go on when the turn has ended.
+
+        `said`: the conversation before this turn; `due`: when the turn was to be sent; `then`: called when the
+        conversation is over.
+        """
         turn = conversation.turns[number]
         last = number + 1 == len(conversation.turns) and not turn.forks
         said, request = self.prompts.ask(said, turn, conversation.extra, not last)
@@ -104,6 +109,10 @@ class _Player:
     def _go_on(
         self, conversation: Conversation, number: int, said: Said, record: Record, then: Callable[[], None] | None
     ) -> None:
+        """Schedule what follows turn `number`, which has ended: forks and the next turn, or the conversation's end.
+
+        `said`: the conversation with this turn's messages; `then`: called when the conversation is over.
+        """
         fleet, turn, following = self.fleet, conversation.turns[number], number + 1
         goes_on = following < len(conversation.turns)
         if record.error and self.prompts.says(turn):

@@ -56,7 +56,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation and the conversations that fork off from it, whose requests `requests` includes."""
+    """A conversation; `requests` also counts the requests of the conversations that fork off from its turns."""
 
     id: str
     turns: list[Turn]

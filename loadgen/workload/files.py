@@ -72,6 +72,10 @@ class Reader:
             raise BadWorkload(f"{self.path}: {error.strerror}; name {FILES}") from None
 
     def _parsed(self, kind: str, split: Callable[[IO[bytes]], Iterable], parse: Callable) -> Iterator:
+        """Yield what `parse` makes of the entries into which `split` divides the file, and report bad ones.
+
+        `kind`: what error messages call an entry.
+        """
         number = 0
         with self._open() as file:
             try:

@@ -80,6 +80,10 @@ def hash_trace(reader: Reader, block: int, unit: float, output_len: int | None) 
 
 
 def _hash_ids(ids: object, length: int, block: int, number: int) -> array:
+    """Return an id for each block of a prompt of `length` tokens: the trace's `ids`, and unique ones where it has none.
+
+    `number`: the line's. Raises BadLine if the number of ids does not fit the length.
+    """
     whole, rest = divmod(length, block)
     if not ids:
         whole, ids = 0, []  # without ids nothing is shared
@@ -163,6 +167,7 @@ def replay(
 
 
 def _coarse(times: list[float]) -> list[str]:
+    """Return advice, in a list, if most requests share their time with others because the trace's clock is coarse."""
     distinct = sorted(set(times))
     if len(distinct) * 3 > len(times) or len(distinct) < 2:
         return []
@@ -259,6 +264,7 @@ def _from_sharegpt(message: object) -> Message:
 
 
 def _turns(messages: list[object], output_tokens: int | None) -> list[Turn]:
+    """Return the turns of a conversation: each ends with an assistant message, and has the messages before it."""
     turns, added = [], []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):

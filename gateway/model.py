@@ -136,7 +136,7 @@ def model_and_name(settings: Settings, profile: LaunchProfile | None) -> tuple[P
     try:
         directory = None if name is None else model_dir(name)
     except ConfigError as error:
-        why = error.text.removeprefix(f"model {name}: ")  # the source of the setting is named instead
+        why = error.text.removeprefix(f"model {name}: ")  # the error names the setting instead of the model
         raise ConfigError(why, "model") if settings.model else error from None
     return directory, name_of(settings, profile)
 

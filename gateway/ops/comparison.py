@@ -229,7 +229,7 @@ class TokenizerComparison:
                     await self._look_at_date(asked, engine, engine.zones)
                 answers = True
             except NotAsked:
-                answers = False  # the last look leaves more than one possible day as time passes
+                answers = False  # its time zones stay as they were, and allow more than one day as time passes
             self._differ(pipeline)
 
     async def _compare(self, replica: Replica, engine: ComparedEngine) -> None:
@@ -269,7 +269,7 @@ class TokenizerComparison:
             engine.tell(f"the gateway's, {verdict.how}")
             log.info("replica %s: same token ids as the gateway for %d texts (%s)", id, len(answers), verdict.how)
         await self._adopt(pipeline, verdict)
-        self._judged()  # now, as an engine may take long to answer chats
+        self._judged()  # already now, since an engine may take long to answer chats
         if not verdict.differs:
             await self._compare_chats(replica, engine)
             self._judged()

@@ -20,8 +20,8 @@ MOST_KINDS = 64  # per engine; clients can create kinds by sending unknown field
 class Kind:
     """The state of one kind of bodies whose token counts are doubted."""
 
-    why: str  # how its last miscounted body was counted
-    last: tuple[int, int, int]  # identifies that body
+    why: str  # how the token counts of its last miscounted body differed
+    last: tuple[int, int, int]  # identifies that body: tokens, characters, last block hash
     held: bool = False  # whether bodies of this kind count as inexact
     alike: int = 0  # equal token counts since that body
 

@@ -320,7 +320,7 @@ class Metrics:
     prompts = Counter("Prompts sent to a replica, but for 4xx answers, by how tokens were found", mode=("exact", "media", "engine", "partly", "text", "load"))
     media_prompts = Counter("Prompts with images, sound or video, by what of their blocks is not known (exact: nothing)", why=tuple(MEDIA))
     prompt_failures = Counter("Prompts not known to their end: a template or tokenizer failed, a body has what is not followed", reason=tuple(PROMPT_PATHS))
-    # the cache: predicted at the decision, reported by the engine in its answer
+    # cached tokens of prompts: predicted when the replica is chosen, and reported by the engine in its answer
     prompt_tokens = Counter("Prompt tokens sent to a replica", replica=LATER)
     predicted_cached_tokens = Counter("Prompt tokens the map said the replica holds, in all tiers", replica=LATER)
     reported_prompt_tokens = Counter("Prompt tokens of the answers that reported cached tokens", replica=LATER)
@@ -340,7 +340,7 @@ class Metrics:
         outcome=("shared", "late", "away"))
     shared_decision_seconds = Histogram("Time a request waited for the shared ledger's choice", STAGE_BUCKETS, outcome=("shared",))
     decisions = Counter("Decisions for another proxy, by how they ended: it told, or its lease ran out", outcome=("done", "expired"))
-    # shadow mode: by policies that did not act
+    # shadow mode: the choices of policies that are only compared with the one in effect
     shadow_decisions = Counter("Choices a policy in shadow would have made, by whether the acting one made the same", policy=LATER, choice=("same", "other"))
     shadow_legs = Counter("Choices of a policy in shadow where replicas have roles, by whether two of them would share the request", policy=LATER,
         choice=("apart", "whole"))
@@ -362,7 +362,7 @@ class Metrics:
     predicted_ttft_seconds = Counter("Sum of the times to the first token that were predicted when those were admitted", **{"class": LATER})
     delivered_ttft_seconds = Counter("Sum of the times to the first token that they had", **{"class": LATER})
     queue_seconds = Histogram("Time that requests which were sent had waited in the gateway's queue", LATENCY_BUCKETS, **{"class": LATER})
-    # what answers took and had, by class and model: with classes or limits, or --slo-figures
+    # times and tokens of answers by class and model; counted with classes, with limits, or with --slo-figures
     answer_ttft_seconds = Histogram("From the complete request to the first byte of a streamed answer", FIGURE_BUCKETS, **{"class": LATER, "model": LATER})
     answer_itl_seconds = Histogram("From one piece of a streamed answer to the next, as the mean of those within a quarter of a second; longer pauses alone",
         TOKEN_BUCKETS, **{"class": LATER, "model": LATER})

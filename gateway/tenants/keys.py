@@ -40,7 +40,7 @@ class Keys:
         self._path, self._classes = path, classes
         self._files = Followed([path])
         self._keys = read(path, classes)  # by the hashes of the keys
-        self.names: dict[str, None] = {}  # of the present tenants; always the same object
+        self.names: dict[str, None] = {}  # the present tenants' names, in order; the dict itself is never replaced
         self._name_all()
         self._loaded = time.time()
         self.problem = ""  # why the file as it is now cannot be used; "" if it can

@@ -34,12 +34,12 @@ log = logging.getLogger("hitherto")
 
 _SCRIPT = Path(__file__).with_name("shared.lua").read_text()
 DEADLINE = 0.002  # seconds that a request may wait; Redis takes 0.2 ms on one machine
-TURNS = 3  # event-loop iterations after the deadline: the loop may have been busy while the reply came
+TURNS = 3  # event-loop iterations to wait beyond the deadline: the reply may have come while the loop was busy
 BEAT, LEASE = 1.0, 3.0  # seconds between two heartbeats, and until a gateway without heartbeats counts as gone
 PATIENCE = 1.0  # seconds to wait for Redis before it counts as unreachable
 LOG_SECONDS = 10.0  # between two identical log lines
-MOST_TOGETHER = 64  # claims in one batch
-MOST_TOLD = 256  # tenants reported in one batch: after an outage there may be thousands
+MOST_TOGETHER = 64  # the most requests in one batch
+MOST_TOLD = 256  # the most tenants reported in one batch: after an outage there may be thousands
 WORK = "tenants' limits"  # kind of background work
 
 # Called with a request and whether Redis has decided on it. If so, `pending.over` holds the decision. Otherwise the
@@ -111,7 +111,7 @@ class SharedCounts:
         self._logged_at = self._joined_at = float("-inf")
         self._stopped = False
         self.joined, self.reason = False, "not connected yet"
-        self.gateways = 1  # of the deployment
+        self.gateways = 1  # how many gateways count together
 
     def start(self) -> None:
         self._beating = self._background.spawn(WORK, self._keep)
@@ -306,7 +306,7 @@ class SharedCounts:
                     for account in self._accounts()
                 }
             self._epoch = epoch
-        self._changed.update({one.name: one for one in self._accounts() if one.running})  # renews its lease
+        self._changed.update({one.name: one for one in self._accounts() if one.running})  # their leases are renewed
         if not self.joined:
             self.joined, self.reason, self._joined_at = True, "joined", monotonic()
             log.info("tenants' limits are counted in Redis, for %d gateways", self.gateways)

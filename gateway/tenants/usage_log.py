@@ -53,8 +53,8 @@ class UsageLog:
         with suppress(OSError):  # reported with the first line that is lost
             self._file = open_to_append(path, os.O_CREAT)
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._put = self._written = 0  # bytes; each has one writer
-        self._lost = 0  # lines that the disk did not take
+        self._put = self._written = 0  # bytes passed to the thread, and taken by it; each is changed by one side only
+        self._lost = 0  # lines that could not be written
         self._told = 0
         self._torn = False  # the file ends within a line that could not be cut off
         self._logged_at, self._logged = float("-inf"), 0

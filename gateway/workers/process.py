@@ -110,7 +110,7 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(seconds):
                 while (line := await self.process.stdout.readline()) and not line.startswith((OPEN, FAILED)):
-                    pass  # printed by an import
+                    pass  # skip what an import has printed
         except TimeoutError:
             why = f"a worker was not ready within {seconds:g} s"
         if line == OPEN:

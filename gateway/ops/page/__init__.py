@@ -10,7 +10,7 @@ from aiohttp import web
 PAGE = "page"  # the folder of the live page's files, also in the paths of the admin API
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
-# The browser loads and runs nothing but these files, whatever may get into the page.
+# With these headers the browser loads and runs nothing but the page's own files, whatever text gets into the page.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
                                "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -21,7 +21,7 @@ from ..metrics import Metrics, quantile
 SLOT, SLOTS = 5, 180  # seconds of a slot, and how many slots: 15 minutes
 REPLICA_SLOT, REPLICA_SLOTS = 20, 45  # the same for the slots of each replica
 MINUTE = 60  # seconds: the window shown first
-PIECE = 64  # series of metrics that are added between two yields
+PIECE = 64  # series of metrics whose growth is added between two yields
 POINT = 3  # slots that are combined to a point of a curve
 ERRORS = ("5xx", "cut")
 # The reasons of refusals that the page shows on a line of their own, and each one's column. 401: an unknown API key.

@@ -2,8 +2,8 @@
 
 A question is one measurement: a request, or several at once. Every round has the same questions in another order, so
 that a machine that is busier or warmer for a while does not affect only one kind. The questions' prompts grow by
-factors of two or more, up to the engine's context and a quarter of its cache. A question that would take more than the
-share LONGEST of the time is left out, as many rounds are worth more than long prompts.
+factors of two or more, up to the engine's context and a quarter of its cache. Except for small ones, a question that
+would take more than the share LONGEST of the time is left out, as many rounds are worth more than long prompts.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _questions(limits: Limits) -> Iterator[Question]:
             if size + extra < limits.max_model_len:
                 yield Question(CACHED, size, extra)
     for count in (2**n for n in range(MOST.bit_length()) if 2**n <= limits.max_num_seqs):
-        output = STEPS + 2 * count  # they start one after the other
+        output = STEPS + 2 * count  # more for more requests, as they start one after the other
         for size in sizes(longest // 2, 8):
             if count * (size + output) <= cache and size + output < limits.max_model_len:
                 yield Question(DECODE, size, count=count, output=output)
@@ -171,7 +171,8 @@ class Meter:
     ) -> list[Sample]:
         """Ask the questions of all rounds of the plan, and return their samples.
 
-        The measurement ends early, after a complete round, if the times no longer change or `seconds` are nearly over.
+        The measurement ends early, after a complete round, if `seconds` are nearly over or, from the third round on, if
+        the times no longer change.
         `told`: called after each round with the number of rounds and the fit; `busy`: do not wait for an idle engine.
         """
         seen: list[Sample] = []

@@ -69,9 +69,9 @@ class View:
     def __init__(self, run: Run, label: str, talks: int = 0):
         self.run, self.label, self.talks = run, label, talks
         self.counted = self.failed = 0
-        self.requests: Counter[str] = Counter()  # this and the next two are by replica
-        self.prompt: Counter[str] = Counter()  # prompt tokens
-        self.cached: Counter[str] = Counter()  # prompt tokens that were cached
+        self.requests: Counter[str] = Counter()  # by replica
+        self.prompt: Counter[str] = Counter()  # prompt tokens by replica
+        self.cached: Counter[str] = Counter()  # cached prompt tokens by replica
         self.recent: deque[Record] = deque()  # those that ended in the last ten seconds, roughly in order
         self.shown: list[Record] = []  # in flight, of the conversations that are shown
 

@@ -9,7 +9,7 @@ from loadgen.report.summary import Report
 from loadgen.workload.conversations import Conversation
 
 _STOPPED = "the run was stopped early"
-NEARLY_ALL = 0.95  # share of the requests, for `steady`
+NEARLY_ALL = 0.95  # `steady` takes the age that this share of the requests does not exceed
 REACHED = 0.8  # a run that answers less than this share of its offered rate never reached that rate
 
 

@@ -48,7 +48,7 @@ LATENCIES = (
     Latency("E2E", "e2el", "to the last token", lambda record: (record.e2e,)),
 )
 Report = Mapping[str, object]  # as `summarise` makes it
-Reports = Mapping[str, Report]  # by target or policy
+Reports = Mapping[str, Report]  # by the name of the target or policy
 Records = Mapping[str, Sequence[Record]]
 
 

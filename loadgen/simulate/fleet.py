@@ -1,6 +1,6 @@
 """A fleet on a virtual clock: gateways with one policy and the simulated engines behind them.
 
-Policies, learned costs and the ledger (the load reserved on each replica) are the code of the real gateway, and the map
+Policies, learned costs and the ledger (the load reserved on each replica) are the real gateway's code, and the map
 (which replica holds which KV blocks) answers as the real one does. The engines are those of `hitherto replica`. Time is
 a heap of scheduled calls: simulating a minute takes as long as its engine steps take to compute, and the same seed
 gives the same result.
@@ -232,7 +232,7 @@ class Fleet:
         planned = replica.turn
         try:
             begins = replica.add(asked, self.now)
-        except ValueError as error:  # too long for the engine: like its 400, which is not retried
+        except ValueError as error:  # too long for the engine, which would answer 400; that is not retried
             live = self._live[index].pop(asked.id)
             self._abandon(live, computed=False)
             if asked.keeps:
@@ -240,7 +240,7 @@ class Fleet:
                 self.at(self.now, self._again, live, True)  # whole, so that the client gets the refusal of its request
             else:
                 self.at(self.now, self._ended, live, "http_400", str(error))
-            self.at(self.now, self._drain)  # queued requests may have its capacity
+            self.at(self.now, self._drain)  # its capacity is free for queued requests
             begins = False  # no step begins now; a running engine is woken at its step's end, as after any arrival
         self._began(index, replica, begins, planned)
 

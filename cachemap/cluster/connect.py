@@ -356,9 +356,12 @@ class RedisClients:
             with contextlib.suppress(*FAILURES, *NONSENSE):
                 told = await self._client(node).execute_command("CLUSTER SLOTS")
                 parts = parse_cluster_slots(told, current_host=node[0])
-                if parts:
+                known = {one for nodes in parts.values() for one in (nodes["primary"], *nodes["replicas"])}
+                kinds = {(type(host), type(port)) for host, port in known} | {
+                    (str, type(end)) for ends in parts for end in ends
+                }
+                if kinds == {(str, int)}:  # redis-py passes on whatever it was told
                     self._slots = [(first, last, nodes["primary"]) for (first, last), nodes in parts.items()]
-                    known = {one for nodes in parts.values() for one in (nodes["primary"], *nodes["replicas"])}
                     self._nodes = [*(known - {node}), node]
                     return
 

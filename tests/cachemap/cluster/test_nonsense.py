@@ -20,6 +20,8 @@ from .gateways import event, gateways, hold, is_shared, report, until
 
 NONE, NUMBER, LIST = b"$-1\r\n", b":7\r\n", b"*3\r\n:1\r\n$-1\r\n*1\r\n$1\r\nx\r\n"
 ODD = {"none": NONE, "a number": NUMBER, "a list": LIST, "a text": b"$5\r\nhello\r\n", "nothing": b"*0\r\n"}
+HERE, ONE = b"$9\r\n127.0.0.1\r\n", b":1\r\n"
+ODD_NODES = (NONE, HERE, ONE), (b":0\r\n", ONE, ONE), (b":0\r\n", HERE, NONE)  # first slot, host, port
 NO_NEWS = "none", "nothing"  # Redis answers so to a read without news
 
 
@@ -54,7 +56,11 @@ class Other(Proxy):
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://127.0.0.1:{}/main", "redis+cluster://127.0.0.1:{}"])
-@pytest.mark.parametrize("odd", [*ODD.values(), b"*1\r\n*2\r\n:1\r\n:2\r\n", b"*1\r\n*3\r\n:0\r\n:1\r\n:2\r\n"])
+@pytest.mark.parametrize(
+    "odd",
+    [*ODD.values(), b"*1\r\n*2\r\n:1\r\n:2\r\n", b"*1\r\n*3\r\n:0\r\n:1\r\n:2\r\n"]
+    + [b"*1\r\n*3\r\n%b:16383\r\n*2\r\n%b%b" % one for one in ODD_NODES],
+)
 async def test_a_cluster_or_sentinel_that_answers_otherwise_counts_as_away(redis_server, url, odd):
     async with Other(redis_server.port) as other:
         other.answer = only((b"SENTINEL", b"CLUSTER"), odd)

@@ -292,9 +292,9 @@ def size_table(given: Given, weights: dict[str, int] | None, fits: dict[str, dic
         title += f", and tokens of cache that fit in {given.args.tensor_parallel_size} × {_gib(gpu)}"
     rows = [["bytes of a token", *(f"{one['bytes_per_token']:,}" for one in fits.values())]]
     for name, size in (weights or {}).items():
-        tokens = [one["tokens"][name] for one in fits.values()] if gpu else [""] * len(fits)
-        cells = ("no room" if one is None else one and f"{one / 1000:,.0f} k" for one in tokens)
-        rows.append([f"weights {name}, {size / 1e9:,.1f} GB", *cells])
+        tokens = [one["tokens"][name] for one in fits.values()] if gpu else []
+        cells = ["no room" if one is None else f"{one / 1000:,.0f} k" for one in tokens]
+        rows.append([f"weights {name}, {size / 1e9:,.1f} GB", *(cells or [""] * len(fits))])
     return plain(title, ("", *(f"KV {name}" for name in fits)), rows)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from loadgen.cli import main
 from loadgen.plan.fleet_size import BY_TOKENS
+from policies.kv_space import RESERVE
 from tests.policies.test_kv_space import DEEPSEEK_V3
 
 from ...test_house import ROOT
@@ -121,6 +122,11 @@ def test_what_fewer_bits_give_of_a_gpu(capfd):
     bits = {name: one["bytes_per_token"] for name, one in found["kv"].items()}
     assert bits == {"fp16": 327_680, "fp8": 163_840, "int8": 168_960, "int4": 87_040, "fp4": 92_160}
     assert found["kv"]["fp16"]["tokens"]["fp16"] is None and found["kv"]["int4"]["tokens"]["int4"] > 400_000
+
+
+def test_room_for_less_than_a_block_is_none_of_tokens(capsys):
+    flags = ("--parameters", "8B", "--gpu-memory", f"{16_000_000_000 + RESERVE + 1}B", "--gpu-memory-utilization", "1")
+    assert re.search(r"weights fp16, 16.0 GB +0 k", printed(capsys, *NUMBERS, *flags))
 
 
 def test_a_latent_has_no_formats_for_heads(capfd, tmp_path):

@@ -70,7 +70,9 @@ def pairs(args: argparse.Namespace, old: Reports, new: Reports) -> Iterator[tupl
         yield (before if before == after else f"{before or args.old} → {after or args.new}"), was, now
         return
     if not old.keys() & new.keys():
-        there = " and ".join(f"{path} has {', '.join(of)}" for path, of in ((args.old, old), (args.new, new)))
+        there = " and ".join(
+            f"{path} has {', '.join(of) or 'one run'}" for path, of in ((args.old, old), (args.new, new))
+        )
         raise BadInput(f"{there}: nothing to compare")
     for name in old:
         if name in new:

@@ -89,6 +89,7 @@ def test_a_single_target_is_compared_whatever_its_name(file, capsys):
         ),
         ('{"plan": 1}', "it has no figures of `loadgen run`"),
         ('{"targets": {"x": {"ttft_ms": null}, "y": {}}}', "nothing to compare"),
+        ('{"ttft_ms": null}', "x.json has one run: nothing to compare"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(file, tmp_path, capsys, content, said):

@@ -71,6 +71,13 @@ def test_dynamo_counts_a_shared_active_block_once():
     assert policy.choose(asked(prompt), fleet(2)).index == 0, "40 active in both cases, 40 + 3 there"
 
 
+def test_dynamo_counts_a_block_that_is_not_full():
+    policy = make("dynamo")
+    policy.placed(asked(chain(2), 33), fleet(2), Choice(0))
+    policy.placed(asked(chain(2), 32), fleet(2), Choice(1))
+    assert {policy.choose(asked(chain(9)), fleet(2)).index for _ in range(20)} == {1}
+
+
 def test_dynamos_prefill_cost_is_never_below_nothing():
     """Credit for tiers may be more than what there is to compute; it must not buy active blocks."""
     policy = make("dynamo")
@@ -134,6 +141,11 @@ def test_mooncake_takes_the_least_seconds():
     assert picks("mooncake", request, fleet(2, decoding=[50, 0], requests=[50, 0])) == {0, 1}, (
         "decoding is nothing to it"
     )
+
+
+def test_mooncakes_queue_is_the_sum_of_its_prompts():
+    """Two prompts of 4,000 take less than one of 8,000, whose second half attends to its first."""
+    assert picks("mooncake", asked(tokens=10), fleet(2, prefilling=[2, 1], prefill_tokens=[8000, 8000])) == {0}
 
 
 def preble(cached, work=()):

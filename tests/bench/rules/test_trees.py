@@ -56,9 +56,15 @@ def test_sglang_takes_the_first_of_equals():
     assert policy.choose(asked(chain(9)), fleet(3, requests=[4, 3, 3])).index == 1
 
 
-def test_smg_takes_the_least_loaded_holder():
+def test_the_tree_of_characters_keeps_a_quarter_of_the_tokens():
+    assert make("sglang_tokens")._tree._limit == 4 * make("sglang_chars")._tree._limit == 2**22
+
+
+def test_smg_takes_the_least_loaded_of_eight_holders():
     policy, prompt = taught("smg_spill", 0, 1, 2)
     assert policy.choose(asked(prompt), fleet(4, requests=[9, 4, 8, 0])).index == 1
+    policy, prompt = taught("smg_spill", *range(9))
+    assert policy.choose(asked(prompt), fleet(9, requests=[5] * 8 + [0])).index != 8
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from loadgen.calibrate.ask import CalibrationError, Client, Refused, Reply
 from loadgen.calibrate.fit import NAMES, NEW, Fit, decode_sample, prompt_sample
-from loadgen.calibrate.measure import changed, full_steps, spread, step_seconds
+from loadgen.calibrate.measure import changed, full_steps, most_at_once, sizes, spread, step_seconds
 
 
 def reply(first: float, gap: float, chunks: int, tokens: int | None = None) -> Reply:
@@ -55,6 +55,17 @@ def test_the_spread_of_steps_is_not_that_of_hiccups():
 ])  # fmt: skip
 def test_steps_that_a_long_prompt_filled(ms, steps):
     assert full_steps([one / 1e3 for one in ms]) == steps
+
+
+def test_how_many_ran_at_once():
+    assert most_at_once([reply(0.0, 0.1, 10), reply(0.5, 0.1, 10), reply(0.8, 0.1, 10), reply(3.0, 0.1, 10)]) == 3
+
+
+@pytest.mark.parametrize(
+    "most, factor, expected", [(14336, 4, [64, 256, 1024, 4096, 14336]), (64, 2, [64]), (50, 2, [50])]
+)
+def test_sizes_end_with_the_largest(most, factor, expected):
+    assert sizes(most, factor) == expected
 
 
 def test_change_between_two_fits_is_that_of_the_region_that_changed_most():

@@ -163,6 +163,12 @@ async def test_plain_http_is_not_asked_by_tls():
     assert record.detail == "it does not speak TLS; if it speaks plain HTTP, write http:// in its URL"
 
 
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:99999", "http://h:x"])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(BadURL):
+        Client(url)
+
+
 @pytest.mark.parametrize(
     "sent, error, text",
     [

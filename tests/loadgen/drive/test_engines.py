@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from loadgen.drive.client import Client
 from loadgen.drive.engines import between, cache_counts
 
@@ -24,17 +26,19 @@ def test_an_engine_that_began_again_counts_from_zero():
     assert between({"a": (100, 90)}, {"a": (10, 4)})["hits"] == 4
 
 
-async def test_engines_are_found_through_the_gateway(engine, wire):
+@pytest.mark.parametrize("page, counts", [(PAGE, (2021, 992)), (b"vllm:prefix_cache_queries 5\n", None), (b"{}", None)])
+async def test_engines_are_found_through_the_gateway(engine, wire, page, counts):
     async def respond(request, writer):
         if request.path == "/replicas":
             urls = [server.url, "http://127.0.0.1:1", "nonsense://"]
             writer.write(wire.whole({"replicas": [{"id": str(number), "url": url} for number, url in enumerate(urls)]}))
         else:
-            writer.write(wire.head(200, "text/plain", f"content-length: {len(PAGE)}") + PAGE)
+            writer.write(wire.head(200, "text/plain", f"content-length: {len(page)}") + page)
 
     async with engine(respond) as server:
         admin = Client(server.url)
-        assert await cache_counts(admin) == {server.url: (2021, 992)}, "summed over the engines of a page"
+        found = {server.url: counts} if counts else {}
+        assert await cache_counts(admin) == found, "summed over the engines of a page that has both counters"
         admin.close()
 
 

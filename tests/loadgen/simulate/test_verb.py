@@ -62,6 +62,12 @@ def test_a_trace_and_every_flag_of_the_fleet(figures, tmp_path):
     assert report["targets"]["least_load"]["generator"]["loop"] == "bounded"
 
 
+def test_a_closed_loop_keeps_its_users_busy(figures):
+    asked = "simulate --dataset-name random --requests 30 --users 5 --replicas 1"
+    one = json.loads(figures(*asked.split()))["targets"]["least_time"]
+    assert one["completed"] == 30 and one["generator"]["loop"] == "closed" and one["ttft_ms"]["max"] < 1000
+
+
 def test_no_more_than_the_bound_are_in_flight():
     from loadgen.simulate import Setting, simulate
     from loadgen.workload.conversations import Workload

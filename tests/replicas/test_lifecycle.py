@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.lifecycle import Event, State, follows
+from replicas.lifecycle import TABLE, Event, State, follows
 from replicas.replica import Replica
 
 EVENTS = st.lists(st.sampled_from(Event), max_size=40)
@@ -17,6 +17,11 @@ def test_a_drained_replica_stays_away_until_it_is_wanted(events):
         if before is State.STOPPED and state is not State.STOPPED:
             assert (event, state) == (Event.LAUNCHED, State.STARTING)
             return
+
+
+def test_traffic_only_after_the_model_was_seen():
+    ways = {(state, event) for state, then in TABLE.items() for event, after in then.items() if after is State.READY}
+    assert ways == {(state, Event.SERVES) for state in (State.WARMING, State.DEGRADED, State.LEAVING)}
 
 
 def test_apply_tells_the_state_before_and_keeps_the_reason():

@@ -61,15 +61,19 @@ def _of_message(message: Any) -> set[str]:
 
 
 def _short(value: Any) -> str:
-    """Return a number, a boolean or a text of fewer than 16 characters as text, and "" for any other value."""
+    """Return a field's value as a feature names it: a number, a boolean or a text of fewer than 16 characters.
+
+    For any other value it is "", so the feature says only that the field is present.
+    """
     return str(value) if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 16) else ""
 
 
 def features_of(prompt: Prompt, body: bytes) -> frozenset[str] | None:
-    """Return the features of a request that was prepared before, or None where they cannot be found any more.
+    """Return the features of a request whose Prompt was made before, or None if they are not known any more.
 
-    `body`: the request body, or b"" once the gateway has dropped it, which happens when the answer begins. Without the
-    body, the features are taken from the Prompt, which keeps them for common bodies only, like plain chats.
+    Features are short texts that name what may change how an engine tokenizes a body. `body`: the request body, or b""
+    once the gateway has dropped it, which happens when the answer begins. Without the body, the features are taken from
+    the Prompt, which keeps them for common bodies only, like plain chats.
     """
     if body:
         return features(prompt.path, orjson.loads(body))

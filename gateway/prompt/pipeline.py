@@ -171,10 +171,11 @@ class Pipeline(ModelReader):
         return memoryview(prompt.token_ids).cast("I").tolist() if prompt.mode == "exact" else []
 
     def _counted(self, prompt: Prompt, request: dict[str, Any], body: bytes) -> int | None:
-        """Return the gateway's token count of a body that is matched as text, or None if it cannot be computed.
+        """Return the gateway's token count of a body that is routed by its text, or None if it cannot be computed.
 
-        The body is matched as text because an engine reported another token count for it, or for a body with the same
-        features. If the engine now reports the count returned here, such bodies are trusted again.
+        The body is routed by its text, not by its tokens, because an engine has reported another token count than the
+        gateway's for it or for a similar body. If the engine now reports the count returned here, the gateway uses its
+        own tokens for such bodies again.
         """
         trial = replace(prompt)
         try:
@@ -333,7 +334,7 @@ class Pipeline(ModelReader):
         return Found(ids, self._hashed(ids, seed), len(text))
 
     def _before_the_date(self, prompt: Prompt, chat: Chat, renderer: Renderer, exact: str, seed: int) -> None:
-        """Fill the prompt of a conversation whose rendered text is certain only up to a date or time in it.
+        """Set the block hashes of a conversation whose rendered text is certain only up to a date or time in it.
 
         `exact`: the text before the date or time that the template prints. `seed`: the hash that the chain of block
         hashes starts from.
@@ -351,11 +352,11 @@ class Pipeline(ModelReader):
             prompt.note = f"exact up to the date that the template prints, by text from there on: {why}"[:_LONGEST_NOTE]
 
     def _begin(self, prompt: Prompt, chat: Chat, request: dict[str, Any], unknown: Unknown, seed: int) -> None:
-        """Fill the prompt of a conversation of which only the first messages can be rendered; match the rest as text.
+        """Set the block hashes of a conversation of which only the first messages can be rendered.
 
-        `unknown`: the error that says why the next message cannot be rendered and how many come before it. A copy of it
-        is raised if none of the messages can be rendered for certain. `seed`: the hash that the chain of block hashes
-        starts from.
+        The blocks of the other messages are hashed from the request's text. `unknown`: the error that says why the next
+        message cannot be rendered and how many come before it. A copy of it is raised if no
+        part of the rendered text is certain. `seed`: the hash that the chain of block hashes starts from.
         """
         renderer, known, exact = self._renderer(chat), unknown.known, ""
         of_rest = chat.rest if chat.unknown is not None else ()
@@ -376,7 +377,7 @@ class Pipeline(ModelReader):
         fill_partly(prompt, chat, renderer, exact, written([*chat.messages[known:], *of_rest]), seed)
 
     def _plain_prompt(self, prompt: Prompt, request: dict[str, Any], seed: int) -> None:
-        """Fill the prompt of a `/v1/completions` or `/v1/embeddings` body that has no messages.
+        """Set the tokens and block hashes of a `/v1/completions` or `/v1/embeddings` body that has no messages.
 
         The body holds one text, one list of token ids, or a list of either. `seed`: the hash that the chain of block
         hashes starts from. Raises ApiError, Unroutable, _Inexact, or what the tokenizer raises.
@@ -473,16 +474,20 @@ class Pipeline(ModelReader):
         return prompt
 
     def _unlike(self, prompt: Prompt, request: dict[str, Any], body: bytes, error: Exception) -> Prompt:
-        """Match a request as text, because `error` prevented rendering or tokenizing it, and return its prompt."""
+        """Set the block hashes from the request's text and return the prompt.
+
+        `error`: the error that prevented rendering or tokenizing the request; `prompt.note` will say so.
+        """
         prompt.token_ids, prompt.declined = b"", True
         if isinstance(error, Multimodal):
             prompt.media = "load"
         return self._unless_too_deep(prompt, request, body, _said(error)[:_LONGEST_NOTE])
 
     def _unless_too_deep(self, prompt: Prompt, request: dict[str, Any], body: bytes, note: str) -> Prompt:
-        """Match a request as text and return its prompt; `note`: why its tokens are not known.
+        """Set the block hashes from the request's text and return the prompt; `note`: why its tokens are not known.
 
-        A request nested too deeply to be dumped as text is routed by load, counting 4 bytes of its body as a token.
+        A request that is nested too deeply to be dumped as text gets no block hashes, so it is routed by load, with 4
+        bytes of its body counted as one token.
         """
         try:
             return self._as_text(prompt, request, note)

@@ -90,7 +90,7 @@ class Prompt:
     # the body.
     features: Collection[str] | None = field(default=None, compare=False)
     doubted: bool = False  # an engine has reported another token count than the gateway's for such a body
-    made: int | None = None  # the gateway's token count, where the request is matched as text because it is `doubted`
+    made: int | None = None  # the gateway's token count, where `mode` is "text" because the body is `doubted`
     made_by: int = 0  # which version of the tokenizer and templates made the ids (`Pipeline.made_by`)
     session: str | None = None
     mode: Mode = "exact"

@@ -40,8 +40,8 @@ class VersionQuirks:
     """
 
     # Whether the sources of this version's chat rendering have been read. None: they have not, so chats are exact only
-    # after the engine's ids of the fixed chats were compared equal (`ops.chats`). False: the rendering is known to
-    # differ, so chats are matched as text.
+    # after the engine's ids of fixed test chats have equalled the gateway's (`ops.chats`). False: the rendering is
+    # known to differ, so chats are routed by their text.
     chats_known: bool | None = True
     # Whether the engine refuses the same requests as the vLLM versions whose sources were read, so that the gateway
     # may refuse them itself. False: refusing is left to the engine.

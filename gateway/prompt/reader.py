@@ -76,7 +76,7 @@ class ModelReader:
     ) -> None:
         """Load the model's files. Raises ModelError or TokenizerError.
 
-        `model_dir`: the model's folder; None: there is no tokenizer, and all prompts are matched as text.
+        `model_dir`: the model's folder; None: there is no tokenizer, and all prompts are routed by their text.
         `served_name`: the model's name in block hashes.
         `block_size`: tokens per block.
         `chat_template`: a file that replaces the model's own template.
@@ -201,9 +201,9 @@ class ModelReader:
         return Verdict(self.reading.how, f"the engine makes other tokens: {why}")
 
     def likeliest(self) -> Verdict:
-        """Return how engines of the version last given to `follow` most likely read the tokenizer's files.
+        """Return the likeliest Verdict on how engines of the present version read the tokenizer's files.
 
-        May take seconds.
+        The present version is the one last passed to `follow`. May take seconds.
         """
         return self._verdict(self._readings.likeliest(self._quirks.transformers)[0], "")
 
@@ -240,7 +240,7 @@ class ModelReader:
 
         `told`: the fields of `VersionQuirks` in which this version differs from the newest one. Engines of this version
         may read the tokenizer's files differently. With `at_once` the files are then read again, which may take
-        seconds. Without it prompts are matched as text until `adopt` is called.
+        seconds. Without it prompts are routed by their text, not by tokens, until `adopt` is called.
         """
         found = VersionQuirks.of(told)
         if found != self._quirks:
@@ -375,7 +375,10 @@ class ModelReader:
 
     @property
     def must_be_shown(self) -> bool:
-        """Whether chats are exact only once an engine's ids of the fixed chats equal the gateway's (`ops.chats`)."""
+        """Whether chats count as exact only once an engine's ids of fixed test chats have equalled the gateway's.
+
+        `ops.chats` compares them.
+        """
         return self._quirks.chats_known is None or self._program.to_be_shown
 
     @property

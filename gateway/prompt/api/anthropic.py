@@ -35,7 +35,9 @@ class Habits:
 def habits(
     template: ChatTemplate | ProgramTemplate | None, others: Sequence[str] = (), replaces_own: bool = False
 ) -> Habits:
-    """Return the choices that vLLM makes at its start by rendering test conversations with its templates.
+    """Return vLLM's choices for converting Messages requests, which it makes at its start.
+
+    vLLM makes them by rendering test conversations with its templates.
 
     `template`: the template for requests without tools; None: there is none, and system messages come first.
     `others`: the sources of the templates for other requests. If the engine writes this model's conversations by rules
@@ -76,7 +78,7 @@ def _wants_system_first(source: str) -> bool:
 
 
 def from_messages(request: dict[str, Any], habits: Habits, rules_are_known: bool = True) -> Chat:
-    """Return the chat that vLLM makes of a body of `/v1/messages`. Raises ApiError or Unroutable.
+    """Return the conversation that vLLM makes of a `/v1/messages` body. Raises ApiError or Unroutable.
 
     `habits`: the choices that depend on the model's chat template. `rules_are_known`: if False, the engine may show the
     model more of a tool result than its texts and images, and the conversation is known only up to the first result

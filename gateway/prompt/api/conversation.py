@@ -350,7 +350,7 @@ def call_arguments(given: Any, quirks: VersionQuirks) -> Any:
 def refuse_deep_arguments(request: dict[str, Any]) -> None:
     """Raise ApiError if a tool call of the request has arguments nested more than 900 levels deep.
 
-    Serves for requests that are not rendered here; rendering checks the arguments itself.
+    It is called for requests that are not rendered here; rendering checks the arguments itself.
     """
     for text in arguments_of(request):
         _refuse_deep(text)
@@ -367,7 +367,7 @@ def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
 
 
 def tool_schemas(tools: Any, as_given: bool = False) -> list[dict[str, Any]] | None:
-    """Return a chat request's `tools` as the template gets them, with the keys that vLLM's schema knows only.
+    """Return a chat request's `tools` as the template gets them: only with keys that vLLM's schema has.
 
     The keys are in the order of the schema. With `as_given` they are as SGLang leaves them: a function's keys in the
     client's order, and a `defer_loading` of null where the client gave none. Raises ApiError.

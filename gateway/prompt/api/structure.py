@@ -27,10 +27,10 @@ _BEGIN, _END = (np.frombuffer(brackets, np.uint8) for brackets in (b"[{", b"]}")
 
 
 def too_much(text: bytes, context: int) -> bool:
-    """Return whether a JSON text has more objects, strings or values than the limits of this module allow.
+    """Return whether a JSON text holds more objects, strings or values than a body may hold.
 
-    `context`: the model's context length in tokens, which is added to the limit on values (MOST_VALUES). The text need
-    not be valid JSON.
+    The limits are 250,000 objects, lists and names of members, 400,000 strings, and 500,000 values plus `context`, the
+    model's context length in tokens. The text need not be valid JSON.
     """
     if len(text) <= MOST_OBJECTS:
         return False
@@ -47,7 +47,7 @@ def more_values(text: bytes, most: int) -> bool:
 
 
 def arguments_too_much(request: dict[str, Any], context: int) -> bool:
-    """Return whether the arguments of a conversation's tool calls together exceed the limits of this module.
+    """Return whether the arguments of a request's tool calls together hold more than a JSON body may hold.
 
     The arguments are JSON texts within strings, which are parsed later, when the conversation is rendered. `context`:
     the model's context length in tokens, which is added to the limit on values.

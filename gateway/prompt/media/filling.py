@@ -45,7 +45,10 @@ _CHANGING = ("mm_processor_kwargs", "media_io_kwargs")
 
 
 class _NotKnown(Exception):
-    """Raised for a prompt with images, sound or video whose blocks are not known. Its argument is a key of MEDIA."""
+    """Raised if the blocks of a prompt with images, sound or video are not known.
+
+    Its argument says why, as a key of `prompt.MEDIA`.
+    """
 
 
 class _Image(NamedTuple):

@@ -65,10 +65,10 @@ def _name(files: Files, name: str) -> str | None:
 def join(newlines: Sequence[int], ids: Ids, starts: Places, lengths: Places) -> tuple[Ids, Places] | None:
     """Merge adjacent newline tokens in three passes over a prompt, as vLLM does, and return the new ids and starts.
 
-    `newlines`: the tokens of one to four newlines. `starts` and `lengths`: the images' positions and numbers of tokens,
-    as in `families.Joining`. After merging, vLLM searches the prompt for each image's tokens, and reads a token of
-    three newlines as one newline followed by two. It does not find an image whose last two newlines were merged with
-    one after them, and refuses the prompt; the result is then None.
+    `newlines`: the tokens of one to four newlines. `starts` and `lengths`: the positions of the images' first tokens,
+    and the images' numbers of tokens. After merging, vLLM searches the prompt for each image's tokens, and reads a
+    token of three newlines as one newline followed by two. It does not find an image whose last two newlines were
+    merged with one after them, and refuses the prompt. The result is then None.
     """
     one, two, three, four = newlines
     for first, second, both in ((one, two, three), (two, one, three), (two, two, four)):

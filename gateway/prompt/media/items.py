@@ -50,7 +50,7 @@ def item_of(part: dict[str, Any]) -> Item:
 
 
 class Seen:
-    """A `MediaPlacing` that gives a template what vLLM gives it for an image, sound or video.
+    """Gives a chat template what vLLM gives it in place of images, sounds and videos (a `MediaPlacing`).
 
     It also collects these items in order.
     """
@@ -67,7 +67,7 @@ class Seen:
 
 
 class StandIns:
-    """A `MediaPlacing` that gives a template a digest in place of each image, sound or video.
+    """Gives a chat template a digest in place of each image, sound or video (a `MediaPlacing`).
 
     The digest is of the item's uuid, else of its URL, else of its content part.
     """

@@ -33,10 +33,10 @@ def _days(zones: frozenset[int], *quarters: int) -> tuple[date, ...]:
 
 
 def zones_left(zones: frozenset[int], printed: Collection[date], since: float, until: float) -> frozenset[int]:
-    """Return those of `zones` in which it was one of the dates `printed` at the time `since` or `until`.
+    """Return the time zones in which an engine may be, given the dates that it printed between two times.
 
-    `zones`: time zones in quarters of an hour from UTC; `printed`: the dates that an engine printed between these two
-    times (seconds since 1970). If no zone is left, because summer time began or ended or the engine's clock was set,
+    `zones`: the zones to choose from, in quarters of an hour from UTC; `printed`: the dates; `since` and `until`: the
+    times, in seconds since 1970. If no zone is left, because summer time began or ended or the engine's clock was set,
     all zones of the world are tried. If none of these fits either, all of them are returned.
     """
     left = frozenset(

@@ -30,10 +30,13 @@ _RESERVED = re.compile("[\ufdd0-\ufdd2]|\\\\ufdd[0-2]")
 
 
 class Compiler:
-    """Compiles one chat template to plans: for a shape of conversation, the literals around its texts."""
+    """Compiles one chat template to plans, which render conversations without Jinja.
+
+    A plan holds the literals that the template prints around the texts of conversations of one shape.
+    """
 
     def __init__(self, source: str, special_tokens: dict[str, str], cuts: Iterable[str], clock: Clock) -> None:
-        """Compile the template for runs on stand-ins for the texts.
+        """Compile the template so that it can run on stand-ins: strings that record what it does to the texts.
 
         `special_tokens`: texts by name (`bos_token`), for the template to print; `cuts`: the added tokens before which
         a text may be cut. Raises Untraceable, or Jinja's error on invalid source.
@@ -115,7 +118,10 @@ def _segment(pieces: list[Any]) -> Segment:
 
 
 def _renumber(value: Any) -> Any:
-    """Return a question (or a part of one) with its text renumbered as slot 0, as a segment asks about its own text."""
+    """Return a template's question about a text with the text renumbered as slot 0.
+
+    In this form a segment asks the question about its own text. `value`: the question, or a part of it.
+    """
     if isinstance(value, Slot):
         return Slot(0)
     if isinstance(value, Pair):

@@ -43,8 +43,8 @@ class Program:
     `prints_date`: the rules print the date, which they get from the variable `strftime_now`.
     `raw_messages`: the rules get a request's messages unchanged, and everything else as a template does.
     `makes_tokens`: the rules write all special tokens themselves, and ignore the request's `add_special_tokens`.
-    `to_be_shown`: prompts count as exact only once an engine's ids for the fixed chats (`ops.chats`) equal the
-        gateway's.
+    `to_be_shown`: prompts count as exact only once an engine's ids of fixed test chats have equalled the gateway's
+        (`ops.chats`).
     """
 
     family: str
@@ -59,7 +59,7 @@ class Program:
 
 
 class ProgramTemplate:
-    """The rules of a Program with the interface of a `ChatTemplate`."""
+    """Rules that write a model's conversations in place of a template, with the interface of a `ChatTemplate`."""
 
     knows_developer = True
     reads: frozenset[str] = frozenset()

@@ -123,10 +123,10 @@ class Renderer:
         return self.template.render(self._conversation(chat, media), chat.tools, variables, chat.at)
 
     def beginning(self, *texts: str) -> str:
-        """Return the part from the start of these texts that is equal, and tokenized equally, in all of them.
+        """Return the common beginning of these texts, shortened so that it has the same tokens in each of them.
 
-        It ends before the last added token, within the equal part, before which a text may be cut without changing its
-        tokens (`Tokenizer.safe_cuts`).
+        It ends before an added token before which a text may be cut without changing its tokens
+        (`Tokenizer.safe_cuts`), and is "" if there is no such token.
         """
         same = reduce(_common, texts)
         return same[: max([0, *(same.rfind(cut) for cut in self._cuts)])]
@@ -247,8 +247,8 @@ class Renderer:
     def _pieces(self, text: str) -> list[str]:
         """Return rendered text in pieces, cut where that does not change its tokens.
 
-        It is cut before each occurrence of one added token, the most frequent one in the first text that had such a
-        token twice, and at the boundaries that a Program writes between separately tokenized texts.
+        It is cut before each occurrence of one added token, which is chosen once as the most frequent one in a text. It
+        is also cut at the boundaries that a Program writes between separately tokenized texts.
         """
         parts = text.split(BOUNDARY) if self.template.as_received else [text]
         if not self._text_cut and self._cuts:

@@ -121,7 +121,10 @@ class Trace:
 
 
 def evaluate(expression: Expression, slots: Sequence[Any]) -> Any:
-    """Return the value of an expression, whose markers are resolved, for the texts `slots` of a conversation."""
+    """Return the value of an expression for the texts `slots` of a conversation.
+
+    An expression says how a text in a template's output is computed from the conversation's texts.
+    """
     if type(expression) is Slot:
         return slots[expression.index]
     method, operand, args, index = expression
@@ -130,12 +133,15 @@ def evaluate(expression: Expression, slots: Sequence[Any]) -> Any:
 
 
 def text_of(operand: tuple, slots: Sequence[Any]) -> str:
-    """Return the text of an operand for the texts `slots` of a conversation."""
+    """Return the text of an operand, which is a tuple of literals and expressions, for the texts of a conversation.
+
+    `slots`: the texts of the conversation.
+    """
     return "".join([piece if type(piece) is str else str(evaluate(piece, slots)) for piece in operand])
 
 
 def check_of(question: Question) -> Check:
-    """Return a question in the executable form that `hold` takes.
+    """Return a template's question about a text in executable form: a function, its arguments, the expected answer.
 
     The question must be about one text only, which it calls slot 0.
     """
@@ -146,7 +152,7 @@ def check_of(question: Question) -> Check:
 
 
 def hold(checks: Iterable[Check], text: str) -> bool:
-    """Return whether a text gives the expected answers to these questions."""
+    """Return whether a text gives the expected answers to a template's questions about it."""
     try:
         for ask, args, answer in checks:
             if ask(text, *args) != answer:
@@ -157,7 +163,7 @@ def hold(checks: Iterable[Check], text: str) -> bool:
 
 
 def answered(question: Question, slots: Sequence[Any]) -> bool:
-    """Return whether the texts `slots` of a conversation give the answer that the question expects."""
+    """Return whether the texts `slots` of a conversation give the expected answer to a template's question."""
     method, operand, args, answer = question
     try:
         return apply(method, _value(operand, slots), args) == answer
@@ -166,7 +172,7 @@ def answered(question: Question, slots: Sequence[Any]) -> bool:
 
 
 def slots_in(value: Any) -> set[int]:
-    """Return the indices of the texts that a question or an expression refers to."""
+    """Return the indices of the conversation's texts to which a question or an expression refers."""
     if isinstance(value, Slot):
         return {value.index}
     if not isinstance(value, tuple):
@@ -183,9 +189,10 @@ def _value(operand: tuple, slots: Sequence[Any]) -> Any:
 
 
 def apply(method: str, operand: Any, args: tuple) -> Any:
-    """Return the result of a question or transformation for this operand.
+    """Return the result of asking a question about a text, or of transforming it, as a template did.
 
-    `method`: a name in `_OWN`, or the name of a method of str.
+    `method`: a name in `_OWN`, or the name of a method of str; `operand`: the text, or what else the method takes;
+    `args`: the method's arguments.
     """
     own = _OWN.get(method)
     return own(operand, *args) if own else getattr(operand, method)(*args)

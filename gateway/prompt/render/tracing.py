@@ -158,7 +158,7 @@ class TracingEnvironment(plain.Sandbox):
         return self.trace.derive("json_inner", marker, (), dumped)
 
     def _escaped(self, value: Any, options: dict[str, Any]) -> Any:
-        """Return a copy of a value in which each marker is replaced by one for the JSON form of its text.
+        """Return a copy of a value in which each marker is replaced by a marker for the JSON form of its text.
 
         JSON escapes character by character, so the literals in a stand-in may be escaped separately from the texts that
         its markers stand for. `_BARE` is put before and after the marker of an object, by which the quotes around it

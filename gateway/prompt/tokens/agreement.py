@@ -50,7 +50,7 @@ class Differences(NamedTuple):
     # Sets of features: a body that has all features of a set is still treated as exact, but the gateway does not refuse
     # it for its token count.
     doubted: Collection[frozenset[str]] = ()
-    shown: bool = False  # an engine has produced the gateway's ids for all fixed chats (`ops.chats`)
+    shown: bool = False  # an engine's ids of all fixed test chats have equalled the gateway's (`ops.chats`)
     # The time zones in which the engines' dates may be, in quarters of an hour from UTC; None: no engine was asked.
     zones: frozenset[int] | None = None
     days: str = ""  # why the engines' date is uncertain, or ""

@@ -236,9 +236,10 @@ class Generations(Generic[K, V]):
 
 
 class Prefixes:
-    """A cache of the tokens and block hashes of prompts, by segment, for one tokenizer and block size.
+    """A cache of the tokens and block hashes of prompts seen before, for one tokenizer and block size.
 
-    Thread safe: in a race between two threads a segment may have to be tokenized again.
+    Prompts are stored as trees of segments, parts that are tokenized separately, so that prompts share their common
+    beginnings. Thread safe: in a race between two threads a segment may have to be tokenized again.
     """
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, budget_bytes: int) -> None:
@@ -339,7 +340,7 @@ def fits(plan: Plan, slots: Sequence[Any]) -> bool:
 
 
 def bare(texts: int) -> Plan:
-    """Return a plan for a prompt that is already rendered, as this many texts: it has no literals and questions."""
+    """Return a plan for a prompt that is given as this many rendered texts: it has no literals and no questions."""
     return Plan([_BARE] * texts, [])
 
 

@@ -30,8 +30,8 @@ class RankedReadings:
 
         `how`: the name of this interpretation, for messages; `make`: returns the tokenizer.json that is made of the
         files; `unknown`: why an engine may interpret the files differently; `named`: the special tokens that a template
-        may print, by name; `longest_run`: a run of more blanks, or of more other characters, has unknown tokens (0: no
-        limit).
+        may print, by name; `longest_run`: it is not known how a run of more blanks, or of more other characters, is
+        tokenized (0: no limit).
         """
         self.unknown = unknown
         content = cache(make)  # some 25 MB, dropped by `let_go` and made again when it is needed

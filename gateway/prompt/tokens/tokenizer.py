@@ -124,10 +124,11 @@ class Tokenizer:
         self._unchecked = _BRIEF[self.backend] // _CHAR_BYTES
 
     def _check(self, texts: list[str], chars: int) -> None:
-        """Raise an error for texts that are not to be tokenized here; for short texts this check is not needed.
+        """Raise an error if these texts should not be tokenized, or not on the event loop.
 
-        `chars`: the number of characters of all texts together. Raises TooLong, UnlikeEngine, or TakesLong on the event
-        loop.
+        TooLong: they have more tokens than the context length. UnlikeEngine: the engine may tokenize them differently.
+        TakesLong: they would block the event loop too long. Short texts need no check. `chars`: the number of
+        characters of all texts together.
         """
         self._weigh(texts)
         if self._run is not None and any(len(one) >= LONGEST_TEXT or self._run.search(one) for one in texts):

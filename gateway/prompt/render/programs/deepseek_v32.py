@@ -37,7 +37,7 @@ Here are the functions available in JSONSchema format:
 
 
 def write(talk: list[Message], tools: list[Message] | None, variables: Mapping[str, Any], quirks: VersionQuirks) -> str:
-    """Return the text that engines make of a conversation. Raises Refused.
+    """Return the text that engines make of a conversation with DeepSeek-V3.2. Raises Refused.
 
     `talk`: the messages; `tools`: the tools as a template gets them; `variables`: the template variables; `quirks`: how
     the engine's version differs from the newest one.

@@ -1,4 +1,4 @@
-"""Request bodies to token ids to block hashes; imports nothing of replicas."""
+"""Turns request bodies into token ids and block hashes; knows nothing of the state of replicas."""
 
 from .prompt import Prompt
 

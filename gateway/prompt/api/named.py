@@ -48,6 +48,7 @@ Reader = Callable[[str, bytes], NamedMembers]
 
 
 def is_form(content_type: str) -> bool:
+    """Return whether a body with this content type is a multipart form."""
     return _FORM.match(content_type) is not None
 
 

@@ -258,6 +258,7 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super()._parse(source, *given)
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Call a function for a template, and reduce the budget for what the call reads and makes."""
         budget = context.budget
         named = {name: one for name, one in kwargs.items() if name[0] != "_"}  # without what Jinja adds to every call
         given = (*args, *named.values())
@@ -275,6 +276,7 @@ class Bounds(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return budget.made(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Apply an arithmetic operator for a template, and reduce the budget for what the operation reads and makes."""
         budget = context.budget
         if operator == "%" and isinstance(left, str):
             budget.before("%", left, right if isinstance(right, tuple) else (right,), {})

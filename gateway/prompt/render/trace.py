@@ -371,6 +371,7 @@ def value_of(text: str) -> str:
 
 
 def holds_stand_in(value: Any) -> bool:
+    """Return whether a value is a stand-in, or a list, tuple or dict that holds one at any depth."""
     if isinstance(value, dict):
         value = [*value.values()]
     return isinstance(value, (Text, Json)) or (isinstance(value, (list, tuple)) and any(map(holds_stand_in, value)))

@@ -80,6 +80,7 @@ class TracingEnvironment(plain.Sandbox):
     # calls
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Call a function for a template; raises Untraceable for a function that could read a stand-in unrecorded."""
         # Jinja adds the variables of the surrounding loop and block to the arguments of every call, for functions that
         # take the context.
         named = [given for name, given in kwargs.items() if name not in _SURROUNDINGS]

@@ -165,6 +165,7 @@ class Generations(Generic[K, V]):
         self.clear()
 
     def clear(self) -> None:
+        """Drop all entries."""
         self.young: dict[K, V] = {}
         self.old: dict[K, V] = {}
         self._gone: dict[K, V] = {}  # the dropped generation, whose entries `_free` frees gradually
@@ -196,6 +197,7 @@ class Generations(Generic[K, V]):
             self.keep(key, value)
 
     def pop(self, key: K) -> None:
+        """Drop the entry of this key, if there is one, from both generations."""
         found = self.young.pop(key, None)
         if found is not None:
             self.young_bytes -= self._size(key, found)
@@ -324,6 +326,7 @@ class Prefixes:
         self.forget()
 
     def forget(self) -> None:
+        """Empty the cache."""
         self._nodes.clear()
 
 

@@ -253,6 +253,7 @@ class Tokenizer:
         return True
 
     def decode(self, ids: list[int]) -> str:
+        """Return the text of these token ids, special tokens included."""
         backend = self._fast if self._fast is not None else self._slow
         return backend.decode(ids, skip_special_tokens=False)
 

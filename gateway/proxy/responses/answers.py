@@ -537,12 +537,17 @@ def _last_usage(tail: bytes, depth: int) -> Usage | None:
         return None
     try:
         found = orjson.loads(b"{" + rest if depth == 1 else b'{"":' * (depth - 1) + b"{" + rest)
-    except ValueError:
-        return None
-    for _ in range(depth - 1):
-        found = found[""]
-    usage = found["usage"]
-    if usage.keys() - _OPENAI_COUNTS:
+        for _ in range(depth - 1):
+            found = found[""]
+        usage = found["usage"]
+        if usage.keys() - _OPENAI_COUNTS:
+            return None
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ):  # not the rest of these objects, or a name occurs twice
         return None
     details = usage.get("prompt_tokens_details") or {}
     if type(details) is not dict or details.keys() & _CACHED_OTHERWISE:

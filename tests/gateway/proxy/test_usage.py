@@ -46,6 +46,14 @@ def test_what_is_not_said_is_not_guessed(tail):
     assert read_usage(tail) == NOTHING
 
 
+@pytest.mark.parametrize("twice", [b'"us\\u0061ge":3', b'"us\\u0061ge":null', b'"":5', b'"":{}', b'"":[]'])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_names_that_occur_twice_change_nothing(twice, depth):
+    usage = b'{"usage":{"prompt_tokens":7},' + twice + b"}"
+    answer = usage if depth == 1 else b'{"response":' + usage + b"," + twice + b"}"
+    assert read_usage(answer, depth) == Usage(7, None, None)
+
+
 OWN = {"usage": {"input_tokens": 7, "output_tokens": 12}}
 FAKE = {"usage": {"input_tokens": 9, "output_tokens": 7000}}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", **FAKE}}

@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 
 class Slo(NamedTuple):
-    """The latency limits of a request; None means no limit."""
+    """The latency limits of a request (its service level objective); None means no limit."""
 
     ttft: float | None = None  # seconds to the first token
     tpot: float | None = None  # seconds from one token to the next, on average
 
     def over(self, other: Slo) -> Slo:
-        """Return these limits, with missing ones filled in from `other`."""
+        """Return these limits, with those of `other` where this has none."""
         return Slo(other.ttft if self.ttft is None else self.ttft, other.tpot if self.tpot is None else self.tpot)
 
     def within(self, other: Slo) -> Slo:
-        """Return the stricter of two limits, for TTFT and for TPOT."""
+        """Return the stricter of this and the other limit, for TTFT and for TPOT each."""
         return Slo(*[min((one for one in pair if one is not None), default=None) for pair in zip(self, other)])
 
 
@@ -30,13 +30,13 @@ NO_LIMITS = Slo()
 
 @dataclass(frozen=True, slots=True)
 class QosClass:
-    """A class of service."""
+    """A class of service: its share of capacity, its priority and its latency limits."""
 
     name: str
-    # Share of the recently admitted prefill seconds and KV cache that the class gets before any class that has had its
-    # own share; what it does not use is free for all
+    # The share of the recently admitted prefill seconds and KV cache that the class gets before any class that has had
+    # its own share. All classes may use what it does not use.
     reserved_fraction: float = 0.0
-    priority: int = 0  # of classes that have both had their share, or both not, the higher goes first
+    priority: int = 0  # the higher goes first among classes that have had their share, and among those that have not
     slo: Slo = NO_LIMITS
     when_full: tuple[str, ...] | None = None  # steps for a request that finds no room; None: those of `Rules`
     max_tokens_floor: int | None = None  # tokens at which answers are capped; None: that of `Rules`
@@ -50,7 +50,7 @@ class Rule(NamedTuple):
 
     qos: QosClass
     header: tuple[str, str | None] | None = None  # a name, and the value that the header must have (None: any value)
-    # These match exactly, or as a prefix if they end with `*`
+    # These three match exactly, or as a prefix if they end with `*`.
     model: str | None = None
     path: str | None = None
     key: str | None = None  # the tenant's name of the API key
@@ -69,10 +69,10 @@ class Classes:
         self.last = min(classes, key=lambda one: one.priority)
 
     def unreached(self, named: Collection[str | None], keys: bool) -> tuple[QosClass, ...]:
-        """Return the classes to which no request can be assigned.
+        """Return the classes to which no request can be assigned, so that operators can be warned.
 
-        `named`: the classes that API keys name; `keys`: whether clients send keys at all (without them, a rule with a
-        `key` condition never holds).
+        `named`: the classes that API keys name; `keys`: whether clients send API keys at all (without them, a rule with
+        a `key` condition never holds).
         """
         rules = [rule for rule in self._rules if keys or rule.key is None]
         reached = {*named, *(rule.qos.name for rule in rules)}

@@ -1,7 +1,7 @@
-"""Rules of other systems for computing a prompt on another replica than the one that writes its answer.
+"""Rules for computing a prompt on another replica than the one that writes the answer: the gateway's and others'.
 
-Both replicas together serve the request in two legs, in place of one replica for the whole request. The rules are
-compared with the gateway's own rule in `loadgen simulate --legs` and in the gateway's shadow mode.
+The two replicas serve the request in two legs, in place of one replica for the whole request. The rules of other
+systems are compared with the gateway's own rule in `loadgen simulate --legs` and in the gateway's shadow mode.
 
 `seconds`   the gateway's rule (`policies.legs.choose`): two legs where they cost less than one replica.
 `pauses:N`  the same, but streams that pause while a prompt is computed count N times as much as in the choice of a
@@ -29,7 +29,10 @@ NAMES = ("seconds", "pauses:N", "always", "over:N", "llmd:N", "never")
 
 
 def make_leg_rule(text: str) -> legs.LegRule:
-    """Return the rule of this name; raise ValueError for an unknown one."""
+    """Return the rule for two legs (prefill on one replica, decode on another) that has this name, such as "over:1000".
+
+    Raises ValueError for an unknown name.
+    """
     name, _, number = text.partition(":")
     if name in _PLAIN and not number and text == name:
         return _PLAIN[name]

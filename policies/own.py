@@ -27,18 +27,21 @@ from .vocabulary import Candidate, Choice, Demand, Policy
 
 FORM = "FILE.py:CLASS"
 LEARNING = ("placed", "first", "ended", "gone")
-MOST_WORDS = 200  # characters of an exception's message that are shown
+MOST_WORDS = 200  # the most characters of an exception's message that are shown
 
 log = logging.getLogger("hitherto.policies")
 
 
 def is_own(name: str) -> bool:
-    """Return whether a policy's name refers to a user's file."""
+    """Return whether a policy's name in the settings refers to a user's own file."""
     return ".py" in name
 
 
 def make_own(name: str) -> Policy:
-    """Return the rule that a user's file defines; raise ValueError with the error in it."""
+    """Import and try the routing rule in a user's file, and return it.
+
+    `name`: FILE.py:CLASS. Raises ValueError if the file is faulty; the message has the error and its line.
+    """
     file, _, wanted = name.partition(".py:")
     path = Path(f"{file}.py" if wanted else name)
     module = _imported(path)
@@ -58,10 +61,10 @@ def make_own(name: str) -> Policy:
 
 
 class Own:
-    """A user's rule, wrapped so that its failures cost no request.
+    """A routing rule from a user's file, wrapped so that no request is lost when the rule fails.
 
-    `source`: the rule's name in the settings, FILE.py:CLASS; `on_failure`: called with the message of each failure. Of
-    a class derived from `LeastTime`, its costs are used too; of any other rule, only the choice.
+    `source`: the rule's name in the settings, FILE.py:CLASS; `on_failure`: called with the message of each failure. If
+    the rule's class is derived from `LeastTime`, its costs are used too; otherwise only its choice of a replica.
     """
 
     def __init__(self, rule: Policy, source: str, path: Path) -> None:
@@ -108,7 +111,7 @@ def _imported(path: Path) -> ModuleType:
     found = spec_from_file_location(f"own_policy_{path.stem}", path)
     assert found is not None and found.loader is not None
     module = module_from_spec(found)
-    sys.modules[module.__name__] = module  # where a dataclass looks for its module
+    sys.modules[module.__name__] = module  # dataclasses look for their module there
     try:
         found.loader.exec_module(module)
     except SyntaxError as error:
@@ -119,9 +122,9 @@ def _imported(path: Path) -> ModuleType:
 
 
 def _try(policy: Policy) -> None:
-    """Try the rule on two idle replicas and on one, with and without `explain`, as the router calls it.
+    """Call a routing rule as the router does: for two idle replicas and for one, with and without `explain`.
 
-    Raises what the rule raises, and TypeError for an invalid choice.
+    Raises the rule's own exceptions, and TypeError for an invalid choice.
     """
     group, demand = CostGroup(), Demand(tokens=100, block_size=16, root=1, hashes=(1, 2, 3, 4, 5, 6))
     candidates = [

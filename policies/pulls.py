@@ -1,9 +1,9 @@
-"""A peer pull: a replica fetches the beginning of a prompt from another's memory instead of computing it.
+"""Peer pulls: a replica fetches the beginning of a prompt from another replica's memory instead of computing it.
 
 vLLM's offloading connector does that with the secondary tier `p2p` (`remote_kv_source`): blocks that a prompt finds
 neither in the GPU's cache nor in the replica's own memory are fetched from the replica that the request names. Here the
-fetched tokens are one more entry of `Candidate.lower`, of the tier PEER, after the candidate's own, so a policy that
-counts in seconds includes their price:
+fetched tokens are one more entry of `Candidate.lower`, of the tier PEER, after the candidate's own. A policy that
+counts in seconds therefore includes their price:
 
     LATENCY + bytes / BANDWIDTH seconds, times a factor learned for each pair of replicas (`transfers`)
 
@@ -21,7 +21,7 @@ from .rules.least_cost import Cost
 from .transfers import Transfers
 from .vocabulary import Candidate, Demand, Pull
 
-_HOLDERS = 5  # replicas priced as sources for each candidate: those that hold most of the prompt
+_HOLDERS = 5  # replicas that are considered as sources for each candidate: those that hold most of the prompt
 
 
 def offer(
@@ -32,11 +32,12 @@ def offer(
     transfers: Transfers,
     now: float,
 ) -> list[Candidate]:
-    """Give candidates their pulls, and return the candidates that got one.
+    """Set on candidates the pulls that pay off, and return the candidates that got one.
 
-    `reach`: leading prompt tokens in the memory of each replica that takes part in pulls. Only these replicas are
-    considered as candidates; if they are many, only the FEW that would cost least if they held as much as the replica
-    that holds most.
+    A pull fetches the beginning of the prompt from another replica's memory. `reach`: leading prompt tokens in the
+    memory of each replica that takes part in pulls; only these replicas may fetch. If they are many, only FEW are
+    considered: those that would cost least if they held as much as the replica that holds most. `cost`: the policy's
+    cost of a candidate in seconds.
     """
     longest = nsmallest(_HOLDERS, [one for one in reach if reach[one]], key=lambda one: -reach[one])
     if not longest:
@@ -58,9 +59,9 @@ def _give_best(
     transfers: Transfers,
     now: float,
 ) -> bool:
-    """Give the candidate `one` the pull that makes it cost least; return whether any pays off.
+    """Set on the candidate `one` the pull that makes it cost least, if any pays off; return whether one does.
 
-    `holders`: the replicas that it may fetch from; `reach`: leading prompt tokens in the memory of each.
+    `holders`: the replicas from whose memory it may fetch; `reach`: leading prompt tokens in the memory of each.
     """
     quickest: dict[int, Pull] = {}
     for holder in holders:
@@ -68,7 +69,7 @@ def _give_best(
         if holder != one.replica and tokens > demand.block_size and not transfers.paused(holder, one.replica, now):
             pull = Pull(holder, tokens, transfers.seconds(holder, one.replica, tokens, now))
             if tokens not in quickest or pull.seconds < quickest[tokens].seconds:
-                quickest[tokens] = pull  # of holders of equally many tokens only the fastest matters
+                quickest[tokens] = pull  # if several hold equally many tokens, only the fastest matters
     if not quickest:
         return False
     own, best = one.lower, None

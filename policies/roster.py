@@ -1,8 +1,8 @@
-"""Roster: the candidates for a model as arrays, for a policy that weighs hundreds of them at once.
+"""Roster: the candidates (replicas) for a model as arrays, for a policy that compares hundreds of them at once.
 
-To other policies it is a sequence of candidates like any other. `columns` keeps, from one decision to the next, what
-such a policy computes for each candidate from its load and costs. Of 1,024 replicas two or three change meanwhile, and
-only theirs are computed again: reading all loads would take 0.3 ms each time.
+To other policies it is a sequence of candidates like any other. `columns` keeps, from one decision to the next, the
+figures that such a policy computes for each candidate from its load and costs. Of 1,024 replicas two or three change
+between two decisions, and only their figures are computed again: reading all loads would take 0.3 ms each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from .vocabulary import Candidate
 
 
 class Roster(Sequence[Candidate]):
-    """The candidates of one ledger and one cost group; `overlaps`, in tokens, are set for each decision."""
+    """The candidates of one ledger (loads) and one cost group (replicas that share learned costs), with arrays.
+
+    `overlaps`: for each candidate the prompt tokens in its first tier, set for each decision.
+    """
 
     def __init__(self, candidates: Sequence[Candidate], ledger: Ledger, group: CostGroup) -> None:
         self._candidates = list(candidates)
@@ -29,8 +32,8 @@ class Roster(Sequence[Candidate]):
         self.group = group
         self._overlaps = np.zeros(len(candidates))
         self.ones = np.ones(len(candidates))
-        self._given = True  # whether the overlaps are written to the candidates
-        self.tiered = False  # whether some candidates have blocks in lower tiers
+        self._given = True  # whether the overlaps have been written to the candidates
+        self.tiered = False  # whether some candidates hold parts of the prompt in slower tiers
 
     def __len__(self) -> int:
         return len(self._candidates)
@@ -59,7 +62,8 @@ class Roster(Sequence[Candidate]):
     def columns(self, of: Callable[[Candidate], tuple[float, ...]]) -> np.ndarray:
         """Return an array with a row for each figure that `of` returns, and a column for each candidate.
 
-        `of` must depend on a candidate's load and costs alone, and be the same function in each call.
+        Only columns of candidates whose load or costs changed since the last call are computed again. So `of` must
+        depend on a candidate's load and costs alone, and be the same function in each call.
         """
         loads, costs = self._changes
         if self._heard == (loads.count, costs.count):
@@ -71,6 +75,6 @@ class Roster(Sequence[Candidate]):
         else:
             stale = {*map(self._row_by_replica.get, new_loads), *map(self._row_by_costs.get, new_costs)}
             for row in stale:
-                if row is not None:  # else the replica is no candidate here
+                if row is not None:  # otherwise the replica is no candidate here
                     self._columns[:, row] = of(self._candidates[row])
         return self._columns

@@ -1,14 +1,16 @@
-"""Router: places requests on replicas, and learns from what becomes of them.
+"""Router: places requests on replicas, and learns from how they end.
 
-A placement is one step: the map tells which replica holds how much of the prompt, the policy chooses, the load is
-counted, and the map is told which blocks the replica will hold. The request's progress is reported in up to three
-further calls, each of which may be repeated or omitted: `first_token` when its prefill is done, then `finish` if the
-answer is complete and `abandon` if not.
+A placement is one step: the cache map says how much of the prompt each replica's KV cache holds, the policy chooses a
+replica, the load is counted there, and the map notes which blocks the replica will hold. The request's progress is
+reported in up to three further calls, each of which may be repeated or omitted: `first_token` when its prefill is done,
+then `finish` if the answer is complete and `abandon` if not.
 
 The proxy, decisions for another proxy, several gateways on one Redis and the simulation all place requests here, so a
-rule behaves the same in each. No I/O and no clock: the caller passes `now` in seconds. Not thread safe.
+policy behaves the same in each. No I/O and no clock: the caller passes `now` in seconds. Not thread safe.
 
-To *weigh* candidates is to set on each what it holds of the request's prompt (`Candidate.overlap` and `lower`).
+To *weigh* candidates is to set on each how much of the request's prompt its caches hold (`Candidate.overlap`, `lower`).
+A *space*, given by a number, is one combination of tokenizer, chat template and block size: a request's tokens and
+block hashes are the same for all replicas of one space.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from .roster import Roster
 from .transfers import Transfers
 from .vocabulary import Candidate, Demand, Policy, Pull
 
-MANY = 16  # least number of candidates that are weighed as arrays; fewer are faster one by one
-SHARED_TIER = "cpu"  # the tier from which other replicas may fetch
+MANY = 16  # the least number of candidates that are handled as arrays; fewer are faster one by one
+SHARED_TIER = "cpu"  # the memory tier from which other replicas may fetch
 PASSED_OVER_SECONDS = 2.0  # a replica without a request for so long, while others get some, counts as passed over
 
 
@@ -50,10 +52,11 @@ def hittable(tokens: int, block_size: int) -> int:
 
 
 class Targets:
-    """The candidates for a request, in a stable order.
+    """The candidates (replicas) for a request, in a stable order.
 
-    It caches arrays, so the same object should serve while the candidates are the same. `space`: the space of all of
-    them; None if they are of several.
+    It caches arrays, so use the same object while the candidates stay the same. `space`: the number of the space
+    (tokenizer, template and block size) of all candidates, None if they are of several. `roster`: the candidates as
+    arrays, None if they are few.
     """
 
     __slots__ = ("candidates", "roster", "slots", "nothing", "space")
@@ -70,27 +73,27 @@ class Targets:
         return len(self.candidates)
 
     def only(self, replica: str) -> Targets:
-        """Return new targets with this replica alone."""
+        """Return new targets with this replica as the only candidate."""
         return Targets([one for one in self.candidates if one.replica == replica])
 
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A request on a replica, from the choice to its end.
+    """A request on a replica, from the choice of the replica to the request's end.
 
-    The engine is expected to find `overlap` and `lower` in its cache, together `cached`.
+    The engine is expected to find `overlap` and `lower` in its KV cache, `cached` tokens together.
     """
 
     candidate: Candidate
     demand: Demand
     overlap: int  # prompt tokens that the replica is assumed to hold in its first tier
     reservation: Reservation
-    at: float
+    at: float  # when it was made, in seconds
     lower: Lower = ()  # prompt tokens that it is assumed to hold in slower tiers, after the overlap
     beyond: int = 0  # tokens of the prompt's last block that are computed although the engine counts them as cached
     pull: Pull | None = None  # where the last entry of `lower` comes from, if that is another replica
     chosen_by: float | None = None  # the predicted TTFT by which the policy chose, if it computed one
-    expected: int | None = None  # the prompt's number from `PrefixMap.expect`; None: that was not called
+    expected: int | None = None  # the number that `PrefixMap.expect` returned; None: that was not called
     pull_took: float | None = None  # seconds that the pull took, if measured
 
     @property
@@ -115,19 +118,22 @@ class Placement:
 
     @property
     def computing(self) -> bool:
-        """Whether the prompt is still being computed, as far as is known."""
+        """Whether the prompt is still being computed, as far as the gateway knows."""
         return self.reservation.stage == "prefill"
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds to the last token, by the load that the request met and its expected answer length."""
+        """The predicted seconds from sending the request to its last token.
+
+        They follow from the replica's load when the request was placed, and from the expected length of its answer.
+        """
         taken, costs = self.reservation, self.candidate.costs
         seconds = costs.answer_seconds(taken.before, taken.uncached, self.cached, self.demand.output, taken.at)
         return seconds + self.fetch_seconds
 
     @property
     def ttft(self) -> float:
-        """Predicted seconds from sending the request to its first token, by the load that it met."""
+        """The predicted seconds from sending the request to its first token, by the replica's load at that time."""
         if self.chosen_by is not None:
             return self.chosen_by
         taken = self.reservation
@@ -136,22 +142,26 @@ class Placement:
 
     @property
     def punctual_ttft(self) -> float:
-        """The predicted TTFT without the replica's lateness, for learning: a stall says nothing about the next one."""
+        """The predicted TTFT without the time by which the replica is late, to learn from.
+
+        That an answer is overdue at one moment says nothing about the next request.
+        """
         taken = self.reservation
         seconds = self.candidate.costs.punctual_seconds(taken.before, taken.uncached, self.cached, taken.at)
         return seconds + self.fetch_seconds
 
     @property
     def fetch_seconds(self) -> float:
-        """The predicted seconds to fetch from slower tiers and from a peer, which are part of the TTFT."""
+        """The predicted seconds to fetch KV cache from slower tiers and from another replica; part of the TTFT."""
         seconds = self.candidate.costs.group.fetch.seconds(self.lower)
         return seconds + self.pull.seconds if self.pull is not None else seconds
 
 
 class Router:
-    """The placement of requests on the replicas of one ledger and one map, by one policy.
+    """The placement of requests on the replicas of one ledger (loads) and one cache map, by one policy.
 
-    `transfers`, `pulls`: the learned seconds of moving KV cache between two replicas, for two legs and for peer pulls.
+    `transfers`, `pulls`: the learned seconds of moving KV cache between two replicas. `transfers` is for requests whose
+    prompt one replica computes and whose answer another writes, `pulls` for prompts fetched from another's memory.
     """
 
     def __init__(
@@ -173,12 +183,15 @@ class Router:
             getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")
         ]
         self._tiered: list[Candidate] = []  # candidates whose `lower` was set for the last request
-        # by replica: the last seen `Load.recent`, and when it changed
+        # By replica: the last seen `Load.recent` (how often it was chosen lately), and when that changed.
         self._used: dict[str, tuple[float, float]] = {}
         self._decayed_at = 0.0
 
     def on_room(self, tell: Callable[[], None]) -> None:
-        """Call `tell` when room may have changed: a request was placed, its prompt was computed, or it ended."""
+        """Call `tell` from now on when the room on replicas may have changed.
+
+        That is when a request was placed, when its prompt was computed, and when it ended.
+        """
 
         def also(told: Callable[..., None] | None) -> Callable[..., None]:
             def both(*given: object) -> None:
@@ -195,7 +208,8 @@ class Router:
     def add(self, replica: str, slot: int, rank_paths: Collection[str] | None = None) -> Candidate:
         """Add a replica on which requests may be placed; return its candidate, the same object until `remove`.
 
-        `slot`: its slot in the map. `rank_paths`: set if it is one data-parallel rank of an engine; only requests
+        `slot`: its index in the cache map. `rank_paths`: set if it is one data-parallel rank of an engine; only
+        requests
             posted to these API paths are sure to be computed by the rank that they are sent to.
         """
         candidate = Candidate(
@@ -205,15 +219,18 @@ class Router:
         return candidate
 
     def learn_max_num_seqs(self, replica: str, running: int | None) -> None:
-        """Learn how many requests a replica runs at once, after a scrape.
+        """Learn how many requests a replica runs at once, from a scrape of its metrics.
 
-        `running`: requests running there; None if not reported.
+        `running`: how many requests run there now; None if the engine does not report it.
         """
         if running is not None and (candidate := self.candidates.get(replica)) is not None:
             candidate.max_num_seqs = self._max_num_seqs[replica].scraped(candidate.load, running)
 
     def regroup(self, replica: str, group: CostGroup) -> None:
-        """Move a replica to another group of costs, discarding what its former group learned about it."""
+        """Move a replica to another group of replicas that share learned costs.
+
+        The speeds that its former group learned for it are discarded.
+        """
         candidate = self.candidates[replica]
         if candidate.costs.group is not group:
             candidate.costs.group.remove(replica)
@@ -221,7 +238,7 @@ class Router:
             self._max_num_seqs[replica], candidate.max_num_seqs = MaxNumSeqs(), inf
 
     def remove(self, replica: str) -> None:
-        """Remove a replica; requests still placed there can end, without effect on the map."""
+        """Remove a replica; requests that are still placed there can end, without effect on the cache map."""
         if (candidate := self.candidates.pop(replica, None)) is not None:
             candidate.slot = -1
             candidate.costs.group.remove(replica)
@@ -233,22 +250,26 @@ class Router:
         self.lost(replica)
 
     def lost(self, replica: str) -> None:
-        """Note that a replica's process has ended or restarted, so its cache is lost."""
+        """Note that a replica's process has ended or restarted, so that its KV cache is lost."""
         self.transfers.restarted(replica)
         self.pulls.restarted(replica)
         if self._gone is not None:
             self._gone(replica)
 
     def targets(self, candidates: Sequence[Candidate]) -> Targets:
-        """Return the targets for these candidates, with arrays if they are MANY or more and of one space and group."""
+        """Return the targets for these candidates.
+
+        They include arrays if there are at least MANY candidates, all of one space (tokenizer, template and block
+        size) and of one group of replicas that share learned costs.
+        """
         alike = len(candidates) >= MANY and len({(one.space, one.costs.group) for one in candidates}) == 1
         return Targets(candidates, Roster(candidates, self.ledger, candidates[0].costs.group) if alike else None)
 
     def decay_idle_costs(self, now: float) -> None:
-        """Move the costs of replicas that are passed over towards the others', so that they are tried again.
+        """Move the learned speeds of replicas that are passed over towards the others', so that they are tried again.
 
-        A replica is passed over if it got no request for PASSED_OVER_SECONDS while others of its group did. Called a
-        few times a second.
+        A replica is passed over if it got no request for PASSED_OVER_SECONDS while others of its cost group did. Call
+        this a few times a second.
         """
         elapsed, self._decayed_at = max(0.0, min(now - self._decayed_at, 1.0)), now
         idle: dict[CostGroup, list[Costs]] = {}
@@ -267,16 +288,16 @@ class Router:
     # --- a request is placed
 
     def place(self, demand: Demand, targets: Targets, now: float) -> Placement:
-        """Evaluate and commit a request."""
+        """Choose a replica for a request by the policy and place the request there; return the placement."""
         return self.commit(self.evaluate(demand, targets, now), now)
 
     def evaluate(
         self, demand: Demand, targets: Targets, now: float, explain: bool = False, peers: Collection[Candidate] = ()
     ) -> Evaluation:
-        """Return the policy's choice for a request; nothing is counted, and a repeated call returns the same.
+        """Return the policy's choice of a replica for a request, without placing it there.
 
-        `explain`: whether the choice needs a reason and cost terms; `peers`: the replicas that may fetch the prompt
-            from one another's memory.
+        Nothing is counted, so a repeated call returns the same choice. `explain`: the choice needs a reason and cost
+            terms; `peers`: the replicas that may fetch the prompt from one another's memory.
         """
         demand.output, demand.residual = self.outputs.expected(demand)
         if demand.also is not None:
@@ -291,9 +312,10 @@ class Router:
     def _offer_pulls(
         self, demand: Demand, targets: Targets, peers: Collection[Candidate], now: float
     ) -> Mapping[str, Pull]:
-        """Let candidates fetch from one another's memory where that costs less; return these pulls by replica.
+        """Let candidates fetch parts of the prompt from one another's memory where that costs less than computing.
 
-        To be called right after the candidates were weighed.
+        Returns these pulls by the replica that fetches. Call this right after the candidates were weighed, that is,
+        after what they hold of the prompt was set on them.
         """
         cost = legs.of_policy(self.policy)
         if cost is None or not demand.reads_cache or not len(demand.hashes):
@@ -308,21 +330,25 @@ class Router:
         return {one.replica: one.pull for one in given if one.pull is not None}
 
     def offer_again(self, whole: Evaluation) -> None:
-        """Restore the pull of the candidate that `whole` chose, after the candidates were weighed again."""
+        """Set on the candidate that `whole` chose the pull that it had then, after candidates were weighed again.
+
+        A pull fetches a part of the prompt from another replica's memory; weighing removes it.
+        """
         best = whole.candidates[whole.choice.index]
         if best.replica in whole.pulls:
             best.lower, best.pull = whole.lower, whole.pulls[best.replica]
             self._tiered.append(best)
 
     def estimates(self, evaluation: Evaluation) -> list[Estimate]:
-        """Return each candidate's predicted latency for the request, right after `evaluate`."""
+        """Return each candidate's predicted latency for the request; call this right after `evaluate`."""
         return [estimate(candidate, evaluation.demand) for candidate in evaluation.candidates]
 
     def commit(self, evaluation: Evaluation, now: float, decision: Decision | None = None) -> Placement:
-        """Place a request as evaluated: count its load, expect its blocks, and notify the policy, once per placement.
+        """Place a request on the replica that `evaluate` chose, and return the placement.
 
+        Its load is counted, the cache map expects its blocks on that replica, and the policy is notified.
         `decision`: the choice of a ledger shared by all gateways, among the same candidates; it replaces the
-            evaluation's.
+            evaluation's choice.
         """
         demand, candidates, choice, overlap, spaces, lower, offered, *_ = evaluation
         placed, counted = demand, False
@@ -333,7 +359,7 @@ class Router:
         candidate = candidates[choice.index]
         if spaces is not None:
             placed, overlap, lower = in_space(candidate, spaces, demand, overlap if decision is not None else 0)
-            counted = counted and placed is demand  # else it was counted in the tokens of another space
+            counted = counted and placed is demand  # otherwise it was counted in the tokens of another space
         pull = self._what_is_pulled(offered.get(candidate.replica), candidate, lower, now) if offered else None
         uncached = placed.tokens - overlap
         if lower:
@@ -360,10 +386,11 @@ class Router:
         return placement
 
     def beyond(self, candidate: Candidate, demand: Demand, overlap: int, lower: Lower) -> int:
-        """Return how many more tokens than it finds the engine reports as cached, if a prompt ends with a full block.
+        """Return how many tokens the engine reports as cached although it computes them; 0 for most prompts.
 
-        No hit in the first tier reaches the last token. But vLLM asks its connector for what follows the hit, up to the
-        prompt's end, even if the last block lies in the first tier.
+        This concerns prompts that end with a full block. No hit in the first tier reaches the last token. But vLLM asks
+        its connector for the blocks after the hit, up to the prompt's end, even if the last block is in the first tier.
+        `overlap`, `lower`: tokens that the engine is expected to find in its first tier and in slower ones.
         """
         size, hashes = demand.block_size, demand.hashes
         if not hashes or not demand.reads_cache or len(hashes) * size != demand.tokens or candidate.slot < 0:
@@ -374,10 +401,10 @@ class Router:
         return 0 if left_out is None else size - left_out
 
     def _what_is_pulled(self, pull: Pull | None, by: Candidate, lower: Lower, now: float) -> Pull | None:
-        """Return the part of a pull that is still needed, and note its beginning; None if nothing is to be pulled.
+        """Return the part of a pull that is still needed, and note its beginning; None if no part is.
 
-        The replica `by` may hold more of the prompt than was known when the pull was offered; `lower` says what is
-        left.
+        A pull fetches a part of the prompt from another replica's memory. The replica that fetches, `by`, may hold more
+        of the prompt than was known when the pull was offered; `lower` says which tokens are still to be fetched.
         """
         tokens = sum([tokens for tier, tokens in lower if tier == PEER])
         if pull is None or not tokens:
@@ -388,13 +415,13 @@ class Router:
         return pull
 
     def expect(self, placement: Placement) -> None:
-        """Tell the map which blocks the placement's replica will hold."""
+        """Note in the cache map that the placement's replica will hold the prompt's blocks."""
         candidate, demand = placement.candidate, placement.demand
         if demand.hashes and (candidate.rank_paths is None or demand.path in candidate.rank_paths):
             placement.expected = self.map.expect(candidate.slot, demand.hashes, placement.at)
 
     def ranking(self, demand: Demand, targets: Targets, now: float, most: int) -> list[str]:
-        """Return up to `most` replicas, in the order in which they would be tried."""
+        """Return up to `most` replicas for a request, in the order in which the policy would try them."""
         demand.output, demand.residual = self.outputs.expected(demand)
         spaces = None if targets.space == demand.space else self.weigh_spaces(demand, targets, now)
         left = [*(self.weighed(demand, targets, now) if spaces is None else targets.candidates)]
@@ -404,7 +431,10 @@ class Router:
         return order
 
     def weighed(self, demand: Demand, targets: Targets, now: float) -> Sequence[Candidate]:
-        """Set on the candidates what each holds of the prompt, and return them; valid until the next `weighed`."""
+        """Set on each candidate how much of the prompt its caches hold, and return the candidates.
+
+        `overlap` is what the first tier holds, `lower` what slower tiers hold. Both are valid until the next `weighed`.
+        """
         candidates, roster, size, hashes = targets.candidates, targets.roster, demand.block_size, demand.hashes
         most = (demand.tokens - 1) // size  # as `hittable` says
         match = self.map.match(hashes, now, most) if hashes and demand.reads_cache else None
@@ -431,17 +461,18 @@ class Router:
         return candidates if roster is None else roster
 
     def _forget_lower(self) -> None:
-        """Clear what the last request's candidates held in slower tiers, also of those that are no candidates now."""
+        """Clear the `lower` and `pull` that were set on candidates for the last request."""
         for one in self._tiered:
             one.lower, one.pull = (), None
         self._tiered = []
 
     def weigh_spaces(self, demand: Demand, targets: Targets, now: float) -> Mapping[int, Held]:
-        """Do the work of `weighed` for candidates that are not all of the demand's space; return the prompt by space.
+        """Set on each candidate how much of the prompt its caches hold, where not all are of the demand's space.
 
-        What a candidate holds is looked up in the tokens of its own space and converted to those of `demand`, so that
-        all are weighed by the same measure. A candidate of a space for which the request was not prepared counts as
-        holding nothing.
+        A space is one tokenizer, chat template and block size. What a candidate holds is looked up in the tokens of its
+        own space and converted to those of `demand`, so that all candidates are compared by one measure. A candidate of
+        a space for which the request was not prepared counts as holding nothing. Returns the request and what replicas
+        hold of it, by the number of each space.
         """
         spaces = {one.space: self.held(one, now) for one in (demand, demand.also) if one is not None}
         self._forget_lower()
@@ -457,7 +488,10 @@ class Router:
         return spaces
 
     def held(self, demand: Demand, now: float) -> Held:
-        """Return a request with what each slot of the map holds of it, in blocks of the request's own space."""
+        """Return a request together with how many of its blocks each replica holds.
+
+        Replicas go by their slots (indices in the cache map); blocks are those of the request's own tokens.
+        """
         most = hittable(demand.tokens, demand.block_size)
         match = self.map.match(demand.hashes, now, most) if demand.hashes and demand.reads_cache else None
         return Held(demand, match)
@@ -465,9 +499,10 @@ class Router:
     # --- its outcome
 
     def first_token(self, placement: Placement, now: float | None, seconds: float | None = None) -> None:
-        """Note that a prefill is done, by `now` if the time is known.
+        """Note that a request's prefill is done; only the first call for a placement counts.
 
-        `seconds`: measured from sending the request there to its first token; given only if it is to be learned from.
+        `now`: when that was seen, None if unknown. `seconds`: measured from sending the request to its first token;
+        None if costs should not be learned from it.
         """
         reservation = placement.reservation
         if reservation.stage != "prefill":
@@ -475,7 +510,7 @@ class Router:
         self.ledger.first_byte(reservation, now)
         if self._first is not None:
             self._first(reservation.replica, placement.demand)
-        if seconds is not None and (pull := placement.pull) is not None:  # kept for `pulled`
+        if seconds is not None and (pull := placement.pull) is not None:  # `pulled` learns from it
             placement.pull_took = seconds - (placement.punctual_ttft - pull.seconds)
         elif seconds is not None:
             placement.candidate.costs.observe_ttft(
@@ -483,25 +518,31 @@ class Router:
             )
 
     def came(self, placement: Placement, tokens: int) -> None:
-        """Count further tokens of the request's answer."""
+        """Add further tokens of the request's answer to its replica's load."""
         self.ledger.came(placement.reservation, tokens)
 
     def answered(self, placement: Placement, now: float) -> None:
-        """Note an answer that came in one piece, from which nothing is learned about its prefill."""
+        """Note that the request's answer came in one piece, which says nothing about the time of its prefill."""
         self.ledger.answered(placement.reservation, now)
 
     def tells_end_alone(self, placement: Placement) -> None:
-        """Expect only the end of a streamed answer to be seen; to be called right after the request was placed."""
+        """Set the time when an answer is expected to that of its end, if the gateway will only see the end of a stream.
+
+        Call this right after the request was placed.
+        """
         taken, demand = placement.reservation, placement.demand
         if demand.streams:
             self.ledger.expect(taken, taken.due + answer_seconds(placement.candidate, demand))
 
     def disregard(self, placement: Placement) -> None:
-        """Stop expecting the request's first byte: its replica works, so the wait says nothing about other requests."""
+        """Stop expecting the request's first byte, so that its replica does not count as late because of it.
+
+        Called when the replica is known to work, so that the wait says nothing about other requests.
+        """
         self.ledger.expect(placement.reservation, FAR)
 
     def drop_pull(self, placement: Placement) -> None:
-        """Change a request that was just placed: compute what was to be pulled from a peer."""
+        """Change a request that was just placed: its replica computes the tokens that it was to fetch from another."""
         kept, fetching = tuple([run for run in placement.lower if run[0] != PEER]), placement.fetch_seconds
         tokens = placement.fetched - sum([count for _, count in kept])
         placement.pull, placement.lower, placement.chosen_by = None, kept, None
@@ -511,9 +552,9 @@ class Router:
         self.ledger.expect(taken, taken.due + later)
 
     def pulled(self, placement: Placement, cached: int, now: float) -> bool:
-        """Learn from a pull, and return whether all of it came.
+        """Learn from a pull (a fetch from another replica's memory), and return whether all of its tokens came.
 
-        `cached`: all prompt tokens that the engine found, those of the pull included.
+        `cached`: how many prompt tokens the engine found cached, those of the pull included.
         """
         pull, replica = placement.pull, placement.candidate.replica
         assert pull is not None
@@ -533,11 +574,11 @@ class Router:
         output: int | None = None,
         answered_at: float | None = None,
     ) -> None:
-        """Settle a complete answer.
+        """End a placement whose answer is complete: take its load off the replica, and learn from it.
 
         `reported`: prompt tokens that the engine found in its cache; `per_token`: mean seconds from one token to the
             next (None for either: not known, or not to be learned from); `output`: tokens of the answer;
-            `answered_at`: when all of it came at once, so that neither `first_token` nor `answered` was called before.
+            `answered_at`: when the answer came in one piece, if neither `first_token` nor `answered` was called for it.
         """
         candidate, demand, reservation = placement.candidate, placement.demand, placement.reservation
         if per_token is not None and reservation.stage == "decode":
@@ -551,9 +592,9 @@ class Router:
             self.map.learn(candidate.slot, demand.hashes, placement.cached // size, reported // size)
 
     def abandon(self, placement: Placement, computed: bool = True) -> None:
-        """Settle a placement without a complete answer.
+        """End a placement without a complete answer: take its load off the replica.
 
-        Unless its prompt was `computed`, the map no longer expects its blocks.
+        `computed`: its prompt was computed; otherwise the cache map no longer expects its blocks on the replica.
         """
         self._release(placement)
         number = placement.expected
@@ -574,9 +615,10 @@ class Router:
 def in_space(
     candidate: Candidate, spaces: Mapping[int, Held], demand: Demand, told: int = 0
 ) -> tuple[Demand, int, Lower]:
-    """Return the request in the candidate's space, and its tokens held in the candidate's first and slower tiers.
+    """Return the request as tokenized for a candidate, and its tokens in the candidate's first and slower tiers.
 
-    In a space for which the request was not prepared, no blocks are known. `told`: tokens of `demand` that the
+    `spaces`: by the number of each space (tokenizer, template and block size) the request, and what replicas hold of
+    it. In a space for which the request was not prepared, no blocks are known. `told`: tokens of `demand` that the
     candidate is known to hold because other gateways sent them there.
     """
     held = spaces.get(candidate.space)

@@ -43,19 +43,19 @@ from .ledger import UNTIMED, Changes, Load
 # requests correct that, and until then it suffices that the ratios are those of an engine.
 TTFT_PRIOR = (0.016, 15e-6, 8.4e-10, 12e-6, 0.008, 1.0)
 STEP_PRIOR = (0.006, 50e-6, 0.1e-6)
-# prompt tokens computed in one step: vLLM's default on large GPUs; `crowd` absorbs a different setting
+# Prompt tokens computed in one step: vLLM's default on large GPUs. `crowd` learns the effect of another setting.
 STEP_TOKENS = 8192
-_COMMON, _OWN = 1.0, 0.5  # prior variance of the log coefficients: the part common to all, and each one's own
-_WALK = 1e-3  # share of the distance to the prior covariance by which the covariance moves back per observation
+_COMMON, _OWN = 1.0, 0.5  # prior variance of the log coefficients: the part common to all, and each one's own part
+_WALK = 1e-3  # the share of its distance to the prior by which the covariance moves back at each observation
 _NOISE = 0.05  # variance of log(observed / predicted) that no model explains
 _BOUND = 100.0  # a coefficient stays within a hundredfold of its prior
 _SMOOTH = 0.1  # smoothing factor of the running error sizes
-# The speed of a passed-over replica moves to _DECAY_SHARE of the others'; this is the half-life of the distance, in
-# seconds. Once the replica counts as a little faster than the others, it is tried, and measured again: after 6 s if it
-# was thought twice as slow.
+# The speed of a passed-over replica moves to _DECAY_SHARE of the others'; _DECAY_HALF_LIFE is the half-life of the
+# distance, in seconds. Once the replica counts as a little faster than the others, it is tried and measured again:
+# after 6 s if it was thought twice as slow.
 _DECAY_HALF_LIFE, _DECAY_SHARE = 2.0, 0.9
-_LATEST, _FADED = 0.3, 0.5  # smoothing factor of `Speed.delivered`; a speed below this share of it has faded
-_FORGET = 0.99  # share of the log speed kept in each turn without a request
+_LATEST, _FADED = 0.3, 0.5  # smoothing factor of `Speed.delivered`; a speed below _FADED of it has faded
+_FORGET = 0.99  # the share of the log speed that a call of `Speed.forget` without a request since keeps
 
 # Tokens in slower tiers, in the prompt's order: (tier, number of adjacent tokens).
 Lower = tuple[tuple[str, int], ...]
@@ -63,15 +63,16 @@ Lower = tuple[tuple[str, int], ...]
 # host memory (PCIe 4.0 x16), 6 GB/s from NVMe and 2.5 GB/s from another machine (25 Gbit/s, 80 % of it). Learned since.
 FETCH_PRIOR = {tier: 131_072 / bandwidth for tier, bandwidth in (("cpu", 25e9), ("disk", 6e9), ("remote", 2.5e9))}
 PEER = "peer"  # the tier of tokens fetched from another replica; their seconds are in `Pull`, not learned here
-_ASIDE = 0.1  # share of the predicted TTFT up to which a fetch leaves the rest accurate enough to learn from
-_FETCH_LIMIT = 1.0  # bound of one log error, so that a client's stall does not move the estimate far
+_ASIDE = 0.1  # if a fetch takes up to this share of the predicted TTFT, the rest is accurate enough to learn from
+_FETCH_LIMIT = 1.0  # bound of one observation's log error, so that a client's stall does not move the estimate far
 
 
 class Fit:
-    """One positive linear model, seconds = sum(coefficient x feature), fitted on the log scale.
+    """One linear model with positive coefficients, seconds = sum(coefficient x feature), fitted on the log scale.
 
-    `error` is the running mean of |predicted - observed| in seconds. While the prior's error is smaller, `coefficients`
-    are the prior's: noise can keep the model from learning, but never make it worse.
+    `prior`: the coefficients before anything was learned. `error` is the running mean of |predicted - observed| in
+    seconds. While the prior's error is smaller, `coefficients` are the prior's: noise can keep the model from learning,
+    but never make it worse.
     """
 
     __slots__ = ("coefficients", "count", "error", "_prior", "_learned", "_cov", "_spread", "_prior_error")
@@ -100,9 +101,9 @@ class Fit:
         self.coefficients = tuple(self._learned) if self.error <= self._prior_error else self._prior
 
     def _gap(self, predicted: float, by_prior: float, seconds: float) -> float:
-        """Update the running errors of the learned and the prior coefficients, and return the bounded log error.
+        """Update the running errors of the learned and the prior coefficients; return the log error, within bounds.
 
-        `predicted`, `by_prior`: seconds predicted by each; `seconds`: observed.
+        `predicted`, `by_prior`: seconds predicted by the learned and by the prior coefficients; `seconds`: observed.
         """
         self.count += 1
         rate = max(0.05, 1 / self.count)
@@ -137,7 +138,10 @@ def _correction(size: int) -> Callable[..., None]:
         return ", ".join([f"[{', '.join([element(i, j) for j in every])}]" for i in every])
 
     def moved(i: int, j: int) -> str:
-        """Return a covariance element's update, with a small drift back to the prior: it stays bounded and positive."""
+        """Return the expression for a covariance element's new value, as source code.
+
+        It includes a small drift back to the prior, so that the covariance stays bounded and positive.
+        """
         own = f" + {_WALK * _OWN!r}" if i == j else ""
         return f"c{i}_{j} + {_WALK!r} * ({_COMMON!r} - c{i}_{j}) - g{i} * r{j}{own}"
 
@@ -172,9 +176,9 @@ _CORRECTIONS = {size: _correction(size) for size in (len(TTFT_PRIOR), len(STEP_P
 
 
 class Fetch:
-    """The seconds per token that a group's replicas take to fetch from each slower tier.
+    """The learned seconds per token that a group's replicas take to fetch KV cache from each slower memory tier.
 
-    They are fitted as in `Fit`: on the logarithmic scale, by each tier's share of the prediction.
+    They are fitted as in `Fit`: on the logarithmic scale, each tier's by its share of the prediction.
     """
 
     __slots__ = ("_seconds", "_variance")
@@ -191,12 +195,12 @@ class Fetch:
             self._seconds[tier], self._variance[tier] = seconds, variance
 
     def seconds(self, lower: Lower) -> float:
-        """Return the predicted seconds to fetch these tokens, given by tier."""
+        """Return the predicted seconds to fetch these tokens; `lower`: how many in each slower tier."""
         each = self._seconds
         return sum([tokens * each[tier] for tier, tokens in lower])
 
     def observe(self, lower: Lower, compute: float, seconds: float) -> None:
-        """Learn from a first token that came after `seconds` > 0.
+        """Learn from a first token that came `seconds` > 0 after its request was sent.
 
         `lower`: the tokens that were fetched, by tier; `compute`: the predicted seconds of everything but the fetch.
         """
@@ -217,7 +221,7 @@ class Fetch:
 
 
 class Speed:
-    """The factor by which one replica is slower than its group's model predicts."""
+    """The learned factor by which one replica is slower than its group's model predicts (`value`)."""
 
     __slots__ = ("value", "delivered", "_bias", "_spread", "_heard", "_decaying")
 
@@ -252,9 +256,9 @@ class Speed:
         self._heard, self._decaying = True, False
 
     def decay(self, target: float, kept: float) -> bool:
-        """Move towards `target` if that is lower, and return whether it is.
+        """Move this speed towards the other replicas' speed `target`, if that is lower; return whether it is.
 
-        `kept`: the share of the log distance that remains.
+        `kept`: the share of the log distance to the target that remains.
         """
         if self.value <= target:
             return False
@@ -265,10 +269,10 @@ class Speed:
         return True
 
     def forget(self) -> None:
-        """Move towards the group's speed if there was no observation since the last call.
+        """Move this speed towards 1, the group's, if there was no observation since the last call.
 
-        A speed that `decay` moves is left alone: if the other replicas are faster than their group's model says, it
-        would stay behind them for ever.
+        A speed that `decay` moves is left alone. Otherwise, if the other replicas are faster than their group's model
+        says, it would stay behind them for ever.
         """
         if not (self._heard or self._decaying):
             self.value **= _FORGET
@@ -292,20 +296,26 @@ class Costs:
 
     @property
     def is_fading(self) -> bool:
-        """Whether a speed by which replicas are chosen has decayed to less than half of that of the last answers."""
+        """Whether a speed of this replica has decayed to less than half of the speed of its last answers.
+
+        It decays while the replica gets no requests, so that the replica is tried again.
+        """
         return any(speed.value < _FADED * speed.delivered for speed in (self.ttft, self.step))
 
     def as_delivered(self) -> Costs:
-        """Return a copy with the speeds of the replica's last answers, unchanged by the decay since then.
+        """Return a copy with the speeds of the replica's last answers, without the decay since then.
 
-        With the decayed speeds, a replica at an eighth of its speed was taken for only 1.7 times as slow.
+        By its decayed speeds, a replica that ran at an eighth of its speed counted as only 1.7 times as slow.
         """
         made = Costs(self.group)
         made.ttft.value, made.step.value = self.ttft.delivered, self.step.delivered
         return made
 
     def prefill_seconds(self, uncached: int, context: int) -> float:
-        """Return the seconds to compute `uncached` prompt tokens that follow `context` cached ones."""
+        """Return the seconds to compute `uncached` prompt tokens after `context` cached ones on an idle replica.
+
+        The fixed cost of a step is not included.
+        """
         return self._ttft(_IDLE, uncached, context, UNTIMED)[1][1]
 
     def step_seconds(self, load: Load) -> float:
@@ -323,15 +333,19 @@ class Costs:
     def ttft_parts(
         self, load: Load, uncached: int, context: int, now: float = UNTIMED
     ) -> tuple[float, float, float, float]:
-        """Return the TTFT for admission in four parts: fixed cost, own prefill, queue, and shared decode steps.
+        """Return the predicted TTFT in four parts, in seconds: fixed cost, own prefill, queue, and shared decode steps.
 
-        The queue includes the backlog (`backlog_seconds`) and the replica's lateness.
+        The queue includes the backlog (`backlog_seconds`) and the time by which the replica's next answer is overdue.
+        For admission.
         """
         base, own, queue, crowd = self._ttft(load, uncached, context, now)[1]
         return base, own, queue + self.backlog_seconds(load, now) + max(0.0, now - load.due), crowd
 
     def punctual_seconds(self, load: Load, uncached: int, context: int, now: float = UNTIMED) -> float:
-        """Return the predicted TTFT without lateness, to compare with a measured one."""
+        """Return the predicted TTFT in seconds, to compare with a measured one.
+
+        It leaves out the time by which the replica's next answer is overdue.
+        """
         return sum(self._ttft(load, uncached, context, now)[1])
 
     def _ttft(
@@ -339,11 +353,13 @@ class Costs:
     ) -> tuple[tuple[float, ...], tuple[float, float, float, float]]:
         """Return the features of the TTFT model for a request that meets `load`, and the four parts of its TTFT.
 
-        The variable `left` is the share of the current prefill step that remains, 1 if the step's start is unknown. An
-        overdue step is assumed to take as much longer as it is late, so a replica that hangs looks fully busy again,
-        not done. The step's attention is estimated as if its prompts were of equal length and uncached. The first three
-        parts scale with the replica's speed of prefill; decode steps have a speed of their own. Lateness is in none of
-        them, as it is not learned from. `least_time` has the same formulas, and a test compares both.
+        The parts are those of `ttft_parts`: fixed cost, own prefill, queue, and shared decode steps. The variable
+        `left` is the share of the current prefill step that remains, 1 if the step's start is unknown. An overdue step
+        is assumed to take as much longer as it is late, so a replica that hangs looks fully busy again, not done. The
+        step's attention is estimated as if its prompts were of equal length and uncached. The first three parts scale
+        with the replica's speed of prefill; decode steps have a speed of their own. No part includes the time by which
+        an answer is overdue, as nothing is learned from it. `least_time` has the same formulas, and a test compares
+        both.
         """
         speed, step = self.ttft.value, self.step_seconds(load)
         base, token, pair, queued, busy, crowd = self.group.ttft.coefficients
@@ -362,12 +378,13 @@ class Costs:
         )
 
     def backlog_seconds(self, load: Load, now: float = UNTIMED) -> float:
-        """Return how much longer a queue of over one step takes at least than the coefficient `queued` predicts.
+        """Return by how many seconds a long queue takes longer, at least, than the coefficient `queued` predicts.
 
-        An engine computes waiting prompts no faster than a prompt that it has alone: `STEP_TOKENS` a step, each step
-        with its fixed cost and its decoding, on average of half of those prompts too, since they decode once they are
-        computed. `queued` was learned behind few prompts, where a request shares a step with those before it. That
-        suffices to choose a replica; admission by TTFT must know about a burst before it can be learned from.
+        Only queues of more prompt tokens than one step computes (STEP_TOKENS) count as long. An engine computes waiting
+        prompts no faster than a prompt that it has alone: `STEP_TOKENS` a step, each step with its fixed cost and its
+        decoding, on average of half of those prompts too, since they decode once they are computed. `queued` was
+        learned behind few prompts, where a request shares a step with those before it. That suffices to choose a
+        replica; admission by TTFT must know about a burst before it can be learned from.
         """
         if load.prefill_tokens <= STEP_TOKENS:
             return 0.0
@@ -395,12 +412,12 @@ class Costs:
     def observe_ttft(
         self, seconds: float, uncached: int, cached: int, before: Load, at: float = UNTIMED, lower: Lower = ()
     ) -> None:
-        """Learn from a first token that came after `seconds`.
+        """Learn from a first token that came `seconds` after its request was sent.
 
         `uncached`, `cached`: prompt tokens that were computed, and those that were not.
         `before`, `at`: the load that the request met and when, from its Reservation.
         `lower`: those of the cached tokens that were fetched from slower tiers. Time spent on fetching says nothing
-            about computing: where it is large, only the fetch is learned.
+            about computing. Where that time is large, only the seconds of the fetch are learned.
         """
         if lower and seconds > 0:
             fetch, compute = self.group.fetch, self.punctual_seconds(before, uncached, cached, at)
@@ -441,10 +458,10 @@ _IDLE = Load()
 
 
 class Learned(TypedDict):
-    """The state of a group, as JSON types.
+    """All that a cost group has learned, as JSON types.
 
-    `ttft`, `step`: of its models; `fetch`: by tier; `replicas`: by name, the states of both speeds, the error and the
-        count.
+    `ttft`, `step`: the states of its two models; `fetch`: by slower tier, the state of its fetch time; `replicas`: by
+        name, the states of both speeds, the error and the count of observations.
     """
 
     ttft: dict[str, object]
@@ -454,7 +471,7 @@ class Learned(TypedDict):
 
 
 class CostGroup:
-    """Replicas of one kind that share one model, from which a new replica starts.
+    """A group of replicas of one kind that share one learned model of costs, from which a new replica starts.
 
     `learned`: the `state` of an earlier group, to continue from.
     """
@@ -472,13 +489,13 @@ class CostGroup:
             self._known = dict(learned["replicas"])
 
     def follow(self) -> Changes[Costs]:
-        """Return the log of members whose speeds change from now on."""
+        """Return the log of replicas' costs whose speeds change from now on; the same log at each call."""
         if self.changes is None:
             self.changes = Changes()
         return self.changes
 
     def state(self) -> Learned:
-        """Return everything learned: 2 kB, and 150 bytes per replica."""
+        """Return everything that the group has learned, as JSON types: 2 kB, and 150 bytes for each replica."""
         replicas = {
             name: [one.ttft.state(), one.step.state(), one.error, one.count] for name, one in self._members.items()
         }
@@ -490,7 +507,7 @@ class CostGroup:
         }
 
     def add(self, replica: str) -> Costs:
-        """Return a replica's costs, adding it if it is new; the same object until `remove`."""
+        """Return the costs of a replica, which is added if it is new; the same object until `remove`."""
         if replica not in self._members:
             costs = self._members[replica] = Costs(self)
             if (known := self._known.pop(replica, None)) is not None:
@@ -516,7 +533,11 @@ class CostGroup:
                 self.changes.tell(one)
 
     def learn(self, which: str, features: tuple[float, ...], seconds: float) -> None:
-        """Learn one observation of the model `which` ("ttft" or "step"), and call `forget` on one member's speeds."""
+        """Learn from one observation, and let one replica's speeds, in turn, move towards the group's (`Speed.forget`).
+
+        `which`: the model that learns, "ttft" or "step"; `features`: its features; `seconds`: the observed time,
+        divided by the replica's speed.
+        """
         getattr(self, which).observe(features, seconds)
         if not self._turns:
             self._turns = list(self._members.values())

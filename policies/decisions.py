@@ -13,22 +13,24 @@ LEFT = "left"  # the client disconnected while its request waited
 DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, DEGRADED, SPILLED, LEFT)
 SENT = frozenset((ADMITTED, OBSERVED, DEGRADED, SPILLED))
 CONTROL, SHUTTING_DOWN, NO_REPLICA = "control", "shutting_down", "no_replica"
-# In order, for requests that are sent: there was room; its limits are met without room; its turn came. For those that
-# are not: no replica meets the TTFT or TPOT limit; no room; a full queue; displaced by a higher class; waited too long;
-# overload control; the gateway's shutdown; no replica left that could take it; the client left
+# The reasons in order. For requests that are sent: there was room; its limits are met although there is no room; its
+# turn in the queue came. For requests that are not sent: no replica meets the TTFT limit; none meets the TPOT limit; no
+# room; a full queue; displaced by a higher class; waited too long; overload control; the gateway's shutdown; no replica
+# left that could take it; the client left.
 REASONS = (
     "room", "met", "turn", "ttft", "tpot", "full", "queue_full", "shed", "deadline", CONTROL, SHUTTING_DOWN, NO_REPLICA, "client",
 )  # fmt: skip
-# Steps for a request that finds no room, see `admission`
+# The steps for a request that finds no room: wait in the queue, cap the answer's length, use the overflow pool, refuse
+# the request, or send it all the same (see `admission`).
 WAIT, DEGRADE, SPILL, REJECT, OBSERVE = "wait", "degrade", "spill", "reject", "observe"
 STEPS = (WAIT, DEGRADE, SPILL, REJECT, OBSERVE)
 
 
 class Rules(NamedTuple):
-    """The settings of admission, in seconds and bytes."""
+    """The settings of admission (which requests are sent, wait or are refused), in seconds and bytes."""
 
     when_full: tuple[str, ...] = (WAIT,)  # the steps for a request that finds no room, in their order
-    engine_wait: float = 0.1  # seconds of the longest queue in an engine with which there still is room
+    engine_wait: float = 0.1  # an engine has room for a request if its own queue is not longer than this, in seconds
     max_wait: float = 30.0  # the longest wait of a request without a TTFT limit
     max_requests: int = 10_000  # most requests in the queue
     max_bytes: int = 256 * 2**20  # most bytes of requests in the queue
@@ -37,29 +39,36 @@ class Rules(NamedTuple):
 
 
 class AdmissionDecision(NamedTuple):
-    """The decision on a request."""
+    """Admission's decision on a request."""
 
-    decision: str
-    reason: str
-    # Indices of the ways in which it may be sent (SPILLED: of the overflow pool's candidates); empty: not sent, or any
+    decision: str  # one of DECISIONS
+    reason: str  # one of REASONS
+    # The indices of the replicas, or pairs of them, to which it may be sent (SPILLED: of the overflow pool's
+    # candidates). Empty: it is not sent, or may be sent to any.
     among: Sequence[int] = ()
     retry_after: float = 0.0  # seconds after which a refused request is predicted to be admitted
     cap: int = 0  # most tokens that its answer may have; 0: as many as it asks for
 
 
 class AdmissionOptions:
-    """Alternatives for a request that no replica has room for; this base class has none, and RouterOptions has them."""
+    """The alternatives for a request that no replica has room for: a capped answer, and the overflow pool.
+
+    This base class offers none of them; its subclass RouterOptions does.
+    """
 
     def may_cap(self, most: int) -> bool:
         """Return whether the request's answer can be capped at `most` tokens, and might be longer otherwise."""
         return False
 
     def capped(self, most: int) -> Sequence[Estimate]:
-        """Return the candidates' estimates for an answer of at most `most` tokens; none unless `may_cap(most)`."""
+        """Return the candidates' predicted latencies for an answer of at most `most` tokens.
+
+        Empty if the answer cannot be capped (`may_cap`).
+        """
         return ()
 
     def in_overflow_pool(self) -> Sequence[Estimate]:
-        """Return the estimates of the overflow pool's replicas that can take the request."""
+        """Return the predicted latencies of the overflow pool's replicas that can take the request."""
         return ()
 
     def has_separate_overflow_pool(self) -> bool:

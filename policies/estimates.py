@@ -1,8 +1,8 @@
 """Estimates: the latency that a candidate would give a request, predicted before it is sent.
 
     ttft = the prediction of `costs` by the present load + fetching from slower tiers
-           + the wait for free blocks and for a place among those that run
-    tpot = a decode step with the streams that are there when its first token is out
+           + the wait for free KV cache blocks and for a place among the requests that the engine runs
+    tpot = a decode step with the streams that are there when the first token is out
 
 Where one replica computes the prompt and another writes the answer (`options.pairs`), `first_leg` predicts the first
 replica's part, and `after_prefill` combines it with the second's.
@@ -22,33 +22,34 @@ from typing import NamedTuple
 from .ledger import Load
 from .vocabulary import Candidate, Demand
 
-# The replicas of one way to serve a request: the one that computes the prompt and, if another, the one that writes
+# Where a request is served: the replica that computes the prompt and, if it is another, the one that writes the answer.
 Place = tuple[str, ...]
 
 
 class Estimate(NamedTuple):
-    """Predicted seconds for a request on one candidate, and the load by which they were predicted."""
+    """The predicted latency of a request on one candidate, and the load by which it was predicted."""
 
     ttft: float  # seconds to its first token
     wait: float  # the part of `ttft` before its own prompt is computed
     tpot: float  # seconds from one token to the next
     left: float = 0.0  # seconds that an answer under way on the candidate still takes, on average
     there: int = 0  # requests on the candidate now
-    computing: int = 0  # those of them without a first token
-    full: float = 0.0  # share of the candidate's cache that they and this request take, 0 if unknown
+    computing: int = 0  # how many of these have no first token yet
+    full: float = 0.0  # share of the candidate's KV cache that these and this request take, 0 if unknown
     streams: float = 1.0  # the number of streams for which `tpot` was predicted
     context: float = 0.0  # the context tokens of these streams
 
     @property
     def own(self) -> float:
-        """Seconds to its first token if nothing were ahead of it."""
+        """The predicted seconds to the request's first token if nothing were ahead of it."""
         return self.ttft - self.wait
 
 
 class FirstLeg(NamedTuple):
-    """A prompt to be computed on one candidate.
+    """The predicted time of computing a prompt on one candidate.
 
-    `ttft`: seconds until that is done; `wait`: those of them before it begins; `load`: the candidate's present load.
+    `ttft`: seconds until that is done; `wait`: how many of these pass before it begins; `load`: the candidate's present
+    load.
     """
 
     ttft: float
@@ -57,23 +58,27 @@ class FirstLeg(NamedTuple):
 
 
 def estimate(candidate: Candidate, demand: Demand) -> Estimate:
-    """Return a candidate's estimate for a whole request; the candidate was weighed for it and its `output` is set."""
+    """Return the predicted latency of a request that one candidate serves alone.
+
+    What the candidate holds of the prompt, and the demand's expected `output`, must have been set before.
+    """
     load, prompt = candidate.load, _prompt(candidate, demand, demand.output)
     return _estimate(candidate, demand, prompt.ttft, prompt.wait, load.requests, load.prefilling)
 
 
 def first_leg(candidate: Candidate, demand: Demand) -> FirstLeg:
-    """Return when the candidate would have computed the prompt, including the wait for blocks.
+    """Return when the candidate would have computed the prompt, including the wait for free KV cache blocks.
 
-    The candidate was weighed for this demand.
+    What the candidate holds of the prompt must have been set on it before (`Router.weighed`).
     """
     return _prompt(candidate, demand, 0.0)
 
 
 def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: Demand) -> Estimate:
-    """Return the estimate of a `decoder` that gets the prompt's cache `moving` seconds after the first leg is done.
+    """Return the predicted latency of a request whose prompt one replica computes and whose answer `decoder` writes.
 
-    Work that the decoder has to do first counts only by how much longer it takes than the first leg.
+    `first`: the first replica's part; `moving`: seconds from its end until the decoder has the prompt's KV cache. Work
+    that the decoder has to do before counts only by how much longer it takes than the first leg.
     """
     load = decoder.load
     base, own, queue, crowd = decoder.costs.ttft_parts(load, 1, max(0, demand.tokens - 1), demand.now)
@@ -83,7 +88,10 @@ def after_prefill(first: FirstLeg, moving: float, decoder: Candidate, demand: De
 
 
 def _estimate(candidate: Candidate, demand: Demand, ttft: float, wait: float, there: int, computing: int) -> Estimate:
-    """Return the estimate, with the TPOT by the streams that are there after `ttft`; the rest are its fields."""
+    """Return the predicted latency, with the TPOT by the streams that will still be there after `ttft` seconds.
+
+    `ttft`, `wait`, `there`, `computing`: the result's fields.
+    """
     load, left = candidate.load, _left(candidate)
     stay = exp(-ttft / left) if left > 0.0 else 0.0
     all_ = load.decoding * stay + load.prefilling + 1
@@ -94,7 +102,10 @@ def _estimate(candidate: Candidate, demand: Demand, ttft: float, wait: float, th
 
 
 def _prompt(candidate: Candidate, demand: Demand, output: float) -> FirstLeg:
-    """Return when the candidate would have computed the prompt, if an answer of `output` tokens has to fit as well."""
+    """Return when the candidate would have computed the prompt.
+
+    It begins once the KV cache has room for the prompt and an answer of `output` tokens.
+    """
     cached, costs, load = candidate.cached, candidate.costs, candidate.load
     base, own, queue, crowd = costs.ttft_parts(load, demand.tokens - cached, cached, demand.now)
     fetched = candidate.fetch_seconds if candidate.lower else 0.0
@@ -114,9 +125,10 @@ def _left(candidate: Candidate) -> float:
 
 
 def _until_it_fits(candidate: Candidate, held: float) -> float:
-    """Return the seconds until ending answers have freed blocks for `held` tokens, and a place in its batch.
+    """Return the seconds until a request fits on the candidate, as other answers end there.
 
-    There is a place once this request and all ahead of it can run.
+    It fits once there are KV cache blocks for `held` tokens (those of the present requests included), and once this
+    request and all ahead of it are among the `max_num_seqs` that the engine runs at once.
     """
     load, left, blocks = candidate.load, _left(candidate), 0.0
     if held > load.capacity_tokens and load.context_tokens:

@@ -1,8 +1,8 @@
-"""Which ways of serving a request suit it: those that have room for it, and those that meet its limits.
+"""Which ways of serving a request (a replica, or a pair of them) have room for it, and which meet its latency limits.
 
-`admission` defines ways, room and limits. Predictions are checked: of those that came near a limit, a running quantile
-of the ratio of measured to predicted seconds is kept (a margin), by which later predictions are multiplied. No I/O and
-no clock.
+`admission` defines ways, room and limits. Predictions are checked against measurements: for predictions that came near
+a limit, a running quantile of the ratio of measured to predicted seconds is kept (a margin). Later predictions are
+multiplied by it. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .estimates import Estimate, Place
 from .fair_share import FairShare
 
 _QUANTILE, _GAIN = 0.95, 0.01  # the quantile of the ratios, and the step of its logarithm per observation
-_MOST = log(1.5)  # bound of a margin: it learns with delay, so a burst of slow answers would raise it too far
-_NEAR = 0.25  # share of a limit from which a prediction is near enough to learn from
+_MOST = log(1.5)  # the bound of a margin's logarithm: it learns with delay, so slow answers would raise it too far
+_NEAR = 0.25  # the share of a limit from which a prediction is near enough to it to learn from
 
 
 class Margin:
-    """The factor by which measured seconds exceed predicted ones in all but one of twenty cases.
+    """A learned factor: one in twenty measured times exceeds the predicted time multiplied by it.
 
     It is a running quantile, by stochastic approximation (Robbins and Monro, 1951).
     """
@@ -38,18 +38,22 @@ class Margin:
         return exp(self._log)
 
     def learn(self, predicted: float, met: float, limit: float) -> None:
-        """Learn from `predicted` and measured (`met`) seconds, if the prediction came near the `limit` in seconds."""
+        """Learn from one request, if its prediction came near the latency limit.
+
+        `predicted`, `met`, `limit`: the predicted, measured and allowed seconds.
+        """
         if predicted >= _NEAR * limit and met > 0.0:
             over = log(met / predicted) > self._log
             self._log = min(_MOST, max(0.0, self._log + _GAIN * (_QUANTILE if over else _QUANTILE - 1.0)))
 
 
 class Question:
-    """A request that is being judged.
+    """A request for which admission is deciding whether, and where, it may be sent.
 
-    `estimates`: the predicted latency of each way to serve it; `places`: the replicas of each way (empty: the estimates
-    are of all replicas); `best`: the estimate of the lowest TTFT; `waited`: seconds; `room`: the indices of the ways
-    that have room for it, once known.
+    `estimates`: the predicted latency of each way to serve it (by a replica or a pair of them); `places`: the replicas
+    of each way (empty: one estimate for each replica); `offers`: the alternatives if there is no room; `best`: the
+    estimate with the lowest TTFT; `waited`: the seconds that it has waited; `room`: the indices of the ways that have
+    room for it, once known.
     """
 
     __slots__ = ("request", "estimates", "best", "places", "replicas", "offers", "now", "waited", "room")
@@ -69,18 +73,18 @@ class Question:
 
     @property
     def limited(self) -> bool:
-        """Whether the request has limits; without any, every estimate would meet them and it could never be refused."""
+        """Whether the request has latency limits; otherwise every estimate would meet them, and it is never refused."""
         return self.request.slo != NO_LIMITS
 
     @property
     def ttft(self) -> float:
-        """Seconds to its first token if it is sent now, including those that it has waited."""
+        """The predicted seconds from the request's arrival to its first token if it is sent now."""
         return self.waited + self.best.ttft
 
     def computing(self, whole: bool) -> dict[int | str, int]:
-        """Return by replica how many prompts it is computing.
+        """Return for each replica how many prompts it is computing.
 
-        `whole`: True for replicas that would take the whole request, False for the prefill replicas of a pair.
+        `whole`: True for the replicas that would serve the request alone, False for the prefill replicas of pairs.
         """
         if not self.places:
             return {index: one.computing for index, one in enumerate(self.estimates)} if whole else {}
@@ -88,15 +92,15 @@ class Question:
         return {place[0]: one.computing for place, one in pairs if (len(place) == 1) is whole}
 
     def is_whole(self, index: int) -> bool:
-        """Return whether the way of this index is one replica, not a pair."""
+        """Return whether the way with this index is a single replica, not a pair."""
         return not self.places or len(self.places[index]) == 1
 
 
 class Fit:
-    """The room that one fleet has for requests.
+    """The room that the replicas of one model have for requests.
 
-    `fair_share`: how much of the fleet its classes have used; `tight`: names of the classes that overload control
-    tightens.
+    `fair_share`: how much of the replicas each class of requests has used; `tight`: the names of the classes for which
+    overload control narrows the limits.
     """
 
     def __init__(self, classes: Classes, rules: Rules, fair_share: FairShare) -> None:
@@ -111,14 +115,14 @@ class Fit:
         estimates: Sequence[Estimate],
         fits: Callable[[Estimate, float, float], bool] | None = None,
     ) -> Sequence[int]:
-        """Return the ways that have room for a request beyond what is kept for higher classes.
+        """Return the indices of the ways that have room for a request, beyond the room kept for higher classes.
 
         `fits`: a test of estimates to use in place of `has_room`, with the same arguments.
 
-        A prefill that has begun cannot be interrupted, so higher classes' fractions of the replicas are kept free of
-        lower classes' prefills in full; of streams and cache, only the part of these fractions that the higher classes
-        have not used lately. Nor does a request join the prefill of a higher class: the engine computes both in one
-        step, which takes as long as both.
+        Each class has a reserved fraction. A prefill that has begun cannot be interrupted, so the fractions of higher
+        classes are kept free of lower classes' prefills in full. Of streams and KV cache, only the part of these
+        fractions is kept free that the higher classes have not used lately. A request also does not join the prefill of
+        a higher class, as the engine computes both in one step, which takes as long as both.
         """
         qos, fair_share, fits = asked.request.qos, self._fair_share, fits or self.has_room
         above, first = fair_share.above(qos, asked.now), fair_share.others_yield(qos, asked.now)
@@ -136,10 +140,11 @@ class Fit:
         return [index for index in room if not estimates[index].computing] or room if first else room
 
     def has_room(self, estimate: Estimate, share: float, tight: float) -> bool:
-        """Return whether an engine has room by the limits of the classes; a request's own limits do not matter here.
+        """Return whether an engine has room for a request, whatever the request's own latency limits are.
 
-        `share`: of the KV cache and of the TPOT limit that the request may use; `tight`: factor on the longest queue
-        that may be ahead of it.
+        An idle engine always has. Otherwise its queue, the classes' strictest TPOT limit and its KV cache decide.
+        `share`: the share of the KV cache and of the TPOT limit that the request may use; `tight`: a factor on the
+        longest queue that may be ahead of it.
         """
         if not estimate.there:
             return True
@@ -150,7 +155,7 @@ class Fit:
         )
 
     def fast(self, request: QueuedRequest, estimates: Sequence[Estimate], room: Sequence[int]) -> Sequence[int]:
-        """Return those of the ways in `room` that keep the request's own TPOT limit, or are idle."""
+        """Return the indices in `room` of those ways that meet the request's own TPOT limit or are idle."""
         limit = request.slo.tpot
         if limit is None or limit >= self._tpot:
             return room
@@ -158,11 +163,14 @@ class Fit:
         return [index for index in room if not estimates[index].there or estimates[index].tpot * factor <= limit]
 
     def meeting(self, estimates: Sequence[Estimate], asked: Question) -> list[int]:
-        """Return the indices of the estimates that meet the request's limits; an empty list if it has no limits."""
+        """Return the indices of the estimates that meet the request's latency limits; [] if it has no limits."""
         return [i for i, one in enumerate(estimates) if self.too_much(one, asked) is None] if asked.limited else []
 
     def too_much(self, estimate: Estimate, asked: Question) -> str | None:
-        """Return "ttft" or "tpot" for a limit that the estimate exceeds, or None."""
+        """Return which latency limit an estimate exceeds, "ttft" or "tpot"; None if it meets both.
+
+        The TPOT limit is the strictest one of all classes, or the request's own if that is stricter.
+        """
         ttft, tpot = asked.request.slo
         if ttft is not None and not self.within(estimate, asked.waited, ttft):
             return "ttft"
@@ -170,17 +178,27 @@ class Fit:
         return "tpot" if estimate.tpot * self.tpot_margin.factor > limit else None
 
     def within(self, estimate: Estimate, waited: float, limit: float) -> bool:
-        """Return whether the first token comes within `limit` seconds, `waited` ones included."""
+        """Return whether the first token should come within `limit` seconds of the request's arrival.
+
+        `waited`: the seconds that have passed since then.
+        """
         return waited + estimate.ttft * self.ttft_margin.factor <= limit
 
 
 def _clear(computing: Collection[int], kept: float) -> int:
-    """Return how many replicas compute nothing, less the share `kept` of all replicas; at least one is never kept."""
+    """Return how many replicas compute no prompt, less those that are kept free for higher classes.
+
+    `computing`: for each replica, how many prompts it computes; `kept`: the share of all replicas to keep free. At
+    least one replica is not kept.
+    """
     return sum([not one for one in computing]) - min(ceil(kept * len(computing) - 1e-9), len(computing) - 1)
 
 
 def unclaimed(room: Sequence[int], places: Sequence[Place], ahead: Sequence[ClassQueue]) -> Sequence[int]:
-    """Return those of the ways in `room` for whose replicas no queue in `ahead` waits."""
+    """Return the indices in `room` of those ways for whose replicas no queue in `ahead` waits.
+
+    `places`: the replicas of each way.
+    """
     if not ahead or not room:
         return room
     if not places:

@@ -6,9 +6,9 @@ and the normal end, the first to come settles the reservation, and the others ch
 loop owns a ledger.
 
 An engine computes prompts in steps: all prompts that wait when a step ends are computed in the next one, and their
-first tokens come at its end. So a first token tells when the step of the prompts that are left began, and that prompts
-which come after it have not begun. `Load.since`, `begun` and `begun_tokens` say so if callers pass the time. If they do
-not, or if an answer comes in one piece, the beginning is unknown until the next first token.
+first tokens come at its end. A first token therefore shows that the step of the remaining prompts begins now, and that
+prompts which arrive later are not in that step. `Load.since`, `begun` and `begun_tokens` keep this if callers pass the
+time. If they do not, or if an answer comes in one piece, the beginning is unknown until the next first token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Load:
     Scrapes set `waiting`, `kv_usage` and `capacity_tokens`, the ledger everything else.
     """
 
-    requests: int = 0  # requests reserved and not released
+    requests: int = 0  # requests that were sent to it and have not ended
     prefilling: int = 0  # requests without a first byte yet
     prefill_tokens: int = 0  # prompt tokens that the prefilling requests have to compute, those not cached
     decoding: int = 0  # requests past the first byte
@@ -45,7 +45,7 @@ class Load:
     output_tokens: int = 0  # expected answer tokens still to come, of all requests
     waiting: int = 0  # requests in the engine's own waiting queue at the last scrape; 0 if not reported
     kv_usage: float = 0.0  # share of its KV blocks that running requests use, 0..1; 0 if not reported
-    capacity_tokens: float = inf  # tokens that its KV cache can hold, as this ledger counts; infinite: not known
+    capacity_tokens: float = inf  # tokens that its KV cache can hold, by this ledger's counts; infinite: not known
     since: float = FAR  # when the current prefill step began, by the clock of `Demand.now`; FAR: unknown
     begun: int = 0  # how many of `prefilling` are in the current step (all if unknown); the others wait for the next
     begun_tokens: int = 0  # how many of `prefill_tokens` are in the current step
@@ -57,10 +57,11 @@ class Load:
         return Load(*_FIGURES(self))
 
     def scraped(self, waiting: int | None, kv_usage: float | None) -> None:
-        """Set the engine's own figures from a scrape; None: not reported.
+        """Set the engine's own figures from a scrape of its metrics.
 
-        The capacity is the ledger's token count divided by the share of KV blocks in use, so it allows for prompts that
-        share blocks. Below half full the quotient is imprecise, and not needed.
+        `waiting`: requests in the engine's queue; `kv_usage`: share of its KV blocks in use, 0..1 (None for either: not
+        reported). The capacity is the ledger's token count divided by the share of KV blocks in use, so it allows for
+        prompts that share blocks. Below half full the quotient is imprecise, and not needed.
         """
         self.waiting, self.kv_usage = waiting or 0, kv_usage or 0.0
         held = self.context_tokens + self.prefill_tokens
@@ -79,9 +80,9 @@ class Load:
 _FIGURES = attrgetter(*Load.__slots__)
 _COUNTS = Load.__slots__[:6]
 NOTHING = (0,) * len(_COUNTS)
-_VOID = 64  # void entries that the heap of `Unanswered` may have however few requests wait
-# Choices per replica over which `Load.recent` is averaged: with fewer it is noise; with more it counts conversations
-# that are over, and sends simultaneous ones to the same replica
+_VOID = 64  # void entries that the heap of `Unanswered` may have, however few requests wait
+# Choices per replica over which `Load.recent` is averaged. With fewer it is noise; with more it counts conversations
+# that are over, and sends simultaneous ones to the same replica.
 _WINDOW = 4
 
 
@@ -91,7 +92,7 @@ class Reservation:
 
     `met`: the load before this request was added, as figures in the order of the fields of `Load`.
     `uncached`: prompt tokens to compute; `tokens`: all prompt tokens, and later also those of the answer so far.
-    `at`: when it was made; `output`: expected answer tokens.
+    `at`: when the reservation was made; `output`: expected answer tokens.
     `due`: when the first byte of the answer is expected; FAR: the gateway would not see it.
     """
 
@@ -109,26 +110,30 @@ class Reservation:
 
     @property
     def before(self) -> Load:
-        """The load `met`, as a `Load`; built on demand, since most requests end without needing it."""
+        """The replica's load before this request was added (`met`), as a `Load`.
+
+        It is built when it is asked for, since most requests end without needing it.
+        """
         return Load(*self.met)  # type: ignore[arg-type]  # the figures are of two types
 
 
 class Unanswered:
-    """The requests on one replica without an answer, by which `Load.due` is set: when the next answer is expected.
+    """The requests on one replica that have no answer yet; they determine when its next answer is due (`Load.due`).
 
-    Any answer shows that the replica is not stalled, so nothing is due before the last answer, nor before the gateway
-    itself resumed after a stall. Requests older than the one answered last are no longer expected: the engine may have
-    put them behind others, or lost them.
+    Any answer shows that the replica is not stalled. So no answer is due before the time of the last one, nor before
+    the gateway itself resumed after a stall. Requests older than the one answered last are no longer expected: the
+    engine may have put them behind others, or lost them.
     """
 
     __slots__ = ("_load", "_heap", "_waiting", "_number", "_overtaken", "_answered_at")
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        # (due, number when added, reservation). Void entries (of requests that ended, were overtaken, or are due at
-        # another time by now) are dropped when they come to the top, or when there are too many.
+        # Entries of (due, number when added, reservation). Void entries (of requests that ended, were overtaken, or are
+        # due at another time by now) are dropped when they come to the top, or when there are too many.
         self._heap: list[tuple[float, int, Reservation]] = []
-        # how many wait; the number given last; the highest number whose request was answered, which voids all up to it
+        # How many requests wait; the number given last; the highest number of an answered request, which voids all
+        # entries up to that number.
         self._waiting = self._number = self._overtaken = 0
         self._answered_at = UNTIMED
 
@@ -153,7 +158,10 @@ class Unanswered:
         self._look()
 
     def held_up(self, now: float) -> None:
-        """Note that the gateway was stalled until `now`: answers that came meanwhile may not have been seen yet."""
+        """Note that the gateway was stalled until `now`, so that no answer counts as due before.
+
+        Answers that came meanwhile may not have been seen yet.
+        """
         self._answered_at = now
         self._look()
 
@@ -190,7 +198,7 @@ class Changes(Generic[T]):
         self.count += 1
 
     def since(self, count: int) -> Iterable[T] | None:
-        """Return the entries logged after the first `count` ones, in any order.
+        """Return the entries that were logged after the first `count` ones, the newest first.
 
         Returns None if the log, whose length is limited, no longer has all of them.
         """
@@ -201,8 +209,8 @@ class Changes(Generic[T]):
 class Ledger:
     """The load of all replicas: the requests of this gateway plus those of other gateways (`others`).
 
-    `moved`: if set, called with the name of each replica on which this gateway's own part changes. `changes`: the log
-        of replicas whose `Load` changed in any way, kept once `follow` was called.
+    `moved`: if set, called with the name of each replica on which this gateway's own part of the load changes.
+    `changes`: the log of replicas whose `Load` changed in any way, kept once `follow` was called.
     """
 
     def __init__(self) -> None:
@@ -216,16 +224,17 @@ class Ledger:
         self.changes: Changes[str] | None = None
 
     def follow(self) -> Changes[str]:
-        """Return the log of changed replicas, which begins at the first call.
+        """Return the log of the replicas whose load changes, which begins at the first call.
 
-        The log costs three entries per request, so it is kept only for fleets large enough to be weighed as arrays.
+        The log costs three entries per request, so it is kept only if there are so many replicas that their loads are
+        compared as arrays (`Roster`).
         """
         if self.changes is None:
             self.changes = Changes()
         return self.changes
 
     def _changed(self, replica: str, own: bool = True) -> None:
-        """Log that a replica's load has changed, and report it if this gateway's `own` part has."""
+        """Log that a replica's load has changed; if this gateway's `own` part has, also call `moved`."""
         if self.changes is not None:
             self.changes.tell(replica)
         if own and self.moved is not None:
@@ -241,7 +250,7 @@ class Ledger:
         return load
 
     def remove(self, replica: str) -> None:
-        """Forget a replica; requests still on it are taken off its old load as they end."""
+        """Remove a replica; requests that are still on it are taken off its old load as they end."""
         self.others(replica, NOTHING)
         self._others.pop(replica, None)
         self._unanswered.pop(replica, None)
@@ -286,7 +295,7 @@ class Ledger:
         self._changed(replica, own=False)
 
     def share(self, shared: bool) -> None:
-        """Set whether other gateways' requests are counted; while they are, the start of a prefill step is unknown."""
+        """Set whether other gateways' requests are counted too; while they are, a prefill step's start is unknown."""
         if shared != self._shared:
             self._shared = shared
             for replica, load in self._loads.items():
@@ -294,7 +303,7 @@ class Ledger:
                 self._changed(replica, own=False)
 
     def scraped(self, replica: str, waiting: int | None, kv_usage: float | None) -> None:
-        """Set the engine's own figures from a scrape, as `Load.scraped` does."""
+        """Set a replica's figures from a scrape of its metrics, as `Load.scraped` does."""
         self._loads[replica].scraped(waiting, kv_usage)
         self._changed(replica, own=False)
 
@@ -308,10 +317,10 @@ class Ledger:
         output: int = 0,
         due: float = FAR,
     ) -> Reservation:
-        """Count a request on a replica and return its reservation.
+        """Count a request in a replica's load, and return its reservation.
 
         `uncached`: how many of its prompt `tokens` must be computed.
-        `counted`: whether a ledger shared by several gateways has counted it already, so that `moved` is not called.
+        `counted`: a ledger shared by several gateways has counted it already, so that `moved` is not called.
         `now`: the time, None without a clock.
         `output`: expected tokens of its answer; `due`: when its first byte is expected, FAR if it would not be seen.
         """
@@ -336,9 +345,10 @@ class Ledger:
         return reservation
 
     def reserve_decode(self, replica: str, tokens: int, output: int = 0) -> Reservation:
-        """Count a request whose prompt of `tokens` arrives computed by another replica: it decodes from the start.
+        """Count a request that decodes from the start, as another replica computed its prompt; return its reservation.
 
-        What is known of the replica's current prefill step stays as it is.
+        `tokens`: its prompt tokens; `output`: expected tokens of its answer. The figures of the replica's current
+        prefill step do not change.
         """
         load = self._loads[replica]
         step = load.since, load.begun, load.begun_tokens
@@ -348,18 +358,18 @@ class Ledger:
         return reservation
 
     def _regrow(self) -> None:
-        """Adapt the growth of the choices' weights to the number of replicas."""
+        """Adapt the factor by which the weight of each new choice grows (`Load.recent`) to the number of replicas."""
         self._growth = 1.0 + 1.0 / (_WINDOW * max(1, len(self._loads)))
 
     def _rescale(self) -> None:
-        """Divide the weights of all choices before they overflow."""
+        """Divide the weights of all past choices (`Load.recent`) by the latest one's, before they overflow."""
         for replica, load in self._loads.items():
             load.recent = round(load.recent / self._weight, 30)  # 0 before it is too small to divide
             self._changed(replica, own=False)
         self._weight = 1.0
 
     def compute_more(self, reservation: Reservation, tokens: int) -> None:
-        """Add prompt tokens to be computed to a request that was just reserved."""
+        """Add `tokens` to the prompt tokens that a request, which was just reserved, has to compute."""
         load = reservation.load
         if load.begun == load.prefilling:  # this request is in the current step
             load.begun_tokens += tokens
@@ -369,7 +379,10 @@ class Ledger:
             self._changed(reservation.replica)
 
     def first_byte(self, reservation: Reservation, now: float | None = None) -> None:
-        """Move a request from prefill to decode; `now`: when its first byte was seen, None if it was only assumed."""
+        """Move a request from prefill to decode in its replica's load; only the first call counts.
+
+        `now`: when its first byte was seen, None if it was only assumed.
+        """
         if reservation.stage != "prefill":
             return
         if now is not None and reservation.unanswered is not None:
@@ -385,7 +398,7 @@ class Ledger:
             self._changed(reservation.replica)
 
     def came(self, reservation: Reservation, tokens: int) -> None:
-        """Count further tokens of a request's answer, which are context for its next ones."""
+        """Add further tokens of a request's answer to its replica's context tokens."""
         if reservation.stage != "decode":
             return
         reservation.tokens += tokens
@@ -394,7 +407,7 @@ class Ledger:
             self._changed(reservation.replica)
 
     def answered(self, reservation: Reservation, now: float) -> None:
-        """Note that a request's answer came in one piece."""
+        """Note at `now` that a request's answer came in one piece, so that its replica does not count as late."""
         if (unanswered := reservation.unanswered) is not None:
             unanswered.answered(reservation, now)
             self._changed(reservation.replica, own=False)
@@ -409,7 +422,7 @@ class Ledger:
             self._changed(replica, own=False)
 
     def expect(self, reservation: Reservation, due: float) -> None:
-        """Change when the first byte of a request's answer is due; FAR: the gateway would not see it."""
+        """Change the time when the first byte of a request's answer is due; FAR: the gateway would not see it."""
         unanswered = reservation.unanswered
         if unanswered is not None and reservation.number:
             unanswered.leave(reservation)
@@ -419,9 +432,9 @@ class Ledger:
             self._changed(reservation.replica, own=False)
 
     def release(self, reservation: Reservation, answered_at: float | None = None) -> None:
-        """End a reservation, for whatever reason; a no-op if it has ended.
+        """Take a request off its replica's load, whatever the reason; does nothing if that has been done.
 
-        `answered_at`: when a whole answer came at once, so that neither `first_byte` nor `answered` was called before.
+        `answered_at`: when the answer came in one piece, if neither `first_byte` nor `answered` was called for it.
         """
         load, stage = reservation.load, reservation.stage
         if stage == "done":
@@ -449,7 +462,7 @@ class Ledger:
             self._changed(reservation.replica)
 
     def outstanding(self) -> dict[str, tuple[int, ...]]:
-        """Return this gateway's part of each replica's load, in the order of `own`.
+        """Return this gateway's part of each replica's load, as the tuple that `own` returns.
 
         It includes replicas that were removed while requests were still on them.
         """
@@ -459,7 +472,10 @@ class Ledger:
         }
 
     def outstanding_on(self, replica: str) -> tuple[int, ...]:
-        """Return this gateway's part of one replica's load, including requests from before the replica was removed."""
+        """Return this gateway's part of one replica's load, as the tuple that `own` returns.
+
+        It includes requests that were on the replica when it was removed and have not ended.
+        """
         counts = self.own(replica)
         for name, load in self._leaving:
             if name == replica:

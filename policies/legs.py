@@ -1,7 +1,7 @@
 """Two legs: a prompt computed on one replica, its answer written by another, with the KV cache moved between them.
 
-The replica of the first leg is the prefiller P, that of the second the decoder D. Both alternatives are priced in the
-same seconds, by the policy's cost of legs, so no threshold has to be set:
+The replica of the first leg is the prefiller P, that of the second the decoder D. Both alternatives are priced in
+seconds, by the policy's cost of legs, so no threshold has to be set:
 
     whole   cost of the replica that the policy chose for the whole request
     apart   cost of P, as for a request without an answer
@@ -23,38 +23,40 @@ from .rules.least_cost import Cost
 from .transfers import Transfers
 from .vocabulary import Candidate, Choice, Demand, Policy, pick
 
-FEW = 8  # cheapest replicas of each side that are paired: with hundreds of replicas, all pairs would be too many
+FEW = 8  # how many of the cheapest prefillers and decoders are paired: of hundreds of replicas, pairs are too many
 SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
 
 
 class LegChoice(NamedTuple):
-    """A prefiller and a decoder chosen for a request."""
+    """A choice of two replicas for a request: one that computes the prompt, and one that writes the answer."""
 
     prefiller: Candidate
     decoder: Candidate
-    moved: int  # prompt tokens whose cache the decoder lacks
+    moved: int  # prompt tokens whose KV cache the decoder lacks
     seconds: float | None  # the price of these legs; None if the policy does not count in seconds
-    whole_seconds: float | None  # the price of the whole request, likewise
-    # A policy without seconds: its choices of both, with their candidates, to be passed to its `placed`
+    whole_seconds: float | None  # the price of the request on one replica; None if the policy does not count in seconds
+    # If the policy does not count in seconds: its choices of both replicas, each with the candidates that it had. They
+    # are passed to the policy's `placed`.
     preferred: tuple[tuple[Sequence[Candidate], Choice], ...] = ()
     near: Sequence[Candidate] = ()  # prefillers as near to the decoder as the chosen one, which is included
 
 
 class Ways(NamedTuple):
-    """The input of a rule for legs; all candidates have been weighed for this demand."""
+    """The input of a rule for two legs; what each candidate holds of the prompt has been set on it."""
 
     demand: Demand
     whole: Candidate  # the replica to which the whole request would go
-    choice: Choice  # by which the policy chose that replica
+    choice: Choice  # the policy's choice of that replica
     prefillers: Sequence[Candidate]
     decoders: Sequence[Candidate]
     transfers: Transfers
     now: float
     among: Collection[Place] | None = None  # the pairs of replicas that may be taken; None: all
-    preferred: tuple[Sequence[Candidate], Choice] | None = None  # a policy without seconds: its choice of decoder
+    # If the policy does not count in seconds: its choice of a decoder, with the candidates that it had.
+    preferred: tuple[Sequence[Candidate], Choice] | None = None
 
     def near(self, prefiller: Candidate, decoder: Candidate) -> list[Candidate]:
-        """Return the prefillers from which the cache reaches this decoder about as fast as from the given one."""
+        """Return the prefillers from which the KV cache reaches this decoder about as fast as from the given one."""
         moved = self.demand.tokens - decoder.overlap
         most = self.transfers.seconds(prefiller.replica, decoder.replica, moved, self.now) * SLACK[0] + SLACK[1]
         return [
@@ -66,12 +68,12 @@ class Ways(NamedTuple):
         ]
 
     def can_pair(self, prefiller: Candidate, decoder: Candidate) -> bool:
-        """Return whether these two may be taken, and no failed transfer between them is recent."""
+        """Return whether this pair of replicas may be taken, and had no failed transfer lately."""
         pair = prefiller.replica, decoder.replica
         return (self.among is None or pair in self.among) and not self.transfers.paused(*pair, self.now)
 
     def only(self, among: Collection[Place]) -> Ways | None:
-        """Return the same input limited to these pairs; None if there are no prefillers or no decoders of them here."""
+        """Return this input limited to the given pairs of replicas; None if that leaves no prefiller or no decoder."""
         first, second = [{place[at] for place in among} for at in (0, 1)]
         prefillers = [one for one in self.prefillers if one.replica in first]
         decoders = [one for one in self.decoders if one.replica in second]
@@ -79,36 +81,36 @@ class Ways(NamedTuple):
 
 
 class LegRule(Protocol):
-    """A pure choice of legs for a request; None: the request stays whole."""
+    """A function that chooses two replicas for a request, or returns None: the request goes to one replica."""
 
     def __call__(self, policy: Policy, ways: Ways) -> LegChoice | None: ...
 
 
 def best(found: Iterable[LegChoice | None]) -> LegChoice | None:
-    """Return the cheapest of several choices of legs, or None."""
+    """Return the cheapest of several choices of two legs; None if all are None."""
     chosen = [one for one in found if one is not None]
     return min(chosen, key=lambda one: one.seconds or 0.0, default=None)
 
 
 def of_policy(policy: Policy) -> Cost | None:
-    """Return the policy's cost of a candidate if it is in seconds, else None."""
+    """Return the cost by which the policy compares candidates if it is in seconds, else None."""
     return cast("Cost", policy.cost) if getattr(policy, "in_seconds", False) else None  # type: ignore[attr-defined]
 
 
 def price(policy: Policy) -> Cost | None:
-    """Return the cost by which the policy weighs two legs against one replica, if it is in seconds, else None."""
+    """Return the cost by which the policy compares two legs with one replica if it is in seconds, else None."""
     cost = of_policy(policy)
     return None if cost is None else cast("Cost", getattr(policy, "leg_cost", cost))
 
 
 def choose(policy: Policy, ways: Ways) -> LegChoice | None:
-    """Return the cheapest legs if they cost less than the whole request, else None: the gateway's rule."""
+    """Return the cheapest two legs if they cost less than the request on one replica, else None: the gateway's rule."""
     cost = price(policy)
     return by_preference(policy, ways) if cost is None else by_cost(cost, ways)
 
 
 def by_cost(cost: Cost, ways: Ways) -> LegChoice | None:
-    """Return the cheapest legs by this cost if they cost less than the whole request, else None."""
+    """Return the cheapest two legs if they cost less than the request on one replica by this cost, else None."""
     apart = cheapest(cost, ways)
     if apart is None or apart.seconds is None or apart.whole_seconds is None:
         return None
@@ -116,13 +118,19 @@ def by_cost(cost: Cost, ways: Ways) -> LegChoice | None:
 
 
 def cheapest_of(policy: Policy, ways: Ways) -> LegChoice | None:
-    """Return the policy's cheapest legs, or those that it prefers if it does not count in seconds."""
+    """Return the two legs that cost least by the policy, whatever the request costs on one replica.
+
+    If the policy does not count in seconds, these are the legs that it prefers. None if no two replicas can be paired.
+    """
     cost = price(policy)
     return by_preference(policy, ways, least=-1) if cost is None else cheapest(cost, ways)
 
 
 def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
-    """Return the cheapest legs, whatever the whole request costs; None if no two replicas can be paired."""
+    """Return the two legs that cost least, whatever the request costs on one replica.
+
+    None if no two replicas can be paired. Prices within 0.1 % or 0.1 ms count as equal, and one of them is drawn.
+    """
     demand, whole, choice, prefillers, decoders, transfers, *_ = ways
     asked = replace(demand, output=0.0, residual=0)
     computed = [sum(terms) for terms in cost.of_all(asked, prefillers, choice.future, choice.after)]
@@ -144,7 +152,10 @@ def cheapest(cost: Cost, ways: Ways) -> LegChoice | None:
 
 
 def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Candidate:
-    """Return the candidate that is to write the answer to a prompt that is computed already."""
+    """Return the replica that should write the answer to a prompt that is computed already: the cheapest one.
+
+    If the policy does not count in seconds, it is the one that the policy chooses.
+    """
     cost = price(policy)
     if cost is None:
         return decoders[policy.choose(demand, decoders).index]
@@ -155,15 +166,16 @@ def decoder(policy: Policy, demand: Demand, decoders: Sequence[Candidate]) -> Ca
 def _written(
     cost: Cost, demand: Demand, decoders: Sequence[Candidate], future: float = 0.0, after: float = 1.0
 ) -> list[float]:
-    """Return the cost of each decoder if it held the prompt, of which it computes only the last token."""
+    """Return the cost of each decoder in seconds, as if it held the prompt and computed only its last token."""
     held = max(0, demand.tokens - 1)
     return [sum(terms) for terms in cost.of_all(demand, decoders, future, after, held)]
 
 
 def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
-    """Return those of the ways that contain the decoder which a policy without seconds prefers among all of them.
+    """Return those inputs (`ways`) that contain the decoder which the policy prefers among the decoders of all.
 
-    Such a policy has no price to choose between ways; without this, the first one would always be taken.
+    For a policy that does not count in seconds. It has no price by which to choose between the inputs, so that
+    otherwise the first one would always be taken.
     """
     if len(ways) < 2:
         return [*ways]
@@ -174,7 +186,7 @@ def preferred(policy: Policy, ways: Sequence[Ways]) -> list[Ways]:
 
 
 def by_preference(policy: Policy, ways: Ways, least: int | None = None) -> LegChoice | None:
-    """Return the legs that a policy without seconds prefers, or None.
+    """Return the two legs that a policy prefers which does not count in seconds; None if no pair can be taken.
 
     It is also None if the decoder lacks no more than `least` tokens of the prompt (default: one block).
     """

@@ -1,8 +1,8 @@
 """MaxNumSeqs: how many requests an engine runs at once (vLLM's `max_num_seqs`), learned because no metric reports it.
 
 A prompt waits in its engine for the current step, for cache, for a transfer, or for a place among the requests that
-run. It waits for such a place if, at each of several scrapes, the same number of requests runs while others wait, the
-cache is not full, and no fewer run than the ledger counts as decoding (it also counts those whose cache is being
+run. The last reason is inferred if, at each of several scrapes, the same number of requests runs while others wait, the
+cache is not full, and no fewer run than the ledger counts as decoding (it also counts requests whose cache is being
 fetched). There are more places than assumed if more requests run, or if none waits for long while all places are taken.
 """
 
@@ -12,9 +12,9 @@ from math import inf
 
 from .ledger import Load
 
-ENOUGH = 5  # scrapes in a row that have to agree
-CALM = 10  # scrapes in a row without waiting requests, all places taken, after which one more is assumed
-FULL = 0.9  # share of the cache in use from which requests may be waiting for cache
+ENOUGH = 5  # how many scrapes in a row have to agree on the number
+CALM = 10  # after so many scrapes in a row without waiting requests although all places are taken, one more is assumed
+FULL = 0.9  # from this share of the KV cache in use, requests may be waiting for cache
 
 
 class MaxNumSeqs:

@@ -6,13 +6,13 @@ sessions. Each kind's mean starts from the wider kind's, which counts as `PRIOR`
 + k)): one answer hardly moves it, thirty are believed. `max_tokens` bounds the expectation. A request that writes no
 tokens (`Demand.writes`) has no length, and teaches nothing.
 
-The time at which the first byte of an answer is expected (`due`) follows from its placement's predicted TTFT; for an
-answer in one piece, all its decode steps are added. After that time its replica counts as late (`Load.due`).
+The time at which the first byte of an answer is expected (`due`) follows from the request's predicted TTFT. For an
+answer in one piece, all its decode steps are added. After that time the replica counts as late (`Load.due`).
 
-A cost needs two figures of an answer that has not ended: its mean length, and the *residual*, what remains of an answer
-observed at a random moment, E[X^2] / 2 E[X] (renewal theory's mean residual life). The more lengths vary, the more the
-residual exceeds half the mean, since long answers are observed in proportion to how long they take. So it includes the
-spread of unknown lengths.
+A policy's cost needs two figures of an answer that has not ended: its mean length, and the *residual*. The residual is
+what remains of an answer observed at a random moment, E[X^2] / 2 E[X] (renewal theory's mean residual life). The more
+lengths vary, the more the residual exceeds half the mean, since long answers are observed in proportion to how long
+they take. In this way the residual includes the spread of unknown lengths.
 """
 
 from __future__ import annotations
@@ -27,32 +27,35 @@ from .vocabulary import Candidate, Demand, Pull
 
 FIRST = 200.0  # tokens expected before any answer has ended
 LEAST_OUTPUT = 8  # tokens; shorter answers are too short to measure the time per token
-PRIOR = 4.0  # answers that a wider kind's mean counts as
-_WINDOWS = (256.0, 64.0, 16.0)  # answers over which the means of models, prefixes and sessions run
-_KINDS = 4096  # most models, prefixes and sessions that are kept, of each
-_CHANCES = 8  # most kinds passed over in search of one to remove
-# Least assumed seconds of a decode step until _LEARNED streams were seen: answers in one piece do not show how long a
-# step takes, and it may be twenty times the prior's
+PRIOR = 4.0  # how many answers the wider kind's mean counts as
+_WINDOWS = (256.0, 64.0, 16.0)  # how many latest answers the means of models, prefixes and sessions cover
+_KINDS = 4096  # the most models, the most prefixes and the most sessions that are kept
+_CHANCES = 8  # the most kinds that are passed over in search of one to remove
+# A decode step is assumed to take at least _SLOWEST seconds until _LEARNED streams were seen. Answers in one piece do
+# not show how long a step takes, and it may be twenty times as long as the prior says.
 _SLOWEST, _LEARNED = 0.1, 20
 
 
 class Expected(NamedTuple):
-    """The expected tokens of an answer (`mean`), and those still to come at a random moment of it (`residual`)."""
+    """The expected length of an answer, in tokens.
+
+    `mean`: the expected total; `residual`: how many tokens are expected to be still to come at a random moment of it.
+    """
 
     mean: float
     residual: int
 
 
 class Basis(NamedTuple):
-    """The evidence behind an expected length."""
+    """The evidence behind the expected length of an answer."""
 
-    # the narrowest kind with answers: "session", "prefix" or "model"; "prior": there were no answers; "none": the
-    # request writes no tokens
+    # The narrowest kind of request that has had answers: "session", "prefix" or "model"; "prior": no kind has had any;
+    # "none": the request writes no tokens.
     kind: str
     answers: int  # answers of that kind, at most its window
     mean: float  # expected tokens, before `max_tokens` bounds them
     spread: float  # standard deviation of the lengths, in tokens
-    without: float  # the mean of the wider kind, from which that kind's mean starts
+    without: float  # expected tokens without this kind's own answers, from the wider kinds alone
 
 
 class _Kind:
@@ -72,15 +75,15 @@ class _Kind:
 
 
 class Outputs:
-    """Expected answer lengths: `expected` reads them, `learn` takes each complete answer."""
+    """The expected lengths of answers: `expected` returns them, and `learn` is called with each complete answer."""
 
     def __init__(self) -> None:
-        self._spaces: dict[int, _Kind] = {}
-        self._roots: dict[int, _Kind] = {}  # by the first block's hash, which covers the model
-        self._sessions: dict[tuple[int, str], _Kind] = {}  # by space
+        self._spaces: dict[int, _Kind] = {}  # by space (the number that stands for a served model's tokenizer)
+        self._roots: dict[int, _Kind] = {}  # by the hash of the prompt's first block, which covers the model
+        self._sessions: dict[tuple[int, str], _Kind] = {}  # by space and session
 
     def expected(self, demand: Demand) -> Expected:
-        """Return the expected length of the answer, bounded by `max_tokens`."""
+        """Return the expected length of the answer to a request in tokens, bounded by its `max_tokens`."""
         if not demand.writes:
             return Expected(0.0, 0)
         mean, square = FIRST, 2 * FIRST * FIRST
@@ -104,7 +107,7 @@ class Outputs:
         return Expected(mean, residual if most is None or residual < most else most)
 
     def basis(self, demand: Demand) -> Basis:
-        """Return the evidence that `expected` is based on."""
+        """Return the evidence for the length that `expected` returns for a request."""
         if not demand.writes:
             return Basis("none", 0, 0.0, 0.0, 0.0)
         mean, residual = self.expected(replace(demand, max_tokens=None))
@@ -118,7 +121,7 @@ class Outputs:
         return Basis("prior", 0, mean, spread, mean)
 
     def learn(self, demand: Demand, tokens: int) -> None:
-        """Learn from a complete answer of `tokens`."""
+        """Learn from the complete answer to a request, which had this many `tokens`."""
         if not demand.writes:
             return
         tokens = tokens or 1
@@ -133,10 +136,10 @@ Key = TypeVar("Key")
 
 
 def _of(kinds: dict[Key, _Kind], key: Key) -> _Kind:
-    """Return the kind of this key, adding it if needed.
+    """Return the running mean of answer lengths under this key; add an empty one if there is none.
 
-    If there are too many, the oldest kind that has not learned lately is removed, but at most _CHANCES others are
-    passed over: a busy kind stays, and none has to be moved at each answer.
+    If there are too many, the oldest one that has not learned lately is removed; in the search for it at most _CHANCES
+    others are passed over. In this way busy ones stay, and none has to be moved at each answer.
     """
     kind = kinds.get(key)
     if kind is None:
@@ -162,8 +165,8 @@ def due(
 ) -> float:
     """Return when the first byte of an answer is expected, by the clock of `demand.now`; FAR if there is no clock.
 
-    `uncached`: prompt tokens to compute there; `lower`, `pull`: what is fetched from slower tiers and a peer; `ttft`:
-    predicted seconds to the first token, if the policy has computed them.
+    `uncached`: prompt tokens that the candidate computes; `lower`, `pull`: what it fetches from slower memory tiers and
+    from another replica; `ttft`: predicted seconds to the first token, if the policy has computed them.
     """
     now = demand.now
     if now == UNTIMED:
@@ -176,10 +179,10 @@ def due(
 
 
 def answer_seconds(candidate: Candidate, demand: Demand) -> float:
-    """Return how many seconds the answer may well take, with the present streams.
+    """Return how many seconds the answer may take on the candidate, beside the present streams, if it is a long one.
 
-    Its length is taken as the mean plus twice the residual: one in 20 of exponentially distributed lengths is longer,
-    and one in 30 of lognormal ones (sigma 1).
+    Its length is assumed to be the mean plus twice the residual, or `max_tokens` if that is less. One in 20 of
+    exponentially distributed lengths is longer, and one in 30 of lognormal ones (sigma 1).
     """
     output, load, costs = demand.output + 2.0 * demand.residual, candidate.load, candidate.costs
     if (most := demand.max_tokens) is not None and most < output:

@@ -1,7 +1,8 @@
 """The types that a Router reads and returns: the prefix map, evaluations and decisions.
 
-The prefix map knows which replica holds which blocks. In it a replica is a slot, a number. What a replica holds beyond
-its first tier is a sequence of *runs*: (tier, number of adjacent blocks or tokens), in the prompt's order.
+The prefix map knows which replica holds which KV cache blocks. It names a replica by its slot, a number. The blocks in
+memory slower than a replica's first tier are a sequence of *runs*: (tier, number of adjacent blocks or tokens), in the
+prompt's order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from .vocabulary import Candidate, Choice, Demand, Pull
 
 
 def leading(runs: Iterable[tuple[str, int]], most: int, size: int = 1) -> Lower:
-    """Return the first `most` blocks of some runs, with the blocks of each run times `size` (tokens per block)."""
+    """Return the first `most` blocks of some runs of (tier, blocks), converted to runs of (tier, tokens).
+
+    `size`: tokens per block; 1 leaves the counts as they are.
+    """
     kept: list[tuple[str, int]] = []
     for tier, count in runs:
         if most <= 0:
@@ -26,7 +30,7 @@ def leading(runs: Iterable[tuple[str, int]], most: int, size: int = 1) -> Lower:
 
 
 def behind(runs: Iterable[tuple[str, int]], start: int) -> Lower:
-    """Return what is left of some runs without their first `start` blocks."""
+    """Return the rest of some runs of (tier, blocks) after their first `start` blocks."""
     kept: list[tuple[str, int]] = []
     for tier, count in runs:
         if count > start:
@@ -36,9 +40,10 @@ def behind(runs: Iterable[tuple[str, int]], start: int) -> Lower:
 
 
 class Match(Protocol):
-    """What each replica in the prefix map holds of a prompt.
+    """How many blocks of a prompt each replica in the prefix map holds; a replica goes by its slot, a number.
 
-    `held`: by slot, the leading blocks in the first tier; `lower`: by slot, the runs in slower tiers that follow these.
+    `held`: by slot, the number of leading blocks in the first tier; `lower`: by slot, the runs of (tier, blocks) in
+    slower tiers that follow these.
     """
 
     @property
@@ -49,19 +54,26 @@ class Match(Protocol):
 
 
 class PrefixMap(Protocol):
-    """A map of which replica holds which prefix; a replica is a slot, a prompt the chained hashes of its blocks."""
+    """A map of which replica holds which prompt prefixes.
+
+    A replica is given by its slot, a number, and a prompt by the chained hashes of its blocks.
+    """
 
     def match(self, hashes: Sequence[int], now: float, most: int | None = None) -> Match:
-        """Return what each slot holds of a prompt. `most`: how many of its blocks can be hits (None: all)."""
+        """Return how many blocks of a prompt each replica holds. `most`: how many blocks can be hits (None: all)."""
 
     def last_below(self, slot: int, hashes: Sequence[int], held: int) -> int | None:
-        """Return how many tokens of a prompt's last block a slower tier does not count as found; None if none has it.
+        """Return how many tokens the engine leaves out when it counts a prompt's last block as found in a slower tier.
 
-        The prompt must end with that block. `held`: leading blocks of the prompt in the slot's first tier.
+        0 or 1, by the kind of tier; None if no slower tier has the block. The prompt must end with that block. `held`:
+        how many leading blocks of the prompt are in the replica's first tier.
         """
 
     def leading(self, tier: str, hashes: Sequence[int]) -> Sequence[int]:
-        """Return how many leading blocks each slot is known to hold in this slower tier, whatever other tiers hold."""
+        """Return how many leading blocks of a prompt each replica holds in this slower tier, by slot.
+
+        Blocks in other tiers do not count.
+        """
 
     def expect(self, slot: int, hashes: Sequence[int], now: float) -> int:
         """Note that a prompt was just sent to this replica, which will hold its blocks; return the prompt's number."""
@@ -73,22 +85,22 @@ class PrefixMap(Protocol):
         """
 
     def learn(self, slot: int, hashes: Sequence[int], predicted: int, reported: int) -> None:
-        """Compare how many blocks of a prompt were predicted to be cached with how many the engine reported."""
+        """Learn from one prompt: how many blocks were predicted to be cached, and how many the engine reported."""
 
     def holds_below(self, slot: int) -> bool:
-        """Return whether the replica is known to hold anything in slower tiers."""
+        """Return whether the replica is known to hold any block in tiers slower than the first."""
 
     def drop(self, slot: int, drops: bool, to_end: bool = True) -> None:
-        """Set whether the replica computes the last block that it finds once more.
+        """Set whether the replica always recomputes the last block of a hit, as some engines that speculate do.
 
-        `to_end`: whether that includes the block that ends with the prompt.
+        `to_end`: its lookup includes a block that ends exactly at the prompt's end.
         """
 
     def drops(self, slot: int) -> bool:
-        """Return whether the replica is known to compute its last found block once more."""
+        """Return whether the replica always recomputes the last block of a hit."""
 
     def clear(self, slot: int) -> None:
-        """Forget everything that the replica holds."""
+        """Forget all blocks that the replica holds."""
 
     def detach(self, slot: int) -> None:
         """Remove a replica, and free its slot for another."""
@@ -98,30 +110,33 @@ NO_PULLS: Mapping[str, Pull] = {}
 
 
 class Held(NamedTuple):
-    """A request in the tokens and blocks of one space, with what each slot of the prefix map holds of it."""
+    """A request in the tokens and blocks of one space, with the number of its blocks that each replica holds.
+
+    A space is one tokenizer, chat template and block size.
+    """
 
     demand: Demand
     match: Match | None
 
 
 class Evaluation(NamedTuple):
-    """The policy's choice for a request by the loads known here, before anything is counted."""
+    """The policy's choice of a replica for a request, by the loads that this gateway knows; nothing is counted yet."""
 
     demand: Demand
     candidates: Sequence[Candidate]
     choice: Choice
     overlap: int  # prompt tokens that the chosen candidate holds in its first tier
-    spaces: Mapping[int, Held] | None = None  # by space, if the candidates are of several
+    spaces: Mapping[int, Held] | None = None  # if the candidates are of several spaces: the request in each
     lower: Lower = ()  # prompt tokens that the chosen candidate holds in slower tiers, after the overlap
-    pulls: Mapping[str, Pull] = NO_PULLS  # by replica: what candidates would fetch from another replica
-    settled: bool = False  # whether admission has decided: in these `legs`, or on one replica if they are None
-    legs: LegChoice | None = None
+    pulls: Mapping[str, Pull] = NO_PULLS  # by replica: what candidates would fetch from another replica's memory
+    settled: bool = False  # whether admission has decided where it is served: by `legs`, or by one replica if None
+    legs: LegChoice | None = None  # the two replicas that compute its prompt and write its answer
     peers: Collection[Candidate] = ()  # replicas that may fetch the prompt from one another, for evaluating it again
     narrowed: str = ""  # admission's decision, if it excluded candidates that could take the request
 
 
 class Decision(NamedTuple):
-    """A choice made, and already counted, by a ledger that several gateways share."""
+    """The choice of a replica, made and already counted by a ledger (of loads) that several gateways share."""
 
     index: int  # type: ignore[assignment]  # of the chosen candidate; hides tuple.index, which nobody calls
     replica: str
@@ -133,15 +148,15 @@ class Decision(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The transfer of a prompt's cache to the replica that writes the answer.
+    """The transfer of a prompt's KV cache to the replica that writes the answer.
 
-    `tokens`: those that this replica lacks, counted in its own space; `seconds`: the predicted duration.
+    `tokens`: the prompt tokens that this replica lacks, by its own tokenizer; `seconds`: the predicted duration.
     """
 
     tokens: int
     seconds: float
 
 
-# The replicas that may compute a request's prompt, and those that may write its answer with a cache computed by any of
-# the former
+# The replicas that may compute a request's prompt, and those that may write its answer with a KV cache computed by any
+# of the former.
 Pairing = tuple[Sequence[Candidate], Sequence[Candidate]]

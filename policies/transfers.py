@@ -3,12 +3,12 @@
 They are `LATENCY + bytes / BANDWIDTH` by a prior, times a factor learned for each pair of replicas; pairs without a
 transfer so far use the factor of all pairs.
 
-A price decides whether there is another transfer to learn from, so a price that was once too high would stay. What was
-learned is therefore forgotten while nothing more is learned: a pair's factor moves to that of all pairs, and that of
-all pairs to the prior, by half in a minute. Once the price is low enough a request tries the pair, and until its
-outcome is known, other requests get the old price. If the trial confirms the old price, forgetting takes twice as long
-from then on. The first transfer of a pair teaches nothing: the engines shake hands first, which takes seconds with
-NIXL.
+The predicted seconds are a price, which decides whether there is another transfer to learn from. A price that was once
+too high would therefore stay. So what was learned is forgotten while nothing more is learned: a pair's factor moves to
+that of all pairs, and that of all pairs to the prior, by half in a minute. Once the price is low enough, a request
+tries the pair, and until its outcome is known, other requests get the old price. If the trial confirms the old price,
+forgetting takes twice as long from then on. Nothing is learned from the first transfer of a pair: the engines shake
+hands first, which takes seconds with NIXL.
 
 The bytes are those of the model that the replicas serve (`kv_space`), since a 70B model's cache is five times that of a
 model with a latent (MLA). So a factor says how a network differs from the prior, whichever model it was learned with. A
@@ -26,7 +26,7 @@ LATENCY, BANDWIDTH = 0.010, 12.5e9
 # Assumed for a model of unknown shape: 8 billion parameters have 32 layers x 8 heads x 128 x 2 x 2 bytes a token.
 TOKEN_BYTES = 131_072
 _BOUND = log(1000.0)  # a factor stays between 1/1000 and 1000
-_GAIN = 0.1  # least weight of one observation
+_GAIN = 0.1  # the least weight of one observation
 _HALF_LIFE, _LONGEST_HALF_LIFE = 60.0, 3600.0  # seconds in which half of what was learned is forgotten
 _PAUSE, _LONGEST_PAUSE = 10.0, 320.0  # seconds for which a pair is left out after a failure
 
@@ -35,9 +35,9 @@ Bytes = Callable[[int], int]  # from a number of leading prompt tokens to the by
 
 @dataclass(slots=True)
 class _Factor:
-    """The logarithm of how many times longer transfers take than the prior says.
+    """The learned logarithm of the factor by which transfers take longer than the prior says.
 
-    The methods' `base` is the value that it moves towards as it is forgotten.
+    The methods' `base` is the value towards which it moves while nothing is learned.
     """
 
     value: float = 0.0
@@ -47,16 +47,19 @@ class _Factor:
     tried: float = 0.0  # when the last transfer began
 
     def expected(self, base: float, now: float) -> float:
-        """Return the present value; forgetting began at the last observation or the last beginning of a transfer."""
+        """Return the log factor at the time `now`.
+
+        It has moved towards `base` since the last observation, or since the last transfer began if that is later.
+        """
         return self.kept(base, now - max(self.at, self.tried))[0]
 
     def kept(self, base: float, age: float) -> tuple[float, float]:
-        """Return the value after `age` seconds of forgetting, and the share of what was learned that is left."""
+        """Return the log factor after `age` seconds of moving towards `base`, and the share of the distance left."""
         trust = 0.5 ** (max(0.0, age) / self.half_life) if self.count else 0.0
         return base + trust * (self.value - base), trust
 
     def observe(self, seen: float, base: float, now: float) -> None:
-        """Learn from the log factor `seen` of one transfer."""
+        """Learn from one transfer; `seen`: the logarithm of its seconds divided by those that the prior predicts."""
         kept, trust = self.kept(base, now - self.at)
         if self.count and trust < 0.5:
             if abs(seen - self.value) < abs(seen - kept):
@@ -70,7 +73,7 @@ class _Factor:
 
 
 class Transfers:
-    """The learned speed of moving cache from one replica (`prefiller`, `sender`) to another (`decoder`).
+    """The learned time of moving KV cache from one replica (`prefiller`, `sender`) to another (`decoder`).
 
     Times are in seconds of the caller's clock.
     """
@@ -84,25 +87,25 @@ class Transfers:
         self._paused: dict[tuple[str, str], tuple[float, float]] = {}  # until when pairs are left out, and for how long
 
     def prior(self, sender: str, tokens: int) -> float:
-        """Return the seconds of moving the cache of `tokens` that are predicted before anything was learned."""
+        """Return the predicted seconds of moving the KV cache of `tokens` before anything was learned."""
         size = self.size_of(sender)
         return LATENCY + (size(tokens) if size is not None else tokens * TOKEN_BYTES) / BANDWIDTH
 
     def seconds(self, prefiller: str, decoder: str, tokens: int, now: float) -> float:
-        """Return the predicted seconds of moving the cache of `tokens`."""
+        """Return the predicted seconds of moving the KV cache of `tokens` from the prefiller to the decoder."""
         expected, own = self._all.expected(0.0, now), self._pairs.get((prefiller, decoder))
         if own is not None:
             expected = own.expected(expected, now)
         return exp(expected) * self.prior(prefiller, tokens)
 
     def begin(self, prefiller: str, decoder: str, now: float) -> None:
-        """Note a transfer: its outcome will be known before other requests need to try this pair."""
+        """Note that a transfer begins: until its outcome is known, other requests do not need to try this pair."""
         for factor in (self._all, self._pairs.get((prefiller, decoder))):
             if factor is not None:
                 factor.tried = now
 
     def observe(self, prefiller: str, decoder: str, tokens: int, seconds: float, now: float) -> None:
-        """Learn that a transfer of `tokens` took `seconds`, at least a tenth of a millisecond."""
+        """Learn that a transfer of `tokens` took `seconds`; less than a tenth of a millisecond counts as that."""
         pair = (prefiller, decoder)
         self.came(*pair)
         if pair not in self._met:
@@ -117,13 +120,16 @@ class Transfers:
         self._paused.pop((prefiller, decoder), None)
 
     def failed(self, prefiller: str, decoder: str, now: float) -> None:
-        """Leave out a pair whose transfer failed, or whose outcome is unknown, for a while."""
+        """Leave out a pair for a while, as its transfer failed or the outcome is unknown.
+
+        The time is 10 s at first and doubles with each failure in a row, up to 320 s.
+        """
         _, before = self._paused.get((prefiller, decoder), (0.0, _PAUSE / 2))
         lasts = min(2 * before, _LONGEST_PAUSE)
         self._paused[prefiller, decoder] = now + lasts, lasts
 
     def paused(self, prefiller: str, decoder: str, now: float) -> bool:
-        """Return whether a pair is left out after a failure."""
+        """Return whether this pair is left out at the time `now`, as a transfer between the two failed lately."""
         until, _ = self._paused.get((prefiller, decoder), (0.0, 0.0))
         return now < until
 
@@ -138,7 +144,7 @@ class Transfers:
                 self._paused[pair] = 0.0, lasts
 
     def forget(self, replica: str) -> None:
-        """Forget a replica that is gone."""
+        """Forget what was learned about the pairs of a replica that is gone."""
         self.restarted(replica)
         for known in (self._pairs, self._paused):
             for pair in [pair for pair in known if replica in pair]:

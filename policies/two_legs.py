@@ -1,9 +1,9 @@
-"""Requests in two legs: which pairs of replicas there are, which one the rule takes, and the counting of both loads.
+"""Requests in two legs: which pairs of replicas there are, which pair the rule takes, and the counting of both loads.
 
 The first *leg* computes the prompt on one replica, the *prefiller*; the second writes the answer on another, the
 *decoder*. `choose` must directly follow `Router.evaluate`, and `commit` must directly follow `choose`, because what
-candidates hold is set on them for the last request only. Each leg is a placement, and the Router is told of its outcome
-like that of any other.
+candidates hold of a prompt is set on them for the last request only. Each leg is a placement, whose outcome is reported
+to the Router like any other's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from .vocabulary import Candidate, Demand
 def choose(
     router: Router, whole: Evaluation, prefillers: Sequence[Candidate], decoders: Sequence[Candidate], now: float
 ) -> legs.LegChoice | None:
-    """Return the legs for a request if the rule prefers them to the request as a `whole`, else None; counts nothing."""
+    """Return a prefill and a decode replica for a request if the router's rule prefers two legs, else None.
+
+    `whole`: the evaluation of the request on one replica. No load is counted.
+    """
     return choose_among(router, ways(router, whole, ((prefillers, decoders),), now))
 
 
 def choose_among(router: Router, ways: Iterable[legs.Ways], must: bool = False) -> legs.LegChoice | None:
-    """Return the legs that the rule takes among these candidates for legs, or None.
+    """Return the pair of prefill and decode replica that the router's rule takes among these, or None.
 
-    With `must`, return the cheapest legs even where the rule would keep the request whole.
+    With `must`, return the cheapest pair even where the rule would keep the request on one replica.
     """
     if legs.of_policy(router.policy) is None:
         ways = legs.preferred(router.policy, [*ways])
@@ -38,10 +41,11 @@ def choose_among(router: Router, ways: Iterable[legs.Ways], must: bool = False) 
 
 
 def ways(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[legs.Ways]:
-    """Return the input of a rule for legs, one for each of the `pairings` and spaces that has replicas for both legs.
+    """Return the input for a rule for two legs, once for each pairing and space that has replicas for both legs.
 
-    `whole`: the evaluation of the whole request, for which all candidates are weighed, in its demand's tokens. Both
-        legs are on replicas of one space for which the request was prepared: in another space its tokens would differ.
+    `whole`: the evaluation of the request on one replica; what candidates hold of its prompt is set on them, in its
+        demand's tokens. Both legs are on replicas of one space (tokenizer, template and block size) for which the
+        request was prepared: in another space its tokens would differ.
     """
     demand = whole.demand
     if not demand.reads_cache or not demand.tokens:
@@ -56,7 +60,7 @@ def ways(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: fl
         router.weigh_spaces(demand, Targets(all_), now)
     else:
         router.weighed(demand, Targets(all_), now)
-    if not any(one is best for first, _ in sides for one in first):  # first legs never pull
+    if not any(one is best for first, _ in sides for one in first):  # a first leg never pulls from another's memory
         router.offer_again(whole)
     return [legs.Ways(demand, best, whole.choice, first, second, router.transfers, now) for first, second in sides]
 
@@ -68,10 +72,11 @@ def commit(
     now: float,
     decided: tuple[Decision, Decision] | None = None,
 ) -> tuple[Placement, Placement, Move]:
-    """Count the load of both legs and the transfer between them in one step, right after `choose`.
+    """Count the load of both legs of a request, and the transfer between them; call this right after `choose`.
 
-    The policy learns from its choice of legs or, if it made none, from that of the whole request. `decided`: a shared
-    ledger's decision on each leg; without it, both are as weighed here just now.
+    Returns the placements of the first and the second leg, and the transfer of the prompt's KV cache. The policy learns
+    from its choice of legs or, if it made none, from its choice for the whole request. `decided`: a shared ledger's
+    decision on each leg; without it, what replicas hold is as it was just determined here.
     """
     demand, first, second = whole.demand, chosen.prefiller, chosen.decoder
     overlap, lower, counted = first.overlap, first.lower, False
@@ -87,7 +92,7 @@ def commit(
         _, second.overlap, _ = in_space(second, spaces, whole.demand)
         counted = False
     move = begin_transfer(router, first, second, demand, now)
-    # Of a first leg that an engine sends itself, the gateway sees only the second leg's first byte.
+    # If an engine sends the first leg itself, the gateway sees only the second leg's first byte.
     placements = [_commit_prefill(router, demand, first, overlap, lower, now, counted, whole.demand.now, move.seconds)]
     try:
         placements.append(commit_decoder(router, demand, second, now))
@@ -102,9 +107,9 @@ def commit(
 
 
 def begin_transfer(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand, now: float) -> Move:
-    """Note that the part of the prompt which the decoder lacks is being sent to it; return its tokens and seconds.
+    """Note that the prompt's KV cache which the decoder lacks is being sent to it; return its tokens and seconds.
 
-    To be called right after the decoder was weighed for this demand.
+    Call this right after what the decoder holds of this prompt was set on it (`Router.weighed`).
     """
     tokens = demand.tokens - decoder.overlap
     seconds = router.transfers.seconds(prefiller.replica, decoder.replica, tokens, now)
@@ -113,7 +118,7 @@ def begin_transfer(router: Router, prefiller: Candidate, decoder: Candidate, dem
 
 
 def move_prefill(router: Router, first: Placement, replica: str, now: float) -> Placement:
-    """Move a first leg that was not sent yet to another replica."""
+    """Move the first leg (prefill) of a request, which was not sent yet, to another replica; return its placement."""
     candidate, demand = router.candidates[replica], first.demand
     router.abandon(first, computed=False)
     router.weighed(demand, Targets([candidate]), now)
@@ -131,9 +136,11 @@ def _commit_prefill(
     begins: float = UNTIMED,
     moving: float = 0.0,
 ) -> Placement:
-    """Count a leg that computes a prompt and writes nothing.
+    """Count a leg that only computes a prompt in its replica's load, and return its placement.
 
-    `begins`: when it begins, UNTIMED if unknown; `moving`: further seconds until its end is seen.
+    `overlap`, `lower`: prompt tokens that the replica holds in its first tier and in slower ones. `counted`: a shared
+    ledger has counted it already. `begins`: when it begins, UNTIMED if unknown; `moving`: further seconds until the
+    gateway sees that it is done.
     """
     uncached = demand.tokens - overlap - sum([tokens for _, tokens in lower])
     expected = due(candidate, demand, uncached, lower) + moving if begins != UNTIMED else FAR
@@ -151,7 +158,10 @@ def _commit_prefill(
 
 
 def weigh_decoder(router: Router, demand: Demand, decoders: Sequence[Candidate], now: float) -> Candidate | None:
-    """Return the best of these decoders for a prompt that is computed already; None if none is of its space."""
+    """Return the best of these replicas to write the answer to a prompt that is computed already.
+
+    None if none is of the prompt's space (tokenizer, template and block size).
+    """
     decoders = [one for one in decoders if one.space == demand.space]
     if not decoders:
         return None
@@ -160,7 +170,10 @@ def weigh_decoder(router: Router, demand: Demand, decoders: Sequence[Candidate],
 
 
 def commit_decoder(router: Router, demand: Demand, candidate: Candidate, now: float) -> Placement:
-    """Count a leg that only decodes; the whole prompt will be in its cache."""
+    """Count a leg that only decodes in its replica's load, and return its placement.
+
+    The cache map expects the whole prompt in the replica's cache.
+    """
     reservation = router.ledger.reserve_decode(candidate.replica, demand.tokens, demand.residual)
     placement = Placement(candidate, demand, candidate.overlap, reservation, now)
     try:
@@ -172,21 +185,24 @@ def commit_decoder(router: Router, demand: Demand, candidate: Candidate, now: fl
 
 
 def moving_seconds(second: Placement, seconds: float) -> float:
-    """Return the transfer's part of the `seconds` from sending the second leg to its first token.
+    """Return how many of the `seconds` from sending the second leg (decode) to its first token the transfer took.
 
-    It is what exceeds the decoder's own predicted seconds.
+    That is the time beyond what the decoder itself was predicted to take.
     """
     costs, tokens = second.candidate.costs, second.demand.tokens
     return seconds - costs.punctual_seconds(second.reservation.before, 1, tokens - 1)
 
 
 def writing_seconds(second: Placement, tokens: int) -> float:
-    """Return the predicted seconds from the first to the last of `tokens`, by the load that the second leg met."""
+    """Return the predicted seconds from the first to the last of an answer's `tokens`.
+
+    `second`: the placement of the decode leg; the prediction is by the load that it met.
+    """
     return second.candidate.costs.decode_seconds(second.reservation.before, second.demand.tokens, tokens)
 
 
 def _of_one_space(pairing: Pairing, known: Sequence[int]) -> list[Pairing]:
-    """Return the prefillers and decoders of a pairing for each known space that has both."""
+    """Return the prefill and decode replicas of a pairing that are of one space, for each known space that has both."""
     first, second = pairing
     sides = [([p for p in first if p.space == space], [d for d in second if d.space == space]) for space in known]
     return [side for side in sides if all(side)]

@@ -1,4 +1,4 @@
-"""The plain types that a policy takes and returns.
+"""The plain types that a routing policy takes and returns: request, candidate replica, choice.
 
 Tokens are counts, times are seconds. A *space* is the tokenizer, chat template and block size of a served model: tokens
 and block hashes can be compared only within one space. A *tier* is a place where a replica keeps KV cache: the GPU
@@ -18,7 +18,7 @@ from .ledger import UNTIMED, Load
 
 @dataclass(slots=True)
 class Demand:
-    """The properties of one request that a policy chooses by."""
+    """The properties of one request by which a policy chooses a replica."""
 
     tokens: int  # prompt tokens
     block_size: int = 16
@@ -30,12 +30,12 @@ class Demand:
     draw: float = 0.0  # 0 <= draw < 1, drawn once per request: breaks ties between candidates
     reads_cache: bool = True  # whether the engine may use a cached prefix; it may not with prompt logprobs, for example
     path: str = ""  # path of the API that the request is posted to
-    space: int = 0  # the space of these tokens and blocks: candidates of another space hold none of them
+    space: int = 0  # number of the space (tokenizer, template, block size) of these tokens and blocks
     also: Demand | None = None  # the same request in the tokens and blocks of another space, if candidates are of two
     streams: bool = True  # whether the answer is streamed, so that its first token is seen before the last one
     writes: bool = True  # whether the answer has decoded tokens; an embedding or a score has none
     output: float = 0.0  # expected tokens of the answer, set by the Router
-    residual: int = 0  # expected tokens of the answer still to come at a random moment of it, set by the Router
+    residual: int = 0  # tokens expected to be still to come at a random moment of the answer, set by the Router
 
 
 class Pull(NamedTuple):
@@ -48,17 +48,17 @@ class Pull(NamedTuple):
 
 @dataclass(slots=True)
 class Candidate:
-    """One replica that could serve the request; the Router sets `overlap`, `lower` and `pull` anew for each request."""
+    """One replica that could serve a request; the Router sets `overlap`, `lower` and `pull` for each request."""
 
     replica: str
     overlap: int  # leading prompt tokens whose KV cache it holds in its first tier, < Demand.tokens
     load: Load
     costs: Costs
     lower: Lower = ()  # the tokens after the overlap that it holds in slower tiers; overlap + lower < Demand.tokens
-    slot: int = -1  # its number (slot) in the prefix map; -1: none
+    slot: int = -1  # its index in the prefix map; -1: it is not in the map
     # API paths whose requests are computed by this data-parallel rank of its engine; None: all paths
     rank_paths: Collection[str] | None = None
-    space: int = 0  # the space of the tokens and blocks in its cache
+    space: int = 0  # number of the space (tokenizer, template, block size) of the blocks in its cache
     pull: Pull | None = None  # where the last entry of `lower` comes from, if that entry is of the tier PEER
     max_num_seqs: float = (
         inf  # requests that its engine runs at once, learned by `MaxNumSeqs`; infinite: no limit noticed yet
@@ -66,13 +66,13 @@ class Candidate:
 
     @property
     def fetch_seconds(self) -> float:
-        """Predicted seconds to bring the tokens in slower tiers to the GPU."""
+        """The predicted seconds to bring the tokens in slower tiers, or in another replica's memory, to the GPU."""
         seconds = self.costs.group.fetch.seconds(self.lower)
         return seconds + self.pull.seconds if self.pull is not None else seconds
 
     @property
     def cached(self) -> int:
-        """Prompt tokens held in all tiers together, which need not be computed."""
+        """The prompt tokens that the replica holds in all tiers together and need not compute."""
         return self.overlap + sum([tokens for _, tokens in self.lower])
 
 
@@ -81,10 +81,10 @@ class Choice(NamedTuple):
 
     index: int  # type: ignore[assignment]  # of the chosen candidate; hides tuple.index, which nobody calls
     reason: str = ""  # in words; may be empty unless `explain` was set
-    terms: list[dict[str, float]] | None = None  # cost terms in seconds, one dict a candidate, if `explain` was set
-    lesson: Any = None  # what `Policy.placed` is to learn once the request is placed; only the policy reads it
-    # indices of the candidates of which this one has the least `Policy.cost`: a ledger shared by several gateways may
-    # choose among them again by the present load; None: the choice is final
+    terms: list[dict[str, float]] | None = None  # cost terms in seconds, one dict per candidate, if `explain` was set
+    lesson: Any = None  # data for `Policy.placed` to learn from once the request is placed; only the policy reads it
+    # The indices of the candidates among which this one has the least `Policy.cost`. A ledger shared by several
+    # gateways may choose among them again by the present load. None: the choice is final.
     among: Sequence[int] | None = None
     future: float = 0.0  # argument `future` of the policy's cost
     after: float = 1.0  # argument `after` of the policy's cost
@@ -97,16 +97,16 @@ def pick(equals: Sequence[int], draw: float) -> int:
 
 
 class Policy(Protocol):
-    """A rule that chooses a candidate by the demand and the candidates alone; `choose` changes nothing.
+    """A rule that chooses a replica for a request by the request and the candidates alone; `choose` changes nothing.
 
-    `choose` takes at least one candidate. With `explain`, the choice has a reason and, if the policy weighs costs,
+    `choose` is given at least one candidate. With `explain`, the choice has a reason and, if the policy compares costs,
     their terms. A policy may have further methods, which callers look up once: `placed(demand, candidates, choice)` is
     called once per placement, after the request was reserved on candidate `choice.index`; `first(replica, demand)` at
     its first token; `ended(replica, demand)` at its end; `gone(replica)` when a replica has lost its cache. A policy
     that chooses the least of a cost has these attributes (a user's own rule only if they are those of `LeastTime`):
 
     `cost`: the `least_cost.Cost`; `in_seconds`: True if its unit is seconds.
-    `leg_cost`: the cost by which serving a request on two replicas is weighed against one, if it differs from `cost`.
+    `leg_cost`: the cost by which serving a request on two replicas is compared with one, if it differs from `cost`.
     """
 
     name: str

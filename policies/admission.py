@@ -1,4 +1,4 @@
-"""Admission: whether a request is sent now, waits in front of the fleet, or is refused, and when it should retry.
+"""Admission: whether a request is sent now, waits in the gateway's queue, or is refused, and when it should retry.
 
 A request can be served in one or more *ways*: by one replica, or by a pair that splits prefill and decode. Each way has
 an *estimate*, its predicted TTFT and TPOT (`estimates`). A way has *room* for a request if its replica is idle, or if
@@ -18,13 +18,14 @@ tried in their order until one accepts the request; if none does, it is refused:
     reject    it is refused
     observe   alone: always sent; requests that `reject` would have refused are counted
 
-Order: classes that have had less than their reserved fraction of the fleet precede those that have had it; among
-equals, the higher priority goes first (`fair_share`). Within a class, `class_queue` decides. When the queue is full,
-the lowest class gives way.
+Order: classes that have had less than their reserved fraction of the replicas' capacity precede those that have had it;
+among equals, the higher priority goes first (`fair_share`). Within a class, `class_queue` decides. When the queue is
+full, requests of the lowest class are displaced.
 
-Not every request can go to every replica. Requests of one class for the same replicas share one queue, and a waiting
-request claims only its own replicas against requests behind it. A request for which no replica is ready also waits, in
-a queue that claims nothing. No I/O and no clock: the caller passes `now` in seconds.
+A *fleet* is the replicas of one model. Not every request can go to every replica. Requests of one class for the same
+replicas share one queue, and a waiting request claims only its own replicas against requests behind it. A request for
+which no replica is ready also waits, in a queue that claims nothing. No I/O and no clock: the caller passes `now` in
+seconds.
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ from .fair_share import FairShare
 from .fit import Fit, Question, unclaimed
 
 _GUESS = 0.5  # prefill seconds that one replica admits per second, assumed until a queue's pace is measured
-_MOST_QUEUES = 64  # queues that are kept; beyond that, empty ones are dropped with their measured paces
-_LEARNED = 3  # observed first tokens from which a group's costs count as learned
+_MOST_QUEUES = 64  # queues that are kept; beyond that, empty ones are dropped together with their measured paces
+_LEARNED = 3  # how many first tokens must have been observed for a group's costs to count as learned
 
 
 class Space:
-    """The bounded queue capacity shared by all queues of all fleets in this process, one fleet for each model.
+    """The bounded capacity for waiting requests, shared by the queues of all models in this process.
 
-    `requests`, `bytes`: what waits now; `untold`: requests that gave way to others and that `Admission.turned_out` has
-        not reported yet.
+    `requests`, `bytes`: how many requests wait now, and their bytes; `untold`: requests that were displaced by others
+        and that `Admission.turned_out` has not yielded yet.
     """
 
     __slots__ = ("requests", "bytes", "untold", "fleets")
@@ -80,9 +81,9 @@ class Space:
 
 
 class Admission:
-    """The admission of one fleet, the replicas of one model.
+    """The admission of requests to one fleet, the replicas of one model.
 
-    `space`: the queue capacity, shared with other fleets of the same process.
+    `space`: the capacity for waiting requests, shared with other fleets of the same process.
     """
 
     def __init__(self, classes: Classes, rules: Rules, space: Space | None = None) -> None:
@@ -94,7 +95,8 @@ class Admission:
         self._deadlines: list[tuple[float, int, QueuedRequest]] = []
         self._number = count()
         self._gave_way: deque[tuple[QueuedRequest, str]] = deque()  # requests removed for others, with the reason
-        # Names of the classes whose answers overload control (`control`) caps, and which it halves or sheds
+        # The names of the classes whose answers overload control (`control`) caps, of which it refuses every other
+        # request (halved), and of which it refuses all (shed).
         self.capped: frozenset[str] = frozenset()
         self.halved: frozenset[str] = frozenset()
         self.shed: frozenset[str] = frozenset()
@@ -106,7 +108,7 @@ class Admission:
         return any(queue.count for queue in self.queues)
 
     def close(self) -> bool:
-        """Leave the shared queue space; return False, and stay, while requests still wait here."""
+        """Leave the capacity shared with other fleets; return False, and stay, while requests still wait here."""
         if self.waiting or self._gave_way:
             return False
         self.space.fleets.remove(self)
@@ -123,7 +125,7 @@ class Admission:
         return self.steps(qos) == (OBSERVE,)
 
     def has_more_steps(self, qos: QosClass) -> bool:
-        """Return whether steps after `wait` may still send a request of this class once its deadline has passed."""
+        """Return whether steps after `wait` may still send a request of this class after its deadline has passed."""
         steps = self.steps(qos)
         return not {DEGRADE, SPILL}.isdisjoint(steps[steps.index(WAIT) + 1 :] if WAIT in steps else ())
 
@@ -136,11 +138,12 @@ class Admission:
         places: Sequence[Place] = (),
         offers: AdmissionOptions = NO_OPTIONS,
     ) -> AdmissionDecision:
-        """Judge a newcomer, or one of the waiting requests that `heads` yields.
+        """Decide on a new request, or on one of the waiting requests that `heads` yields.
 
+        The result says whether it is sent, waits in the queue (where it is put), or is refused.
         `tokens`: prompt tokens to be computed where it would go.
-        `estimates`: one per way to serve it; `places`: the replicas of each way (empty: the estimates are of all
-            replicas).
+        `estimates`: the predicted latency of each way to serve it; `places`: the replicas of each way (empty: there is
+            an estimate for each replica).
         `offers`: its alternatives, a capped answer and the overflow pool.
         """
         verdict, floor = self._judge(Question(request, estimates, now, places, offers), tokens), self._floor(request)
@@ -153,8 +156,8 @@ class Admission:
     def await_replica(self, request: QueuedRequest, tokens: int, why: str, now: float) -> bool:
         """Queue a request for which no replica is ready, or keep it queued; return whether it waits.
 
-        It waits as long as it may wait for room. `tokens`: of its prompt; `why`: a key shared by all requests that wait
-        for the same replicas.
+        It may wait as long as a request that waits for room. `tokens`: the tokens of its prompt; `why`: a key shared by
+        all requests that wait for the same replicas.
         """
         if request.waits and request.deadline <= now:
             self.leave(request, now)
@@ -198,7 +201,10 @@ class Admission:
     def _move(
         request: QueuedRequest, queue: ClassQueue, now: float, tokens: int | None = None, own: float = 0.0
     ) -> None:
-        """Let a request wait in another queue; `tokens`, `own`: of its prompt, if they are known better by now."""
+        """Move a waiting request to another queue.
+
+        `tokens`, `own`: the uncached tokens and the seconds of its prefill, if they are known better by now.
+        """
         if request.queue is not None:
             request.queue.drop(request, now)
         if tokens is not None:
@@ -206,9 +212,10 @@ class Admission:
         queue.add(request, now)
 
     def _otherwise(self, asked: Question, steps: Sequence[str], refused: AdmissionDecision) -> AdmissionDecision:
-        """Try `steps` for a request that would be refused until one accepts it; return the last verdict.
+        """Try the steps for a request that would be refused, until one of them accepts it; return the last decision.
 
-        `refused`: the verdict so far, without these steps.
+        `steps`: wait, degrade, spill and reject, in the order of the request's class. `refused`: the decision without
+        these steps.
         """
         for step in steps:
             found: AdmissionDecision | None = None
@@ -216,7 +223,7 @@ class Admission:
                 found = self._wait_in_queue(asked)
             elif step == DEGRADE:
                 found = self._degraded(asked, refused.reason)
-                # its answer may be short enough already
+                # Its answer may be short enough without a cap.
                 if found is None and WAIT not in self.steps(asked.request.qos):
                     found = self._at_once(asked, ())
             elif step == SPILL:
@@ -230,9 +237,10 @@ class Admission:
         return request.qos.max_tokens_floor or self.rules.max_tokens_floor
 
     def _degraded(self, asked: Question, reason: str) -> AdmissionDecision | None:
-        """Send a request with a capped answer where its limits are met that way, unless a higher class waits there.
+        """Decide to send a request with a capped answer where its latency limits are met that way.
 
-        Return None if its answer cannot be capped, or if no way suits it even with a capped answer.
+        Replicas for which a higher class waits are left out. `reason`: the reason for the decision. Returns None if the
+        answer cannot be capped, or if no replica suits it even with a capped answer.
         """
         floor = self._floor(asked.request)
         estimates = asked.offers.capped(floor)
@@ -250,7 +258,10 @@ class Admission:
         return AdmissionDecision(DEGRADED, reason, room, cap=floor) if room else None
 
     def _in_overflow_pool(self, asked: Question, reason: str) -> AdmissionDecision | None:
-        """Send a request to the overflow pool, even if it is late there, as long as it does not queue in an engine."""
+        """Decide to send a request to the overflow pool, to replicas that meet its limits or at least have room.
+
+        Returns None if the pool has neither. `reason`: the reason for the decision.
+        """
         estimates = asked.offers.in_overflow_pool()
         among = self.fit.meeting(estimates, asked) or [
             index
@@ -266,7 +277,7 @@ class Admission:
         return self._refused(asked, self.fit.too_much(asked.best, asked) or "full", asked.ttft)
 
     def _newcomer(self, asked: Question) -> AdmissionDecision:
-        """Send a request where there is room that no earlier request claims; otherwise refuse it."""
+        """Decide to send a new request where there is room that no earlier request claims, or else to refuse it."""
         room = unclaimed(asked.room, asked.places, self._before(asked.request, asked.now))
         if not room:
             return self._refused(asked, "full", asked.ttft)
@@ -293,9 +304,9 @@ class Admission:
         return _GUESS * max(len(asked.replicas), len(asked.computing(True)))
 
     def _class_queue(self, qos: QosClass, targets: frozenset[str], guess: float) -> ClassQueue:
-        """Return the queue for requests of this class and these replicas, creating it if there is none.
+        """Return the queue for requests of this class that may go to these replicas; create it if there is none.
 
-        `guess`: prefill seconds that leave a new queue per second, until that is measured.
+        `guess`: for a new queue, how many seconds of prefill leave it per second, until that is measured.
         """
         found = next((one for one in self.queues if one.qos is qos and one.targets == targets), None)
         if found is None:
@@ -305,11 +316,11 @@ class Admission:
         return found
 
     def _turn(self, asked: Question) -> AdmissionDecision:
-        """Judge the first request of a queue.
+        """Decide on the first request of a queue: it is sent, waits on, or is refused.
 
-        It is refused if it would be late by now, so that nothing is computed in vain. It is also refused if no replica
-        with room keeps the TPOT limit that the request brings: if it waited for an idle replica, it would block
-        everything behind it.
+        It is refused if it would miss its TTFT limit by now, so that nothing is computed in vain. It is also refused if
+        no replica with room meets the request's own TPOT limit: if it waited for an idle replica, it would block all
+        requests behind it.
         """
         request, now, queue = asked.request, asked.now, asked.request.queue
         assert queue is not None
@@ -333,12 +344,15 @@ class Admission:
         return AdmissionDecision(ADMITTED, "turn", fast)
 
     def _late(self, request: QueuedRequest, now: float) -> AdmissionDecision:
-        """Remove a request whose deadline has passed or cannot be kept, and return its refusal."""
+        """Remove a waiting request whose deadline has passed or cannot be kept, and return its refusal."""
         self.leave(request, now)
         return AdmissionDecision(REFUSED, "deadline", (), _drain(request.queue))
 
     def _enqueue(self, request: QueuedRequest, queue: ClassQueue, own: float, now: float) -> bool:
-        """Add a request to a queue; return whether there was space. `own`: seconds of its prefill."""
+        """Add a request to a queue and set its deadline; return whether there was space for it.
+
+        `own`: the predicted seconds of its prefill.
+        """
         space = self.space
         if not self._make_space(request, now):
             return False
@@ -350,10 +364,10 @@ class Admission:
         return True
 
     def _longest_wait(self, request: QueuedRequest, own: float) -> float:
-        """Return how many seconds a request may wait. `own`: seconds of its prefill.
+        """Return how many seconds a request may wait in the queue; `own`: the predicted seconds of its prefill.
 
-        A TTFT limit that the request itself brings can shorten the wait, but not extend it beyond what the settings
-        allow its class.
+        A request's own TTFT limit can shorten the wait, but not extend it beyond the time that the settings allow its
+        class.
         """
         limit, of_class = request.slo.ttft, request.qos.slo.ttft
         if limit is None:
@@ -370,10 +384,10 @@ class Admission:
     def sent(
         self, request: QueuedRequest, estimate: Estimate, costs: Costs, tokens: float, now: float, replica: str = ""
     ) -> None:
-        """Record that a request is sent, with its predicted latency `estimate`.
+        """Record that a request is sent, with its predicted latency `estimate`, in its class's use of the replicas.
 
-        `costs`: those of the replica that writes its answer; `tokens`: of KV cache that it will hold there; `replica`:
-        the name of the one that computes its prompt.
+        `costs`: the predicted costs of the replica that writes its answer; `tokens`: the tokens of KV cache that it
+        will take there; `replica`: the name of the replica that computes its prompt.
         """
         request.ttft, request.costs = now - request.since + estimate.ttft, costs
         request.learned = costs.group.ttft.count >= _LEARNED
@@ -384,14 +398,14 @@ class Admission:
     # --- whose turn it is
 
     def head(self, now: float) -> QueuedRequest | None:
-        """Return the waiting request to judge next, or None."""
+        """Return the waiting request to decide on next (`ask`), or None."""
         return next(self.heads(now), None)
 
     def heads(self, now: float) -> Iterator[QueuedRequest]:
-        """Yield the waiting requests to judge, in order.
+        """Yield the waiting requests to decide on, in order; call `ask` for each before taking the next.
 
-        First comes the head of the first queue; if it still waits after being judged, the head of the next queue that
-        has replicas other than the queues before it; and so on.
+        The first is the head of the first queue. If it still waits after `ask`, the head of the next queue follows that
+        has replicas other than those of the queues before it, and so on.
         """
         full: list[frozenset[str]] = []
         while True:
@@ -405,7 +419,10 @@ class Admission:
                 full.append(head.queue.targets)
 
     def _in_order(self, now: float) -> list[ClassQueue]:
-        """Return the non-empty queues in the order of service; within a class, the queue with the oldest head first."""
+        """Return the non-empty queues in the order in which they are served.
+
+        The rank of their classes decides, and within a class the age of a queue's first request.
+        """
         self._fair_share.decay(now)
         rank = self._fair_share.rank
         return sorted([one for one in self.queues if one.count], key=lambda one: (*rank(one.qos), _first_since(one)))
@@ -418,7 +435,7 @@ class Admission:
         return [one for one in self.queues if one.count and rank(one.qos) <= own]
 
     def held_up(self, seconds: float) -> None:
-        """Extend all deadlines by the seconds during which the process stalled and judged nobody."""
+        """Extend the deadlines of all waiting requests by the seconds during which this process was stalled."""
         waiting = [
             (deadline + seconds, number, request) for deadline, number, request in self._deadlines if request.waits
         ]
@@ -432,14 +449,17 @@ class Admission:
     # --- who leaves unsent
 
     def leave(self, request: QueuedRequest, now: float) -> None:
-        """Remove a request whose client has left or that cannot be served any more; a no-op if it does not wait."""
+        """Remove a waiting request, as its client has left or it cannot be served any more; otherwise do nothing."""
         if request.waits:
             assert request.queue is not None
             request.queue.drop(request, now)
             self._left(request)
 
     def _left(self, request: QueuedRequest) -> None:
-        """Release a request's queue space, and drop stale deadlines before they outnumber the waiting requests."""
+        """Release the queue capacity of a request that no longer waits.
+
+        Also drops entries of past requests in the list of deadlines, before they outnumber the waiting requests.
+        """
         self.space.requests -= 1
         self.space.bytes -= request.size
         if len(self._deadlines) > 64 + 2 * sum([queue.count for queue in self.queues]):
@@ -447,10 +467,10 @@ class Admission:
             heapq.heapify(self._deadlines)
 
     def turned_out(self, now: float) -> Iterator[tuple[QueuedRequest, AdmissionDecision]]:
-        """Yield the requests that gave way since the last call, and those past their deadline, with their verdicts.
+        """Yield the requests displaced since the last call and those past their deadline, each with the decision on it.
 
-        A request past its deadline is yielded as QUEUED, to be judged again, if its class has steps after `wait` or if
-        no replica is ready for it. Otherwise it is removed and refused.
+        A request past its deadline comes with QUEUED, to be decided on again (`ask`), if its class has steps after
+        `wait` or if no replica is ready for it. Otherwise it is removed from the queue and refused.
         """
         while self._gave_way:
             request, reason = self._gave_way.popleft()
@@ -466,7 +486,7 @@ class Admission:
                 yield request, self._to_return(request, self._late(request, now), now)
 
     def _to_return(self, request: QueuedRequest, refused: AdmissionDecision, now: float) -> AdmissionDecision:
-        """Count the refusal, and set `retry_after` so that the client retries after those refused before it."""
+        """Count a refusal, and return it with a `retry_after` that comes after those of the requests refused before."""
         qos, share = request.qos, self._fair_share
         if _is_for_its_class(request, refused.reason):
             owed, beyond, flood = self.refused[qos.name]
@@ -482,10 +502,11 @@ class Admission:
         return refused._replace(retry_after=seconds)
 
     def _make_space(self, request: QueuedRequest, now: float) -> bool:
-        """Make queue space for a request by displacing others, only if that suffices; return whether there is space.
+        """Make space in the queue for a request by displacing others; return whether there is space for it.
 
-        Requests of lower classes are displaced first, from the lowest class up and in all fleets. Then come requests of
-        the same class, of the tenant that has more in the queue than this request's tenant.
+        Nobody is displaced unless that makes enough space. Requests of lower classes are displaced first, from the
+        lowest class up, in the queues for all models. Then come requests of the same class whose tenant has more in the
+        queue than this request's tenant.
         """
         rules, space = self.rules, self.space
         count, size = space.requests + 1 - rules.max_requests, space.bytes + request.size - rules.max_bytes
@@ -509,9 +530,10 @@ class Admission:
         return True
 
     def _lower(self, qos: QosClass) -> list[tuple[Admission, ClassQueue]]:
-        """Return the queues that give way to a class, the lowest first, each with its fleet.
+        """Return the queues whose requests may be displaced by a class's, the lowest class first, each with its fleet.
 
-        Other fleets' queues are compared by priority alone: what a class used of one fleet says nothing about another.
+        A fleet is the replicas of one model. Other fleets' queues are compared by their class's priority alone, since a
+        class's use of one fleet says nothing about another.
         """
         rank = self._fair_share.rank
         own = rank(qos)
@@ -524,9 +546,10 @@ class Admission:
         return sorted(found, key=lambda one: one[0]._fair_share.rank(one[1].qos), reverse=True)
 
     def _of_peers(self, request: QueuedRequest, count: int, size: int) -> list[QueuedRequest] | None:
-        """Return which requests of the same class's largest tenant would give way; None if that is not fair or enough.
+        """Return the requests of the same class that a request would displace; None if that is not fair or not enough.
 
-        `count`, `size`: requests and bytes of queue space that are lacking.
+        They are of the tenant that has most in the queue. `count`, `size`: how many requests' and bytes' worth of queue
+        space is lacking.
         """
         resource: Resource = "count" if count > 0 else "size"
         queues = [one for one in self.queues if one.qos is request.qos and one.count]
@@ -542,7 +565,7 @@ class Admission:
     # --- overload control
 
     def obey(self, control: Control, now: float) -> None:
-        """Apply the present steps of the overload control, and displace the waiting requests of shed classes."""
+        """Apply the steps that overload control takes now, and displace waiting requests of classes that it sheds."""
         taken = [control.taken_from(step) for step in (TIGHTEN, CAP, HALVE, SHED)]
         self.fit.tight, self.capped, self.halved, self.shed = taken
         for queue in self.queues:
@@ -550,7 +573,10 @@ class Admission:
                 self._give_way(last, now, CONTROL)
 
     def _is_shed(self, request: QueuedRequest) -> bool:
-        """Return whether overload control refuses it: all of a shed class, every other newcomer of a halved class."""
+        """Return whether overload control refuses a request.
+
+        Of a shed class it refuses all requests, of a halved class every other new one.
+        """
         name = request.qos.name
         if name in self.shed or name not in self.halved or request.waits:
             return name in self.shed
@@ -558,11 +584,11 @@ class Admission:
         return name in self._odd
 
     def _shed(self, asked: Question) -> AdmissionDecision:
-        """Refuse a request that overload control refuses, unless an idle replica or the overflow pool can take it.
+        """Decide on a request that overload control refuses, unless an idle replica or the overflow pool can take it.
 
-        An idle replica that no higher class claims takes it, and its answer helps to see whether the fault is over. The
-        overflow pool takes it if the class has `spill` among its steps and the pool's replicas do not serve the other
-        requests.
+        It is sent to an idle replica that no higher class claims; its answer helps to see whether the overload is over.
+        It is sent to the overflow pool if its class has `spill` among its steps and the pool's replicas do not serve
+        other requests.
         """
         idle = [index for index in asked.room if not asked.estimates[index].there]
         if free := unclaimed(idle, asked.places, self._before(asked.request, asked.now)):
@@ -574,30 +600,31 @@ class Admission:
 
     @property
     def _until_judged(self) -> float:
-        """Seconds after which requests refused by overload control should retry: one window of the control.
+        """The seconds after which requests refused by overload control should retry: one of its windows.
 
-        Not sooner, because only at the end of a window does it judge again which steps it takes.
+        A sooner retry would be in vain, because overload control changes its steps only at the end of a window.
         """
         return self.rules.control_window or 0.0
 
     # --- outcomes
 
     def first_token(self, request: QueuedRequest, seconds: float) -> None:
-        """Learn the TTFT margin from a first token, `seconds` after its client began to wait.
+        """Learn the TTFT margin (the factor on predictions) from a first token.
 
-        It is learned at first tokens and not at the ends of answers, which come too late in a burst. Predictions by
-        costs that had not learned yet are skipped: the costs correct that error themselves, and the margin would keep
-        it for hundreds of answers.
+        `seconds`: the time from when its client began to wait. First tokens are used, as the ends of answers come too
+        late in a burst. Predictions by costs that had not learned yet are skipped: the costs correct that error
+        themselves, and the margin would keep it for hundreds of answers.
         """
         if request.slo.ttft is not None and request.learned:
             self.fit.ttft_margin.learn(request.ttft, seconds, request.slo.ttft)
 
     def ended(self, request: QueuedRequest, ttft: float, tpot: float | None, counted: bool = True) -> bool | None:
-        """Learn the TPOT margin from a complete answer; return whether it kept its limits, None if it had none.
+        """Learn the TPOT margin (the factor on predictions) from a complete answer.
 
-        `ttft`, `tpot`: measured seconds; `tpot` is None for answers too short to measure. `counted`: whether the engine
-            reported the number of tokens; a count of events may take several tokens for one, so no margin is learned
-            from it.
+        Returns whether the request met its latency limits, None if it had none. `ttft`, `tpot`: measured seconds;
+        `tpot`
+            is None for answers too short to measure. `counted`: the engine reported the number of tokens. Otherwise the
+            gateway counted events, which may have several tokens each, and no margin is learned.
         """
         limits = request.slo
         if counted and tpot is not None and limits.tpot is not None and request.costs is not None:
@@ -609,7 +636,7 @@ class Admission:
 
 
 def _is_for_its_class(request: QueuedRequest, reason: str) -> bool:
-    """Return whether a request was refused because of its class's limit, not a stricter one of its own."""
+    """Return whether a request was refused because of its class's latency limit, not because of one of its own."""
     own, of_class = request.slo, request.qos.slo
     if reason == "tpot":
         return of_class.tpot is not None and own.tpot == of_class.tpot
@@ -622,5 +649,5 @@ def _first_since(queue: ClassQueue) -> float:
 
 
 def _drain(queue: ClassQueue | None) -> float:
-    """Return the seconds until everything that waits in the queue now is sent, at the queue's measured pace."""
+    """Return the seconds until all requests that wait in the queue now are sent, at the queue's measured pace."""
     return queue.work / max(queue.pace.value, 1e-6) if queue is not None else 0.0

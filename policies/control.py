@@ -62,23 +62,27 @@ TIGHT = 0.8  # share of its usual capacity at which a replica is full for a tigh
 SLACK = {TIGHTEN: 0.1, CAP: 0.05, HALVE: 0.1, SHED: 0.1}
 BORDERS = sorted({share - less for step, share in FROM.items() for less in (0.0, SLACK[step])})  # of the limit
 LATELY = 1 / 3  # share of a window that counts as its end
-ENOUGH, ENOUGH_FOR_P999 = 20, 1000  # answers in a window: among fewer, one slow answer says nothing about the others
+# The answers in a window from which p99, and p99.9, are used: among fewer, one slow answer says nothing about the
+# others.
+ENOUGH, ENOUGH_FOR_P999 = 20, 1000
 MISSED = 0.01  # share of a class's requests that may miss its limits
 REFUSED = 1.0  # the least pressure if more than the share MISSED are refused
 HOLD = 2  # windows in a row in which steps are kept without evidence that they are needed
-# Windows in a row without a change after which steps that refuse somebody are undone for a trial: at first, and at most
+# After so many windows in a row without a change, the steps that refuse somebody are undone for a trial: PATIENCE at
+# first, MOST_PATIENCE at most.
 PATIENCE, MOST_PATIENCE = 6, 48
-# Least gain by refusing others, as a share of a class's requests: of 60 requests, as many miss their limits by chance
+# The least gain by refusing others, as a share of a class's requests; of 60 requests, as many miss their limits by
+# chance.
 HELPS = 0.05
 REFUSING = [*FROM].index(HALVE)  # index of the first step that refuses somebody
 FLOODED = 1.25  # pressure that a flood explains, admitted to just within the limit; slower answers have another cause
 
 
 class Seen(NamedTuple):
-    """Latency statistics of one class over one window, in seconds.
+    """The statistics of one latency of one class over one window, in seconds.
 
-    `answers`: how many were measured; `second`: the second slowest latency; `late`: how many answers exceeded the
-        limit.
+    `answers`: how many answers were measured; `second`: the second slowest latency; `late`: how many answers exceeded
+        the limit.
     """
 
     answers: float
@@ -97,8 +101,8 @@ NO_ANSWERS: Answers = (None, None, None)
 class Refused(NamedTuple):
     """Counts of a class's requests that were refused because nobody could meet its limits.
 
-    `owed`: while a lower class had more than its due; `flood`: while no lower class had, and this class had most of
-        what all classes had; `beyond`: while each class had its due.
+    `owed`: refused while a lower class had capacity that this class should have had; `flood`: while no lower class had,
+        and this class had most of all capacity used; `beyond`: all others.
     """
 
     owed: int = 0
@@ -117,7 +121,7 @@ class Refusals:
         self._window, self._lately = dict(counted), dict(counted)
 
     def last_third(self) -> None:
-        """Mark the beginning of the window's last third."""
+        """Start counting the refusals of the window's last third."""
         self._lately = dict(self._counted)
 
     def of(self, qos: str) -> tuple[Refused, Refused]:
@@ -126,20 +130,20 @@ class Refusals:
         return Refused(*map(sub, counted, window)), Refused(*map(sub, counted, lately))
 
     def next_window(self) -> None:
-        """Mark the beginning of a new window."""
+        """Start counting the refusals of a new window."""
         self._window, self._lately = dict(self._counted), dict(self._counted)
 
 
 class ControlStep(NamedTuple):
-    """One step against one class, as an element of the ladder of all steps."""
+    """One step of overload control against one class, as an element of the ladder of all steps."""
 
-    kind: str
+    kind: str  # TIGHTEN, CAP, HALVE or SHED
     qos: str  # name of the class that the step takes from
     at: float  # pressure from which the step is taken
 
 
 class Change(NamedTuple):
-    """A step that was taken or undone, and the pressure at that time."""
+    """A step of overload control that was taken or undone, and the pressure (latency / limit) at that time."""
 
     step: str
     qos: str
@@ -148,10 +152,10 @@ class Change(NamedTuple):
 
 
 class SloRatio(NamedTuple):
-    """How near a class came to its limits in a window, or how far it exceeded them: 1 is the limit.
+    """The pressure of a class in a window: its highest latency divided by its limit, so that 1 is the limit.
 
-    `whole`: over the whole window, None if too little is known; only the undoing of `shed` depends on it.
-    `lasting`: the part of it that the last third of the window shows as well; the other steps depend on it.
+    `whole`: over the whole window, None if it has too few requests; only the undoing of `shed` depends on it.
+    `lasting`: the part of `whole` that the last third of the window shows as well; the other steps depend on it.
     `firm`: the part of `lasting` that more than one request shows.
     `unsure`: whether requests were refused and it is unknown whether other classes caused that.
     `missed`: the share of requests that missed the limits, including refused ones.
@@ -171,11 +175,11 @@ def slo_ratio(
     refused: Refused = NONE_REFUSED,
     refused_lately: Refused = NONE_REFUSED,
 ) -> SloRatio:
-    """Return a class's pressure in a window.
+    """Return a class's pressure in a window: how near it came to its latency limits, or how far it exceeded them.
 
-    `window`, `lately`: the answers of the whole window and of its last third; `refused`, `refused_lately`: the refusals
-        in each. The lasting pressure takes, for TTFT and TPOT each, the lower of the two periods' figures, provided
-        that the last third has its share of the required answers.
+    `window`, `lately`: statistics of the answers in the whole window and in its last third; `refused`,
+        `refused_lately`: the refusals in each. The lasting pressure takes, for TTFT and TPOT each, the lower of the two
+        periods' figures, provided that the last third has its share of the required answers.
     """
     whole, lasting, firm = (
         _share(limits, window, *which) for which in ((NO_ANSWERS, False), (lately, False), (lately, True))
@@ -197,26 +201,32 @@ def slo_ratio(
 
 
 def answered(seen: Answers) -> float:
-    """Return how many requests were answered."""
+    """Return how many requests were answered, from the statistics of TTFT, TPOT and duration."""
     return max([one.answers for one in seen if one is not None], default=0)
 
 
 def _is_missed(answers: float, missed: int, enough: float) -> bool:
-    """Return whether `missed` requests, added to the answered ones, are over the share MISSED of at least `enough`."""
+    """Return whether more than the share MISSED of all requests missed their limits, among at least `enough` requests.
+
+    `answers`: requests that were answered; `missed`: further requests, which were refused or have no answer yet.
+    """
     return answers + missed >= enough and missed > MISSED * (answers + missed)
 
 
 def _is_over(lately: Answers, missed: int) -> bool:
-    """Return whether the last third of a window has enough requests to judge, and too few of these misses to count."""
+    """Return whether requests no longer missed their limits in the last third of a window.
+
+    It must have enough requests to judge, and too few `missed` ones to count.
+    """
     answers = answered(lately)
     return answers + missed >= ENOUGH * LATELY and not _is_missed(answers, missed, 0)
 
 
 def _share(limits: Slo, window: Answers, lately: Answers, firm: bool) -> float | None:
-    """Return the highest latency relative to its limit, of TTFT and TPOT, or None without enough answers.
+    """Return the highest latency divided by its limit, of TTFT and TPOT; None without enough answers.
 
-    `lately`: the last third; where it has enough answers, the lower latency of both periods counts. `firm`: whether to
-    disregard the slowest answer.
+    `window`, `lately`: statistics of the whole window and of its last third; where the last third has enough answers,
+    the lower latency of both counts. `firm`: leave out the slowest answer.
     """
     found = []
     for limit, seen, last in zip(limits, window, lately):
@@ -228,16 +238,16 @@ def _share(limits: Slo, window: Answers, lately: Answers, firm: bool) -> float |
 
 
 def is_late(answers: float, late: int, wanted: bool) -> bool:
-    """Return whether over one in a hundred requests of a class missed the TTFT limit without an answer yet.
+    """Return whether more than one in a hundred requests of a class missed the TTFT limit and have no answer.
 
-    `answers`: requests that were answered; `late`: those that have waited longer than the limit, or were refused. Few
-        requests say nothing, unless more replicas are `wanted` already.
+    `answers`: requests that were answered; `late`: requests that have waited longer than the limit, or were refused.
+        The result is False for few requests, unless more replicas are `wanted` already.
     """
     return _is_missed(answers, late, 0 if wanted else ENOUGH)
 
 
 class Trial(NamedTuple):
-    """A trial without the steps that refuse somebody.
+    """A trial of overload control: for some windows the steps that refuse requests are undone, to see if they help.
 
     `level`: `Control.level` before the trial; `missed`: the mean of `SloRatio.missed` in the windows before it.
     """
@@ -247,9 +257,9 @@ class Trial(NamedTuple):
 
 
 class Control:
-    """The overload control of one fleet, the replicas of one model.
+    """The overload control of the replicas of one model: what lower classes give up while a higher one is too slow.
 
-    `level` is the number of steps of `ladder`, from the first, that are taken; `trial`: the present trial, if any.
+    `level`: how many steps of `ladder`, from the first, are taken now; `trial`: the present trial, if any.
     """
 
     def __init__(self, classes: Sequence[QosClass], observes: Callable[[QosClass], bool] = lambda _: False) -> None:
@@ -258,7 +268,7 @@ class Control:
         `observes`: returns whether all requests of a class are sent whatever is predicted; no steps are taken against
             such classes.
         """
-        # Pressures of the last window; None: too few requests to tell
+        # The pressure (latency / limit) of each class in the last window; None: too few requests to tell.
         self.pressures: dict[str, float | None] = {one.name: None for one in classes}
         self.wants_more = False
         self._unsure = {one.name: HOLD for one in classes}  # windows in a row in which the pressure was not certain
@@ -278,9 +288,10 @@ class Control:
         self._patience = PATIENCE
 
     def ended(self, pressures: Mapping[str, SloRatio], late: bool = False) -> list[Change]:
-        """Close a window and return the steps taken or undone, in order.
+        """Close a window: take or undo steps against lower classes, and return these changes in order.
 
-        `pressures`: by class name; `late`: whether some class is late (`is_late`).
+        `pressures`: by class name, how near the class came to its latency limits; `late`: whether some class has too
+        many requests without an answer (`is_late`).
         """
         found = {name: pressures.get(name, SloRatio()) for name in self.pressures}
         self.pressures = {name: one.whole for name, one in found.items()}
@@ -298,7 +309,10 @@ class Control:
         return changes
 
     def _judge_trial(self, found: Mapping[str, SloRatio]) -> list[Change]:
-        """End the trial, if there is one, when it has harmed or is no longer needed; return the steps taken again."""
+        """End the trial, if there is one, once it has done harm or is no longer needed; return the steps taken again.
+
+        A trial undoes the steps that refuse requests. It does harm if clearly more requests miss their limits.
+        """
         if self.trial is None:
             return []
         (level, before), first = self.trial, self.ladder[0]
@@ -312,7 +326,10 @@ class Control:
         return []
 
     def _try_without(self, found: Mapping[str, SloRatio]) -> list[Change]:
-        """Begin a trial if the steps that refuse somebody were held for long enough; return the steps undone for it."""
+        """Begin a trial without the steps that refuse requests, if these were unchanged for long enough.
+
+        Returns the steps that are undone for it.
+        """
         if self.level <= REFUSING:
             return []
         above, missed = self._highest(self.ladder[0], found)
@@ -324,12 +341,15 @@ class Control:
         return undone
 
     def _highest(self, step: ControlStep, found: Mapping[str, SloRatio]) -> tuple[float, float]:
-        """Return the highest lasting pressure, and the highest share of misses, of the classes above this step's."""
+        """Return the highest lasting pressure and the highest share of misses of some classes.
+
+        These are the classes of higher priority than the one that the step takes from.
+        """
         above = self._above(step, found)
         return max([one.lasting for one in above]), max([one.missed for one in above])
 
     def _climb(self, found: Mapping[str, SloRatio]) -> list[Change]:
-        """Take the steps that the pressures demand, and return them."""
+        """Take the steps against lower classes that the pressures of higher ones demand, and return them."""
         taken: list[Change] = []
         for step in self.ladder[self.level : REFUSING if self.trial is not None else None]:
             above = max([one.firm if taken else one.lasting for one in self._above(step, found)])
@@ -340,7 +360,7 @@ class Control:
         return taken
 
     def _descend(self, found: Mapping[str, SloRatio]) -> list[Change]:
-        """Undo the steps that the pressures no longer demand, and return them."""
+        """Undo the steps against lower classes that the pressures of higher ones no longer demand; return them."""
         undone: list[Change] = []
         for step in reversed(self.ladder[: self.level]):
             above = max([(one.whole or 0.0) if step.kind == SHED else one.lasting for one in self._above(step, found)])
@@ -360,17 +380,17 @@ class Control:
         return [found[name] for name in self._names_above(step)]
 
     def _is_kept(self, step: ControlStep) -> bool:
-        """Return whether a step is kept for a class above it about which nothing certain is known."""
+        """Return whether a step is kept because the pressure of some higher class is uncertain (`_is_held`)."""
         return any(map(self._is_held, self._names_above(step)))
 
     def _is_held(self, name: str) -> bool:
-        """Return whether steps taken for a class are kept although nothing certain is known about its pressure.
+        """Return whether the steps taken for a class are kept although its pressure is uncertain.
 
-        They are not kept for a class that is shed itself, since its requests are refused and its pressure can't be
-        known.
+        They are kept for up to HOLD windows. They are not kept for a class that is shed itself, since its requests are
+        refused and its pressure cannot be known.
         """
         return 0 < self._unsure[name] <= HOLD and name not in self.taken_from(SHED)
 
     def taken_from(self, kind: str) -> frozenset[str]:
-        """Return the names of the classes from which steps of this kind are taken now."""
+        """Return the names of the classes against which a step of this kind (such as CAP) is taken now."""
         return frozenset(step.qos for step in self.ladder[: self.level] if step.kind == kind)

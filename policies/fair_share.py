@@ -1,18 +1,18 @@
-"""The recent use of a fleet by each class, which decides what is left of its reserve and which class goes first.
+"""The recent use of a model's replicas (a fleet) by each class of requests, and the order of classes that follows.
 
 The use of a class is its share of the prefill seconds, or of the token-seconds of cache, that all classes together were
 admitted to in the last _USED_SECONDS, whichever is larger (dominant resource fairness: Ghodsi et al., NSDI 2011). Its
 reserve is its `reserved_fraction` of both.
 
-Refused requests should be retried one after the other, at the pace at which requests are admitted. If the clients were
-told only when the prediction that refused their request falls below its limit, all would come back at once, since a
-full queue keeps predictions just above the limit: of requests that retried after a burst of twice what an engine can
-answer, 19 % were admitted, and 9 % after four times that. So each refusal books time after the earlier refusals of its
-class: what its prompt takes at half of the recent pace; the other half is for new requests. With that, 77 and 71 % are
-admitted. At most _MOST_BOOKED seconds are booked, and at most _FOLLOWED together with the request's own wait, since
-clients ignore a long `Retry-After` (Anthropic's for Python above 60 s, OpenAI's newest above 120 s), and a client that
-does not return leaves a gap. Refusals beyond that share the second half of the booked time with others. No I/O and no
-clock.
+Refused requests should be retried one after the other, at the pace at which requests are admitted. A full queue keeps
+predictions just above the limit. If each client retried when the prediction that refused its request falls below the
+limit, all would therefore come back at once: of requests that retried after a burst of twice what an engine can answer,
+19 % were admitted, and 9 % after four times that. So each refusal books time after the earlier refusals of its class.
+It books the time that its prompt takes at half of the recent pace; the other half is for new requests. With that, 77
+and 71 % are admitted. At most _MOST_BOOKED seconds are booked, and at most _FOLLOWED together with the request's own
+wait, since clients ignore a long `Retry-After` (Anthropic's for Python above 60 s, OpenAI's newest above 120 s), and a
+client that does not return leaves a gap. Refusals beyond that share the second half of the booked time with others. No
+I/O and no clock.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from math import exp, inf
 
 from .classes import Classes, QosClass
 
-_USED_SECONDS = 10.0  # time constant over which a class's share is averaged
-CLEARLY = 4 / 3  # factor by which a class's share exceeds its reserved fraction clearly
-MOST = 0.5  # share of all use from which a class floods the fleet
-LITTLE = 0.1  # share of all use too small to be the reason why another class is refused
+_USED_SECONDS = 10.0  # the time constant over which a class's share is averaged
+CLEARLY = 4 / 3  # the factor by which a class's share must exceed its reserved fraction to exceed it clearly
+MOST = 0.5  # the share of all use from which a class floods the replicas
+LITTLE = 0.1  # a share of all use that is too small to be the reason why another class is refused
 _BOOKED = 0.5  # share of the pace that is booked for retries
 _LEAST_PACE = 0.25  # prefill seconds admitted per second, assumed if nothing was admitted lately
-# seconds: least and most bound on booked time; on the whole wait
+# In seconds: the bound on booked time is between _LEAST_BOOKED and _MOST_BOOKED; _FOLLOWED bounds the whole wait.
 _LEAST_BOOKED, _MOST_BOOKED, _FOLLOWED = 10.0, 50.0, 60.0
-_FIRST_SWEEP = 256  # replicas in `_computes` from which idle ones are dropped
+_FIRST_SWEEP = 256  # once `_computes` has so many replicas, idle ones are dropped from it
 
 
 class FairShare:
-    """The recent use of one fleet by class, its order of service, and the retry times booked for each class."""
+    """The recent use of one model's replicas by each class, the order of the classes, and the retry times booked."""
 
     def __init__(self, classes: Classes) -> None:
         self._all = classes.all
@@ -48,11 +48,11 @@ class FairShare:
         self._booked: dict[str, float] = {}  # until when retries are booked, by class
 
     def ask(self, qos: QosClass, now: float) -> None:
-        """Note a request of this class."""
+        """Note that a request of this class came, so that the class counts as active."""
         self._asked[qos.name] = now
 
     def take(self, qos: QosClass, prefill: float, held: float, now: float) -> None:
-        """Add seconds of prefill, and token-seconds of cache, to a class's use."""
+        """Add to a class's use; `prefill`: seconds of prefill; `held`: tokens of KV cache times seconds."""
         self.decay(now)
         used = self._used[qos.name]
         used[0] += prefill
@@ -68,15 +68,15 @@ class FairShare:
         of[qos.name] = max(until, of.get(qos.name, until))
 
     def computes(self, replica: str, among: Sequence[QosClass], now: float) -> bool:
-        """Return whether a replica computes a prompt of one of the classes `among`."""
+        """Return whether a replica is predicted to be computing a prompt of one of the classes `among` now."""
         of = self._computes.get(replica)
         return of is not None and any(of.get(one.name, now) > now for one in among)
 
     def decay(self, now: float) -> None:
-        """Age all use to `now`; the other methods assume that this was done.
+        """Let the use of all classes fade up to `now`; the other methods assume that this was done.
 
-        A caller that iterates over the queue keeps its starting time, so some calls come with an earlier `now`: they do
-        nothing.
+        A caller that iterates over the queue keeps the time at which it began, so some calls come with an earlier
+        `now`. They do nothing.
         """
         if now > self._used_at:
             kept = exp((self._used_at - now) / _USED_SECONDS)
@@ -86,15 +86,15 @@ class FairShare:
             self._used_at = now
 
     def pace(self, now: float) -> float:
-        """Return how many prefill seconds all classes together get per second."""
+        """Return how many seconds of prefill all classes together were admitted to per second lately."""
         self.decay(now)
         return sum([prefill for prefill, _ in self._used.values()]) / _USED_SECONDS
 
     def book_retry(self, qos: QosClass, seconds: float, work: float, pace: float, now: float) -> float:
-        """Book a retry, and return after how many seconds it should come.
+        """Book time for the retry of a refused request, and return after how many seconds it should come.
 
-        `seconds`: after how many it would be admitted if no other request retried; `work`: seconds of its prefill;
-        `pace`: prefill seconds that leave the queue of its class per second.
+        `seconds`: after how many it would be admitted if no other request retried; `work`: the seconds of its prefill;
+        `pace`: how many seconds of prefill leave the queue of its class per second.
         """
         ahead = max(0.0, self._booked.get(qos.name, 0.0) - now)
         most = min(_MOST_BOOKED, max(_LEAST_BOOKED, _FOLLOWED - seconds))
@@ -104,7 +104,7 @@ class FairShare:
         return max(0.0, seconds) + ahead
 
     def rank(self, qos: QosClass) -> tuple[bool, int, int]:
-        """Return the sort key of a class: classes within their reserve come first, then those of higher priority."""
+        """Return the sort key of a class: first come classes that have not used their reserve, then high priorities."""
         return not self.unused(qos), -qos.priority, self._places[qos.name]
 
     def unused(self, qos: QosClass) -> float:
@@ -112,24 +112,24 @@ class FairShare:
         return max(0.0, qos.reserved_fraction - self._share(qos))
 
     def above(self, qos: QosClass, now: float) -> list[QosClass]:
-        """Return the classes of higher priority that are active (had a request lately) and within their reserve."""
+        """Return the classes of higher priority that had a request lately and have not used all of their reserve."""
         return [one for one in self._all if one.priority > qos.priority and self._is_within(one, now)]
 
     def others_yield(self, qos: QosClass, now: float) -> bool:
-        """Return whether this class is within its reserve while a lower one is active.
+        """Return whether this class has not used all of its reserve while a class of lower priority is active.
 
-        If so, the lower class is the one to be held back where streams are many.
+        If so, it is the lower class that is held back where streams are many.
         """
         return self.unused(qos) > 0.0 and any(
             one.priority < qos.priority and self._is_active(one, now) for one in self._all
         )
 
     def is_owed(self, qos: QosClass, now: float) -> bool:
-        """Return whether lower classes had what this one should have had.
+        """Return whether classes of lower priority used capacity that this class should have had.
 
-        That is so if this class had clearly less than its fraction while a lower one is active, or if a lower one had
-        clearly more than its own. Classes that all ask for more than there is come within CLEARLY of what the rules
-        give them: none is owed anything.
+        That is so if this class had clearly less than its reserved fraction while a lower one is active, or if a lower
+        one had clearly more than its own. If all classes ask for more than there is, each comes within a factor of
+        CLEARLY of what the rules give it, and none is owed anything.
         """
         self.decay(now)
         lower = [one for one in self._all if one.priority < qos.priority and self._is_active(one, now)]
@@ -139,7 +139,7 @@ class FairShare:
         return had_less or any(self._share(one) > max(LITTLE, CLEARLY * one.reserved_fraction) for one in lower)
 
     def floods(self, qos: QosClass) -> bool:
-        """Return whether the class had most of all use, and clearly more than its fraction."""
+        """Return whether the class had most of all recent use, and clearly more than its reserved fraction."""
         return self._share(qos) > max(MOST, CLEARLY * qos.reserved_fraction)
 
     def _is_within(self, qos: QosClass, now: float) -> bool:
@@ -149,6 +149,6 @@ class FairShare:
         return now - self._asked.get(qos.name, -inf) < _USED_SECONDS
 
     def _share(self, qos: QosClass) -> float:
-        """Return a class's share of all recent use, of prefill or of cache, whichever share is larger."""
+        """Return a class's share of all recent use: of prefill or of KV cache, whichever share is larger."""
         sums = [sum(column) for column in zip(*self._used.values())]
         return max([used / total if total else 0.0 for used, total in zip(self._used[qos.name], sums)])

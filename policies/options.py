@@ -1,9 +1,9 @@
-"""The admission of one request: the Router's predictions, put before an `Admission` step by step.
+"""The admission of one request: the Router's predictions are passed to an `Admission`, which decides.
 
-A pair of replicas, of which one computes the prompt and the other writes the answer, has this estimate:
+The latency of a pair of replicas, of which one computes the prompt and the other writes the answer, is predicted as:
 
     ttft = the prefiller's prediction for the prompt alone + the transfer + the decoder's step
-           + what delays the decoder beyond that: prompts that it computes itself, blocks that must come free
+           + further delays of the decoder: prompts that it computes itself, blocks that must come free
     tpot = a step of the decoder with the streams that are there when the first token is out
 
 A decoder's load includes requests whose prompts are still being computed elsewhere, so it covers what is about to
@@ -27,10 +27,11 @@ from .vocabulary import Candidate, Demand
 
 
 class RouterOptions(AdmissionOptions):
-    """The alternatives for a request: a capped answer, or the overflow pool. Estimates for them are made on demand.
+    """The alternatives for a request that no replica has room for: a capped answer, or the overflow pool.
 
-    `spill`: returns the overflow pool's replicas that can take the request; `may_cap`: whether its answer can be
-    capped; `pairings`: the prefillers and decoders that may serve it in two legs.
+    Their latencies are predicted only when they are asked for. `spill`: a function that returns the overflow pool's
+    replicas which can take the request; `may_cap`: whether its answer can be capped; `pairings`: the replicas that may
+    compute its prompt, and those that may then write its answer.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class RouterOptions(AdmissionOptions):
         demand, evaluation = self._evaluation.demand, self._evaluation
         if not self.may_cap(most):
             return ()
-        if self.slow or self._pairings:  # candidates were weighed again since
+        if self.slow or self._pairings:  # what candidates hold was set on them again since
             targets = Targets([*evaluation.candidates])
             evaluation = self._router.evaluate(demand, targets, self._now, peers=evaluation.peers)
         demand.output, output = min(demand.output, most), demand.output
@@ -90,16 +91,17 @@ def admit(
     may_cap: bool = False,
     pairings: Sequence[Pairing] = (),
 ) -> tuple[AdmissionDecision, Evaluation]:
-    """Decide whether a request is sent, right after `Router.evaluate`; return the verdict and the evaluation to commit.
+    """Decide whether a request is sent, right after `Router.evaluate`; return the decision and what to commit.
 
-    If not all ways to serve the request suit it, the policy chooses again among those that do. A request that is sent
-    must be committed at once. `spill`, `may_cap`, `pairings`: as in `RouterOptions`.
+    The second result is the evaluation to commit, at once, if the request is sent. If not all replicas (or pairs of
+    them) suit the request, the policy chooses again among those that do. `spill`, `may_cap`, `pairings`: those of
+    `RouterOptions`.
 
-    Two legs (prompt and answer on different replicas) are taken where they cost less than the request would on one
-    replica without limits. So limits alone never split a request, unless no single replica suits it. A class whose
-    requests are always sent (`observe`) stays on one replica even then, because predictions for two legs are less
-    certain (Mooncake's conversations on four engines of both roles and four decoders, 8 requests a second: 80 % kept
-    their limits with two legs, 89 % without).
+    Two legs (prompt and answer on different replicas) are taken where they cost less than the request would cost on one
+    replica without latency limits. Limits alone therefore never split a request, unless no single replica suits it. A
+    class whose requests are always sent (`observe`) stays on one replica even then, because predictions for two legs
+    are less certain (Mooncake's conversations on four engines of both roles and four decoders, 8 requests a second: 80
+    % kept their limits with two legs, 89 % without).
     """
     demand, candidates, unlimited = evaluation.demand, evaluation.candidates, evaluation
     estimates = router.estimates(evaluation)
@@ -153,9 +155,10 @@ def _legs(
     allowed: Sequence[Pair],
     whole: bool,
 ) -> LegChoice | None:
-    """Return the legs in which a request goes, or None if it goes whole or to the overflow pool.
+    """Return the two replicas that compute a request's prompt and write its answer; None if one replica serves it.
 
-    `allowed`: the pairs that suit it; `whole`: whether it may go whole.
+    `evaluation`: that of the request on one replica. `allowed`: the pairs of replicas that suit the request; `whole`:
+    whether one replica may serve it.
     """
     if not allowed:
         return None
@@ -172,7 +175,7 @@ def _legs(
 
 
 class Pair(NamedTuple):
-    """A prefiller, a decoder, and the estimate of both together."""
+    """A replica that computes a prompt, one that writes the answer, and the predicted latency with both."""
 
     prefiller: Candidate
     decoder: Candidate
@@ -185,10 +188,10 @@ class Pair(NamedTuple):
 
 
 def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: float) -> list[Pair]:
-    """Return the pairs that could take a request, right after the request's evaluation.
+    """Return the pairs of replicas (prefill and decode) that could serve a request.
 
-    They are all pairs, or, where replicas are many, those of the fastest FEW on each side and one for every other
-    replica.
+    Call this right after the request's evaluation, `whole`. If replicas are many, these are the pairs of the fastest
+    FEW prefillers and decoders, and one pair for every other replica.
     """
     return [
         Pair(first, second, estimated(router, first, second, whole.demand))
@@ -199,7 +202,10 @@ def pairs(router: Router, whole: Evaluation, pairings: Sequence[Pairing], now: f
 
 
 def estimated(router: Router, prefiller: Candidate, decoder: Candidate, demand: Demand) -> Estimate:
-    """Return the estimate of this pair; both replicas must have been weighed for the request."""
+    """Return the predicted latency of a request whose prompt and answer are computed by these two replicas.
+
+    What both hold of the prompt must have been set on them before (`Router.weighed`).
+    """
     moving = router.transfers.seconds(prefiller.replica, decoder.replica, demand.tokens - decoder.overlap, demand.now)
     return after_prefill(first_leg(prefiller, demand), moving, decoder, demand)
 
@@ -207,7 +213,10 @@ def estimated(router: Router, prefiller: Candidate, decoder: Candidate, demand: 
 def _combined(
     demand: Demand, prefillers: Sequence[Candidate], decoders: Sequence[Candidate]
 ) -> Iterator[tuple[Candidate, Candidate]]:
-    """Yield pairs: all of the fastest FEW of each side, and every other replica with the other side's fastest."""
+    """Yield pairs of a prefiller and a decoder: all pairs of the fastest FEW of each.
+
+    Every other prefiller is paired with the fastest decoder, and every other decoder with the fastest prefiller.
+    """
     firsts = sorted(prefillers, key=lambda one: first_leg(one, demand).ttft)
     seconds = sorted(decoders, key=lambda one: one.costs.step_seconds(one.load))
     yield from [(first, second) for first in firsts[:FEW] for second in seconds[:FEW]]

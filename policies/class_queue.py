@@ -1,8 +1,8 @@
-"""The queue in front of a fleet: one queue per class and set of replicas, with deficit round robin over its tenants.
+"""The queues for a model's replicas: one for each class and set of replicas, with deficit round robin over its tenants.
 
 Deficit round robin is by Shreedhar and Varghese ("Efficient fair queuing using deficit round robin", IEEE/ACM
 Transactions on Networking 4(3), 1996): each tenant in turn may send QUANTUM uncached tokens, and saves up for a longer
-prompt. A shorter prompt counts as QUANTUM, since it takes a place in an engine's step as well. No I/O and no clock: the
+prompt. A shorter prompt counts as QUANTUM, since it also takes a place in an engine's step. No I/O and no clock: the
 caller passes `now` in seconds.
 """
 
@@ -16,26 +16,29 @@ from typing import Any, Literal
 from .classes import QosClass, Slo
 from .costs import Costs
 
-QUANTUM = 512  # uncached tokens a turn
-ABSENT = ""  # if among a queue's targets, its requests wait until a replica is ready for them
+QUANTUM = 512  # uncached tokens that a tenant may send in each turn
+ABSENT = ""  # if this is among a queue's targets, its requests wait until a replica is ready for them
 Resource = Literal["count", "size"]  # what the queue bounds: requests ("count") and their bytes ("size")
 _WINDOW = 5.0  # seconds of waiting over which a queue's pace is averaged
-_PRIOR = 1.0  # seconds of waiting that the first guess of a pace counts as
+_PRIOR = 1.0  # how many seconds of waiting the first guess of a pace counts as
 
 
 class QueuedRequest:
-    """A request that wants to be sent.
+    """A request that waits to be sent, or is being decided on.
 
-    `since`: when its client began to wait; `held`: seconds since then in which the stalled gateway could send nobody;
-        `size`: bytes that it holds in memory; `payload`: the caller's own object. `Admission` sets the rest.
+    `since`: when its client began to wait; `held`: seconds since then in which the gateway was stalled and could send
+        no request; `size`: bytes that it takes in memory; `payload`: the caller's own object. `Admission` sets the
+        other attributes.
     """
 
     __slots__ = (
         "qos", "tenant", "slo", "since", "held", "size", "payload",
-        # uncached tokens and seconds of its prefill, as last estimated; its deadline; whether it waits, and where
+        # Uncached tokens and seconds of its prefill, as last estimated; its deadline; whether it waits, and in which
+        # queue.
         "tokens", "own", "deadline", "waits", "queue",
-        # set when it is sent: predicted seconds from `since` to its first token, whether the costs behind them had
-        # learned, the costs of its replica, and the streams and context tokens among which it will decode there
+        # Set when it is sent: the predicted seconds from `since` to its first token, whether the costs behind that
+        # prediction had learned, the costs of its replica, and the streams and context tokens beside which it will
+        # decode.
         "ttft", "learned", "costs", "streams", "context",
     )  # fmt: skip
 
@@ -49,7 +52,10 @@ class QueuedRequest:
 
 
 class Pace:
-    """The pace of a queue: prefill seconds that leave it per second in which some request waits in it."""
+    """The pace of a queue: how many seconds of prefill leave it per second, while some request waits in it.
+
+    `guess`: the pace that is assumed at first.
+    """
 
     __slots__ = ("_work", "_seconds", "_at")
 
@@ -61,7 +67,7 @@ class Pace:
         return self._work / self._seconds
 
     def passed(self, now: float, waiting: bool) -> None:
-        """Advance to `now`; `waiting`: whether some request waited since the last call."""
+        """Let the time pass up to `now`; `waiting`: whether some request waited in the queue since the last call."""
         if waiting and now > self._at:
             kept = exp((self._at - now) / _WINDOW)
             self._work *= kept
@@ -69,29 +75,35 @@ class Pace:
         self._at = now
 
     def held_up(self, seconds: float) -> None:
-        """Leave out `seconds` since the last call in which the stalled gateway could send nobody."""
+        """Do not count `seconds` since the last call in which the gateway was stalled and could send no request."""
         self._at += seconds
 
     def left(self, work: float) -> None:
-        """Count `work` prefill seconds that left the queue."""
+        """Count a request that left the queue, with `work` seconds of prefill."""
         self._work += work
 
 
 class _Sums:
-    """Sums over waiting requests. `work`: seconds of their prefills; `count`: their number; `size`: their bytes."""
+    """The sums over some waiting requests.
+
+    `work`: the seconds of their prefills; `count`: their number; `size`: their bytes.
+    """
 
     def __init__(self) -> None:
         self.work, self.count, self.size = 0.0, 0, 0
 
     def sum(self, request: QueuedRequest, sign: int) -> None:
-        """Add a request (`sign` 1), or subtract it (-1)."""
+        """Add a request to the sums (`sign` 1), or subtract it (`sign` -1)."""
         self.count += sign
         self.size += sign * request.size
         self.work = self.work + sign * request.own if self.count else 0.0
 
 
 class _Tenant(_Sums):
-    """The requests of one tenant in a queue, in order. `deficit`: tokens that it may send before its turn is over."""
+    """The requests of one tenant in a queue, in order.
+
+    `deficit`: how many tokens the tenant may send before its turn is over.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,15 +112,18 @@ class _Tenant(_Sums):
 
 
 class ClassQueue(_Sums):
-    """The waiting requests of one class that may go to the same replicas, the `targets`; empty: to any."""
+    """The waiting requests of one class that may go to the same replicas.
+
+    `targets`: the names of these replicas; empty: any replica. `guess`: the assumed pace of the queue, see `Pace`.
+    """
 
     def __init__(self, qos: QosClass, guess: float, targets: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.qos, self.pace, self.targets = qos, Pace(guess), targets
-        # In the order of their turns. A tenant whose requests have all left stays until its turn comes.
+        # The tenants in the order of their turns. One whose requests have all left stays until its turn comes.
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._present = 0  # tenants with a waiting request
-        # By resource a heap of (minus what a tenant had, its name); it may have less by now
+        # For each resource a heap of (minus how much of it a tenant had, the tenant's name); it may have less by now.
         self._ranked: dict[Resource, list[tuple[int, str]]] = {"count": [], "size": []}
 
     @property
@@ -135,7 +150,7 @@ class ClassQueue(_Sums):
         request.waits, request.queue = True, self
 
     def head(self) -> QueuedRequest | None:
-        """Return the next request to send, or None."""
+        """Return the next request to send, or None if no request waits; tenants take turns (deficit round robin)."""
         while self._tenants:
             name, tenant = next(iter(self._tenants.items()))
             if not tenant.count:
@@ -149,14 +164,14 @@ class ClassQueue(_Sums):
         return None
 
     def take(self, request: QueuedRequest, now: float) -> None:
-        """Remove a request that is sent, and charge it to its tenant."""
+        """Remove a request that is sent, and subtract its uncached tokens from what its tenant may send."""
         self.drop(request, now)
         self.pace.left(request.own)
         tenant = self._tenants[request.tenant]
         tenant.deficit = max(0.0, tenant.deficit - max(QUANTUM, request.tokens))
 
     def drop(self, request: QueuedRequest, now: float) -> None:
-        """Remove a request that leaves without being sent, or that is to wait in another queue."""
+        """Remove a request that leaves without being sent, or that will wait in another queue."""
         self.pace.passed(now, True)
         request.waits, tenant = False, self._tenants[request.tenant]
         del tenant.requests[request]
@@ -165,25 +180,28 @@ class ClassQueue(_Sums):
         self._present -= not tenant.count
 
     def last(self, resource: Resource) -> QueuedRequest | None:
-        """Return the request to displace if the queue is full: the latest one of the tenant that has most of it."""
+        """Return the request to displace if the queue is full, or None if no request waits.
+
+        It is the latest request of the tenant that has most of the resource (requests or bytes) in this queue.
+        """
         most = self._most(resource)
         return next(reversed(most.requests)) if most is not None else None
 
     def most(self, resource: Resource) -> int:
-        """Return how much of the resource the tenant has that has most of it."""
+        """Return the largest amount of the resource (requests or bytes) that a single tenant has in this queue."""
         most = self._most(resource)
         return int(getattr(most, resource)) if most is not None else 0
 
     def has(self, name: str, resource: Resource) -> int:
-        """Return how much of a resource a tenant has here."""
+        """Return how much of the resource (requests or bytes) the tenant called `name` has in this queue."""
         tenant = self._tenants.get(name)
         return int(getattr(tenant, resource)) if tenant is not None else 0
 
     def gives(self, count: int, size: int, share: int) -> list[QueuedRequest] | None:
         """Return the latest requests of the largest tenant that together free `count` requests and `size` bytes.
 
-        Return None if that would leave this tenant less than `share`, which is what the newcomer's tenant would then
-        have: so tenants share a full queue equally.
+        Returns None if they would leave this tenant less than `share`, the amount that the new request's tenant would
+        then have. In this way tenants share a full queue equally.
         """
         resource: Resource = "count" if count > 0 else "size"
         most = self._most(resource)
@@ -198,7 +216,10 @@ class ClassQueue(_Sums):
         return None
 
     def _most(self, resource: Resource) -> _Tenant | None:
-        """Return the tenant that has most of a resource, of equal ones the first by name; None if nobody waits."""
+        """Return the tenant that has most of a resource (requests or bytes); None if no request waits.
+
+        Of several equal ones it is the first by name.
+        """
         heap = self._ranked[resource]
         while heap:
             had, name = heap[0]
@@ -212,10 +233,10 @@ class ClassQueue(_Sums):
         return None
 
     def ahead(self, name: str) -> float:
-        """Return the prefill seconds that precede a newcomer of this tenant.
+        """Return how many seconds of prefill would be sent before a new request of the tenant called `name`.
 
-        Before it, each other tenant sends as much as this tenant has in queue, and one request more; at most all that
-        waits.
+        These are the tenant's own waiting requests and, from each other tenant, as much and one request more, but never
+        more than all that waits.
         """
         tenant = self._tenants.get(name)
         own = tenant.work if tenant is not None else 0.0

@@ -1,8 +1,8 @@
 """KV cache arithmetic from a model's config.json: bytes of a token, blocks of a GPU, the longest context.
 
 It counts as vLLM does (0.28 to 0.32; tests/vllm compares it with vLLM's own log). A block is `block_size` tokens in a
-group of layers. Layers that all keep the same tokens form one group. Where some layers keep only a sliding window of
-the last tokens, the layers with a window and those without are each cut into groups of equally many layers, so that all
+group of layers. If all layers keep the same tokens, they form one group. If some layers keep only a sliding window of
+the last tokens, the layers with a window and those without are each cut into groups of equally many layers. Then all
 blocks have one size, and a request takes blocks for every group from one pool. Pure: no files, no engine.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """A memory format of numbers: `bits` each, and a scale of `scale` bytes for every `group` numbers.
+    """A memory format of numbers: `bits` for each number, and a scale of `scale` bytes for every `group` numbers.
 
-    `group` 0: one scale for all numbers of a head's key or value.
+    If `group` is 0, one scale is for all numbers of a head's key or value.
     """
 
     bits: int
@@ -37,19 +37,19 @@ KV_DTYPES = {
     "nvfp4": NumberFormat(4, 1, 16),
 }
 _WEIGHT_DTYPES = {"half": "float16", "float16": "float16"} | dict.fromkeys(("bfloat16", "float32", "float"), "bfloat16")
-# bytes: how vLLM stores an fp8 latent of 512 + 64 for sparse attention (`fp8_ds_mla`), scales included
+# The bytes that vLLM takes for an fp8 latent of 512 + 64 numbers for sparse attention (`fp8_ds_mla`), scales included.
 _PACKED_LATENT = 656
-# bytes of a GPU for activations, CUDA and its graphs: an estimate until vLLM's log gives the value (docs/plan.md)
+# The bytes of a GPU for activations, CUDA and its graphs: an estimate until vLLM's log gives the value (docs/plan.md).
 RESERVE = 2 << 30
 UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 
-_LATENT_NOT_CACHED = ("minicpm3",)  # types with kv_lora_rank whose heads vLLM caches, not the latent
-# fields by which layers may differ in size
+_LATENT_NOT_CACHED = ("minicpm3",)  # model types with kv_lora_rank of which vLLM caches the heads, not the latent
+# The fields of a config.json by which layers may differ in size.
 _UNEQUAL = ("global_head_dim", "swa_head_dim", "swa_num_key_value_heads", "compress_ratios", "block_configs", "per_layer_config")  # fmt: skip
 _ASK_ENGINE = "start the engine once and give the tokens that its log says (--kv-tokens)"
-# defaults of the models' classes: every n-th layer has full attention
+# By model type: every n-th layer has full attention, as a default of the model's class.
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-_FULL = ("full_attention", "attention", "chunked_attention")  # vLLM keeps chunked ones whole by default
+_FULL = ("full_attention", "attention", "chunked_attention")  # vLLM keeps all tokens of chunked attention by default
 
 
 class BadModel(ValueError):
@@ -58,7 +58,7 @@ class BadModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """`count` layers that keep the same tokens: all tokens (`window` None), or the last `window` ones."""
+    """A number of layers that keep the same tokens: all tokens (`window` is None), or the last `window` tokens."""
 
     count: int
     window: int | None = None
@@ -71,16 +71,16 @@ class Shape:
     layers: tuple[Layers, ...]
     kv_heads: int
     head_size: int
-    latent: int  # with MLA, where one latent vector stands for all heads: its numbers per token and layer; else 0
-    index: int  # with sparse attention: bytes of its index per token and layer; else 0
+    latent: int  # with MLA, where one latent vector stands for all heads: its numbers per token and layer; otherwise 0
+    index: int  # with sparse attention: the bytes of its index per token and layer; otherwise 0
     dtype: str  # the format that --kv-cache-dtype auto stands for
     context: int  # tokens of the longest context, max_position_embeddings
     notes: tuple[str, ...] = ()  # for the user: assumptions, and layers that are not counted
 
     def bytes(self, dtype: str, tensor_parallel: int) -> int:
-        """Return the bytes of one token in one layer on one GPU, with the cache in the format `dtype`.
+        """Return the bytes of one token's KV cache in one layer on one GPU, in the number format `dtype`.
 
-        Each of the `tensor_parallel` GPUs stores a latent whole; heads are divided among the GPUs, at least one each.
+        Heads are divided among the `tensor_parallel` GPUs, with at least one on each; a latent is stored whole on each.
         """
         if not self.latent:
             return max(1, self.kv_heads // tensor_parallel) * 2 * KV_DTYPES[dtype].bytes(self.head_size)
@@ -93,9 +93,9 @@ class Shape:
 class KvSpace:
     """The KV cache of one replica of `tensor_parallel` GPUs, each of which stores its part of every token.
 
-    `context_parallel`: of these GPUs, how many divide the tokens among themselves instead
-        (--decode-context-parallel-size). `in_flight`: tokens scheduled and not yet settled, for which layers with a
-        window need room as well: two batches in vLLM.
+    `context_parallel`: how many of these GPUs divide the tokens among themselves instead
+        (--decode-context-parallel-size). `in_flight`: tokens that are scheduled and not finished, for which layers with
+        a window need room as well: two batches in vLLM.
     """
 
     shape: Shape
@@ -122,47 +122,53 @@ class KvSpace:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token on one GPU if every layer keeps it."""
+        """The bytes of one token's KV cache on one GPU if every layer keeps the token."""
         return sum(layers.count for layers in self.shape.layers) * self._layer_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block on one GPU: `block_size` tokens in one group of layers."""
+        """The bytes of one block on one GPU: `block_size` tokens in one group of layers."""
         return self.group_size * self._layer_bytes * self.block_size
 
     @property
     def group_size(self) -> int:
-        """Layers per group: as many as the rarer kind has, or as the commoner if it has less than 1.5 times as many."""
+        """The number of layers in each group (layers that take blocks together).
+
+        It is the number of layers of the rarer kind, or of the commoner kind if that has less than 1.5 times as many.
+        """
         counts = [layers.count for layers in self.shape.layers]
         return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
     @property
     def groups(self) -> int:
-        """Groups of layers, which is also how many blocks hold `block_size` tokens."""
+        """The number of groups of layers, which is also the number of blocks for `block_size` tokens."""
         return sum(self._groups(layers) for layers in self.shape.layers)
 
     def blocks(self, memory: int) -> int:
-        """Return the blocks in `memory` bytes of each GPU: vLLM's `num_gpu_blocks`, one of which vLLM reserves."""
+        """Return how many blocks fit into `memory` bytes of each GPU: vLLM's `num_gpu_blocks`; it reserves one."""
         return memory // self.block_bytes
 
     def needed(self, tokens: int) -> int:
-        """Return the blocks that one request of `tokens` takes while it is computed."""
+        """Return how many blocks one request of `tokens` tokens takes while it is computed."""
         return sum(self._groups(layers) * self._blocks_of(layers, tokens) for layers in self.shape.layers)
 
     def size(self, blocks: int, context: int | None = None) -> int:
         """Return the KV cache size in tokens that vLLM logs for this many blocks.
 
-        It is `context` times the number of requests of that length that fit. `context` None: the model's longest.
+        It is `context` times the number of requests of that length that fit; None means the model's longest context.
         """
         context = context or self.shape.context
         return int(blocks / self.needed(context) * context)
 
     def kept(self, blocks: int) -> int:
-        """Return the tokens that a prefix cache of this many blocks can hold if every layer keeps them."""
+        """Return how many tokens a prefix cache of this many blocks can hold if every layer keeps all of them."""
         return blocks // self.groups * self.block_size * self.context_parallel
 
     def longest(self, blocks: int, context: int | None = None) -> int:
-        """Return the tokens of the longest request that fits alone into the blocks, up to `context`; 0 if none fits."""
+        """Return the length in tokens of the longest request that fits into the blocks alone; 0 if none fits.
+
+        The result is at most `context`; None means the model's longest context.
+        """
         low, high = 0, context or self.shape.context
         while low < high:
             middle = (low + high + 1) // 2
@@ -173,22 +179,22 @@ class KvSpace:
         return low
 
     def moved(self, tokens: int) -> int:
-        """Return the bytes of a prompt's cache that one GPU sends to another engine, for a prompt of `tokens`.
+        """Return the bytes of KV cache that one GPU sends to another engine for a prompt of `tokens` tokens.
 
-        As vLLM's NIXL connector counts: whole blocks, and of layers with a window only the blocks that the prompt's
-        last window may touch.
+        They are counted as vLLM's NIXL connector does: whole blocks, and of layers with a window only the blocks that
+        the prompt's last window may touch.
         """
         blocks = sum(layers.count * self.moved_blocks(layers, tokens) for layers in self.shape.layers)
         return blocks * self.layer_block_bytes
 
     def moved_blocks(self, layers: Layers, tokens: int) -> int:
-        """Return how many blocks of one of these layers are sent for a prompt of `tokens`."""
+        """Return how many blocks of one of these layers are sent to another engine for a prompt of `tokens` tokens."""
         blocks = -(-tokens // self.block_size)
         return min(blocks, -(-layers.window // self.block_size) + 1) if layers.window else blocks
 
     @property
     def layer_block_bytes(self) -> int:
-        """Bytes of one block in one layer on one GPU."""
+        """The bytes of one block in one layer on one GPU."""
         return self._layer_bytes * self.block_size
 
     @property
@@ -201,15 +207,15 @@ class KvSpace:
     def _blocks_of(self, layers: Layers, tokens: int) -> int:
         if layers.window is None:
             return -(-tokens // (self.block_size * self.context_parallel))
-        # a window may begin within a block
+        # One more block, as a window may begin within a block.
         return -(-min(layers.window - 1 + self.in_flight, tokens) // self.block_size) + 1
 
 
 def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: float = UTILIZATION) -> int:
-    """Return the bytes that a GPU of `gpu` bytes has left for the cache; raise BadModel if none are left.
+    """Return how many bytes a GPU with `gpu` bytes has left for the KV cache; raise BadModel if none are left.
 
-    `weights`: bytes of the whole model, divided among `tensor_parallel` GPUs; `utilization`: share of the GPU's memory
-        that the engine may use.
+    `weights`: the bytes of the whole model, divided among `tensor_parallel` GPUs; `utilization`: the share of the GPU's
+        memory that the engine may use.
     """
     left = int(gpu * utilization) - weights // tensor_parallel - RESERVE
     if left <= 0:
@@ -222,7 +228,10 @@ def memory_for_kv(gpu: int, weights: int, tensor_parallel: int, utilization: flo
 
 
 def read(config: Mapping[str, object]) -> Shape:
-    """Return the shape of the model that a config.json describes; raise BadModel if a field is missing or unknown."""
+    """Return the properties, from a config.json, that determine the size of the model's KV cache.
+
+    Raises BadModel if a field is missing or has an unknown value.
+    """
     inner = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
     text: Mapping[str, object] = next((one for one in inner if isinstance(one, dict)), config)
     for key in _UNEQUAL:
@@ -241,10 +250,10 @@ def read(config: Mapping[str, object]) -> Shape:
 
 
 def prompt_bytes(config: Mapping[str, object], block_size: int) -> Callable[[int], int] | None:
-    """Return a function from a prompt's tokens to the bytes of cache sent to another engine; None for an unknown shape.
+    """Return a function from a prompt's number of tokens to the bytes of KV cache that are sent to another engine.
 
-    The bytes are those of all GPUs together, which send each head once and a latent once, in the number format that the
-    checkpoint names.
+    None if the model's config.json is not understood. The bytes are those of all GPUs together, which send each head
+    once and a latent once, in the number format that the checkpoint names.
     """
     try:
         return KvSpace(read(config), block_size=block_size).moved
@@ -253,9 +262,9 @@ def prompt_bytes(config: Mapping[str, object], block_size: int) -> Callable[[int
 
 
 def _number(config: Mapping[str, object], *names: str, default: int | None = None) -> int:
-    """Return the first of the fields `names` that is set, or else `default`.
+    """Return the value of the first of the fields `names` that is set, or `default` if none is.
 
-    Raises BadModel if the field is no whole number above 0, or if no field is set and there is no default.
+    Raises BadModel if the value is not a whole number above 0, or if no field is set and there is no default.
     """
     for name in names:
         if (value := config.get(name)) is not None:
@@ -283,9 +292,9 @@ def _head_size(config: Mapping[str, object], heads: int) -> int:
 
 
 def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[str, list[str]]:
-    """Return the number format in which an engine stores this model's cache by default, and notes about it.
+    """Return the number format in which an engine stores this model's KV cache by default, and notes for the user.
 
-    It is the format that the checkpoint names for its quantised cache, or else that of its weights.
+    It is the format that the checkpoint names for its quantised cache or, if it names none, that of its weights.
     """
     told = (said.get("quantization_config") for said in (config, text))
     quantized: Mapping[str, object] = next((one for one in told if isinstance(one, dict)), {})
@@ -301,7 +310,7 @@ def _dtype(config: Mapping[str, object], text: Mapping[str, object]) -> tuple[st
 
 
 def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], tuple[str, ...]]:
-    """Return the layers that keep tokens, in one or two kinds, and notes about the other layers.
+    """Return the layers that keep a KV cache of tokens, in one or two kinds, and notes for the user on other layers.
 
     Layers that use another layer's cache, or keep a state of fixed size, are not counted.
     """
@@ -324,7 +333,10 @@ def _layers(config: Mapping[str, object]) -> tuple[tuple[Layers, ...], tuple[str
 
 
 def _kinds(config: Mapping[str, object], count: int) -> list[str | int]:
-    """Return for each of `count` layers "full", "state" or its window in tokens; raise BadModel if that is unknown."""
+    """Return the kind of each of `count` layers; raise BadModel if it is unknown.
+
+    The kind is "full" for full attention, "state" for a state of fixed size, or the layer's window in tokens.
+    """
     sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
     window = _number(config, "sliding_window") if sliding else None
     named = config.get("layer_types") or config.get("layers_block_type")

@@ -1,1 +1,1 @@
-"""One file for each rule that chooses a replica."""
+"""The built-in routing policies: a file for each rule that chooses a replica for a request."""

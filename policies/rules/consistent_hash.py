@@ -16,18 +16,18 @@ from xxhash import xxh3_64_intdigest
 from ..vocabulary import Candidate, Choice, Demand
 from .least_load import busy, fewest_requests
 
-# A session's home may hold a quarter more than its share; a lower bound balances load better and
-# moves more sessions away from their cache.
+# A session's home may have a quarter more requests than its share. A lower bound balances load better, but moves more
+# sessions away from their cache.
 _BOUND = 1.25
 
 
 def key_of(demand: Demand) -> int | None:
-    """Return the key that a request is hashed by; None if it has neither a session nor a full block."""
+    """Return the key by which a request is hashed; None if it has neither a session nor a full block."""
     return demand.root or None if demand.session is None else xxh3_64_intdigest(demand.session.encode())
 
 
 def weights_of(candidates: Sequence[Candidate], key: int) -> list[int]:
-    """Return each candidate's hash with the key; the candidate with the highest hash is the key's home."""
+    """Return a hash of each candidate's name and the key; the candidate with the highest hash is the key's home."""
     return [xxh3_64_intdigest(candidate.replica.encode(), seed=key) for candidate in candidates]
 
 

@@ -1,4 +1,4 @@
-"""What the rules share that choose the candidate of the least cost."""
+"""The cost of a candidate replica, and the choice of the least one: shared by all rules that minimise a cost."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _LUA = Path(__file__).with_name("costs.lua")
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """A rule's cost of a candidate: the sum of its terms, in a unit of the rule's own.
+    """A rule's cost of sending a request to a candidate: the sum of some terms, in a unit of the rule's own.
 
-    `name`: the rule's name, which is also that of its formula in `costs.lua`; `names`: those of the terms.
+    `name`: the rule's name, which is also the name of its formula in `costs.lua`; `names`: the names of the terms.
     `of_all(demand, candidates, future=0.0, after=1.0, held=0)` returns each candidate's terms, as if each held at least
-    `held` tokens of the prompt. `future`, `after`: numbers of the rule's own, the same for all candidates. Costs up to
-    least x slack[0] + slack[1] count as equal: one of them is drawn. Tokens in slower tiers are worth `shares` of them
-    by tier; without `shares`, the seconds to fetch them.
+    `held` tokens of the prompt. `future`, `after`: numbers of the rule's own, the same for all candidates.
+    `slack`: costs up to least x slack[0] + slack[1] count as equal, and one of them is drawn.
+    `shares`: by slower tier, the fraction of a cached token that a token there counts as; without it, tokens in slower
+    tiers are counted by the seconds to fetch them.
     """
 
     name: str
@@ -33,20 +34,20 @@ class Cost:
     shares: Mapping[str, float] | None = None
 
     def with_pauses(self, times: float) -> Cost:
-        """Return the same cost in seconds, in which pauses of other streams count `times` as much."""
+        """Return this cost in seconds, but with pauses of other streams (`stall`) counted `times` as much."""
         return replace(self, of_all=partial(self.of_all, pauses=times))
 
     def lua(self) -> str:
-        """Return the formula in Lua, as a function `cost(request, overlap, lower, fetched, load, speed, pace)`.
+        """Return Lua text that defines the function `cost(request, overlap, lower, fetched, load, speed, pace)`.
 
-        `request`: an array of what the method `request` returns; `overlap`, `lower`, `fetched`: what `held` returns;
-        `speed`, `pace`: the replica's factors for prefill and for decode steps.
+        It computes this cost. `request`: an array of the numbers that the method `request` returns; `overlap`, `lower`,
+        `fetched`: the numbers that `held` returns; `speed`, `pace`: the replica's factors for prefill and decode steps.
         """
         return f"{_LUA.read_text()}local cost = costs.{self.name}\n"
 
     @staticmethod
     def request(demand: Demand, group: CostGroup, future: float, after: float) -> tuple[float, ...]:
-        """Return what the formula takes that is the same for all candidates of a group."""
+        """Return the inputs of the Lua formula that are the same for all candidates of a cost group."""
         return (
             *(demand.tokens, demand.output, demand.residual, demand.now, future, after),
             *group.ttft.coefficients,
@@ -54,7 +55,11 @@ class Cost:
         )
 
     def held(self, candidate: Candidate) -> tuple[int, int, float]:
-        """Return a candidate's prompt tokens in its first tier and in slower ones, and what the latter are worth."""
+        """Return how many of the prompt's tokens a candidate holds: in its first tier, and in slower tiers.
+
+        The third result is what the tokens in slower tiers count as: tokens if the cost has `shares`, otherwise seconds
+        to fetch them.
+        """
         lower, shares = candidate.lower, self.shares
         if not lower:
             return candidate.overlap, 0, 0.0
@@ -66,7 +71,11 @@ class Cost:
 
 
 def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> int:
-    """Return the index of the least cost, drawn among those that count as equal by `slack`, as `Cost` explains."""
+    """Return the index of the least cost.
+
+    Costs up to least x slack[0] + slack[1] count as equal, and one of them is drawn by the random number 0 <= `draw` <
+    1.
+    """
     best = min(costs)
     limit = max(best, best * slack[0] + slack[1])
     equals = []
@@ -77,7 +86,7 @@ def least(costs: Sequence[float], slack: tuple[float, float], draw: float) -> in
 
 
 def least_of(costs: np.ndarray, slack: tuple[float, float], draw: float) -> int:
-    """Return the same as `least`, for costs in an array."""
+    """Return the index of the least cost, as `least` does, for costs in an array."""
     best = costs.item(costs.argmin())  # 0.2 us; `min` takes 1 us
     limit = max(best, best * slack[0] + slack[1])
     return pick((costs <= limit).nonzero()[0].tolist(), draw)

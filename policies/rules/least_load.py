@@ -15,7 +15,7 @@ from .least_cost import Cost, least
 
 
 def busy(load: Load) -> int:
-    """Return the number of requests known to be on a replica, by the ledger or the engine's own queue."""
+    """Return the number of requests on a replica: those of the ledger, or the engine's own queue if that is longer."""
     return max(load.requests, load.waiting)
 
 
@@ -29,7 +29,7 @@ COST = Cost("least_load", ("requests",), _of_all)
 
 
 def fewest_requests(demand: Demand, candidates: Sequence[Candidate]) -> int:
-    """Return the index of the least loaded candidate, drawn among equal ones."""
+    """Return the index of the candidate with the fewest requests, drawn at random among equal ones."""
     return least([busy(candidate.load) for candidate in candidates], COST.slack, demand.draw)
 
 

@@ -1,4 +1,4 @@
-"""`least_time`: the replica where this request's whole answer, and the requests it delays, lose the fewest seconds.
+"""`least_time`: the replica where the request's answer, and the other requests that it delays, lose the fewest seconds.
 
 These are the terms of a candidate's cost, in seconds, with the coefficients that `costs` learns. The first five are the
 predicted TTFT, the sixth is the delay of other requests' first tokens, and the rest is time between tokens, of this
@@ -72,25 +72,29 @@ from ..roster import Roster
 from ..vocabulary import Candidate, Choice, Demand
 from .least_cost import Cost, least, least_of
 
-# How much a second after the first token counts, relative to one before it, where a conversation begins and continues
+# How much a second after the first token counts, relative to one before it: where a conversation begins, and where one
+# continues.
 _BEGINNING, _GOING_ON = 1.0, 0.15
 _STALL = 0.05  # how much a second's pause of a stream there counts, relative to a second before the first token
 _MOVES = 0.4  # share of the continuing requests that change replica, which bounds how long a placement matters
-# A pace between these counts as that of the group, since others' prefills make it differ by as much
+# A replica's pace (factor on decode steps) between these counts as its group's pace, since other requests' prefills
+# make it differ by as much.
 _SLOWER, _FASTER = 1.2, 0.8
-# Probability that a prompt there that may have begun shares a step with ours; those that have not begun will
+# The probability that a prompt on the replica which may have begun shares a step with ours; one that has not begun
+# will.
 _BATCHED = 0.25
-_EVICTION = 0.2  # probability that what a full cache evicts is requested again
-_LEAVE = 0.05  # least share of continuing requests that leave; bounds the learned number of followers by its inverse
+_EVICTION = 0.2  # the probability that a block which a full cache evicts is requested again
+_LEAVE = 0.05  # the least share of continuing requests that leave; its inverse bounds the learned number of followers
 _LATELY = 128  # requests over which the share of continuing ones is averaged
-# Share of a prefix's regret kept at each request for it: a copy must pay off within some 16, as it will be evicted
+# The share of a prefix's regret that is kept at each request for it: a copy must pay off within some 16 requests, as it
+# will be evicted.
 _KEEP = 1 - 1 / 16
-_SPACES = 64  # spaces whose habits are kept, including outdated ones of models that changed
+_SPACES = 64  # spaces (served models' tokenizers) whose habits are kept, including outdated ones of models that changed
 _ROOTS = 4096  # first blocks whose shortest prompt is kept, and prefixes whose regret is kept
 _REPLY = 200  # decode steps that a stream typically has left when blocks run out
-_USABLE = 0.98  # share of the blocks that an engine can use; the rest is in half filled ones
+_USABLE = 0.98  # the share of its blocks that an engine can use; the rest is lost in half filled ones
 TERMS = ("prefill", "queue", "crowd", "fetch", "room", "interference", "stall", "decode", "crowding", "eviction")
-WAITS = 5  # so many of the first TERMS are this request's own TTFT; the others are later or other requests' costs
+WAITS = 5  # so many of the first TERMS make up this request's own TTFT; the others are later or other requests' costs
 
 
 def _of_all(
@@ -101,11 +105,11 @@ def _of_all(
     held: int = 0,
     pauses: float = 1.0,
 ) -> Sequence[tuple[float, ...]]:
-    """Return the TERMS of a request on each candidate; `Cost` explains the parameters.
+    """Return the cost terms (TERMS, in seconds) of a request on each candidate; `Cost` explains the parameters.
 
-    This is one straight piece of code, since it runs for every replica at every request. `_totals` and `costs.lua`
+    This is one piece of code without calls, since it runs for every replica at every request. `_totals` and `costs.lua`
     state the same formula for arrays and for Redis, and a test compares them with this. `pauses`: how many times as
-    much as usual `stall` counts.
+    much as usual the term `stall` counts.
     """
     tokens, output, residual, now = demand.tokens, demand.output, demand.residual, demand.now
     weight, group, found = after * output, None, []
@@ -174,7 +178,7 @@ def _of_all(
 
 
 def _standing(candidate: Candidate) -> tuple[float, ...]:
-    """Return what `_totals` needs to know of a candidate's load and speeds."""
+    """Return the figures of a candidate's load and speeds that `_totals` uses, in the order in which it reads them."""
     load, speed, pace = candidate.load, candidate.costs.ttft.value, candidate.costs.step.value
     prefilling, decoding, begun, began = load.prefilling, load.decoding, load.begun, load.begun_tokens
     busy = 1 + _BATCHED * prefilling + (1 - _BATCHED) * (prefilling - begun)
@@ -205,7 +209,10 @@ def _standing(candidate: Candidate) -> tuple[float, ...]:
 
 
 def _totals(demand: Demand, roster: Roster, future: float, after: float) -> np.ndarray:
-    """Return the sum of the TERMS for each candidate of a roster, none of which holds tokens in slower tiers."""
+    """Return the cost in seconds (the sum of the TERMS) of each candidate of a roster, as an array.
+
+    No candidate may hold tokens in slower tiers. `future`, `after`: as in `Cost`.
+    """
     base, token, pair, queued, busy, crowd = roster.group.ttft.coefficients
     step_base, per_stream, per_token = roster.group.step.coefficients
     tokens, output, residual, now = demand.tokens, demand.output, demand.residual, demand.now
@@ -236,23 +243,23 @@ def _totals(demand: Demand, roster: Roster, future: float, after: float) -> np.n
 
 
 COST = Cost("least_time", TERMS, _of_all, slack=(1.0002, 1e-4))
-LEG_COST = COST.with_pauses(_GOING_ON / _STALL)  # the cost by which two legs are weighed against one
+LEG_COST = COST.with_pauses(_GOING_ON / _STALL)  # the cost by which two legs are compared with one replica
 
 
 class Lesson(NamedTuple):
-    """The observation that `LeastTime` learns from once a request is placed."""
+    """The observation from which `LeastTime` learns once a request is placed."""
 
     continues: bool  # whether the request continues a conversation that one replica alone holds
-    prefix: int | None = None  # hash of the last block held where the cost is least; None: nothing is held there
+    prefix: int | None = None  # hash of the last block that the cheapest candidate holds; None: it holds none
     regret: float = 0.0  # seconds that requests for this prefix have lost without a copy, this one included
     copy: int | None = None  # index of the candidate that is to compute a copy of the prefix; None: no copy is due
 
 
 @dataclass(slots=True)
 class Habits:
-    """The learned habits of the requests in one space (one served model's tokens and blocks).
+    """The learned habits of the requests to one served model (one space of tokens and blocks).
 
-    They are kept by space because another model may get the same prompts, and its conversations may continue otherwise.
+    They are kept for each model, because another one may get the same prompts with conversations that go on otherwise.
     """
 
     p_continuation: float = 0.5  # running share of the requests that continue a conversation
@@ -274,31 +281,39 @@ class Habits:
                 del self.regrets[next(iter(self.regrets))]
 
     def continues(self, demand: Demand, held: float) -> bool:
-        """Return whether the request continues a conversation. `held`: prompt tokens that one replica alone holds."""
+        """Return whether a request seems to continue a conversation.
+
+        `held`: the prompt tokens that a single replica holds and no other does.
+        """
         shortest = self.shortest.get(demand.root)
-        # A template may end the shortest prompt otherwise than its continuation, hence two blocks less.
+        # A template may end the shortest prompt otherwise than it continues it, so two blocks are left out.
         return held > 0 and (shortest is None or held >= shortest - 2 * demand.block_size)
 
     def future(self, streams: float, recent: float) -> float:
-        """Return how many streams the later requests of a beginning conversation will meet, per unit of `Load.recent`.
+        """Return how many streams the later requests of a new conversation will meet on a replica, per `Load.recent`.
 
-        `streams`, `recent`: the sums of `Load.decoding` and `Load.recent` over all replicas. By Little's law a
-        replica's share of all streams is its share of the recent choices, which is steadier than its present streams.
+        The caller multiplies the result by the replica's `Load.recent`. `streams`, `recent`: the sums of
+        `Load.decoding` and `Load.recent` over all replicas. By Little's law a replica's share of all streams is its
+        share of the recent choices, which is steadier than its present streams.
         """
         p = self.p_continuation
-        p -= p / _LATELY  # counting this request, which begins one
+        p -= p / _LATELY  # with this request counted, which begins a conversation
         return p / (1.0 - p + _LEAVE) * streams / recent if recent else 0.0
 
     def after(self, continues: bool, streams: float, replicas: int) -> float:
-        """Return `after` as the module defines it; `streams`: the sum over all `replicas`, a number."""
+        """Return the weight of seconds after the first token, which the module's docstring calls `after`.
+
+        `continues`: the request continues a conversation; `streams`: the decoding requests of all replicas together;
+        `replicas`: how many replicas there are.
+        """
         lasts = 1.0 / ((1.0 - self.p_continuation) * (1.0 + streams / replicas) + _MOVES)
         return (_GOING_ON if continues else _BEGINNING) * lasts
 
     def regret(self, demand: Demand, held: float) -> tuple[int | None, float | None]:
-        """Return the prefix of which a replica holds `held` tokens, and its regret so far.
+        """Return the prompt's prefix of `held` tokens, as a hash, and its regret so far in seconds.
 
-        The regret is None unless the prefix was requested recently: the history of one conversation is requested once,
-        which is no reason for a copy.
+        The regret is what requests have lost because a replica lacks a copy of the prefix. It is None unless the prefix
+        was requested recently: the history of one conversation is requested once, which is no reason for a copy.
         """
         if held < demand.block_size or not demand.hashes:
             return None, None
@@ -311,7 +326,10 @@ _NOTHING_YET = Habits()  # read only
 
 
 class LeastTime:
-    """The rule. `choose` reads what was learned and changes nothing; `placed` learns from the choice's `Lesson`."""
+    """The routing policy `least_time`, which sends a request where it costs the fewest seconds.
+
+    `choose` reads the learned habits and changes nothing; `placed` learns from the `Lesson` of a choice.
+    """
 
     name = "least_time"
     cost, leg_cost = COST, LEG_COST
@@ -368,11 +386,11 @@ class LeastTime:
 def _with_regret(
     demand: Demand, regret: float, costs: tuple[float, float], other: Candidate, held: int, future: float, after: float
 ) -> tuple[float, bool]:
-    """Return a prefix's regret including this request, and whether a copy is due.
+    """Return the regret of a prefix, this request included, and whether a copy of the prefix is due.
 
-    A request adds what it loses because the candidate `other` lacks the prefix; a copy is due once the regret equals
-    the cost of computing the prefix there. `costs`: of the cheapest candidate, which holds `held` tokens of the prompt,
-    and of `other`, the cheapest of the candidates that hold less.
+    The regret is the seconds that requests have lost because the candidate `other` lacks the prefix; a copy is due once
+    it equals the cost of computing the prefix there. `regret`: the regret before this request. `costs`: those of the
+    cheapest candidate, which holds `held` tokens of the prompt, and of `other`, the cheapest one that holds less.
     """
     here, there = costs
     [copied] = map(sum, _of_all(demand, (other,), future, after, held))
@@ -381,10 +399,10 @@ def _with_regret(
 
 
 def _survey(candidates: Sequence[Candidate], block_size: int) -> tuple[float, int, float]:
-    """Return three figures of all candidates: longest overlap, decoding requests, recent choices.
+    """Return three figures over all candidates: the longest overlap, the decoding requests, the recent choices.
 
-    The overlap is in tokens, and 0 unless a single candidate has it; the others are the sums of `Load.decoding` and
-    `Load.recent`.
+    The overlap is in prompt tokens, and 0 unless a single candidate has it, by more than a block. The other two are the
+    sums of `Load.decoding` and `Load.recent`.
     """
     longest = second = -inf
     streams, recent = 0, 0.0
@@ -400,7 +418,7 @@ def _survey(candidates: Sequence[Candidate], block_size: int) -> tuple[float, in
 
 
 def _survey_of_many(roster: Roster, block_size: int) -> tuple[float, float, float]:
-    """Return the same as `_survey`, for a roster."""
+    """Return the three figures of `_survey` (longest overlap, decoding requests, recent choices) for a roster."""
     overlaps = roster.overlaps
     longest = overlaps.item(overlaps.argmax())  # 0.2 us; `max` takes 1 us
     alone = len((overlaps >= longest - block_size).nonzero()[0]) == 1
@@ -409,7 +427,10 @@ def _survey_of_many(roster: Roster, block_size: int) -> tuple[float, float, floa
 
 
 def _cheapest_with_less(candidates: Sequence[Candidate], totals: Any, held: int) -> int | None:
-    """Return the index of the cheapest candidate that holds less than `held` tokens, or None."""
+    """Return the index of the cheapest candidate that holds fewer than `held` prompt tokens in its first tier, or None.
+
+    `totals`: the cost of each candidate.
+    """
     if isinstance(totals, np.ndarray):
         less = (candidates.overlaps < held).nonzero()[0]  # type: ignore[attr-defined]  # they are a Roster
         return less.item(totals.take(less).argmin()) if len(less) else None

@@ -1,9 +1,10 @@
-"""`overlap_cost`: the replica with the fewest blocks to compute and to keep, after what is cached.
+"""`overlap_cost`: the replica with the fewest KV cache blocks to compute and to keep, without those that are cached.
 
 Formula: max(0, queued prefill blocks + prompt blocks - weighted overlap blocks) + decode blocks; the least wins, ties
-at random. Blocks in slower tiers count 0.75 (cpu) and 0.25 (disk, remote). Inputs: overlaps, tiers, the ledger; nothing
-is scraped. Without overlaps it balances tokens. A block to compute weighs as much as a block of context to decode over,
-whatever the hardware. Source: the cost of NVIDIA Dynamo's KV router (1.6), which vllm-router's `kv_aware` resembles.
+at random. Blocks in slower tiers count 0.75 (cpu) and 0.25 (disk, remote). Inputs: overlaps, tiers, the ledger's loads;
+nothing is scraped. Without overlaps the rule balances tokens. A block to compute weighs as much as a block of context
+to decode over, whatever the hardware. Source: the cost of NVIDIA Dynamo's KV router (1.6), which vllm-router's
+`kv_aware` resembles.
 """
 
 from __future__ import annotations

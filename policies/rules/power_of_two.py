@@ -25,9 +25,9 @@ class PowerOfTwo:
 
 
 def _draw(draw: float, count: int) -> tuple[int, ...]:
-    """Return two different indices below `count`, or 0 alone if `count` is 1.
+    """Return two different indices below `count`, drawn at random, or only 0 if `count` is 1.
 
-    `draw`: a random number, 0 <= draw < 1; what the first index leaves of it decides the second.
+    `draw`: a random number, 0 <= draw < 1. It decides the first index, and the remainder decides the second.
     """
     first = int(draw * count)
     return (first, (first + 1 + int((draw * count - first) * (count - 1))) % count) if count > 1 else (first,)

@@ -1,4 +1,4 @@
-"""`prefix_affinity`: the replica with the longest match, unless the match is short or the fleet is out of balance.
+"""`prefix_affinity`: the replica with the longest match, unless the match is short or load is out of balance.
 
 Formula: if max - min > 64 requests and max > 1.5 min over the replicas, the one with the fewest requests; else, if the
 longest overlap is more than 0.3 of the prompt, the replica that holds it (ties: fewer requests); else the one with the

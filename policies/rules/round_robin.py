@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..vocabulary import Candidate, Choice, Demand
 
-_MOST = 4096  # sets of candidates whose turns are kept
+_MOST = 4096  # the most sets of candidates whose turns are kept
 
 
 class RoundRobin:

@@ -186,10 +186,12 @@ def _replicas(records: list[Record], known: Iterable[str]) -> dict[str, dict[str
 
     The response header `x-hitherto-replica` names the replica; without it and without `known` the result is empty.
     """
-    names = {*known, *(record.replica for record in records if record.replica is not None)}
+    by_name: dict[str, list[Record]] = {name: [] for name in known}
+    for record in records:
+        if record.replica is not None:
+            by_name.setdefault(record.replica, []).append(record)
     found = {}
-    for name in sorted(names, key=lambda name: (len(name), name)):
-        mine = [record for record in records if record.replica == name]
+    for name, mine in sorted(by_name.items(), key=lambda item: (len(item[0]), item[0])):
         good = [record for record in mine if record.error is None]
         found[name] = {"requests": len(mine), "failed": len(mine) - len(good), **cache_figures(good)}
     return found

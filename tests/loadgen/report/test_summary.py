@@ -127,6 +127,22 @@ def test_requests_per_replica():
     assert summarise(run_of([record()]))["replicas"] == {}
 
 
+class Compared(str):
+    """A name that counts how often it is compared."""
+
+    times = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        Compared.times += 1
+        return str.__eq__(self, other)
+
+
+def test_requests_of_many_replicas_are_not_searched_for_each():
+    report = summarise(run_of([record(replica=Compared(f"r{number}")) for number in range(100)]))
+    assert len(report["replicas"]) == 100 and Compared.times < 1000
+
+
 @pytest.mark.parametrize(
     "late, ttft, fields, limit, full",
     [

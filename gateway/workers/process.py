@@ -111,6 +111,8 @@ class WorkerProcess:
             async with asyncio.timeout(seconds):
                 while (line := await self.process.stdout.readline()) and not line.startswith((OPEN, FAILED)):
                     pass  # skip what an import has printed
+                if not line:
+                    await self.process.wait()
         except TimeoutError:
             why = f"a worker was not ready within {seconds:g} s"
         if line == OPEN:

@@ -36,6 +36,16 @@ async def test_a_worker_that_cannot_start_is_said_at_once(tmp_path, monkeypatch)
     assert "a worker ended with exit code 7 while it started" in await failure_of(tmp_path)
 
 
+async def test_a_worker_that_only_closes_its_output_is_waited_for_no_longer(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nos.close(1)\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = await WorkerProcess.start(0, tmp_path / "socket", {})
+    async with asyncio.timeout(30):
+        with pytest.raises(ConfigError, match="not ready within 5 s"):
+            await worker.opened(5)
+    assert await worker.ended() == -9
+
+
 async def test_workers_are_of_the_supervisors_own_package(tmp_path, monkeypatch):
     (tmp_path / "gateway").mkdir()
     (tmp_path / "gateway/__init__.py").write_text("raise SystemExit(7)")

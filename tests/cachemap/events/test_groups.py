@@ -423,3 +423,16 @@ def test_a_steps_states_are_hashed_once_however_many_prompts_end_beside_them(set
 
 def removed_all(keys, group):
     return Removed(keys, "gpu", group)
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_keys_that_nobody_knows_are_looked_up_together(setting, medium):
+    """This holds also where they are of the group that prompts are found in, which then has no windows."""
+    apply(setting, full([1], group=0), windowed([1], 1, group=1))
+    keys = list(range(100, 100 + 5 * MOST_PIECE))
+    (event,) = batch(windowed([1], 1, group=0, medium=medium))
+    with patch.object(setting[0], "resolve", side_effect=setting[0].resolve) as resolved:
+        for piece in in_pieces([event._replace(keys=keys, tokens=b"")]):
+            setting[1].apply(piece)
+        setting[1].flush()
+    assert resolved.call_count < 30 and setting[1].orphans == len(keys)

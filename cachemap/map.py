@@ -25,7 +25,9 @@ from cachemap.table.chains import BYTES_PER_BLOCK, EngineModel
 from cachemap.table.groups import GroupTables
 from cachemap.table.routed import Routed
 
-PREDICTED_SECONDS = 5.0  # longer than a queue and a prefill take, shorter than a cache turns over
+# How long a routed prompt's blocks are predicted: longer than a queue and a prefill take, shorter than the time in
+# which a cache is replaced.
+PREDICTED_SECONDS = 5.0
 UNKNOWN_CAPACITY = 8192  # blocks assumed for an engine that does not report its capacity: 131,072 tokens at 16 a block
 LOWER_TIERS = ("cpu", "disk", "remote")  # memory slower than the GPU's, nearest first
 LEAST_BUDGET = 1 << 20
@@ -73,7 +75,7 @@ class CacheMap:
     def __init__(self, budget_bytes: int, predicted_seconds: float = PREDICTED_SECONDS):
         if budget_bytes < LEAST_BUDGET:
             raise ValueError(f"budget_bytes is {budget_bytes}, the least is {LEAST_BUDGET} (1 MiB)")
-        self._chain_budget = budget_bytes // 4  # predicted and modelled blocks
+        self._chain_budget = budget_bytes // 4  # for predicted and modelled blocks
         self._budget = Budget(budget_bytes - self._chain_budget)
         self._gpu = BlockTable(self._budget)
         self._lower: dict[str, BlockTable] = {}
@@ -136,8 +138,8 @@ class CacheMap:
         self._modelled = [(slot, one.model) for slot, one in self._live if not one.observed]
         self._observed = len(self._modelled) < len(self._live)  # predictions are only made for observed replicas
         most = self._chain_budget // BYTES_PER_BLOCK // max(len(self._live), 1)
-        guessed = most // 4  # an observed replica's model only has `GuessedBlocks`
-        self._routed.most = (most - guessed) * (len(self._live) - len(self._modelled)) // 2  # two generations
+        guessed = most // 4  # the model of a replica with events only has `GuessedBlocks`
+        self._routed.most = (most - guessed) * (len(self._live) - len(self._modelled)) // 2  # two generations of them
         for _, replica in self._live:
             replica.model.most = guessed if replica.observed else most
 
@@ -164,7 +166,7 @@ class CacheMap:
                         while reach < found.count and gpu.holds(slot, found.number(reach)):
                             reach += 1  # confirmed blocks that follow the predicted ones
                     held[slot] = reach
-        else:  # no replica reports its blocks, so the table has none
+        else:  # no replica reports its blocks, so the tables are empty
             full = confirmed = [0] * len(self._replicas)
             held = confirmed.copy()
         for slot, model in self._modelled:

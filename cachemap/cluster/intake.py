@@ -74,8 +74,8 @@ class SharedIntake:
         self._written = self._blocks  # the engine's block format that other gateways know
         self._reading: asyncio.Task[None] | None = None  # reads the engine's events
         self._on_change = on_change
-        self._wanted = "joining"  # a role, or "outdated": another gateway knows a newer incarnation
-        self._taken: str | None = "joining"  # what `_wanted` was when a role was last taken; None: take it again
+        self._wanted = "joining"  # a role, or "outdated": another gateway knows a newer run of the engine
+        self._taken: str | None = "joining"  # the value of `_wanted` when a role was last taken; None: take it again
         self._wake = asyncio.Event()
         self._position = Position()
         self._observed = True
@@ -90,11 +90,13 @@ class SharedIntake:
         self.load_at = 0.0  # when data of other gateways may be read again
         self.claim_at = 0.0  # when the lease may be claimed again
         self.head = 0  # the number of the last delta in Redis, when the lease was last looked at
-        # The engine's events cannot be reached: gateways try in turn, and only the first failure is logged.
+        # Whether the engine's events cannot be reached. Gateways then try in turn, and only the first failure is
+        # logged.
         self.away = False
         self.stuck_at: float | None = None  # since when Redis answers but accepts no writes of this replica's data
         self.fault: str | None = None  # the failure of this gateway's own work on this replica, until it succeeds
-        # Consecutive looks at which Redis had newer deltas and this gateway had made no progress since the last look.
+        # How many times in a row a look at the lease showed newer deltas in Redis although none had been applied here
+        # since the look before.
         self.behind = 0
         self.looked_n = -1
 

@@ -55,8 +55,8 @@ class Link:
         self.members: list[Any] = []
         self._aside: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
-        self._clock = 0.0  # the server's time minus this process's
-        self._lags = [0.0, 0.0]  # the worst lags of the current and the last 5 s
+        self._clock = 0.0  # the Redis server's time minus this process's time
+        self._lags = [0.0, 0.0]  # the longest delays of deltas in the current 5 s and in the 5 s before
         self._lags_until = 0.0
         self._troubles: dict[tuple[str, int], Trouble] = {}  # by task and lane
         self._reached = False

@@ -41,7 +41,7 @@ TEND = script("tend")
 
 SETTLE_SECONDS = 0.05  # pause between claims while leases are free, so that gateways that start together share them
 POLL_MILLISECONDS = 250  # a read waits so long for new deltas; those of a newly added replica are only in the next read
-STREAM_SECONDS = 5e-5  # pause between two reads, for each stream read
+STREAM_SECONDS = 5e-5  # pause between two reads, for each stream that is read
 MOST_LOOKS = 128  # leases in one call, which blocks a server for about a millisecond
 
 
@@ -130,7 +130,7 @@ class SharedMap(Link):
     def _spawn(
         self, name: str, work: Callable[[], Coroutine[Any, Any, None]], on_failure: Callable[[], None] = lambda: None
     ) -> None:
-        kind = f"shared map: {name.partition(' ')[0]}"  # all lanes share one kind
+        kind = f"shared map: {name.partition(' ')[0]}"  # the loops of all lanes count as one kind of work
         self._tasks[name] = self.background.spawn(kind, work, on_failure=on_failure)
 
     # --- leases

@@ -41,7 +41,7 @@ class Writing:
             await asyncio.sleep(BATCH_SECONDS)
             ready: list[SharedIntake] = []
             for one in self._link.members:
-                # An intake in the middle of an event batch is left out: the position written with a delta ends a batch.
+                # A replica whose event batch is only partly applied is left out: a delta's position is a whole batch.
                 if one.journal is None or one in self.snapshots or one.engine.applying:
                     continue
                 with one.guarded():
@@ -59,7 +59,7 @@ class Writing:
         size = 0
         for one in group:
             with one.guarded():
-                journal = one.journal  # None if the lease went while an earlier batch was sent
+                journal = one.journal  # None if the lease was lost while an earlier batch was sent
                 if journal is not None and (delta := journal.seal(one.position)) is not None:
                     batch.append((one, journal, delta))
                     size += len(delta)
@@ -100,7 +100,7 @@ class Writing:
         It replaces all deltas if this gateway's changes cannot continue them (`journal.whole`).
         """
         try:
-            if one.journal is journal and not one.engine.applying:  # the lease may have gone before this began
+            if one.journal is journal and not one.engine.applying:  # the lease may have been lost before this began
                 with one.guarded():
                     try:
                         await (self._write_anew(one, journal) if journal.whole else self._write_on(one, journal))
@@ -108,7 +108,7 @@ class Writing:
                         self._failed([one], error)
                         journal.start_over()
             if one.journal is journal and journal.whole:
-                self._link.look_soon()  # to learn the number to start from
+                self._link.look_soon()  # to learn the number of the last delta, from which to go on
                 await asyncio.sleep(PAUSE_SECONDS)
         finally:
             self.snapshots.discard(one)

@@ -63,18 +63,18 @@ class EventApplier:
         self._slot = slot
         self._model = model
         self._block_size = block_size
-        self._own: dict[int | bytes, int] = {}  # engine key -> hash of pending blocks
-        self._above: dict[int | bytes, int] = {}  # engine key -> hash of parents in the map
-        self._heads: list[tuple[int, int]] = []  # where chains begin among the pending blocks
+        self._own: dict[int | bytes, int] = {}  # our hash of each pending block, by the engine's key
+        self._above: dict[int | bytes, int] = {}  # our hash of each parent block that the map has, by the engine's key
+        self._heads: list[tuple[int, int]] = []  # where chains begin among the pending blocks, as for `CacheMap.store`
         self._tail = 0  # the hash of the last pending block
         self._removing: Sequence[int | bytes] = []
         # Pending blocks that the engine reported a second time: key, hash and parent of each.
         self._twice: list[tuple[int | bytes, int, int]] = []
         self._tier = "gpu"
         self._work = 0  # blocks handled since the last step ended, besides those that `in_pieces` counts
-        self._main: int | None = None  # the group that prompts are looked up in; None until an event shows it
+        self._main: int | None = None  # the cache group in which prompts are looked up; None until an event shows it
         self._groups = GroupEvents(cache_map, slot, block_size, self._hashes_under, self._hashes_of)
-        self.pages: Pages | None = None  # if the engine's pages are smaller than the map's blocks
+        self.pages: Pages | None = None  # the engine's pages, if these are smaller than the map's blocks
         self._steps: Iterator[None] = iter(())  # the remaining work on the last event; iterating does it
         self._chunks: dict[str, Chunks] = {}  # the chunks of stores below the engine, by tier
         self._own_chunk = 1  # blocks in a chunk of the engine's own slower tiers, as far as events showed
@@ -184,7 +184,7 @@ class EventApplier:
         Iterate to the end; between steps the map may be read. Sets `fault` if the events cannot be used.
         """
         if self._groups.waiting and self._main is None and not self._map.held(self._slot):
-            self.fault = "none of the engine's layers has full attention"  # only its blocks show what keys stand for
+            self.fault = "none of the engine's layers has full attention"  # only its blocks show which tokens keys mean
         if self._has_wide and not self.stored_as.parts:  # only an engine with smaller Mamba blocks may have such blocks
             self._set_size_fault(self._size.known)
         self._has_wide = False
@@ -386,7 +386,7 @@ class EventApplier:
         else:
             if event.kind == MAMBA:
                 self._learn(self._states, event.block_size)
-                if event.looks_ahead != self._looks_ahead:  # its tokens would give names that no prompt's blocks have
+                if event.looks_ahead != self._looks_ahead:  # names from its tokens would match no prompt's blocks
                     event = event._replace(tokens=b"", lookahead=b"")
                 if self._main is not None and event.group > self._main:
                     event = self._salt(event)
@@ -442,7 +442,7 @@ class EventApplier:
         the map one of the event's blocks has. Returns an empty list if the event has no tokens. Yields between steps of
         some milliseconds.
         """
-        if event.kind == MAMBA and event.group < (self._main or 0):  # it came before full attention's event
+        if event.kind == MAMBA and event.group < (self._main or 0):  # the event came before full attention's
             event = self._salt(event)
         size, width, ahead = self._block_size, self._block_size * TOKEN_BYTES, event.looks_ahead
         blocks, piece = len(event.tokens) // width, MOST_PIECE * HASHED
@@ -637,7 +637,7 @@ class EventApplier:
         if (chunks := self._chunks.get(event.tier)) is not None:
             self._steps = self._mapping(chunks, chunks.remove(event.keys), event.tier, are_found=False)
             unknown = [key for key in unknown if key not in chunks]
-        for tier in self._map.chunk_tiers(self._slot):  # the engine's own chunks, and those that only the map knows
+        for tier in self._map.chunk_tiers(self._slot):  # the engine's own chunks, and chunks that only the map has
             if tier.base == event.tier:
                 keys = unknown if tier.own else [one for key in unknown for one in block_keys(key, tier.blocks)]
                 self._removed += self._map.remove(self._slot, keys, tier.tier) * (tier.blocks if tier.own else 1)
@@ -658,7 +658,7 @@ class EventApplier:
 
     def _hashes(self, event: Stored, parent: int) -> list[int]:
         tokens, adapter = event.tokens, event.adapter
-        if event.lookahead:  # the parent's name covers the first of these tokens
+        if event.lookahead:  # the parent block's name covers the first of this event's tokens
             first = np.frombuffer(tokens[: event.looks_ahead * TOKEN_BYTES], np.uint32)
             above = looking_ahead([parent], first.reshape(1, -1))[0] if parent else 0
             hashes = self._hashes(event._replace(lookahead=b""), above)

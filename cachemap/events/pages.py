@@ -67,10 +67,11 @@ class Pages:
         room = self._most + 1
         self._keys, self._names = zeros(room, U64), zeros(room, U64)
         self._bases = zeros(room, U64)  # the hash of the block before a page's block, or the seed of its prompt
-        # The page before a page; the first page after it; the next and the previous page after the same page.
+        # By page number: the page before it; the first page after it; the next and the previous of the pages that
+        # follow the same page.
         self._parents, self._first, self._next, self._prev = (zeros(room, np.uint32) for _ in range(4))
         self._places = zeros(room, np.uint16)  # a page's index in its block
-        self._held = zeros(room, np.bool_)
+        self._held = zeros(room, np.bool_)  # the engine holds the page; otherwise it is a gap
         self._tokens = zeros(room * page_size, np.uint32).reshape(room, page_size)
         self._by_key = Index(FIRST_ROOM, NUMBER_BITS, self._keys)
         self._named = Buckets(FIRST_ROOM)  # the names of the pages that are held
@@ -204,9 +205,9 @@ class Pages:
         self._by_key = _roomy(self._by_key, len(tags))
         self._by_key.insert(tags, numbers)
         self._name(names)
-        broken = not self._held.take(lead).all()  # the first of these blocks has a gap
+        broken = not self._held.take(lead).all()  # the first of these blocks has a gap, so it is not complete
         ends = np.arange(broken, len(hashes)) * (self._last + 1) + self._last - place
-        is_first = not before or (bool(lead) and not self._parents[lead[0]])  # of its prompt
+        is_first = not before or (bool(lead) and not self._parents[lead[0]])  # whether that block starts a prompt
         parent = hashes[0] if broken and hashes else 0 if is_first else base
         return int(numbers[-1]), Chain(tags.take(ends).tolist(), hashes[broken:], parent)
 

@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
     keys: Sequence[int | bytes]  # the engine's own keys of the blocks
     parent: int | bytes | None  # the engine's key of the block before the first one; None: the first starts a prompt
-    tokens: bytes  # of all blocks together, uint32; empty when only moved between tiers, and with SLIDING_WINDOW
+    tokens: bytes  # token ids of all blocks, uint32; empty if blocks only move between tiers, and with SLIDING_WINDOW
     block_size: int  # tokens in a block
     tier: str
     adapter: str | None  # name of the LoRA adapter
@@ -116,7 +116,7 @@ class Cleared(NamedTuple):
 class Batch(NamedTuple):
     """The events of one message of an engine."""
 
-    timestamp: float  # seconds, by the engine's clock
+    timestamp: float  # when the engine sent it, in seconds by the engine's clock
     events: list[Stored | Removed | Cleared]
     passed_over: list[str]  # the reason for each event that could not be read
 

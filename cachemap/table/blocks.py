@@ -24,8 +24,8 @@ PIECE = 256
 MOST = 4096
 # An epoch ends once a 64th of the table's blocks were used, so that ages differ by 1.6 % of the table.
 EPOCHS = 64
-# The highest age, in epochs, reached after twice as many uses as the table has blocks; with thrice as many, ages would
-# overflow their byte before they are capped.
+# The highest age, in epochs, at which ages are capped. A block reaches it after twice as many uses as the table has
+# blocks; with a cap of three times as many, ages would overflow their byte before they are capped.
 OLDEST = 128
 DATED = 1 << 12  # consecutive blocks whose ages are capped in the same epoch
 BYTES_BESIDE = 13  # bytes that a block takes besides the index and the aliases: its hash, set number and epoch
@@ -222,7 +222,7 @@ class Blocks:
         """
         number = 0
         if parent and len(chain):
-            number = chain.item(0) - 1  # usually the parent's number; 5 us quicker than the index
+            number = chain.item(0) - 1  # usually the number of the block before the chain; 5 us quicker than the index
             if self.hashes.item(number) != parent:
                 number = self.index.at(parent)
         age = self.epoch - int(self.epochs[number]) & 0xFF if number else 0

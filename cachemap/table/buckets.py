@@ -29,7 +29,7 @@ import numpy as np
 
 from cachemap.table.memory import zeros
 
-FILL = 0.82  # load factor at which the table grows: above it words spill, below it memory is wasted
+FILL = 0.82  # the load factor at which the table grows: above it too many words spill, below it memory is wasted
 # The load factor that the table may reach while it grows; 1 word in 70 spills then. The nearer PACKED is to FILL, the
 # longer the steps of growth: at 4 M blocks a call with 512 blocks took at most 2.6 to 3.7 ms. With FILL at 0.85 and
 # PACKED at 0.91 it took 3.5 to 6.3 ms, and a block took 0.7 bytes less.
@@ -41,7 +41,7 @@ STEP = 1 << 12  # the least number of places that a step of growth handles: 0.3 
 # The places of the old table that are moved at a time. With all intermediate arrays this fits the CPU caches; eight
 # times as many take a third longer.
 POURED = 1 << 12
-LAID = 8  # places of a new table whose memory is zeroed in the time that moving one word takes
+LAID = 8  # how many places of a new table are zeroed in the time in which one word is moved
 
 U64 = np.uint64
 MIX = U64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads an engine's key over its tag; the same in all gateways
@@ -50,7 +50,7 @@ MIX = U64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads an engine's key o
 # most.
 FIRST, SECOND = (U64(secrets.randbits(64) | 1) for _ in range(2))
 UPPER = U64(32)
-ONE = np.uint8(1)  # has the array's own type: with an int, ufunc.at takes five times as long
+ONE = np.uint8(1)  # 1 in the type of the array `load`: with an int, ufunc.at takes five times as long
 
 
 class Buckets:
@@ -118,7 +118,8 @@ class Buckets:
         work = max(STEP, more * self._pace)
         size = len(wider.words)
         if self._laid < size:
-            # Zero the pages here in order: moving words would touch them at random, at 100 us for a new page.
+            # Zero the new table's memory in order. Moving words would touch its pages at random, at 100 us for a new
+            # page.
             end = min(self._laid + work * LAID, size)
             for array in wider.arrays:
                 array[self._laid * len(array) // size : end * len(array) // size] = 0

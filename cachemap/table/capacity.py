@@ -18,22 +18,22 @@ from cachemap.table.memory import LARGE, give_back
 BESIDE = 4  # at most a quarter of the budget is used outside the tables
 SHED = 8  # a full table evicts one block in 8 per pass: with fewer, scanning for them costs more than storing
 SAMPLE = 1 << 16  # blocks sampled to find the oldest epochs
-CHUNK = 1 << 15  # places of a replica scanned in a step of eviction
-# Epochs that an eviction pass may last. A pass evicts blocks above an age, which rises with each epoch that begins
-# meanwhile. If it reached OLDEST, the cap of all ages, the later steps would evict blocks that the first steps would
-# have spared, and leave the blocks that follow them in their chains.
+CHUNK = 1 << 15  # places of a replica's alias table that are scanned in a step of eviction
+# The epochs that an eviction pass may last. A pass evicts blocks above an age limit, which rises with each epoch that
+# begins meanwhile. If the limit reached OLDEST, the cap of all ages, later steps would evict blocks that the first
+# steps would have spared, and leave the blocks that follow these in their chains.
 MOST_PASS = 32
 LEFT = 1 << 11  # blocks of a detached or cleared replica that are freed in one step: 1 to 4 ms
 # The factor by which a table grows at most, as zeroing memory takes time. With a factor of 4 a table that grows to 50 M
 # words moves twice as many words on the way.
 JUMP = 8
-SMALL = 1 << 15  # places that any table may grow to at once
-LEAST_BYTES = 29  # bytes of a block with one holder: BYTES_BESIDE, 5.6 in the index, 10.5 for its alias
+SMALL = 1 << 15  # places to which any table may grow at once, whatever its present size
+LEAST_BYTES = 29  # bytes of a block that one replica holds: BYTES_BESIDE, 5.6 in the index, 10.5 for its alias
 BYTES_PER_BLOCK = 33  # LEAST_BYTES with some slack
 SLACK = 1 << 12  # bytes of the budget kept free for holder sets (sets of replicas) that a call creates
 MOST_BLOCKS = 1 << 29  # blocks of a table: their numbers leave two bits of the index's words for the hash
-# Bits of an alias that hold the block's number. The rest is the tag of the engine's key. Gateways that share a map
-# exchange tags, so their width must be the same in all: with tables of up to 7 GiB it is.
+# The bits of an alias that hold the block's number; the other bits are the tag of the engine's key. Gateways that share
+# a map exchange tags, so the width of tags must be the same in all of them: with tables of up to 7 GiB it is.
 NUMBER_BITS = 28
 
 

@@ -130,7 +130,7 @@ class EngineModel(Tree):
     def add(self, hashes: Sequence[int]) -> None:
         """Record that the engine computed or used this chain just now."""
         order, root = self._order, self._root
-        asked, segment, held = self._found  # usually of this chain: it was looked up to choose the replica
+        asked, segment, held = self._found  # usually for this chain, which was looked up to choose the replica
         if asked is not hashes:
             segment, held = self._longest(hashes)
         self._found = ((), root, 0)
@@ -205,7 +205,7 @@ class EngineModel(Tree):
             self._count -= count
             return count
         self._count -= size
-        self._heads.pop(blocks[0], None)  # gone if hashes collided
+        self._heads.pop(blocks[0], None)  # the entry may be gone if two hashes collided
         del self._order[segment]
         segment.parent.children -= 1
         return size

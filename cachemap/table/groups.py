@@ -82,7 +82,7 @@ class GroupTables:
         end = min(most, len(hashes))
         reach = {slot: self._of_full(slot, hashes, min(full[slot], end), end) for slot in self.of}
         left = {slot: blocks for slot, blocks in reach.items() if blocks}
-        while left:  # search from the right: hits mostly end near where full attention's do
+        while left:  # search from the prompt's end: most hits end near the place where full attention's hit ends
             stop = max(left.values())
             start = max(0, stop - PIECE)
             good: dict[tuple[int, tuple[str, ...]], np.ndarray] = {}
@@ -170,7 +170,7 @@ def _last(held: np.ndarray, count: int) -> np.ndarray:
     replica that holds it; the result has the same form.
     """
     runs, length = held.copy(), 1
-    while length < min(count, len(runs)):  # a run of twice the length consists of two runs, which may overlap
+    while length < min(count, len(runs)):  # a run of up to twice the length consists of two runs, which may overlap
         step = min(length, count - length)
         runs[step:] &= runs[:-step].copy()
         length += step

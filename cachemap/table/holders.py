@@ -12,7 +12,7 @@ import numpy as np
 from cachemap.table.memory import zeros
 
 U64 = np.uint64
-ROWS = 1 << 13  # words of 64 bits that are allocated first
+ROWS = 1 << 13  # words of 64 bits for the sets' rows that are allocated at first
 BITS = [tuple(i for i in range(8) if byte >> i & 1) for byte in range(256)]
 
 
@@ -144,7 +144,7 @@ class HolderSets:
         for number in with_it.tolist():
             mask = self._masks[number]
             if not mask >> slot & 1:
-                continue  # a freed set
+                continue  # this set is free: no block has it
             if self._numbers.get(mask) == number:
                 del self._numbers[mask]
             mask &= ~(1 << slot)

@@ -10,7 +10,7 @@ import mmap
 
 import numpy as np
 
-LARGE = 1 << 20  # bytes from which an array gets a mapping of its own
+LARGE = 1 << 20  # bytes from which an array gets a memory mapping of its own
 
 
 def zeros(count: int, dtype: str | type) -> np.ndarray:

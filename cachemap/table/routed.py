@@ -217,7 +217,7 @@ class Routed:
         """Note that the replica reported these blocks as dropped, so that they are no longer predicted for it."""
         if self:
             self._new.drop(slot, self._number, hashes)
-            if self._new.size > self.most:  # so much was dropped that older predictions are outdated
+            if self._new.size > self.most:  # replicas dropped so many blocks that older predictions are outdated
                 self._old, self._new = self._new, _Generation()
 
     def clear(self, slot: int) -> None:

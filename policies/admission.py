@@ -61,7 +61,7 @@ from .estimates import Estimate, Place
 from .fair_share import FairShare
 from .fit import Fit, Question, unclaimed
 
-_GUESS = 0.5  # prefill seconds that one replica admits per second, assumed until a queue's pace is measured
+_GUESS = 0.5  # seconds of prefill that one replica is assumed to admit per second, until a queue's pace is measured
 _MOST_QUEUES = 64  # queues that are kept; beyond that, empty ones are dropped together with their measured paces
 _LEARNED = 3  # how many first tokens must have been observed for a group's costs to count as learned
 
@@ -94,14 +94,14 @@ class Admission:
         self.fit = Fit(classes, rules, self._fair_share)
         self._deadlines: list[tuple[float, int, QueuedRequest]] = []
         self._number = count()
-        self._gave_way: deque[tuple[QueuedRequest, str]] = deque()  # requests removed for others, with the reason
+        self._gave_way: deque[tuple[QueuedRequest, str]] = deque()  # requests that were displaced, with the reason
         # The names of the classes whose answers overload control (`control`) caps, of which it refuses every other
         # request (halved), and of which it refuses all (shed).
         self.capped: frozenset[str] = frozenset()
         self.halved: frozenset[str] = frozenset()
         self.shed: frozenset[str] = frozenset()
-        self.refused = {one.name: NONE_REFUSED for one in classes.all}  # refusals since the start, for `control`
-        self._odd: set[str] = set()  # halved classes whose last newcomer was refused: the next one is admitted
+        self.refused = {one.name: NONE_REFUSED for one in classes.all}  # refusals since the start
+        self._odd: set[str] = set()  # halved classes whose last new request was refused, so that the next is admitted
 
     @property
     def waiting(self) -> bool:
@@ -377,7 +377,7 @@ class Admission:
     def _refused(self, asked: Question, reason: str, ttft: float) -> AdmissionDecision:
         slo, best = asked.request.slo, asked.best
         limit = slo.tpot if reason == "tpot" else slo.ttft
-        if reason == "tpot" and limit is not None:  # as streams end, the remaining ones decode faster
+        if reason == "tpot" and limit is not None:  # retry once enough streams have ended for the TPOT limit
             return AdmissionDecision(REFUSED, reason, (), best.left * max(0.0, 1.0 - limit / best.tpot))
         return AdmissionDecision(REFUSED, reason, (), ttft - (limit if limit is not None else 0.0))
 
@@ -628,7 +628,7 @@ class Admission:
         """
         limits = request.slo
         if counted and tpot is not None and limits.tpot is not None and request.costs is not None:
-            # Predict with the current costs: the margin must not repeat what the costs have learned since.
+            # Predict with the costs as they are now: the margin must not repeat what they have learned since.
             self.fit.tpot_margin.learn(request.costs.stream_step(request.streams, request.context), tpot, limits.tpot)
         if limits.ttft is None and limits.tpot is None:
             return None

@@ -54,28 +54,32 @@ from typing import NamedTuple
 from .classes import QosClass, Slo
 
 TIGHTEN, CAP, HALVE, SHED = "tighten", "cap", "halve", "shed"
-FROM = {TIGHTEN: 0.8, CAP: 0.9, HALVE: 1.0, SHED: 1.0}  # pressure from which each step is taken
-TIGHT = 0.8  # share of its usual capacity at which a replica is full for a tightened class
-# How far the pressure must fall below a step's threshold to undo the step. It is less for `cap`: a tightened class that
-# asks for all there is keeps the pressure at about TIGHT (0.72 to 0.84 by window in `bench.chaos`), and with more slack
-# it would stay capped.
+# The pressure (latency / limit) of a higher class from which each step is taken.
+FROM = {TIGHTEN: 0.8, CAP: 0.9, HALVE: 1.0, SHED: 1.0}
+TIGHT = 0.8  # the share of its usual capacity at which a replica counts as full for a tightened class
+# How far the pressure must fall below a step's threshold for the step to be undone. It is less for `cap`: a tightened
+# class that asks for all there is keeps the pressure at about TIGHT (0.72 to 0.84 by window in `bench.chaos`), and with
+# more slack it would stay capped.
 SLACK = {TIGHTEN: 0.1, CAP: 0.05, HALVE: 0.1, SHED: 0.1}
-BORDERS = sorted({share - less for step, share in FROM.items() for less in (0.0, SLACK[step])})  # of the limit
-LATELY = 1 / 3  # share of a window that counts as its end
+# The pressures at which steps are taken or undone, as shares of the latency limit.
+BORDERS = sorted({share - less for step, share in FROM.items() for less in (0.0, SLACK[step])})
+LATELY = 1 / 3  # the share of a window that counts as its end
 # The answers in a window from which p99, and p99.9, are used: among fewer, one slow answer says nothing about the
 # others.
 ENOUGH, ENOUGH_FOR_P999 = 20, 1000
-MISSED = 0.01  # share of a class's requests that may miss its limits
+MISSED = 0.01  # the share of a class's requests that may miss its limits
 REFUSED = 1.0  # the least pressure if more than the share MISSED are refused
-HOLD = 2  # windows in a row in which steps are kept without evidence that they are needed
+HOLD = 2  # for how many windows in a row steps are kept without evidence that they are needed
 # After so many windows in a row without a change, the steps that refuse somebody are undone for a trial: PATIENCE at
 # first, MOST_PATIENCE at most.
 PATIENCE, MOST_PATIENCE = 6, 48
 # The least gain by refusing others, as a share of a class's requests; of 60 requests, as many miss their limits by
 # chance.
 HELPS = 0.05
-REFUSING = [*FROM].index(HALVE)  # index of the first step that refuses somebody
-FLOODED = 1.25  # pressure that a flood explains, admitted to just within the limit; slower answers have another cause
+REFUSING = [*FROM].index(HALVE)  # the index of the first step that refuses requests
+# The highest pressure that a flood of requests explains, as it is admitted to just within the limit. Slower answers
+# have another cause.
+FLOODED = 1.25
 
 
 class Seen(NamedTuple):
@@ -92,8 +96,8 @@ class Seen(NamedTuple):
     late: float = 0.0
 
 
-# Statistics of TTFT, TPOT and the duration of whole answers. The duration has no limit, but for answers that are not
-# streamed its count is the only one to compare refusals with.
+# The statistics of TTFT, TPOT and the duration of whole answers. The duration has no limit. But of answers that are not
+# streamed only the duration is known, and its count is needed to compare the number of refusals with.
 Answers = tuple[Seen | None, Seen | None, Seen | None]
 NO_ANSWERS: Answers = (None, None, None)
 
@@ -138,8 +142,8 @@ class ControlStep(NamedTuple):
     """One step of overload control against one class, as an element of the ladder of all steps."""
 
     kind: str  # TIGHTEN, CAP, HALVE or SHED
-    qos: str  # name of the class that the step takes from
-    at: float  # pressure from which the step is taken
+    qos: str  # the name of the class against which the step is taken
+    at: float  # the pressure of a higher class from which the step is taken
 
 
 class Change(NamedTuple):
@@ -271,7 +275,7 @@ class Control:
         # The pressure (latency / limit) of each class in the last window; None: too few requests to tell.
         self.pressures: dict[str, float | None] = {one.name: None for one in classes}
         self.wants_more = False
-        self._unsure = {one.name: HOLD for one in classes}  # windows in a row in which the pressure was not certain
+        self._unsure = {one.name: HOLD for one in classes}  # for how many windows in a row the pressure was uncertain
         self._priorities = {one.name: one.priority for one in classes}
         most = max(self._priorities.values())
         self.highest = frozenset(one.name for one in classes if one.priority == most)
@@ -282,7 +286,7 @@ class Control:
             for place, one in enumerate(lower)
             for step, share in FROM.items()
         ]
-        self.level = 0  # number of steps of `ladder` that are taken
+        self.level = 0  # how many steps of `ladder` are taken
         self.trial: Trial | None = None
         self._unchanged: deque[float] = deque(maxlen=MOST_PATIENCE)  # share of misses in each window without a change
         self._patience = PATIENCE

@@ -47,22 +47,23 @@ STEP_PRIOR = (0.006, 50e-6, 0.1e-6)
 STEP_TOKENS = 8192
 _COMMON, _OWN = 1.0, 0.5  # prior variance of the log coefficients: the part common to all, and each one's own part
 _WALK = 1e-3  # the share of its distance to the prior by which the covariance moves back at each observation
-_NOISE = 0.05  # variance of log(observed / predicted) that no model explains
-_BOUND = 100.0  # a coefficient stays within a hundredfold of its prior
-_SMOOTH = 0.1  # smoothing factor of the running error sizes
+_NOISE = 0.05  # the variance of log(observed / predicted) that no model explains
+_BOUND = 100.0  # a coefficient, or a speed, stays within a hundredfold of its prior
+_SMOOTH = 0.1  # smoothing factor of a speed's running means of errors
 # The speed of a passed-over replica moves to _DECAY_SHARE of the others'; _DECAY_HALF_LIFE is the half-life of the
 # distance, in seconds. Once the replica counts as a little faster than the others, it is tried and measured again:
 # after 6 s if it was thought twice as slow.
 _DECAY_HALF_LIFE, _DECAY_SHARE = 2.0, 0.9
 _LATEST, _FADED = 0.3, 0.5  # smoothing factor of `Speed.delivered`; a speed below _FADED of it has faded
-_FORGET = 0.99  # the share of the log speed that a call of `Speed.forget` without a request since keeps
+_FORGET = 0.99  # the share of the log speed that remains after a call of `Speed.forget`
 
 # Tokens in slower tiers, in the prompt's order: (tier, number of adjacent tokens).
 Lower = tuple[tuple[str, int], ...]
 # Seconds to bring one token's keys and values back to the GPU: 128 KiB a token (Llama 3 8B in 16 bits), at 25 GB/s from
-# host memory (PCIe 4.0 x16), 6 GB/s from NVMe and 2.5 GB/s from another machine (25 Gbit/s, 80 % of it). Learned since.
+# host memory (PCIe 4.0 x16), 6 GB/s from NVMe and 2.5 GB/s from another machine (25 Gbit/s, 80 % of it). These are what
+# is assumed before anything is learned.
 FETCH_PRIOR = {tier: 131_072 / bandwidth for tier, bandwidth in (("cpu", 25e9), ("disk", 6e9), ("remote", 2.5e9))}
-PEER = "peer"  # the tier of tokens fetched from another replica; their seconds are in `Pull`, not learned here
+PEER = "peer"  # the tier of tokens fetched from another replica's memory; `Pull` has their seconds
 _ASIDE = 0.1  # if a fetch takes up to this share of the predicted TTFT, the rest is accurate enough to learn from
 _FETCH_LIMIT = 1.0  # bound of one observation's log error, so that a client's stall does not move the estimate far
 
@@ -230,7 +231,7 @@ class Speed:
         self.delivered = 1.0  # speed of the last answers (a mean of about five), without `decay` and `forget`
         self._bias, self._spread = 0.0, 0.3  # running means of the log error and of its size
         self._heard = False  # whether there was an observation since the last `forget`
-        self._decaying = False  # whether it has moved towards the others' speed since the last observation
+        self._decaying = False  # whether `decay` has moved it towards the others' speed since the last observation
 
     def state(self) -> list[float]:
         return [self.value, self._bias, self._spread]
@@ -480,7 +481,7 @@ class CostGroup:
         self.ttft, self.step, self.fetch = Fit(TTFT_PRIOR), Fit(STEP_PRIOR), Fetch()
         self._members: dict[str, Costs] = {}
         self._turns: list[Costs] = []
-        self.changes: Changes[Costs] | None = None  # members whose speeds changed; None until `follow` is called
+        self.changes: Changes[Costs] | None = None  # log of members whose speeds change; None until `follow` is called
         self._known: dict[str, list[Any]] = {}
         if learned is not None:
             self.ttft.restore(learned["ttft"])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .estimates import Estimate
 
 ADMITTED, QUEUED, REFUSED, OBSERVED = "admitted", "queued", "refused", "observed"
-DEGRADED, SPILLED = "degraded", "spilled"  # sent: with a capped answer, or to the overflow pool
+DEGRADED, SPILLED = "degraded", "spilled"  # sent with a capped answer; sent to the overflow pool
 LEFT = "left"  # the client disconnected while its request waited
 DECISIONS = (ADMITTED, QUEUED, REFUSED, OBSERVED, DEGRADED, SPILLED, LEFT)
 SENT = frozenset((ADMITTED, OBSERVED, DEGRADED, SPILLED))
@@ -32,8 +32,8 @@ class Rules(NamedTuple):
     when_full: tuple[str, ...] = (WAIT,)  # the steps for a request that finds no room, in their order
     engine_wait: float = 0.1  # an engine has room for a request if its own queue is not longer than this, in seconds
     max_wait: float = 30.0  # the longest wait of a request without a TTFT limit
-    max_requests: int = 10_000  # most requests in the queue
-    max_bytes: int = 256 * 2**20  # most bytes of requests in the queue
+    max_requests: int = 10_000  # the most requests in the queue
+    max_bytes: int = 256 * 2**20  # the most bytes of all requests in the queue
     max_tokens_floor: int = 128  # tokens at which answers are capped by `degrade` and by overload control
     control_window: float | None = 30.0  # seconds of one window of overload control; None: no overload control
 
@@ -47,7 +47,7 @@ class AdmissionDecision(NamedTuple):
     # candidates). Empty: it is not sent, or may be sent to any.
     among: Sequence[int] = ()
     retry_after: float = 0.0  # seconds after which a refused request is predicted to be admitted
-    cap: int = 0  # most tokens that its answer may have; 0: as many as it asks for
+    cap: int = 0  # the most tokens that its answer may have; 0: as many as it asks for
 
 
 class AdmissionOptions:

@@ -26,8 +26,8 @@ _USED_SECONDS = 10.0  # the time constant over which a class's share is averaged
 CLEARLY = 4 / 3  # the factor by which a class's share must exceed its reserved fraction to exceed it clearly
 MOST = 0.5  # the share of all use from which a class floods the replicas
 LITTLE = 0.1  # a share of all use that is too small to be the reason why another class is refused
-_BOOKED = 0.5  # share of the pace that is booked for retries
-_LEAST_PACE = 0.25  # prefill seconds admitted per second, assumed if nothing was admitted lately
+_BOOKED = 0.5  # the share of the pace that is booked for retries
+_LEAST_PACE = 0.25  # seconds of prefill that are assumed to be admitted per second if none were lately
 # In seconds: the bound on booked time is between _LEAST_BOOKED and _MOST_BOOKED; _FOLLOWED bounds the whole wait.
 _LEAST_BOOKED, _MOST_BOOKED, _FOLLOWED = 10.0, 50.0, 60.0
 _FIRST_SWEEP = 256  # once `_computes` has so many replicas, idle ones are dropped from it
@@ -38,14 +38,15 @@ class FairShare:
 
     def __init__(self, classes: Classes) -> None:
         self._all = classes.all
-        self._used = {one.name: [0.0, 0.0] for one in classes.all}  # prefill seconds, token-seconds
+        # By class: recent seconds of prefill, and tokens of KV cache times seconds.
+        self._used = {one.name: [0.0, 0.0] for one in classes.all}
         self._used_at = 0.0
         self._places = {one.name: place for place, one in enumerate(classes.all)}
         self._asked: dict[str, float] = {}  # time of each class's last request
-        # By replica and class: until when the replica computes prompts of the class
+        # By replica and class: the time until which the replica is predicted to compute prompts of the class.
         self._computes: dict[str, dict[str, float]] = {}
         self._sweep_at = _FIRST_SWEEP
-        self._booked: dict[str, float] = {}  # until when retries are booked, by class
+        self._booked: dict[str, float] = {}  # by class: the time up to which retries are booked
 
     def ask(self, qos: QosClass, now: float) -> None:
         """Note that a request of this class came, so that the class counts as active."""
@@ -62,7 +63,7 @@ class FairShare:
         """Note that a replica is predicted to compute a prompt of this class until the time `until`."""
         if len(self._computes) >= self._sweep_at:
             self._computes = {name: of for name, of in self._computes.items() if max(of.values()) > now}
-            # Twice what is left; otherwise each call would scan all replicas while all of them compute.
+            # Scan again at twice the number left; otherwise each call would scan all replicas while all compute.
             self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._computes))
         of = self._computes.setdefault(replica, {})
         of[qos.name] = max(until, of.get(qos.name, until))

@@ -27,8 +27,8 @@ class NumberFormat:
         return count * self.bits // 8 + self.scale * (count // self.group if self.group else 1)
 
 
-# As vLLM 0.32 lays them out: its Triton backend keeps a 32-bit scale with each head's key and value, nvfp4 has a byte
-# for every 16 numbers.
+# The formats as vLLM 0.32 stores them: its Triton backend keeps a 32-bit scale with each head's key and value, and
+# nvfp4 has a scale of one byte for every 16 numbers.
 KV_DTYPES = {
     **dict.fromkeys(("float16", "bfloat16"), NumberFormat(16)),
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), NumberFormat(8)),
@@ -73,8 +73,8 @@ class Shape:
     head_size: int
     latent: int  # with MLA, where one latent vector stands for all heads: its numbers per token and layer; otherwise 0
     index: int  # with sparse attention: the bytes of its index per token and layer; otherwise 0
-    dtype: str  # the format that --kv-cache-dtype auto stands for
-    context: int  # tokens of the longest context, max_position_embeddings
+    dtype: str  # the number format that --kv-cache-dtype auto stands for
+    context: int  # the model's longest context in tokens, max_position_embeddings
     notes: tuple[str, ...] = ()  # for the user: assumptions, and layers that are not counted
 
     def bytes(self, dtype: str, tensor_parallel: int) -> int:
@@ -284,7 +284,7 @@ def _kv_heads(config: Mapping[str, object], heads: int) -> int:
 
 
 def _head_size(config: Mapping[str, object], heads: int) -> int:
-    if config.get("head_dim"):  # some models set 0 for none
+    if config.get("head_dim"):  # some models set 0 where the field does not apply
         return _number(config, "head_dim")
     if (width := _number(config, "hidden_size", "n_embd")) < heads:
         raise BadModel(f"{heads} attention heads do not fit in a hidden size of {width}")

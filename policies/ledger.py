@@ -38,9 +38,9 @@ class Load:
     """
 
     requests: int = 0  # requests that were sent to it and have not ended
-    prefilling: int = 0  # requests without a first byte yet
-    prefill_tokens: int = 0  # prompt tokens that the prefilling requests have to compute, those not cached
-    decoding: int = 0  # requests past the first byte
+    prefilling: int = 0  # requests whose first byte has not come yet
+    prefill_tokens: int = 0  # prompt tokens of the prefilling requests that are not cached and have to be computed
+    decoding: int = 0  # requests whose first byte has come
     context_tokens: int = 0  # tokens of the decoding requests: their prompts, and their answers so far
     output_tokens: int = 0  # expected answer tokens still to come, of all requests
     waiting: int = 0  # requests in the engine's own waiting queue at the last scrape; 0 if not reported
@@ -50,7 +50,7 @@ class Load:
     begun: int = 0  # how many of `prefilling` are in the current step (all if unknown); the others wait for the next
     begun_tokens: int = 0  # how many of `prefill_tokens` are in the current step
     recent: float = 0.0  # how often it was chosen lately, weighted; only its share of all replicas' sum has a meaning
-    due: float = FAR  # when it is expected to answer next, by the same clock (`Unanswered`); FAR: no answer is awaited
+    due: float = FAR  # when its next answer is expected, by the same clock (`Unanswered`); FAR: no answer is awaited
 
     def copy(self) -> Load:
         """Return a copy; `dataclasses.replace` takes five times as long."""
@@ -219,7 +219,9 @@ class Ledger:
         self._leaving: list[tuple[str, Load]] = []  # replicas removed while requests were still on them
         self._unanswered: dict[str, Unanswered] = {}
         self._shared = False
-        self._weight, self._growth = 1.0, 1.0  # weight of the latest choice in `Load.recent`; its factor per choice
+        # The weight of the latest choice of a replica in `Load.recent`, and the factor by which it grows at each
+        # choice.
+        self._weight, self._growth = 1.0, 1.0
         self.moved: Callable[[str], None] | None = None
         self.changes: Changes[str] | None = None
 
@@ -330,7 +332,7 @@ class Ledger:
         if due != FAR:
             self._unanswered[replica].add(reservation)
         alone = not load.prefilling
-        self._weight *= self._growth  # new choices weigh more instead of old ones fading: one figure changes, not all
+        self._weight *= self._growth  # new choices weigh more, so old ones need not fade: only one figure changes
         load.recent += self._weight
         if self._weight > 1e100:
             self._rescale()

@@ -23,7 +23,7 @@ from .rules.least_cost import Cost
 from .transfers import Transfers
 from .vocabulary import Candidate, Choice, Demand, Policy, pick
 
-FEW = 8  # how many of the cheapest prefillers and decoders are paired: of hundreds of replicas, pairs are too many
+FEW = 8  # how many of the cheapest prefillers, and decoders, are paired: all pairs of hundreds would be too many
 SLACK = (1.001, 1e-4)  # prices within 0.1 % or 0.1 ms are equal
 
 
@@ -38,7 +38,7 @@ class LegChoice(NamedTuple):
     # If the policy does not count in seconds: its choices of both replicas, each with the candidates that it had. They
     # are passed to the policy's `placed`.
     preferred: tuple[tuple[Sequence[Candidate], Choice], ...] = ()
-    near: Sequence[Candidate] = ()  # prefillers as near to the decoder as the chosen one, which is included
+    near: Sequence[Candidate] = ()  # prefillers from which the cache moves about as fast, the chosen one included
 
 
 class Ways(NamedTuple):

@@ -170,7 +170,8 @@ def _legs(
             return found
     if whole:
         return None
-    first, second, _ = min(allowed, key=lambda one: one.estimate)  # none of the cheapest pairs is allowed
+    # None of the cheapest pairs is allowed, so the fastest allowed pair is taken.
+    first, second, _ = min(allowed, key=lambda one: one.estimate)
     return LegChoice(first, second, evaluation.demand.tokens - second.overlap, None, None)
 
 

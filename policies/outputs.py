@@ -52,7 +52,7 @@ class Basis(NamedTuple):
     # The narrowest kind of request that has had answers: "session", "prefix" or "model"; "prior": no kind has had any;
     # "none": the request writes no tokens.
     kind: str
-    answers: int  # answers of that kind, at most its window
+    answers: int  # how many answers of that kind there were, at most as many as its mean covers
     mean: float  # expected tokens, before `max_tokens` bounds them
     spread: float  # standard deviation of the lengths, in tokens
     without: float  # expected tokens without this kind's own answers, from the wider kinds alone

@@ -140,11 +140,11 @@ class Decision(NamedTuple):
 
     index: int  # type: ignore[assignment]  # of the chosen candidate; hides tuple.index, which nobody calls
     replica: str
-    overlap: int  # prompt tokens that it holds in its first tier, in tokens of the evaluation's demand
-    others: tuple[int, ...]  # the other gateways' load on it, in the order of `Ledger.own`
+    overlap: int  # prompt tokens that the replica holds in its first tier, in tokens of the evaluation's demand
+    others: tuple[int, ...]  # the other gateways' load on it, as the tuple that `Ledger.own` returns
     counted: bool  # whether the shared ledger's present sums include this reservation
     lower: Lower = ()  # prompt tokens that it holds in slower tiers, in tokens of the evaluation's demand
-    note: bytes = b""  # what the shared ledger has told the other gateways; only that ledger reads it
+    note: bytes = b""  # the message that the shared ledger sent to other gateways; only that ledger reads it
 
 
 class Move(NamedTuple):

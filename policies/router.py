@@ -87,7 +87,7 @@ class Placement:
     candidate: Candidate
     demand: Demand
     overlap: int  # prompt tokens that the replica is assumed to hold in its first tier
-    reservation: Reservation
+    reservation: Reservation  # its share of the replica's load
     at: float  # when it was made, in seconds
     lower: Lower = ()  # prompt tokens that it is assumed to hold in slower tiers, after the overlap
     beyond: int = 0  # tokens of the prompt's last block that are computed although the engine counts them as cached
@@ -182,7 +182,7 @@ class Router:
         self.placed, self._first, self._ended, self._gone = [
             getattr(policy, name, None) for name in ("placed", "first", "ended", "gone")
         ]
-        self._tiered: list[Candidate] = []  # candidates whose `lower` was set for the last request
+        self._tiered: list[Candidate] = []  # the candidates on which `lower` was set for the last request
         # By replica: the last seen `Load.recent` (how often it was chosen lately), and when that changed.
         self._used: dict[str, tuple[float, float]] = {}
         self._decayed_at = 0.0
@@ -582,7 +582,7 @@ class Router:
         """
         candidate, demand, reservation = placement.candidate, placement.demand, placement.reservation
         if per_token is not None and reservation.stage == "decode":
-            load = reservation.load  # still includes this request
+            load = reservation.load  # the load still includes this request
             candidate.costs.observe_itl(per_token, load.decoding, load.context_tokens)
         self._release(placement, answered_at)
         if output is not None:

@@ -41,7 +41,7 @@ class _Factor:
     """
 
     value: float = 0.0
-    count: float = 0.0  # observations that are not forgotten
+    count: float = 0.0  # observations, less those that were forgotten
     half_life: float = _HALF_LIFE
     at: float = 0.0  # when the last observation was made
     tried: float = 0.0  # when the last transfer began
@@ -79,12 +79,14 @@ class Transfers:
     """
 
     def __init__(self) -> None:
-        # Returns a function from a prompt's tokens to bytes for a replica's model; None: the model's shape is unknown.
+        # For a replica, a function from a prompt's tokens to the bytes of its KV cache; None: its model's shape is
+        # unknown.
         self.size_of: Callable[[str], Bytes | None] = lambda replica: None
         self._all = _Factor()
         self._pairs: dict[tuple[str, str], _Factor] = {}
         self._met: set[tuple[str, str]] = set()  # pairs that have had a transfer
-        self._paused: dict[tuple[str, str], tuple[float, float]] = {}  # until when pairs are left out, and for how long
+        # By pair that is left out after a failure: until when, and for how many seconds in all.
+        self._paused: dict[tuple[str, str], tuple[float, float]] = {}
 
     def prior(self, sender: str, tokens: int) -> float:
         """Return the predicted seconds of moving the KV cache of `tokens` before anything was learned."""

@@ -43,7 +43,7 @@ class Pull(NamedTuple):
 
     source: str  # the replica that has the tokens in its memory
     tokens: int
-    seconds: float  # predicted duration of the fetch
+    seconds: float  # the predicted duration of the fetch
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Choice(NamedTuple):
     """A policy's choice among the candidates."""
 
     index: int  # type: ignore[assignment]  # of the chosen candidate; hides tuple.index, which nobody calls
-    reason: str = ""  # in words; may be empty unless `explain` was set
+    reason: str = ""  # the reason for the choice in words; may be empty unless `explain` was set
     terms: list[dict[str, float]] | None = None  # cost terms in seconds, one dict per candidate, if `explain` was set
     lesson: Any = None  # data for `Policy.placed` to learn from once the request is placed; only the policy reads it
     # The indices of the candidates among which this one has the least `Policy.cost`. A ledger shared by several

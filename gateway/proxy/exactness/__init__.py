@@ -1,1 +1,1 @@
-"""Whether engines make the gateway's tokens, and hold the blocks that it predicts."""
+"""Checks that engines make the same token ids as the gateway, and have the KV blocks cached that it predicts."""

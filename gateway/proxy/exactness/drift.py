@@ -1,30 +1,33 @@
-"""The check of a replica's part of the map of cached blocks against the cached tokens that its engine reports. Pure.
+"""The check of a replica's part of the map of cached KV blocks against the cached tokens that its engine reports; pure.
 
-Two sources are compared with the predictions. A response that reports its cached tokens is compared at once. Responses
-that do not (streams whose clients did not request usage, engines without the flag) still count in the engine's metrics
-of prompt tokens looked up and found; the growth of these is compared with the predictions made in the same time.
+An answer that reports its cached tokens is compared with its prediction at once. Other answers report none: streams
+whose clients did not request usage, and those of engines without the flag for it. But the engine's metrics count the
+prompt tokens that it looked up and found in its cache, for these too. The growth of these counters is compared with the
+predictions made in the same time.
 
 If answers differ from their predictions by the same number of tokens (`offset`), whatever was predicted, the cause is
-how the engine looks up its cache, for example that it recomputes the last block: the map is right and is kept.
+how the engine looks up its cache; for example it may recompute the last block. The map is right then, and is kept.
 """
 
 from __future__ import annotations
 
-# The share of wrong prompt tokens above which the map itself is wrong. Blocks evicted or stored between choice and
-# prefill make single predictions wrong, which averages out to under 1 % over a window (bench.exactness).
+# The share of wrongly predicted prompt tokens above which the map itself counts as wrong. Single predictions are wrong
+# if blocks are evicted or stored between choice and prefill, which averages out to under 1 % (bench.exactness).
 TOLERATED = 0.10
-WINDOW = 32
-STEADY = 3  # answers in a row with the same offset; a single one may be due to blocks stored or evicted meanwhile
+WINDOW = 32  # answers over which that share is taken
+# Answers in a row with the same offset after which it is believed; a single one may be due to blocks stored or evicted
+# meanwhile.
+STEADY = 3
 
 
 class Drift:
-    """The running comparison for one replica, in tokens."""
+    """The running comparison of predicted and reported cached tokens for one replica."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new window, after the map was rebuilt ("healed") or the replica's process was replaced."""
+        """Forget all comparisons, after the replica's part of the map was rebuilt, or its process was replaced."""
         self._new_window()
         self._begin_comparison()
         self._before: tuple[float | None, float | None] = (None, None)
@@ -41,17 +44,20 @@ class Drift:
 
     @property
     def offset(self) -> int:
-        """Tokens that were predicted and not found in each of the last answers; negative if found and not predicted."""
+        """By how many tokens the prediction exceeded the report in each of the last answers; negative if it fell short.
+
+        0 unless this difference was the same in at least STEADY answers in a row.
+        """
         return self._offset if self._steady >= STEADY else 0
 
     def reported(self, predicted: int, cached: int, tokens: int, fetched: int = 0, block_size: int = 0) -> bool:
-        """Compare a response that reported its cached tokens; return whether the map has drifted and must be rebuilt.
+        """Compare an answer that reports its cached tokens; return whether the map has drifted and must be rebuilt.
 
         `predicted`: cached tokens that were predicted.
-        `cached`: the reported ones, in all tiers.
+        `cached`: the reported ones, in all tiers (GPU memory and slower ones).
         `tokens`: prompt tokens.
-        `fetched`: predicted tokens that are in slower tiers.
-        `block_size`: tokens per block.
+        `fetched`: those of the predicted tokens that are in slower tiers.
+        `block_size`: tokens per block; 0 if unknown.
         """
         self._predicted += max(0, cached - fetched)  # the engine's counters include it, except for fetched tokens
         self._prompts += tokens
@@ -71,42 +77,48 @@ class Drift:
         return drifted
 
     def _explained(self, block_size: int) -> int:
-        """Return how many tokens of the window's error come from one offset that most of its answers share.
+        """Return how many tokens of the window's error come from one difference that most of its answers share.
 
-        An offset of one block is always believed. Another one is believed only if it came with different predictions:
-        if all predictions were equal, equal errors may also mean that the map is wrong about that one prompt.
+        A difference of one block is always believed. Another one is believed only if it came with different
+        predictions: if all predictions were equal, the map may just be wrong about that one prompt.
         """
         error, predicted = max(self._offsets.items(), key=lambda one: len(one[1]), default=(0, []))
         steady = 2 * len(predicted) > self._telling and (abs(error) == block_size or len(set(predicted)) > 1)
         return abs(error) * len(predicted) if steady else 0
 
     def _follow(self, error: int, answers: int) -> None:
+        """Note that this many more answers differed from their predictions by `error` tokens."""
         if error != self._offset:
             self._offset, self._steady = error, 0
         self._steady += answers
 
     def unreported(self, predicted: int, tokens: int) -> None:
-        """Note a response that did not report its cached tokens, for comparison with the engine's counters."""
+        """Note an answer that did not report its cached tokens, for the next comparison with the engine's counters.
+
+        `predicted`: cached tokens that were predicted, in GPU memory.
+        `tokens`: prompt tokens.
+        """
         self._predicted += predicted
         self._prompts += tokens
         self._unreported += tokens
         self._unreported_prompts[predicted > 0] += 1
 
     def exclude(self) -> None:
-        """Ignore the engine's counters until they are next compared, after a response that cannot be compared.
+        """Skip the next comparison with the engine's counters, after an answer whose cached tokens cannot be predicted.
 
-        For example, the report on a request with several prompts may be about another prompt than the prediction.
+        For example, a request with several prompts may report on another prompt than the predicted one.
         """
         self._excluded = True
 
     def counted(self, queries: float | None, hits: float | None, idle: bool, block_size: int = 0) -> bool:
-        """Compare the engine's scraped totals; return whether the map has drifted.
+        """Compare the engine's counters, read from its metrics; return whether the map has drifted and must be rebuilt.
 
-        `queries`, `hits`: tokens looked up and found.
-        `idle`: the engine has no request in flight that it may have counted.
+        `queries`, `hits`: prompt tokens looked up in the cache and found there, in all; None if not reported.
+        `idle`: whether the engine has no request in flight, part of which it may have counted.
+        `block_size`: tokens per block; 0 if unknown.
 
-        The totals are only judged if the engine is idle and has looked up exactly the prompts known here, since the
-        totals include aborted requests and other clients' requests.
+        The counters include aborted requests and requests of other clients. So they are compared only if the engine is
+        idle and has looked up exactly the prompts that this gateway has sent.
         """
         if hits is None or not idle:
             return False
@@ -120,7 +132,7 @@ class Drift:
             return False
         error = predicted - int(hits - hit)
         blocks, parts = divmod(abs(error), block_size) if block_size else (0, 1)
-        # The error of single answers is not known, but one block for each answer with a hit is no accident.
+        # How far single answers were wrong is not known, but one block for each answer with a hit is no accident.
         if blocks and not parts and (blocks == expected or (error < 0 and expected < blocks <= expected + without)):
             self._follow(block_size if error > 0 else -block_size, blocks)
             return False

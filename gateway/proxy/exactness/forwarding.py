@@ -1,24 +1,29 @@
-"""Forwarding of token ids in place of text, to replicas that were shown to make the same ids themselves.
+"""Forwarding of token ids in place of a prompt's text, to replicas that were shown to make the same ids themselves.
 
-An engine that is sent ids cannot notice that they are wrong: if the gateway's template or tokenizer differs from the
-engine's, or the gateway has a bug, the engine would answer a prompt that nobody wrote. So ids are only forwarded after
-the engine has confirmed such ids, and confirmations are void once the gateway makes ids in another way. Bodies are
-sorted into kinds (`prompt.forward.kind_of`: template, tools or none, shape of the content).
+An engine that is sent ids cannot notice that they are wrong. If the gateway's template or tokenizer differed from the
+engine's, or the gateway had a bug, the engine would answer a prompt that nobody wrote. So ids are only forwarded after
+the engine has confirmed them for such bodies, and confirmations are void once the gateway makes ids in another way.
+Bodies are sorted into kinds, by their template, whether they have tools, and the shape of their content
+(`prompt.forward.kind_of`).
 
 - The first body of a kind only makes the kind known, since a kind that never comes again is not worth a check.
-- Then CONFIRMATIONS different bodies are sent to a replica as received. Once a body is answered, the gateway sends it
-  again, for one token and for the ids that the replica makes of it, which must equal the gateway's. The prompt is
-  cached by then, so the replica only has to render it.
+- Then CONFIRMATIONS different bodies are sent to a replica as received. Once a body is answered, the gateway checks it:
+  it sends the body again, but asks for one token and for the ids that the replica makes of the prompt. These must equal
+  the gateway's. The prompt is cached by then, so the replica only has to render it.
 - From then on bodies of that kind are forwarded as ids, and one in CHECK_EVERY is sent as received and checked.
-- Wherever usage is reported, it must count the gateway's number of tokens.
+- Any usage that an engine reports must count as many prompt tokens as the gateway did.
 
 The first difference ends forwarding for the whole model, on all replicas: its cause cannot be seen from here, and a
 fault of the gateway concerns every replica. Forwarding begins again, with nothing confirmed, once the replica that
-differed is removed or is another process. If the client steers the rendering of the body, by template variables for
-instance, the difference ends forwarding for the body's kind only. A body that belongs to no kind is never forwarded,
-and a difference in it ends nothing: each other kind was confirmed by itself, and one client's bodies must not end
-forwarding for all. A replica that does not accept ids, or does not report the ids that it makes, gets text at that path
-until it is another process.
+differed is removed or is another process.
+
+There are two exceptions. If the client steers the rendering of the body, for instance by template variables, the
+difference ends forwarding for that kind of body only. A body that belongs to no kind is never forwarded, and a
+difference in it ends nothing: every kind was confirmed by itself, and one client's bodies must not end forwarding for
+all.
+
+A replica that does not accept ids, or does not report the ids that it makes, gets text at that path until it is another
+process.
 """
 
 from __future__ import annotations
@@ -68,23 +73,28 @@ class TokenIdForwarding:
         made_otherwise: MadeOtherwise,
         made_alike: MadeAlike,
     ):
-        """Create the state; with `wanted` False nothing is forwarded as ids.
+        """Create the state, in which no replica has confirmed anything.
 
-        `made_by(replica)`: returns the number of the present tokenization for a replica; confirmations under another
-        number are void.
+        `wanted`: False to forward no ids at all.
+        `made_by(replica)`: returns a number for the way in which ids are made for this replica now; confirmations under
+            another number are void.
+        `made_otherwise`, `made_alike`: called for a replica whose prompt tokens differ from the gateway's, or agree
+            with them again.
         """
         self.metrics, self.wanted, self._backends, self._made_by = metrics, wanted, backends, made_by
         self.made_otherwise, self.made_alike = made_otherwise, made_alike
         self._differed: dict[str, tuple[Forwarding, str]] = {}  # replica -> its process that made other ids, and how
-        # (tokenization, path, kind of body) -> the replica that made other ids of such a body, and its process
+        # (number of the way of making ids, path, kind of body) -> the replica that made other ids, and its process
         self._stopped: dict[tuple[int, str, str], tuple[str, Forwarding]] = {}
         self._may_warn_at = 0.0
 
     def body(self, attempt: Attempt, prompt: Prompt, body: bytes, first: bool) -> bytes:
-        """Return the body to send: with token ids in place of its text, or as received.
+        """Return the body to send to a replica: with token ids in place of the prompt's text, or as received.
 
-        `first`: whether this is the first attempt; later ones get the body as received. Ids that are not needed again
-        are freed: they are as large as the body, and the answer may take minutes.
+        `attempt.sent_ids` is set in the first case. The prompt's ids are freed unless the body may be checked after its
+        answer: they are as large as the body, and the answer may take minutes.
+
+        `first`: whether this is the request's first attempt; later ones get the body as received.
         """
         backend = attempt.backend
         if prompt.also is not None:
@@ -109,7 +119,10 @@ class TokenIdForwarding:
         return body
 
     def settled(self, attempt: Attempt, prompt: Prompt, request: Request, usage: Usage) -> None:
-        """Compare a complete answer's usage with the prompt; check the request's body if that is due. Status is 200."""
+        """Compare the usage of a complete answer with the prompt, and begin a check of its body if one is due.
+
+        The answer has status 200. If it counts other prompt tokens than the gateway, forwarding ends.
+        """
         backend = attempt.backend
         if not self.wanted or prompt.path not in token_ids.PATHS:
             return
@@ -133,7 +146,7 @@ class TokenIdForwarding:
     def _may_forward(self, attempt: Attempt, prompt: Prompt, kind: BodyKind) -> bool:
         if kind.left <= 0 or not prompt.token_ids or self._outdated(attempt.backend, prompt):
             return False
-        # Given text, an engine refuses a request that exceeds its context; given ids, it truncates the answer.
+        # If a request exceeds its context, an engine that is given text refuses it; given ids, it shortens the answer.
         limit = attempt.backend.replica.max_model_len
         return limit is not None and prompt.tokens + max(1, prompt.max_tokens or 1) <= limit
 
@@ -152,6 +165,7 @@ class TokenIdForwarding:
         return xxh3_64_intdigest(prompt.token_ids) not in kind.bodies
 
     async def _check(self, backend: Backend, prompt: Prompt, body: bytes, headers: dict[str, str]) -> None:
+        """Ask a replica for the ids that it makes of a body, and confirm the body's kind or end forwarding."""
         known, path, ids = self._known(backend), prompt.path, prompt.token_ids
         try:
             replica, timeout = backend.replica, aiohttp.ClientTimeout(token_ids.ANSWER_SECONDS)
@@ -192,6 +206,7 @@ class TokenIdForwarding:
         self._confirmed(backend, known, prompt)
 
     def _confirmed(self, backend: Backend, known: Forwarding, prompt: Prompt) -> None:
+        """Note that a replica made the same ids of a prompt; after CONFIRMATIONS such prompts its kind is forwarded."""
         kind = known.kinds.get((prompt.path, prompt.kind))
         if kind is None:  # forgotten meanwhile
             return
@@ -204,11 +219,11 @@ class TokenIdForwarding:
         kind.left = token_ids.CHECK_EVERY - 1
 
     def _outdated(self, backend: Backend, prompt: Prompt) -> bool:
-        """Return whether a prompt's ids were made in a way that is no longer used."""
+        """Return whether a prompt's ids were made in a way that is no longer used for this replica."""
         return prompt.made_by != self._made_by(backend.id)
 
     def _known(self, backend: Backend) -> Forwarding:
-        """Return the state of the replica's present process, valid for the present tokenization."""
+        """Return the state of the replica's present process, without confirmations that are void by now."""
         known, made_by = backend.forwarding, self._made_by(backend.id)
         if known.incarnation != backend.incarnation:
             known = process_of(backend)
@@ -221,7 +236,7 @@ class TokenIdForwarding:
         return known
 
     def look(self) -> None:
-        """Allow forwarding again where the replicas that made other ids are gone or are other processes."""
+        """Allow forwarding again where the replicas that made other ids are removed or are other processes by now."""
         for stopped in [key for key, (id, known) in self._stopped.items() if self._is_gone(id, known)]:
             del self._stopped[stopped]
         gone = [id for id, (known, _) in self._differed.items() if self._is_gone(id, known)]
@@ -236,7 +251,7 @@ class TokenIdForwarding:
         return (one := self._backends.get(id)) is None or process_of(one) is not known
 
     def _off(self, backend: Backend, prompt: Prompt) -> bool:
-        """Return whether forwarding has ended for a replica's model, or for this kind of body."""
+        """Return whether a difference has ended forwarding for a replica's model, or for this kind of body."""
         if self._stopped and (prompt.made_by, prompt.path, prompt.kind) in self._stopped:
             return True
         return bool(self._differed) and any(
@@ -245,7 +260,12 @@ class TokenIdForwarding:
         )
 
     def _differ(self, backend: Backend, prompt: Prompt, why: str) -> None:
-        """End forwarding for all replicas whose prompts are made in the same way."""
+        """End forwarding because a replica made other ids of a prompt, for all replicas whose prompts are made alike.
+
+        If the client's options steer the rendering of the body, it ends for the body's kind only.
+
+        `why`: the difference in words.
+        """
         if backend.id in self._differed:
             return
         if prompt.steered is not None:
@@ -263,7 +283,7 @@ class TokenIdForwarding:
             one.replica.takes_ids = f"{path}: no, {why if one is backend else f'replica {backend.id} makes other ids'}"
 
     def _stop(self, backend: Backend, prompt: Prompt, kind: str, why: str) -> None:
-        """End forwarding for one kind of body."""
+        """End forwarding for one kind of body, to all replicas whose prompts are made alike."""
         now = monotonic()
         key = prompt.made_by, prompt.path, kind
         if key in self._stopped:
@@ -286,7 +306,7 @@ class TokenIdForwarding:
         return [one for one in self._backends.values() if one.candidate.space == backend.candidate.space]
 
     def _reject(self, backend: Backend, path: str, why: str) -> None:
-        """End forwarding for this replica's process and path."""
+        """End forwarding at one path for this replica's process, since it takes no ids there or reports none."""
         known = process_of(backend)
         if path not in known.rejected_because:
             known.kinds = {key: kind for key, kind in known.kinds.items() if key[0] != path}
@@ -297,7 +317,7 @@ class TokenIdForwarding:
 
 
 def process_of(backend: Backend) -> Forwarding:
-    """Return the state of the replica's present process, a new one if the process has changed."""
+    """Return the forwarding state of the replica's present process, a new one if the process has changed."""
     known = backend.forwarding
     if known.incarnation != backend.incarnation:
         known = backend.forwarding = Forwarding(backend.incarnation)

@@ -1,4 +1,4 @@
-"""Checks that a replica's process makes the same token ids as the gateway, and what they have shown so far."""
+"""Checks whether a replica's process makes the same token ids of a prompt as the gateway, and their results so far."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from replicas.ask import body_of
 
 from ...prompt.forward import written
 
-CONFIRMATIONS = 3  # different bodies of a kind for which a replica must have made the same ids
-# One body in so many of a confirmed kind is checked: its text and the check cost a hundredth of what is saved
+# How many different bodies of a kind a replica must have made the same ids of, before it is sent ids. A kind is given
+# by the template, whether there are tools, and the shape of the content.
+CONFIRMATIONS = 3
+# Of a confirmed kind, one body in so many is sent as text and checked: that costs a hundredth of what ids save.
 CHECK_EVERY = 100
-# Kinds kept per replica, of 600 characters at most each; the least recently seen one is dropped
+# Kinds kept per replica, of 600 characters at most each; the least recently seen one is dropped.
 MOST_KINDS = 256
-PAUSE_SECONDS = 30.0  # before an unanswered check is repeated for its kind
-ANSWER_SECONDS = 60.0
-# Members that govern an answer's length and form; a check requests one token instead.
+PAUSE_SECONDS = 30.0  # how long no body of a kind is checked after a check that got no answer
+ANSWER_SECONDS = 60.0  # how long a check waits for its answer
+# Members of a body that govern the answer's length and form: a check leaves them out, and requests one token.
 _OUTPUT = frozenset(
     "max_tokens max_completion_tokens min_tokens n best_of stream stream_options request_id priority".split()
 )
@@ -33,11 +35,11 @@ _NOTHING = msgspec.Raw(b"null")
 
 
 class Unanswered(Exception):
-    """The failure of a check that did not show whether the ids are the same."""
+    """Raised by a check that did not show whether the ids are the same, since it got no usable answer."""
 
 
 class Different(Exception):
-    """The result of a check whose engine made other ids than the gateway."""
+    """Raised by a check that showed that the engine makes other ids than the gateway."""
 
 
 class _Choice(msgspec.Struct):
@@ -49,9 +51,9 @@ class _Usage(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """The part of a reply that shows what the engine did.
+    """The part of an engine's reply to a check that shows which token ids it has made or used.
 
-    Ids stay as raw JSON: 100,000 as Python ints take 10 ms, during which no other thread runs.
+    The ids stay raw JSON: to parse 100,000 of them to Python ints takes 10 ms, during which no other thread runs.
     """
 
     choices: list[_Choice] | None = None
@@ -60,9 +62,12 @@ class _Reply(msgspec.Struct):
 
 
 async def check_ids(post: Post, path: str, body: bytes, ids: bytes) -> str:
-    """Ask an engine for the ids that it makes of a body, and compare them with `ids` (uint32 LE).
+    """Send a body to an engine, ask for the token ids that it makes of the prompt, and compare them with the gateway's.
 
-    Returns "", or why the engine cannot be checked. Raises Different or Unanswered.
+    Returns "" if they are the same, or in words why this engine cannot be checked. Raises Different if they are not the
+    same, and Unanswered if there is no usable answer.
+
+    `ids`: the gateway's ids, as uint32 in little endian.
     """
     status, reply = await post(path, await asyncio.to_thread(_asking_for_ids, body))
     if status != 200:
@@ -71,12 +76,12 @@ async def check_ids(post: Post, path: str, body: bytes, ids: bytes) -> str:
 
 
 async def takes_ids(post: Post, path: str, model: str, first: bytes, around: tuple[bytes, bytes] | None) -> str:
-    """Send an engine one id in place of a text; return "", or what shows that it does not use the id.
+    """Send an engine one token id in place of a text; return "", or in words what shows that it does not use the id.
 
-    `first`: the id (uint32 LE).
-    `around`: the bytes before and after the ids in a chat's body; None if such engines take no ids in chats.
+    Raises Unanswered if there is no usable answer.
 
-    Raises Unanswered.
+    `first`: the id, as uint32 in little endian.
+    `around`: the bytes before and after the ids in a chat's body; None if engines of this kind take no ids in chats.
     """
     one: dict[str, Any] = {**({"model": model} if model else {}), "max_tokens": 1}
     ids = [int.from_bytes(first, "little")]
@@ -98,14 +103,16 @@ async def takes_ids(post: Post, path: str, model: str, first: bytes, around: tup
 
 
 def _asking_for_ids(body: bytes) -> bytes:
+    """Return a body for the same prompt that asks for one token and for the prompt's token ids."""
     bare = {name: value for name, value in orjson.loads(body).items() if name not in _OUTPUT}
     return orjson.dumps({**bare, "max_tokens": 1, "return_token_ids": True})
 
 
 def _compare(reply: bytes, ids: bytes) -> str:
+    """Return the result of `check_ids` by the engine's reply; raises Different or Unanswered."""
     told = _read(reply)
     theirs = bytes(told.prompt_token_ids)
-    if not theirs.startswith(b"[") and told.choices:  # in completions, and with some engines in chats
+    if not theirs.startswith(b"[") and told.choices:  # here engines report them in completions, some also in chats
         theirs = bytes(told.choices[0].prompt_token_ids)
     if not theirs.startswith(b"["):
         return "it does not tell the ids it makes (return_token_ids), so nothing shows that ours are the same"
@@ -124,7 +131,7 @@ def _read(reply: bytes) -> _Reply:
 
 
 class BodyKind:
-    """The state of one kind of body at one replica."""
+    """The checks of one kind of body at one replica."""
 
     def __init__(self) -> None:
         self.bodies: set[int] = set()  # digests of confirmed ids, up to CONFIRMATIONS
@@ -133,26 +140,26 @@ class BodyKind:
 
 
 class Forwarding:
-    """The state of id forwarding to one replica's process."""
+    """The state of the forwarding of token ids to one replica's process."""
 
     def __init__(self, incarnation: str | None = None):
         self.incarnation = incarnation
-        self.made_by = 0  # the number of the tokenization that `kinds` are valid for
+        self.made_by = 0  # the gateway's way of making ids, by its number, for which `kinds` are valid
         self.rejected_because: dict[str, str] = {}  # path -> why ids are not forwarded there
         self.accepts: set[str] = set()  # paths at which it was seen to use ids
-        # APIs (`Exchange.label`) at which it refuses to report the ids of its output
+        # APIs (`Exchange.label`) at which it refuses to report the token ids of its output
         self.silent_at: set[str] = set()
         self.kinds: dict[tuple[str, str], BodyKind] = {}  # (path, kind of body) -> state, most recently seen last
         self.checking: asyncio.Task[None] | None = None
 
     def says(self) -> str:
-        """Return the state by path in words, for the status page, the log and the doctor."""
+        """Return in words whether ids are forwarded, by path, for the status page, the log and `hitherto doctor`."""
         confirmed = {path for (path, _), kind in self.kinds.items() if len(kind.bodies) >= CONFIRMATIONS}
         told = dict.fromkeys(confirmed, "yes") | {path: f"no, {why}" for path, why in self.rejected_because.items()}
         return "; ".join(f"{path}: {what}" for path, what in sorted(told.items())) or "not tried yet"
 
     def seen(self, path: str, name: str) -> BodyKind | None:
-        """Note a body of the kind `name`; return the kind's state, or None for the first body of the kind."""
+        """Note a body of the kind `name` at this path; return the kind's state, or None for the kind's first body."""
         found = self.kinds.pop((path, name), None)
         self.kinds[path, name] = found or BodyKind()
         if len(self.kinds) > MOST_KINDS:
@@ -161,7 +168,7 @@ class Forwarding:
 
 
 def poster(session: aiohttp.ClientSession) -> Post:
-    """Return a function that POSTs to paths below the session's base URL."""
+    """Return a function that POSTs JSON to paths below the session's base URL; it raises Unanswered."""
 
     async def post(path: str, body: bytes) -> tuple[int, bytes]:
         try:

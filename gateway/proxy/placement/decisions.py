@@ -1,8 +1,8 @@
-"""Decisions for another proxy (`/decide`): a request is placed and counted here, and forwarded by the caller.
+"""Decisions for another proxy (`/decide`): the replica is chosen and its load reserved here, the caller forwards.
 
-The caller reports what an `Exchange` learns from its own sockets: the first byte and the end of the answer. Load is
-counted from the choice on, so later choices see it. Each report renews a lease; a request without a report within its
-lease is taken off the load ledger, so that a caller that dies leaves no load behind.
+The caller reports two events that an `Exchange` sees on its own sockets: the first byte and the end of the answer. The
+request's load is reserved from the choice on, so later choices see it. Each report renews a lease. If no report comes
+within the lease, the load is released, so that a caller that dies leaves none behind.
 """
 
 from __future__ import annotations
@@ -28,40 +28,44 @@ from ..settling import most_tokens
 if TYPE_CHECKING:
     from ..backend import Backend
 
-LEASE = 60.0  # seconds without a report, unless the caller requests another time
-LEASES = (1.0, 3600.0)
-# Seconds after a lease's end to read reports that arrived in time: this process may have stalled for too short a time
-# for `Pulse` to notice.
+LEASE = 60.0  # seconds without a report after which a lease ends, unless the caller requests another time
+LEASES = (1.0, 3600.0)  # the shortest and the longest lease that a caller may request
+# Seconds after a lease's end in which reports are still accepted that may have arrived before: this process may have
+# stalled for a time too short for `Pulse` to notice.
 GRACE = 0.25
-LEAST_LEFT = 0.1  # seconds; timers and the clock do not agree more exactly
-# Limits on decisions under way: 16,384 of 30,000 tokens each. Bodies that wait to be read count as well.
+LEAST_LEFT = 0.1  # seconds below which a rest of time counts as over: timers and the clock agree no better
+# Limits on decisions under way, their number and bytes: enough for 16,384 prompts of 30,000 tokens. Bodies that are
+# being prepared count as well.
 MOST, MOST_BYTES = 16_384, 256 * 2**20
-# Seconds for which a request without a report makes its replica count as late; after that its caller may have died.
+# A request makes its replica count as late for this many seconds after its first byte was due. Then its caller may have
+# died, so it is disregarded.
 SILENT = 5.0
-MOST_CANDIDATES = 8  # candidates in an answer: each costs a choice
+MOST_CANDIDATES = 8  # the most replicas listed in an answer: each costs a run of the policy
 
 
 class Decisions:
-    """The decisions under way; `name` is a prefix of their ids."""
+    """The decisions under way: another proxy has asked for them, and their requests have not ended.
+
+    `name`: a prefix of their ids.
+    """
 
     def __init__(self, proxy: Proxy, name: str = ""):
         self._proxy = proxy
         self._placing, self._settling, self._router = proxy.placing, proxy.settling, proxy.router
         self._ids = map(f"{name}{os.urandom(6).hex()}-%x".__mod__, itertools.count(1))
         self._open: dict[str, ExternalRequest] = {}
-        self._bytes = 0  # held by decisions under way, and by bodies that are being prepared
+        self._bytes = 0  # memory of the decisions under way, and of bodies that are being prepared
 
     async def decide(
         self, path: str, body: bytes, headers: Mapping[str, str], exclude: Sequence[str] = (), lease: float = LEASE
     ) -> dict[str, Any]:
-        """Choose a replica for a request and reserve its load.
+        """Choose a replica for a request and reserve its load there, until `done` is called or the lease ends.
 
         `path`, `body`, `headers`: those of the client's request.
         `exclude`: ids of replicas that have failed the request.
-        `lease`: seconds until the first report.
+        `lease`: seconds within which the first report has to come.
 
-        Returns the decision as JSON data. Raises ApiError for the client's faults, and if no replica can take the
-        request.
+        Returns the decision as JSON data. Raises ApiError if the request is not valid, or no replica can take it.
         """
         if (refused := self._proxy.own_paths.refusal(path, "POST")) is not None:
             raise refused
@@ -75,18 +79,18 @@ class Decisions:
         finally:
             self._bytes -= len(body)
         prompt.token_ids = b""  # the gateway does not forward this request
-        # The admin server has decoded them in this way.
+        # Encode the headers' values in the way in which the admin server has decoded them.
         named = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
         request = Request("POST", path.encode(), named, b"", http10=False, keep_alive=True)
         leased = ExternalRequest(next(self._ids), request, prompt, tried, lease)
         try:
             self._placing.place(leased)
             attempt = await leased.found
-        except BaseException:  # a shared decision that comes after a cancellation is undone by the shared ledger
-            if leased.attempt is not None:  # it came in the same event-loop iteration
+        except BaseException:  # if a decision of the shared ledger comes after a cancellation, `Placing` undoes it
+            if leased.attempt is not None:  # it was placed in the event-loop iteration in which it was cancelled
                 self._router.abandon(leased.attempt.placement)
             self._leave_queue(leased)
-            del leased  # it refers to the exception, and that to this frame: a cycle
+            del leased  # it refers to the exception, and that to this frame: a reference cycle
             raise
         self._leave_queue(leased)
         for stage, seconds in leased.stages:
@@ -96,18 +100,19 @@ class Decisions:
         self._renew(leased)
         self._router.tells_end_alone(attempt.placement)
         self._after(max(0.0, attempt.placement.reservation.due - monotonic() + SILENT), self._disregard, leased)
-        if not attempt.streams:  # no first byte is reported; see `Settling.still_unanswered`
+        if not attempt.streams:  # its first byte comes at its end, so the prefill is assumed to end as predicted
             asyncio.get_running_loop().call_later(
                 attempt.placement.ttft, self._router.first_token, attempt.placement, None
             )
         return self._told(leased, attempt)
 
     def _leave_queue(self, leased: ExternalRequest) -> None:
-        """Drop a request from the queue, once it needs no replica any more; until then it may be placed again."""
+        """Drop a request from the queue once it needs no replica any more; until then it may be placed again."""
         if self._placing.queue is not None:
             self._placing.queue.forget(leased)
 
     def _told(self, leased: ExternalRequest, attempt: Attempt) -> dict[str, Any]:
+        """Return the decision as JSON data for the caller, with the reason in words."""
         backend, prompt, placement = attempt.backend, leased.prompt, attempt.placement
         held = (
             f"{placement.predicted} of {prompt.tokens} prompt tokens held"
@@ -132,7 +137,10 @@ class Decisions:
         }
 
     def _in_order(self, leased: ExternalRequest, chosen: Backend) -> list[str]:
-        """Return the ids of the replicas that the gateway itself would try for this request, in order."""
+        """Return the ids of the replicas that the gateway itself would try for this request, in order.
+
+        The chosen one is the first; at most MOST_CANDIDATES are returned.
+        """
         order = [chosen.id]
         try:
             targets = self._proxy.eligible.targets(leased.prompt, (*leased.tried, chosen))
@@ -142,7 +150,10 @@ class Decisions:
         return order + self._router.ranking(self._placing.demand(leased.prompt, now), targets, now, MOST_CANDIDATES - 1)
 
     async def first_byte(self, id: str) -> dict[str, Any]:
-        """Record that the answer has begun, and renew the lease; later calls only renew it."""
+        """Record that the answer has begun, and renew the lease; a second call for a request only renews it.
+
+        Returns JSON data for the caller. Raises ApiError if no decision with this id is under way.
+        """
         leased = self._find(id)
         attempt = leased.attempt
         if not attempt.first_at:
@@ -153,9 +164,12 @@ class Decisions:
         return {"id": id, "lease_seconds": leased.seconds}
 
     async def done(self, id: str, answer: bytes) -> dict[str, Any]:
-        """Record the end of a request.
+        """Record the end of a request: release its load, and learn costs from its answer.
 
-        `answer`: the last bytes of its answer, with the engine's usage, to learn from; may be empty.
+        `answer`: the last bytes of the answer, which contain the engine's token usage; b"" if they are not known, in
+            which case nothing is learned.
+
+        Returns JSON data for the caller. Raises ApiError if no decision with this id is under way.
         """
         leased = self._find(id)
         self._close(leased, "done")
@@ -163,8 +177,8 @@ class Decisions:
         failed = bool(error_status(answer, True) or error_status(answer, False))
         is_event = prompt.stream and prompt.path == RESPONSES and not answer.startswith(b"{")
         usage = believed(read_usage(answer, 2 if is_event else 1), *most_tokens(attempt.backend, prompt))
-        attempt.streams &= attempt.first_at > 0  # without a first byte its decode time is not known
-        if answer and not failed:  # without an answer its outcome is not known
+        attempt.streams &= attempt.first_at > 0  # if no first byte was reported, its decode time is not known
+        if answer and not failed:  # without an answer it is not known whether it succeeded
             self._router.answered(attempt.placement, monotonic())
         if usage.prompt is not None and not attempt.backend.gone and not failed:
             self._settling.finish(attempt, leased.prompt, usage)
@@ -188,13 +202,14 @@ class Decisions:
         self._after(leased.seconds, self._ran_out, leased)
 
     def _after(self, seconds: float, call: Callable[[ExternalRequest], None], leased: ExternalRequest) -> None:
-        """Call `call(leased)` once this process has run for `seconds`; it reads no reports while it is stalled."""
+        """Call `call(leased)` after `seconds` in which this process ran: while it is stalled, it reads no reports."""
         timer = asyncio.get_running_loop().call_later(seconds, self._due, seconds, monotonic(), call, leased)
         leased.timers[call] = timer
 
     def _due(
         self, seconds: float, since: float, call: Callable[[ExternalRequest], None], leased: ExternalRequest
     ) -> None:
+        """Run the timer of `_after`, or start it again for the time in which this process was stalled."""
         now, pulse = monotonic(), self._proxy.pulse
         pulse.look(now)
         if (left := seconds - pulse.ran(since, now)) > LEAST_LEFT:
@@ -221,6 +236,7 @@ class Decisions:
 
 
 def unknown(id: str) -> ApiError:
+    """Return the error for a report on a decision that is not under way."""
     return ApiError(
         404,
         f"no decision {id[:100]!r} is under way: its end was told, or nothing within its lease",

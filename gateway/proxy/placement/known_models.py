@@ -1,4 +1,4 @@
-"""The models and adapters that replicas have reported, present or away, and the error for one that is not served."""
+"""The models and adapters that replicas have reported, served now or before; the error for one that is not served."""
 
 from __future__ import annotations
 
@@ -20,26 +20,30 @@ if TYPE_CHECKING:
 
 # The code of the 503 for a model that no replica is known to serve, while some have not reported theirs.
 MODEL_NOT_KNOWN = "model_not_known"
-EXPECTED_SECONDS = 600.0  # how long a pod's replacement is expected, which has to be scheduled first
-MOST_NAMES = 4096  # models of removed pods that are kept, the latest ones
-TAKEN_OUT = (State.DRAINING, State.STOPPED)  # taken out by an operator, or because its pod is removed
-UNTOLD = (State.STARTING, State.WARMING, State.FAILED)  # states in which a replica is expected to report its models
+EXPECTED_SECONDS = 600.0  # how long a removed pod's replacement is expected: it has to be scheduled and loaded first
+MOST_NAMES = 4096  # how many names of removed pods' models are kept, the latest ones
+TAKEN_OUT = (State.DRAINING, State.STOPPED)  # states of a replica that an operator, or its pod's removal, takes out
+UNTOLD = (State.STARTING, State.WARMING, State.FAILED)  # states in which a replica may still report its models
 
 
 class KnownModels:
-    """The names of models and adapters by replica, with those of removed pods."""
+    """The registry of models' and adapters' names that each replica has reported, with those of removed pods."""
 
     def __init__(self, backends: Mapping[str, Backend], replicas: Mapping[str, Replica]):
-        """Create the registry; `replicas` are all known ones, `backends` those that have been ready once."""
+        """Create the registry, which knows no name yet.
+
+        `replicas`: all known replicas by id.
+        `backends`: those of them that have been ready once.
+        """
         self._backends, self._replicas = backends, replicas
         self.unlisted: Callable[[], str] = lambda: ""  # why `replicas` may be incomplete; "" if it is not
-        self._now: Collection[str] = ()  # the names that are served
+        self._now: Collection[str] = ()  # the names that are served now
         self._served: dict[str, frozenset[str]] = {}  # replica -> the names that it reported last
-        self._pod_went: dict[str, float] = {}  # name -> when its last pod was removed, in order of time
+        self._pod_went: dict[str, float] = {}  # name -> when its last pod was removed (monotonic), in order of time
         self._gone: set[str] = set()  # names of removed pods that no replica has served since
 
     def changed(self, now: Collection[str]) -> None:
-        """Update the registry after replicas changed. `now`: the names that are served."""
+        """Update the registry after replicas have changed. `now`: the names that are served now."""
         self._now = now
         self._gone.difference_update(now)
         reported = {id: frozenset(backend.replica.models) for id, backend in self._backends.items()}
@@ -47,13 +51,13 @@ class KnownModels:
         self._served = before | {id: names or self.served_by(id) for id, names in reported.items()}
 
     def served_by(self, replica: str) -> frozenset[str]:
-        """Return the names that a replica reported last, even if it is away."""
+        """Return the names that a replica reported last, even if it is not ready now."""
         return self._served.get(replica, frozenset())
 
     # --- removed pods
 
     def expect_back(self, replicas: Iterable[Replica]) -> None:
-        """Note that the pods of these replicas are being removed, and are probably replaced."""
+        """Note that the pods of these replicas are being removed, and that others will probably replace them."""
         now = monotonic()
         names = {name for one in replicas for name in (*self._reported_names(one), one.required_model) if name}
         before = [(name, at) for name, at in self._pod_went.items() if name not in names]
@@ -61,14 +65,14 @@ class KnownModels:
         self._gone = (self._gone | names) & {*self._pod_went}
 
     def expected_back(self) -> dict[str, float]:
-        """Return the names whose pods are expected back, with the seconds since a pod of each was removed."""
+        """Return the names for which a new pod is expected, each with the seconds since its last pod was removed."""
         return {name: seconds for name, seconds in self._since_pod_went().items() if seconds < EXPECTED_SECONDS}
 
     def gone(self) -> list[str]:
         """Return the names that no replica has served since a pod of them was removed.
 
-        A replica that is away, drained or shutting down serves no new request, so it does not count as serving a name,
-        and removing it by hand changes nothing.
+        A replica that failed, is drained or is shutting down gets no new requests, so it does not count as serving a
+        name. Removing such a replica by hand does not change the result.
         """
         return sorted(self._gone.difference(self._now))
 
@@ -79,7 +83,7 @@ class KnownModels:
     # --- handover to another worker process
 
     def handed_on(self) -> dict[str, Any]:
-        """Return the state for another process: "served", the names by replica, and the arguments of `resume`."""
+        """Return the state for a new worker process: "served", the names by replica, and the arguments of `resume`."""
         return {
             "served": {id: sorted(names) for id, names in self._served.items() if names},
             "since_pod_went": {
@@ -91,13 +95,16 @@ class KnownModels:
         }
 
     def resume(self, since_pod_went: Mapping[str, float], gone: Iterable[str]) -> None:
-        """Take over what another process knew of removed pods: two members of what its `handed_on` returned."""
+        """Take over what another process knew of removed pods.
+
+        `since_pod_went`, `gone`: the members of these names in the result of its `handed_on`.
+        """
         now = monotonic()
         self._pod_went = {name: now - seconds for name, seconds in since_pod_went.items()} | self._pod_went
         self._gone.update(name for name in gone if name in self._pod_went)
 
     def served_before(self, replica: str, names: Iterable[str]) -> None:
-        """Record the names of the models that a replica served before this process began."""
+        """Record the names of the models that a replica served before this process began, unless some are known."""
         self._served.setdefault(replica, frozenset(names))
 
     # --- models that are not served now
@@ -105,9 +112,9 @@ class KnownModels:
     def is_away(self, model: str) -> bool:
         """Return whether a model is not served now, but may come back.
 
-        It may come back if a replica that is not ready served it before or is required to serve it, or if a pod that
-        served it was removed lately. A drained replica counts only if it has served the model: a drain is then a step
-        of an upgrade.
+        It may come back in three cases: a known replica has served it before, a replica is required to serve it, or a
+        pod that served it was removed lately. A drained replica that has served it is among the first, since a drain is
+        usually a step of an upgrade; a drained one that is only required to serve it is none of the second.
         """
         return (
             any(model in names for id, names in self._served.items() if id in self._backends or id in self._replicas)
@@ -116,10 +123,10 @@ class KnownModels:
         )
 
     def no_replica_error(self, model: str | None, tenant: Tenant | None) -> ApiError:
-        """Return the error for a model that is not served now.
+        """Return the error for a model that is not served now; `model` None stands for any model.
 
-        The error says that the model does not exist, that no replica of it is ready, or that one may still serve it. To
-        a tenant it names only models that the tenant may use.
+        The error is a 404 if the model does not exist. It is a 503 if no replica of it is ready, or if replicas that
+        have not reported their models may serve it. To a tenant it names only models that the tenant may use.
         """
         known = self._now or frozenset().union(*self._served.values())  # while all are away, what they served
         if model is not None and known and model not in known and not self.is_away(model):
@@ -146,15 +153,17 @@ class KnownModels:
         return replica.models or self.served_by(replica.id)
 
     def _may_serve(self, replica: Replica, model: str | None) -> bool:
-        """Return whether a replica will serve the model once it is ready, as far as is known."""
+        """Return whether a replica may serve the model once it is ready, by the names that are known of it."""
         return model is None or may_serve(model, self._reported_names(replica), replica.required_model)
 
 
 def unknown_model_error(model: str, known: Collection[str], untold: Sequence[str]) -> ApiError:
     """Return the error for a model that no replica is known to serve.
 
-    A 404 is final to clients, so the status is 503 while replicas have not reported their models.
-    `known`: names that are served. `untold`: descriptions of the replicas that have not reported theirs.
+    A 404 is final to clients, so the status is 503 while there are replicas that have not reported their models.
+
+    `known`: names that are served, for the message.
+    `untold`: descriptions of the replicas that have not reported their models.
     """
     served = f"served here: {', '.join(sorted(known)) or 'none'}"
     if untold:

@@ -269,7 +269,7 @@ class SharedLedger:
         """Return how many prompt tokens each candidate has cached, packed as doubles for the script.
 
         These are the tokens in its first tier, GPU memory. If any candidate has more in slower tiers, two more numbers
-        of each candidate follow: the tokens in its slower tiers, and what these save (`Cost.held`).
+        of each candidate follow: the tokens in its slower tiers, and what these count in the cost (`Cost.held`).
         """
         if self._cost is None or not tiers or not any(one.lower for one in candidates):
             return struct.pack(f"<{len(overlaps)}d", *overlaps)
